@@ -19,8 +19,8 @@ from functools import partial
 import rlft
 from rlft.config import command as commands
 from rlft.config.choices import closest
-from rlft.config.compose import compose_run
-from rlft.config.overrides import check_text, parse
+from rlft.config.compose import answer, compose_run
+from rlft.config.overrides import check_text, make_importable, parse
 from rlft.system import interrupt
 from rlft.system.terminal import discard, for_a_shell
 from rlft.types import UserError
@@ -201,8 +201,7 @@ def _command(name: str) -> tuple[Callable[[list[str]], int], str]:
 
 
 def _make_run(name: str, words: list[str]) -> int:
-    from rlft.commands.arguments import check_resume, make_importable
-    from rlft.commands.launch import begin
+    from rlft.commands.launch import begin, check_resume
 
     command = commands.named(name)
     parsed = parse(words, name)
@@ -211,9 +210,7 @@ def _make_run(name: str, words: list[str]) -> int:
     if command.compose is not None and (run := command.compose(parsed)) is not None:
         begin(run.plain, run.folder)
     elif parsed.asks:
-        from rlft.commands.arguments import ask
-
-        ask(name, parsed)
+        answer(name, parsed)
     elif parsed.sweep:
         from rlft.commands.sweep.command import sweep
 

@@ -34,7 +34,7 @@ MOST_FOLDERS, MOST_ROOT_MODULES, MOST_LEVELS, MOST_ARROWS = 15, 5, 9, 98
 # {library: where it may be imported}; what is imported by name (trackers, see logger/scalars.py) has no place.
 PLACES = {
     "vllm": {"generation/vllm/generator", "generation/vllm/guest", "generation/vllm/teacher"},
-    "hydra": {"config/compose", "commands/arguments"},
+    "hydra": {"config/compose", "config/overrides"},
     "omegaconf": {"config/compose"},
     "wandb": set(),
     "tensorboard": set(),
@@ -54,8 +54,8 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "re
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
-    "algorithms", "arguments", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "launch",
-    "models", "next_steps", "plan", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
+    "algorithms", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "launch", "models",
+    "next_steps", "plan", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
     "sweep/command", "tables", "train",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""

@@ -7,10 +7,10 @@ import itertools
 import pytest
 from in_one_test import each
 
-from rlft.commands.arguments import ask
+from rlft.commands.sweep.space import read_grid
 from rlft.config import catalog
 from rlft.config import command as commands
-from rlft.config.compose import compose, named_choices
+from rlft.config.compose import answer, compose
 from rlft.config.overrides import parse
 from rlft.config.resolved import build
 from rlft.config.schema import SftConfig
@@ -74,13 +74,17 @@ def test_no_data_may_be_said_where_there_need_be_none() -> None:
 
 
 def test_null_among_the_values_of_a_sweep_means_the_same() -> None:
-    words = ["logger=null,console", "reward=format,null", "seed=null,1", "trainer.lr=null"]
-    written = ["logger=[jsonl],console", "reward=format,[]", "seed=null,1", "trainer.lr=null"]
-    assert named_choices(words, "train") == written
+    space = read_grid(["logger=null,console", "reward=format,null", "seed=1"], "train")
+    plains = [compose(space.words(params)) for params in space.combinations()]
+    assert [(list(p["logger"]), list(p.get("reward", {}))) for p in plains] == [
+        (loggers, rewards) for loggers in (["jsonl"], ["console"]) for rewards in (["format"], [])
+    ]
+    algorithms = read_grid(["algorithm=grpo,null"], "train")
+    *_, nothing = algorithms.combinations()
     with pytest.raises(UserError, match="algorithm: something must be chosen"):
-        named_choices(["algorithm=grpo,null"], "train")
+        compose(algorithms.words(nothing))
 
 
 def test_the_config_is_printed_with_what_null_means(capsys: pytest.CaptureFixture[str]) -> None:
-    ask("train", parse(["--cfg", "job", "--package", "logger", "logger=null"]))
+    answer("train", parse(["--cfg", "job", "--package", "logger", "logger=null"]))
     assert capsys.readouterr().out.splitlines()[1:3] == ["jsonl:", "  _target_: rlft.logger.jsonl.Jsonl"]

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from rlft.algorithm.formula import formula_of
-from rlft.commands.arguments import only_overrides
 from rlft.config import catalog
 from rlft.config.choices import choice_remedy
-from rlft.config.compose import compose, explain
+from rlft.config.compose import compose, refusal
 from rlft.config.instantiate import instantiate, locate
-from rlft.config.overrides import CONFIG_DIR
+from rlft.config.overrides import CONFIG_DIR, only_overrides
 from rlft.system.terminal import command_line
 from rlft.types import UserError, require
 
@@ -91,7 +90,7 @@ def _lineage(file: Path) -> list[Path]:
     except UnicodeDecodeError as error:
         raise UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8") from None
     except YAMLError as error:
-        raise explain(error) or error from None
+        raise refusal(error) or error from None
 
 
 def listed(name: str, file: Path) -> dict[str, str]:

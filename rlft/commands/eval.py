@@ -14,6 +14,7 @@ from rlft.commands.policy import as_training, check_base, check_names_a_model, o
 from rlft.config.compose import changed, compose
 from rlft.config.keys import is_below, known
 from rlft.config.model import SnapshotConfig
+from rlft.config.overrides import key_of
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.evaluations import label_of
@@ -39,20 +40,19 @@ ALONE = {"kind": "local", "address": None, "engines": 0, "ranks": 1, "gpus_per_e
 
 
 def notes(overrides: Sequence[str]) -> list[str]:
-    keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
-    unread = [key for key in keys if known(RunConfig, key).only_trains or is_below(key, ["hydra"])]
+    unread = [key for key in map(key_of, overrides) if known(RunConfig, key).only_trains or is_below(key, ["hydra"])]
     return [f"{key} has no effect: an evaluation does not read it" for key in unread]
 
 
 def command(arguments: list[str]) -> None:
-    parsed, source, changes = of_a_run(arguments)
+    parsed, source = of_a_run(arguments)
     if source is None:
         check_names_a_model(parsed, "there is nothing to evaluate")
-        plain = compose(changes, parsed.config_dir, requires=False)
+        plain = compose(parsed.overrides, parsed.config_dir, requires=False)
     else:
-        plain = changed(as_training(source), changes, parsed.config_dir)
+        plain = changed(as_training(source), parsed.overrides, parsed.config_dir)
     resolved = resolve_evaluation(with_named_runs(plain))
-    for note in notes(changes):
+    for note in notes(parsed.overrides):
         say(f"note: {note}")
     if source is not None:
         find_checkpoint(source, lambda damage: None)

@@ -10,18 +10,47 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config.command import Command
+from rlft.config.overrides import Arguments
 from rlft.config.resolved import AUTO, Resolved, resolve
 from rlft.data.first_rows import with_guessed_fields
 from rlft.logger.interface import Logger
 from rlft.runs import changed_since, checkpoint, run_folder, run_status
 from rlft.runs import fork as forks
-from rlft.runs.find import with_named_runs
-from rlft.runs.fork import Fork
+from rlft.runs.find import one_run, with_named_runs
+from rlft.runs.fork import Fork, forking
 from rlft.system import disk, interrupt
 from rlft.system.crash import recorded_in
 from rlft.system.interrupt import Reported
 from rlft.system.terminal import command_line, resuming, say
-from rlft.types import UserError, counted
+from rlft.types import UserError, counted, require
+
+
+def check_resume(parsed: Arguments) -> Arguments:
+    """Checks resume=<run>, which continues a run, or resume=auto, which continues or starts the run in hydra.run.dir.
+
+    Returns the arguments with a name such as `latest` replaced by the run's folder.
+    """
+    resumed, folder = parsed.value("resume"), parsed.value("hydra.run.dir")
+    if resumed is None:
+        return parsed
+    if resumed == AUTO:
+        remedy = "leave it out: the same command with its hydra.sweep.dir continues the sweep"
+        require(not parsed.sweep, "resume", "is of one run, and this is a sweep", got=AUTO, remedy=remedy)
+        problem = "starts or continues the run in hydra.run.dir, which is not given"
+        require(folder is not None, "resume", problem, got=AUTO, remedy="give hydra.run.dir=<folder>")
+        return parsed
+    run = one_run(resumed, "resume", say)
+    if (run / checkpoint.STATE).is_file():
+        remedy = f"start a new run from it: {forking(run)}"
+        raise UserError("resume", "is a checkpoint; a run is resumed from its newest one", got=resumed, remedy=remedy)
+    run_folder.read(run)
+    is_its_own = folder is None or Path(folder).resolve() == run.resolve()
+    problem = "a resumed run continues in its own folder, not in hydra.run.dir"
+    require(is_its_own, "resume", problem, got=resumed, remedy="leave hydra.run.dir out")
+    if str(run) == resumed:
+        return parsed
+    overrides = tuple(f"resume={run}" if o.lstrip("+").startswith("resume=") else o for o in parsed.overrides)
+    return replace(parsed, overrides=overrides)
 
 
 def begin(plain: Mapping[str, Any], folder: Path) -> None:

@@ -17,11 +17,11 @@ from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
-from rlft.commands.arguments import only_overrides
 from rlft.commands.launch import import_libraries, settled
 from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.compose import compose_run
+from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
 from rlft.generation.memory import MemoryPart, busiest, in_words, peak
 from rlft.logger.console import grid, open_terminal
@@ -75,14 +75,13 @@ def command(arguments: list[str]) -> int:
         raise UserError("plan", "there is no plan of this command", got=words[0], remedy=remedy)
     command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
     parsed = only_overrides(words, command, ("device_memory", "card", "price"))
-    overrides = [o for o in parsed.overrides if not o.startswith(("device_memory=", "card=", "price="))]
     price, card = read_price(parsed.value("price")), parsed.value("card")
     if card is not None:
         from rlft.plan.roofline import read_card  # it imports torch
 
         card = read_card(card)
     with contextlib.redirect_stdout(sys.stderr):  # rewards and environments may print while they are built
-        run = compose_run(overrides, parsed.config_dir, command)
+        run = compose_run(parsed.overrides, parsed.config_dir, command)
         plain, device_memory = settled(run.plain), parsed.value("device_memory")
         memory = None if device_memory is None else read_bytes(device_memory)
         resolved = resolve(plain, command)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from rlft.commands.arguments import only_overrides
 from rlft.config import command as commands
 from rlft.config.compose import USUAL, changed, compose
-from rlft.config.overrides import Arguments
+from rlft.config.overrides import Arguments, key_of, only_overrides
 from rlft.config.resolved import Resolved, with_budget_of_device
 from rlft.config.schema import RunConfig
 from rlft.plan.identity import fingerprints
@@ -29,24 +28,22 @@ if TYPE_CHECKING:
     from rlft.runs.checkpoint import Checkpoint
 
 
-def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments, NamedRun | None, list[str]]:
+def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments, NamedRun | None]:
     """Parses the words of a command that uses a run.
 
     Args:
         words: keys of the command itself, which do not change the config.
 
     Returns:
-        The parsed words, the run that they name (None if they name none), and the overrides of its config.
+        The parsed words, and the run that they name; None if they name none.
     """
     if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
         arguments = [f"run={arguments[0]}", *arguments[1:]]
-    not_config_keys = ("run", "checkpoint", *words)
-    parsed = only_overrides(arguments, own=not_config_keys)
+    parsed = only_overrides(arguments, own=("run", "checkpoint", *words))
     run_name = parsed.value("run") or parsed.value("checkpoint")
-    is_empty = not run_name and any(o.partition("=")[0] in ("run", "checkpoint") for o in parsed.overrides)
+    is_empty = not run_name and any(key_of(o) in ("run", "checkpoint") for o in parsed.own)
     require(not is_empty, "run", "is empty", remedy="write run=runs/<name>/<time>")
-    changes = [o for o in parsed.overrides if o.partition("=")[0] not in not_config_keys]
-    return parsed, find(one_run(run_name, "run", say)) if run_name else None, changes
+    return parsed, find(one_run(run_name, "run", say)) if run_name else None
 
 
 def check_names_a_model(parsed: Arguments, otherwise: str) -> None:
@@ -63,13 +60,13 @@ def sampled_by(
     It is one of `rlft train` if the run's command does not sample. `otherwise` and `words` are as in
     `check_names_a_model` and `of_a_run`.
     """
-    parsed, source, changes = of_a_run(arguments, words)
+    parsed, source = of_a_run(arguments, words)
     if source is None:
         check_names_a_model(parsed, otherwise)
-        return parsed, None, compose(changes, parsed.config_dir, requires=False)
+        return parsed, None, compose(parsed.overrides, parsed.config_dir, requires=False)
     if "generation" in source.config:
-        return parsed, source, changed(source.config, changes, parsed.config_dir, source.config["command"])
-    return parsed, source, changed(as_training(source), changes, parsed.config_dir)
+        return parsed, source, changed(source.config, parsed.overrides, parsed.config_dir, source.config["command"])
+    return parsed, source, changed(as_training(source), parsed.overrides, parsed.config_dir)
 
 
 def as_training(source: NamedRun) -> dict[str, Any]:

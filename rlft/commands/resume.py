@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rlft.commands.arguments import only_overrides
 from rlft.commands.launch import begin, launch
 from rlft.commands.sweep.record import is_study
 from rlft.config import compose as configs
+from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import find, one_run, with_named_runs

@@ -9,11 +9,11 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rlft.commands.arguments import only_overrides
 from rlft.commands.doctor.command import check_recipe
 from rlft.commands.launch import import_libraries, settled
 from rlft.commands.tables import print_rows
 from rlft.config.compose import compose_run
+from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
 from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
 from rlft.system import interrupt
@@ -56,9 +56,8 @@ def command(arguments: list[str]) -> int:
     check_recipe(words, "rlft reward try reward=[<reward>]")
     parsed = only_overrides(words, COMMAND, ("rows",))
     num_rows = rows_of(parsed.value("rows"))
-    overrides = [o for o in parsed.overrides if not o.startswith("rows=")]
     with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
-        run = compose_run(overrides, parsed.config_dir, COMMAND, requires=False)
+        run = compose_run(parsed.overrides, parsed.config_dir, COMMAND, requires=False)
         resolved = resolve(settled(run.plain), COMMAND)
         config: RunConfig = resolved.config
         rewards = specs_of(config)

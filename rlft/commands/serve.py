@@ -17,9 +17,9 @@ from rlft.commands import chat
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import check_ends, open_roles, policy_of, sampled_by
 from rlft.config import catalog
-from rlft.config import compose as configs
 from rlft.config.bounds import Port, PositiveFloat, PositiveInt
 from rlft.config.instantiate import from_mapping
+from rlft.config.overrides import parse_overrides
 from rlft.config.resolved import Resolved
 from rlft.environment.endpoint.app import bound, check_installed
 from rlft.runs.find import NamedRun, with_named_runs
@@ -71,7 +71,7 @@ class ServeConfig:
 def read_config(words: list[str]) -> ServeConfig:
     """The keys from words such as serve.port=8001, with the defaults of configs/base/serve.yaml."""
     values = yaml.safe_load((catalog.config_folder() / "base" / "serve.yaml").read_text())[SECTION]
-    for override in configs.parse_overrides(words, "train"):
+    for override in parse_overrides(words, "train"):
         values[override.key_or_group.partition(".")[2]] = override.value()
     return from_mapping(ServeConfig, values, SECTION)
 
@@ -87,8 +87,8 @@ def check_environment(words: Sequence[str]) -> None:
 
 
 def command(arguments: list[str]) -> None:
-    serve_words = [word for word in arguments if word.startswith(f"{SECTION}.")]
     check_environment(arguments)
+    serve_words = [word for word in arguments if word.startswith(f"{SECTION}.")]
     others = [word for word in arguments if word not in serve_words]
     own = [f"{SECTION}.{field.name}" for field in fields(ServeConfig)]
     _, source, plain = sampled_by(others, "there is no model to serve", own)

@@ -1,4 +1,4 @@
-"""Parses the words after a command: options, and overrides such as key=value.
+"""Reads the words after a command: options, and overrides such as key=value; nothing else looks at how words are typed.
 
 Hydra handles some mistakes badly: it lets the last of two equal keys win, ends the process on an unknown option, and
 takes any word with a dash for an option of its own. Here every word is either understood, or refused with the word that
@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlft.config import catalog, suggest
 from rlft.config.choices import choice_remedy, closest
 from rlft.types import UserError, require
 
-PRINTING = ("-h", "--help", "--hydra-help", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p")
-SWEEPING = ("-m", "--multirun")
-CONFIG_DIR = ("--config-dir", "-cd")
-WITH_VALUE = ("--cfg", "-c", "--package", "-p", *CONFIG_DIR)
+CFG = ("--cfg", "-c")
 OF_CFG = ("--resolve", "--package", "-p")
 """Options that change what --cfg prints."""
+PRINTING = ("-h", "--help", "--hydra-help", "--info", "-i", *CFG, *OF_CFG)
+SWEEPING = ("-m", "--multirun")
+CONFIG_DIR = ("--config-dir", "-cd")
+OPTIONS = (*PRINTING, *SWEEPING, *CONFIG_DIR)
+EXAMPLES = {**dict.fromkeys(CFG, "job"), "--package": "<name>", "-p": "<name>", **dict.fromkeys(CONFIG_DIR, "<folder>")}
+"""{option that takes a value: an example of one}."""
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 """Text in Hydra's quotes, where brackets and commas have no meaning."""
@@ -34,6 +39,10 @@ FIXED = ("hydra.mode", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hyd
 """Keys that rlft sets, and the user may not."""
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 """Keys of Hydra that a user may set."""
+TEMPLATE_VARIABLES = "prompts.template_variables"
+"""The section whose keys are the user's own."""
+OWN_FILES = "logger=[jsonl]"
+"""What `logger=null` means: only the logger that writes the run's own files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +50,14 @@ class Arguments:
     """The parsed words after a command.
 
     Attributes:
-        overrides: `key=value`, `+recipe=name`, .. as they were typed.
+        overrides: of the config: `key=value`, `+recipe=name`, .. as they were typed.
+        own: likewise, of the keys that the command itself has.
         options: the other words, for Hydra's own parser.
         asks: whether the command only prints something, and runs nothing.
     """
 
     overrides: tuple[str, ...]
+    own: tuple[str, ...]
     options: tuple[str, ...]
     config_dir: Path | None
     sweep: bool
@@ -54,15 +65,17 @@ class Arguments:
 
     def value(self, key: str) -> str | None:
         """The value of a key, without Hydra's quotes; None if it is absent or null."""
-        parts = (o.lstrip("+").partition("=") for o in self.overrides)
+        parts = (o.lstrip("+").partition("=") for o in (*self.own, *self.overrides))
         return next((unquoted(value) for name, _, value in parts if name == key and value != "null"), None)
 
 
-def check_no_options(parsed: Arguments) -> None:
-    """Refuses options, for a command that neither sweeps nor prints its config."""
-    if parsed.sweep or parsed.asks:
-        remedy = "give it to rlft train, sft, rm or dpo"
-        raise UserError("command line", "this command has no such option", got=parsed.options[0], remedy=remedy)
+def key_of(override: str) -> str:
+    """The key of an override, without signs.
+
+    >>> key_of("+recipe=a"), key_of("sweep.trials=3")
+    ('recipe', 'sweep.trials')
+    """
+    return override.lstrip("+~").partition("=")[0]
 
 
 def unquoted(value: str) -> str:
@@ -89,7 +102,36 @@ def check_text(words: Sequence[str]) -> None:
             raise UserError(key, "is not UTF-8 text", got=got, remedy="type it in UTF-8") from None
 
 
-def parse(words: Sequence[str], command: str = "train") -> Arguments:
+def only_overrides(words: Sequence[str], command: str = "train", own: Sequence[str] = ()) -> Arguments:
+    """Parses the words of a command that neither sweeps nor prints its config; makes the user's modules importable.
+
+    `own` are keys of the command itself next to those of the config, which has the keys of a run of `command`.
+    """
+    parsed = parse(words, command, own)
+    check_no_options(parsed)
+    _check_own_keys(parsed.overrides, own, command)
+    make_importable(parsed.config_dir)
+    return parsed
+
+
+def check_no_options(parsed: Arguments) -> None:
+    """Refuses options, for a command that neither sweeps nor prints its config."""
+    if parsed.sweep or parsed.asks:
+        remedy = "give it to rlft train, sft, rm or dpo"
+        raise UserError("command line", "this command has no such option", got=parsed.options[0], remedy=remedy)
+
+
+def make_importable(config_dir: Path | None) -> None:
+    """Puts the working directory and the user's config folder at the end of sys.path, so that their modules import.
+
+    Reward workers inherit the path. The folders come last: a user's folder named `datasets` must not hide the library.
+    """
+    for folder in (Path.cwd(), config_dir):
+        if folder is not None and str(folder.resolve()) not in sys.path:
+            sys.path.append(str(folder.resolve()))
+
+
+def parse(words: Sequence[str], command: str = "train", own: Sequence[str] = ()) -> Arguments:
     """Parses the words after the command.
 
     Raises:
@@ -97,6 +139,7 @@ def parse(words: Sequence[str], command: str = "train") -> Arguments:
     """
     overrides: list[str] = []
     options: list[str] = []
+    names: list[str] = []
     config_dir: Path | None = None
     remaining = list(words)
     while remaining:
@@ -105,43 +148,38 @@ def parse(words: Sequence[str], command: str = "train") -> Arguments:
             overrides.append(word)
             continue
         name, equals, value = word.partition("=")
-        if name not in (*PRINTING, *SWEEPING, *CONFIG_DIR):
+        if name not in OPTIONS:
             following = remaining[0] if remaining and "=" not in remaining[0] and remaining[0][:1] != "-" else ""
             raise _unknown_option(name, value if equals else following, command)
-        takes_value, got = name in WITH_VALUE, value or "nothing"
-        require(takes_value or not equals, name, "takes no value", got=got, remedy=f"write {name}")
+        names.append(name)
         options.append(word)
-        if takes_value and not equals:
-            example = "job" if name in ("--cfg", "-c") else "<folder>" if name in CONFIG_DIR else "<name>"
+        example = EXAMPLES.get(name)
+        require(example or not equals, name, "takes no value", got=value or "nothing", remedy=f"write {name}")
+        if example and not equals:
             require(remaining, name, "needs a value", remedy=f"write {name} {example}")
             value = remaining.pop(0)
             options.append(value)
-        if name in ("--cfg", "-c"):
+        if name in CFG:
             known = ("job", "hydra", "all")
             remedy = choice_remedy(value, known)
             require(value in known, name, "is not one of its choices", got=value, remedy=remedy)
         if name in CONFIG_DIR:
             config_dir = _checked_folder(name, value)
     _check_overrides(overrides, command, config_dir)
-    names = [option.partition("=")[0] for option in options]
-    printing = next((name for name in names if name in PRINTING), None)
-    if printing or not {*names} & {*SWEEPING}:
-        _check_no_sweep(overrides, command, printing)
-    if {*names} & {*SWEEPING}:
-        for key, _, value in (override.lstrip("+~").partition("=") for override in overrides):
-            remedy = "write hydra.sweep.dir=<folder>, in which each run has its own"
-            problem = "is the folder of one run, and this is a sweep"
-            require(key != "hydra.run.dir", key, problem, got=value, remedy=remedy)
-    for name in (name for name in names if name in ("--cfg", "-c") and {*names} & {*SWEEPING}):
-        raise UserError(name, "prints the config of one run, and -m is a sweep", remedy="leave -m out")
-    for name in (name for name in names if name in OF_CFG and not {"--cfg", "-c"} & {*names}):
-        raise UserError(name, "says how --cfg prints, and there is no --cfg", remedy="write --cfg job with it")
+    printing, sweeps = next((name for name in names if name in PRINTING), None), not {*names}.isdisjoint(SWEEPING)
+    _check_use(overrides, command, printing, sweeps=sweeps)
+    for name in names:
+        remedy = "leave -m out"
+        require(name not in CFG or not sweeps, name, "prints the config of one run, and -m is a sweep", remedy=remedy)
+        problem, remedy = "says how --cfg prints, and there is no --cfg", "write --cfg job with it"
+        require(name not in OF_CFG or not {*names}.isdisjoint(CFG), name, problem, remedy=remedy)
     return Arguments(
-        overrides=tuple(overrides),
+        overrides=tuple(o for o in overrides if o.partition("=")[0] not in own),
+        own=tuple(o for o in overrides if o.partition("=")[0] in own),
         options=tuple(options),
         config_dir=config_dir,
-        sweep=any(name in SWEEPING for name in names),
-        asks=any(name in PRINTING for name in names),
+        sweep=sweeps,
+        asks=printing is not None,
     )
 
 
@@ -152,13 +190,15 @@ def _check_overrides(overrides: Sequence[str], command: str, config_dir: Path | 
         if match is None or not (match["equals"] or match["sign"] == "~"):
             raise _not_an_override(override, overrides[i + 1 : i + 2], command)
         key, value = match["key"], match["value"]
-        is_closed, remedy = not _is_left_open(QUOTED.sub("", value)), "leave no spaces, or quote it: 'key=[a, b]'"
+        bare = QUOTED.sub("", value)
+        is_closed = all(bare.count(opened) <= bare.count(closed) for opened, closed in ("[]", "{}", "()"))
+        remedy = "leave no spaces, or quote it: 'key=[a, b]'"
         require(is_closed, key, "its bracket is not closed", got=value, remedy=remedy)
-        ends_well = not QUOTED.sub("", value).rstrip().endswith(",")
         remedy = f"write {override.rstrip(', ')}, with no comma between words"
+        ends_well = not bare.rstrip().endswith(",")
         require(ends_well, "+recipe" if key == "recipe" else key, "ends with a comma", got=value, remedy=remedy)
-        if key == "recipe" and value:
-            _check_recipe_name(value, override, config_dir)
+        if key == "recipe":
+            _check_recipe(value, override, command, config_dir)
         if key in ("data", "demonstrations", "preferences") and unquoted(value).endswith(FILES_OF_DATA):
             remedy = f"write {key}=jsonl {key}.path={value}"
             raise UserError(key, "is chosen by a name, not as a file", got=value, remedy=remedy)
@@ -167,48 +207,76 @@ def _check_overrides(overrides: Sequence[str], command: str, config_dir: Path | 
             for name in (name for name in chosen if chosen.count(name) > 1):
                 remedy = f"write {key}=[{','.join(dict.fromkeys(chosen))}]"
                 raise UserError(key, "has a choice twice", got=name, remedy=remedy)
-        if key == "recipe":
-            remedy = f"write +recipe={value or '<name>'}"
-            is_added = match["sign"] == "+"
-            require(is_added, "recipe", "a recipe is added, so it takes a plus", got=override, remedy=remedy)
-            recipes = ", ".join(catalog.choices("recipe", command))
-            require(value, "+recipe", "has no name", remedy=f"choose one of {recipes}")
-            other = catalog.command_of(value) if value in catalog.choices("recipe") else command
-            remedy = f"write rlft {other} +recipe={value}"
-            require(other == command, "+recipe", f"is for rlft {other}", got=value, remedy=remedy)
         is_of_command = key != "command" or value == command
         require(is_of_command, "command", f"this is rlft {command}", got=value, remedy="leave it as it is")
-        if key.startswith(FIXED):
-            remedy = f"sweep with rlft {command} -m, add YAML with --config-dir"
-            raise UserError(key, "cannot be set by the user", got=value, remedy=remedy)
-        _check_of_hydra(key, value)
-        if key in FOLDERS and unquoted(value) in ("", "null"):
-            raise UserError(key, "is empty", remedy="name a folder, or leave it out for runs/<name>/<time>")
+        _check_of_hydra(key, value, command)
         if key in override_of:
             remedy = f"give it once; to sweep over values use rlft {command} -m with commas between them"
             raise UserError(key, "is given twice", got=f"{override_of[key]} and {override}", remedy=remedy)
         override_of[key] = override
 
 
-def _check_of_hydra(key: str, value: str) -> None:
+def _check_recipe(value: str, override: str, command: str, config_dir: Path | None) -> None:
+    """Refuses a recipe without a plus, of another command, or given as a file.
+
+    rlft's recipes are chosen by name, the user's by --config-dir and name.
+    """
+    file = Path(unquoted(value)).expanduser()
+    name = file.name.removesuffix(".yaml")
+    if value and "," not in value and not (config_dir and (config_dir / "recipe" / f"{value}.yaml").is_file()):
+        problem = "is given by its name, not as a file"
+        users_file = file if file.is_file() else file.with_name(f"{file.name}.yaml")
+        rlfts_file = catalog.recipe_folder() / f"{name}.yaml"
+        if users_file.is_file() and not (rlfts_file.is_file() and users_file.samefile(rlfts_file)):
+            folder = users_file.resolve().parent
+            remedy = f"write --config-dir {folder.parent} +recipe={name}"
+            if folder.name != "recipe":
+                remedy = f"put it into {folder}/recipe and write --config-dir {folder} +recipe={name}"
+            raise UserError("+recipe", problem, got=override, remedy=remedy)
+        close = closest(name, catalog.choices("recipe"))
+        remedy = f"write +recipe={close}" if close else "see rlft recipes for the names"
+        require(value == name, "+recipe", problem, got=override, remedy=remedy)
+    remedy = f"write +recipe={value or '<name>'}"
+    require(override[0] == "+", "recipe", "a recipe is added, so it takes a plus", got=override, remedy=remedy)
+    require(value, "+recipe", "has no name", remedy=f"choose one of {', '.join(catalog.choices('recipe', command))}")
+    other = catalog.command_of(value) if value in catalog.choices("recipe") else command
+    remedy = f"write rlft {other} +recipe={value}"
+    require(other == command, "+recipe", f"is for rlft {other}", got=value, remedy=remedy)
+
+
+def _check_of_hydra(key: str, value: str, command: str) -> None:
     """Refuses keys of Hydra that change nothing here, among them misspelt ones, which Hydra or a sweep would drop."""
-    if re.match(r"hydra([./]|$)", key) is None or key in FOLDERS:
-        return
-    if key == "hydra.sweep.subdir":
+    if key.startswith(FIXED):
+        remedy = f"sweep with rlft {command} -m, add YAML with --config-dir"
+        raise UserError(key, "cannot be set by the user", got=value, remedy=remedy)
+    if key in FOLDERS:
+        remedy = "name a folder, or leave it out for runs/<name>/<time>"
+        require(unquoted(value) not in ("", "null"), key, "is empty", remedy=remedy)
+    elif key == "hydra.sweep.subdir":
         problem, remedy = "is set by the sweep, which finds its runs again by it", "leave it out"
         raise UserError(key, problem, got=value or "nothing", remedy=remedy)
-    close = closest(key, FOLDERS)
-    remedy = f"did you mean {close}?" if close else f"of Hydra's keys only {' and '.join(FOLDERS)} do something here"
-    raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
+    elif re.match(r"hydra([./]|$)", key):
+        close = closest(key, FOLDERS)
+        only = f"of Hydra's keys only {' and '.join(FOLDERS)} do something here"
+        remedy = f"did you mean {close}?" if close else only
+        raise UserError(key, "there is no such key", got=value or "nothing", remedy=remedy)
 
 
-def _check_no_sweep(overrides: Sequence[str], command: str, printing: str | None) -> None:
-    """Refuses keys that only a sweep reads. printing: the option that prints what one run has; None to do the run."""
+def _check_use(overrides: Sequence[str], command: str, printing: str | None, *, sweeps: bool) -> None:
+    """Refuses keys that only a sweep reads, and in a sweep the one that only a single run reads.
+
+    printing: the option that prints what one run has; None to do the run.
+    """
     one_run = f"{printing} prints what one run has" if printing else "this is one run"
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         problem, instead = f"belongs to a sweep, and {one_run}", "leave it out"
-        if key.startswith("hydra.sweep."):
+        if sweeps and key == "hydra.run.dir":
+            problem = "is the folder of one run, and this is a sweep"
+            remedy = instead = "write hydra.sweep.dir=<folder>, in which each run has its own"
+        elif sweeps and not printing:
+            continue
+        elif key.startswith("hydra.sweep."):
             remedy = f"write rlft {command} -m to sweep, or hydra.run.dir for the folder of one run"
         elif key.partition(".")[0] == "sweep":
             remedy = f"write rlft {command} -m to sweep, or leave it out"
@@ -221,29 +289,19 @@ def _check_no_sweep(overrides: Sequence[str], command: str, printing: str | None
         raise UserError(key, problem, got=value or "nothing", remedy=instead if printing else remedy)
 
 
-def _is_left_open(value: str) -> bool:
-    """Whether a bracket is not closed in a value, whose quoted text has been removed."""
-    return any(value.count(opened) > value.count(closed) for opened, closed in ("[]", "{}", "()"))
-
-
-def _check_recipe_name(value: str, override: str, config_dir: Path | None) -> None:
-    """Refuses a recipe given as a file: rlft's are chosen by name, the user's by --config-dir and name."""
-    file = Path(unquoted(value)).expanduser()
-    name = file.name.removesuffix(".yaml")
-    if "," in value or (config_dir is not None and (config_dir / "recipe" / f"{value}.yaml").is_file()):
-        return
-    users_file = file if file.is_file() else file.with_name(f"{file.name}.yaml")
-    rlfts_file = catalog.recipe_folder() / f"{name}.yaml"
-    if users_file.is_file() and not (rlfts_file.is_file() and users_file.samefile(rlfts_file)):
-        folder = users_file.resolve().parent
-        remedy = f"write --config-dir {folder.parent} +recipe={name}"
-        if folder.name != "recipe":
-            remedy = f"put it into {folder}/recipe and write --config-dir {folder} +recipe={name}"
-        raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
-    if value != name:
-        close = closest(name, catalog.choices("recipe"))
-        remedy = f"write +recipe={close}" if close else "see rlft recipes for the names"
-        raise UserError("+recipe", "is given by its name, not as a file", got=override, remedy=remedy)
+def _check_own_keys(overrides: Sequence[str], own: Sequence[str], command: str) -> None:
+    """Refuses a key that the config has not and that resembles one of a command's own keys, such as `serve.port`."""
+    by_name = {name.rpartition(".")[2]: name for name in own}
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        alike = {name: difflib.SequenceMatcher(None, name, key).ratio() for name in by_name}
+        most = max(alike, key=alike.__getitem__, default="")
+        if not alike or alike[most] < suggest.LIKE or key in suggest.known_keys(command):
+            continue
+        others = [difflib.SequenceMatcher(None, meant.key, key).ratio() for meant in suggest.suggestions(key, command)]
+        if alike[most] >= max(others, default=0):
+            meant = f"did you mean {by_name[most]}?"
+            raise UserError(key, "there is no such key", got=value or "nothing", remedy=meant)
 
 
 def _not_an_override(word: str, following: Sequence[str], command: str) -> UserError:
@@ -259,11 +317,9 @@ def _not_an_override(word: str, following: Sequence[str], command: str) -> UserE
 
 
 def _unknown_option(name: str, value: str, command: str) -> UserError:
-    options = [*PRINTING, *SWEEPING, *CONFIG_DIR]
-    suggested_keys = suggest.suggestions(name.lstrip("-"), command)
-    if close := difflib.get_close_matches(name, options, n=1, cutoff=0.8):
+    if close := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=suggest.VERY_LIKE):
         remedy = f"did you mean {close[0]}?"
-    elif suggested_keys:
+    elif suggested_keys := suggest.suggestions(name.lstrip("-"), command):
         remedy = f"keys have no dashes; {suggest.remedy(suggested_keys, value)}"
     else:
         remedy = "use --help, --cfg job, -m or --config-dir <folder>"
@@ -280,3 +336,78 @@ def _checked_folder(option: str, value: str) -> Path:
         is_new = not (catalog.config_folder() / name).exists()
         require(is_new, option, problem, got=value, remedy="rename it")
     return folder
+
+
+# -- values, as Hydra reads them -------------------------------------------------------------------------------------
+WITH_FUNCTIONS = (
+    "write interval(<low>,<high>) or tag(log,interval(<low>,<high>)) in a sweep=optuna, or range(<start>,<stop>,<step>)"
+    " or values with commas; quote a text that has parentheses twice"
+)
+"""The remedy for a value with a function that Hydra does not have, or with other arguments."""
+
+
+def parse_overrides(overrides: Sequence[str], command: str) -> list[Any]:
+    """Parses these overrides with Hydra's own parser; raises UserError for the first that it cannot read."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser = OverridesParser.create()
+    parsed: list[Any] = []
+    for override in overrides:
+        try:
+            parsed.append(parser.parse_override(override))
+        except Exception as error:  # for unexpected values also a RecursionError, a ValueError and the like
+            key, value = key_of(override), override.partition("=")[2]
+            if match := re.match(r"\w+ while evaluating '(.*?)': (.*)", str(error)):
+                problem = f"has a function that cannot be read ({match[2]})"
+                raise UserError(key, problem, got=match[1], remedy=WITH_FUNCTIONS) from None
+            remedy = f"if it is a string, {_quoted_twice(override.partition('=')[0], value)}"
+            raise UserError(key, "the value cannot be read", got=value, remedy=remedy) from None
+    return parsed
+
+
+def of_one_run(overrides: Sequence[str], command: str) -> list[Any]:
+    """These overrides as Hydra's objects, with one value each; a group's `null` is the empty list that Hydra needs.
+
+    Raises:
+        UserError: a value cannot be read, there are several, or a group's is neither a name nor a list of names, or is
+            null although something must be chosen.
+    """
+    # Hydra refuses keys that are the user's own, unless it is told to add them.
+    words = [f"++{o}" if o.startswith(TEMPLATE_VARIABLES) else o for o in overrides]
+    return [_of_one_run(parsed, command) for parsed in parse_overrides(words, command)]
+
+
+def _of_one_run(parsed: Any, command: str) -> Any:
+    key, got = key_of(parsed.input_line), parsed.input_line.partition("=")[2]
+    group, value, groups = parsed.key_or_group, parsed.value(), catalog.groups(command)
+    if parsed.is_sweep_override():
+        remedy = f"give one value, sweep with rlft {command} -m, or write a list as '[a,b]'"
+        remedy += "" if group in catalog.groups() else f"; if it is one text, {_quoted_twice(key, got)}"
+        raise UserError(key, "has several values but this is no sweep", got=got, remedy=remedy)
+    chooses = group in (*groups, "base") or "/" in group
+    if parsed.is_delete() or not chooses or isinstance(value, Mapping):  # a mapping sets keys of the chosen file
+        return parsed
+    shown, remedy = "+recipe" if key == "recipe" else key, choose_one(group, command)
+    if value is None:
+        may_be_none = group in suggest.SEVERAL or (group in groups and catalog.may_be_absent(group, command))
+        require(may_be_none, shown, "something must be chosen", got="null", remedy=remedy)
+        [nothing] = parse_overrides([OWN_FILES if group == "logger" else f"{group}=[]"], command)
+        return nothing
+    names = value if isinstance(value, list) else [value]
+    are_names = all(isinstance(name, str) and name for name in names)
+    kind = "a name or a list of names" if group in suggest.SEVERAL else "a name"
+    require(are_names, shown, f"must be {kind}", got=got or "nothing", remedy=remedy)
+    if isinstance(value, list) and value and group in groups and group not in suggest.SEVERAL:
+        remedy = f"write {shown}={names[0]}"
+        remedy += f", or for a run of each rlft {command} -m {shown}={','.join(names)}" if len(names) > 1 else ""
+        raise UserError(shown, "takes one name", got=got, remedy=remedy)
+    return parsed
+
+
+def choose_one(group: str, command: str) -> str:
+    names = catalog.choices(group, command)
+    return f"choose one of {', '.join(names)}" if names else f"leave it out; `rlft {command} --cfg job` shows every key"
+
+
+def _quoted_twice(key: str, value: str) -> str:
+    return f"""quote it twice: "{key}='{value}'\" """.rstrip()

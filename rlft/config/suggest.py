@@ -9,7 +9,7 @@ computes, so that ratios, KL and entropy would be those of a policy from which n
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -151,19 +151,6 @@ def unknown_key(
         return UserError(key, f"belongs to the section {group}, which is null here", got=got, remedy=remedies)
     meant = remedy(suggestions(key, command, known)) or f"`rlft {command} --cfg job` shows every key"
     return UserError(key, "there is no such key", got=got, remedy=meant)
-
-
-def check_own_keys(overrides: Iterable[str], own: Sequence[str], command: str) -> None:
-    """Refuses a key that the config has not and that resembles one of a command's own keys, such as `serve.port`."""
-    by_name = {name.rpartition(".")[2]: name for name in own}
-    for key, _, value in (override.lstrip("+~").partition("=") for override in overrides):
-        if own and key not in own and key not in known_keys(command):
-            alike = {name: difflib.SequenceMatcher(None, name, key).ratio() for name in by_name}
-            others = [difflib.SequenceMatcher(None, meant.key, key).ratio() for meant in suggestions(key, command)]
-            closest = max(alike, key=alike.__getitem__)
-            if alike[closest] >= max([LIKE, *others]):
-                meant = remedy([Suggestion(by_name[closest])])
-                raise UserError(key, "there is no such key", got=value or "nothing", remedy=meant)
 
 
 def unknown_in_section(

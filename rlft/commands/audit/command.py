@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.arguments import make_importable
 from rlft.commands.audit.files import Audited, Findings, check_export, check_files, read_chain
 from rlft.commands.launch import import_libraries, resolve_in
 from rlft.commands.tables import print_rows
 from rlft.commands.watch.runs import read_words
 from rlft.config.compose import USUAL
+from rlft.config.overrides import make_importable
 from rlft.runs import changed_since, run_folder, run_status
 from rlft.runs.config_file import CONFIG
 from rlft.runs.find import one_run

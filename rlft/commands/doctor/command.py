@@ -10,13 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.arguments import only_overrides
 from rlft.commands.doctor.supervise import OUTPUT, Check, Settings, run_checks
 from rlft.commands.tables import print_rows
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
 from rlft.config.keys import keys_of
-from rlft.config.overrides import Arguments
+from rlft.config.overrides import Arguments, key_of, only_overrides
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.runs.find import with_named_runs
@@ -128,7 +127,7 @@ def check_recipe(words: Sequence[str], example: str) -> None:
 
 def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Settings:
     """The settings for a trial of the run with this config, whose folder would be `folder`."""
-    typed = frozenset(override.lstrip("+~").partition("=")[0] for override in parsed.overrides)
+    typed = frozenset(map(key_of, parsed.overrides))
     trial_config = compose(OWN, None, COMMAND)
     in_trial = {name: keys_of(RunConfig)[name].in_trial for name in trial_config}
     trial_config |= {n: plain[n] for n, when in in_trial.items() if when == "always" or (when and n in typed)}

@@ -62,12 +62,12 @@ def command(arguments: list[str]) -> None:
     if len(arguments) > 1 and "=" not in arguments[1] and not arguments[1].startswith(("-", "+", "~")):
         problem = "takes one run, and the folder to write is given as out=<folder>"
         raise UserError("export", problem, got=arguments[1], remedy=f"write out={arguments[1]}")
-    parsed, source, changes = of_a_run(arguments, words)
+    parsed, source = of_a_run(arguments, words)
     if source is None:
         raise UserError("run", "is missing: there is nothing to export", remedy="write run=runs/<name>/<time>")
-    for key in (o.partition("=")[0] for o in changes if not o.startswith("model.")):
+    for key in (o.partition("=")[0] for o in parsed.overrides if not o.startswith("model.")):
         raise UserError(key, "changes nothing of what was trained", remedy="leave it out")
-    config = configs.changed(source.config, changes, parsed.config_dir, source.config["command"])
+    config = configs.changed(source.config, parsed.overrides, parsed.config_dir, source.config["command"])
     out, kind, dtype = (parsed.value(word) for word in WORDS)
     pushing = push.read_target(*(parsed.value(word) for word in PUSH_WORDS))
     request = prepare(replace(source, config=config), out, kind, dtype, say)

@@ -8,15 +8,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.arguments import make_importable
 from rlft.commands.sweep import record
 from rlft.commands.sweep.beside import SideBySide, threads_of_a_job
 from rlft.commands.sweep.checks import Checked, check, gpus_of, is_finished
 from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, Run, Source
 from rlft.commands.sweep.page import TABLE, show_jobs
-from rlft.commands.sweep.space import is_own, key_of
+from rlft.commands.sweep.space import is_own
 from rlft.config import compose as configs
-from rlft.config.overrides import SWEEPING, Arguments, parse
+from rlft.config.overrides import SWEEPING, Arguments, key_of, make_importable, parse
 from rlft.runs import run_folder
 from rlft.runs.config_file import CONFIG
 from rlft.runs.lines import silent

@@ -14,11 +14,10 @@ import yaml
 
 from rlft.config import catalog
 from rlft.config import command as commands
-from rlft.config import compose as configs
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.config.instantiate import from_mapping
 from rlft.config.keys import Key, known
-from rlft.config.overrides import OVERRIDE
+from rlft.config.overrides import key_of, parse_overrides
 from rlft.runs import run_folder
 from rlft.runs.config_file import is_path_key
 from rlft.runs.find import short_names
@@ -45,16 +44,6 @@ class StudyConfig:
     seed: Seed
 
 
-def key_of(word: str) -> str:
-    """The key of an override, without signs.
-
-    >>> key_of("+recipe=a"), key_of("sweep.trials=3")
-    ('recipe', 'sweep.trials')
-    """
-    match = OVERRIDE.fullmatch(word)
-    return match["key"] if match else word
-
-
 def is_own(word: str) -> bool:
     """Whether an override is of the sweep itself, not of its runs."""
     return key_of(word).partition(".")[0] == SECTION
@@ -69,7 +58,7 @@ def read_config(words: Sequence[str], command: str) -> StudyConfig:
     file = catalog.config_folder() / "base" / f"{SECTION}.yaml"
     values = yaml.safe_load(file.read_text())[SECTION]
     sweeper = None
-    for parsed in configs.parse_overrides(words, command):
+    for parsed in parse_overrides(words, command):
         key = parsed.key_or_group
         line, remedy = parsed.input_line, f"write {parsed.input_line.lstrip('+~')}, or leave it out"
         require(not line.startswith(("+", "~")), key, "takes no sign", got=line, remedy=remedy)
@@ -168,8 +157,8 @@ class Space:
         """{key without its sign: value} by which a run is told from the others; all its words if it is the only one."""
         if not self.varied:
             typed = [word for word in self.fixed if key_of(word) != DATE]  # which the sweep adds
-            return {word.lstrip("+~").partition("=")[0]: word.partition("=")[2] for word in typed}
-        return {one.key.lstrip("+~"): params[one.key] for one in self.varied}
+            return {key_of(word): word.partition("=")[2] for word in typed}
+        return {key_of(one.key): params[one.key] for one in self.varied}
 
     def name(self, params: Mapping[str, Any]) -> str:
         """What a run with these values is called: its keys, short, and numbers with four digits."""
@@ -265,7 +254,7 @@ def _read(
     """
     fixed: list[str] = []
     varied: list[Choice | Interval] = []
-    for word, parsed in zip(words, configs.parse_overrides(words, command), strict=True):
+    for word, parsed in zip(words, parse_overrides(words, command), strict=True):
         key, got, value = key_of(word), word.partition("=")[2], parsed.value()
         is_new = key != "resume" or got == "null"
         require(is_new, key, "cannot be used in a sweep", got=got, remedy=again)

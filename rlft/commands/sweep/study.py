@@ -15,8 +15,9 @@ from rlft.commands.sweep import record
 from rlft.commands.sweep.checks import Checked, check_possible, curve, lower_is_better
 from rlft.commands.sweep.driver import Ending, How, PrunedError, Run, Source, why_pruned
 from rlft.commands.sweep.page import TABLE, Page
-from rlft.commands.sweep.space import Interval, Space, StudyConfig, key_of, number_of_trials
+from rlft.commands.sweep.space import Interval, Space, StudyConfig, number_of_trials
 from rlft.commands.sweep.trials import Trial, Trials
+from rlft.config.overrides import key_of
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.lines import EVALUATIONS
 from rlft.runs.run_status import Status
