@@ -25,7 +25,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from rlft.data.prompts import tokenised
 from rlft.data.shapes import CELL, CELLS, Shapes
-from rlft.tokens.images import ImageProcessor, processor_of, with_source
+from rlft.tokens.images import ImageProcessor, read_processor
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Prompt, Split
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -183,11 +184,8 @@ def main(words: Sequence[str] | None = None) -> None:
     model.config.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     images.save_pretrained(args.out)
-    lessons = Lessons(
-        tokenizer,
-        model,
-        processor_of(with_source(tokenizer, {"pretrained_model_name_or_path": args.out}, model.config)),
-    )
+    processor = read_processor(tokenizer, {"pretrained_model_name_or_path": args.out}, model.config)
+    lessons = Lessons(RunTokenizer(tokenizer, processor=lambda: processor), model, processor)
     train(lessons, args.steps, args.late_steps, args.lr, args.seed)
     model.generation_config.do_sample = True
     model.half().save_pretrained(args.out)

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rlft.data.shapes import Shapes
-from rlft.tokens.images import processor_of, with_source
+from rlft.tokens.images import read_processor
 from rlft.types import Split
 
 
@@ -28,7 +28,7 @@ def test_a_model_is_taught_measured_and_saved_with_its_processor(
     embedded = make_tiny_model.ASSETS / "tiny-shapes"
     for name in ("config.json", "preprocessor_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (out / name).read_text() == (embedded / name).read_text(), name
-    processor = processor_of(with_source(tokenizer, {"pretrained_model_name_or_path": out}, model.config))
+    processor = read_processor(tokenizer, {"pretrained_model_name_or_path": out}, model.config)
     [picture, *_] = Shapes(most=9, size=1, held_out_size=1, seed=0).load(Split.train)
     assert processor.tensors(picture.images[0])["image_grid_thw"].tolist() == [[1, 6, 6]]
     readme = (out / "README.md").read_text()

@@ -182,13 +182,14 @@ class Talk:
         args = engine_args(self.config, policy.lora, roles)
         engine = self.config.generation.named(ANYWHERE)  # even if the run sampled with another engine
         self._policy, self._base = engine.open(args), engine.open(args)
+        self._tokenizer = args.tokenizer
         self._shown = NOTHING
         if environment is not None:
             alone = replace(environment, workers=1)
             prompt = Prompt(id="chat", messages=self._messages(({"role": "user", "content": ""},)), answer="")
-            self._shown = prompt_additions(alone, backbone.tokenizer, [prompt])
+            self._shown = prompt_additions(alone, args.tokenizer, [prompt])
             self._policy, self._base = (
-                Conversations(generator, alone, backbone.tokenizer, at_once=None, longest_row=sys.maxsize)
+                Conversations(generator, alone, args.tokenizer, at_once=None, longest_row=sys.maxsize)
                 for generator in (self._policy, self._base)
             )
         if self.saved is not None:
@@ -228,7 +229,7 @@ class Talk:
 
         style, held_out = self.config.prompts.style, Split.held_out
         prompt = Prompt(id="chat", messages=self._messages(turns), answer="")
-        scanned = scan([prompt], self.backbone.tokenizer, sys.maxsize, "refuse", held_out, style, self._shown)
+        scanned = scan([prompt], self._tokenizer, sys.maxsize, "refuse", held_out, style, self._shown)
         prompt = scanned.prompts[0]
         limit = limit_of(self.backbone.model.config)
         num_tokens, max_tokens = len(prompt.token_ids), self.sampling.max_tokens

@@ -143,7 +143,7 @@ def opened(
         generator.load(roles.publish(0 if saved is None else saved.step))
         service = Service(
             generator,
-            Speech(backbone.tokenizer, keys.syntax, f"{SECTION}.syntax"),
+            Speech(args.tokenizer, keys.syntax, f"{SECTION}.syntax"),
             config.generation.sampling,
             model=name,
             most_tokens=most_tokens,

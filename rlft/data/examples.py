@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,11 +25,8 @@ from rlft.data.texts import TextTokens, as_batch
 from rlft.system.seeds import derive
 from rlft.tokens.ends import TurnEnds, num_common, special_pattern, turn_ends
 from rlft.tokens.plain import PlainText, Tally
-from rlft.tokens.text import THINKING_FIELDS, last_tag, rendered, without_tail
+from rlft.tokens.text import THINKING_FIELDS, RunTokenizer, last_tag, rendered, without_tail
 from rlft.types import Batch, Demonstration, Message, Prompt, Ranking, Split, UserError, are, counted, require
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PART_OF_A_TAG = re.compile(r"<[^<>\s]*$")
 
@@ -86,7 +82,7 @@ class Rankings:
 
 def scan_demonstrations(
     demonstrations: Sequence[Demonstration],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     prompts: PromptsConfig,
     max_completion_tokens: int,
     split: Split,
@@ -120,7 +116,7 @@ def scan_demonstrations(
 
 def scan_rankings(
     rankings: Sequence[Ranking],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     prompts: PromptsConfig,
     max_completion_tokens: int,
     split: Split,
@@ -156,7 +152,7 @@ def scan_rankings(
     return Rankings(rankings=tuple(kept), fingerprint=_digest(parts), notes=(*filter(None, [*notes, unlike]), *spelled))
 
 
-def _given(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, key: str) -> list[Prompt]:
+def _given(prompts: Sequence[Prompt], tokenizer: RunTokenizer, style: str, key: str) -> list[Prompt]:
     """The prompts with their tokens. UserError of `key`: completions of theirs were sampled with another tokenizer."""
     if samplers := sampled_with(prompts):
         check_tokenizer(samplers, tokenizer_fingerprint(tokenizer), key)
@@ -165,7 +161,7 @@ def _given(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style:
 
 def _completions(
     texts: Sequence[tuple[Prompt, str | Message, Sequence[int]]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     style: str,
     what: str,
 ) -> tuple[list[tuple[int, ...]], str | None]:
@@ -176,7 +172,7 @@ def _completions(
 
 
 def turns_of(
-    said: Sequence[Said], tokenizer: PreTrainedTokenizerBase, style: str, what: str
+    said: Sequence[Said], tokenizer: RunTokenizer, style: str, what: str
 ) -> tuple[list[tuple[int, ...]], str | None]:
     """(the tokens of each turn with those that end it, a note if some of `what` are not as the template writes them).
 
@@ -205,7 +201,7 @@ def turns_of(
 
 
 def _written(
-    said: Sequence[tuple[Prompt, Message]], tokenizer: PreTrainedTokenizerBase, ends: TurnEnds, plain: PlainText
+    said: Sequence[tuple[Prompt, Message]], tokenizer: RunTokenizer, ends: TurnEnds, plain: PlainText
 ) -> tuple[list[tuple[str, bool]], str, list[str]]:
     """(what is learned of each turn, and whether its end is missing there; what cuts special tokens; what is unlike).
 
@@ -274,7 +270,7 @@ def learned(prompt: str, conversation: str, text: str, last: str) -> tuple[str, 
 
 
 def _notes_of_spelled(
-    prompts: Sequence[Prompt], completions: Sequence[str], tokenizer: PreTrainedTokenizerBase, style: str, what: str
+    prompts: Sequence[Prompt], completions: Sequence[str], tokenizer: RunTokenizer, style: str, what: str
 ) -> Iterator[str]:
     """Notes about prompts and completions that spell what a chat template writes."""
     plain = PlainText(tokenizer)

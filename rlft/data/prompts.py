@@ -19,12 +19,11 @@ from rlft.system.terminal import with_progress
 from rlft.tokens.images import in_parts, processor_of
 from rlft.tokens.plain import PlainText, Tally
 from rlft.tokens.said import Unread, unread
-from rlft.tokens.text import rendered, tail
+from rlft.tokens.text import RunTokenizer, rendered, tail
 from rlft.types import NOTHING, Prompt, Shown, Split, UserError, counted, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from transformers import PreTrainedTokenizerBase
 
 CHUNK, CHUNK_CHARACTERS = 1000, 250_000
 """The most prompts that are tokenised in one call, and the most characters."""
@@ -61,7 +60,7 @@ class PromptSet:
 
 def scan(
     prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     max_prompt_tokens: int,
     over_limit: Literal["drop", "refuse"],
     split: Split,
@@ -188,7 +187,7 @@ def fingerprinted(prompt: Prompt) -> bytes:
     return json.dumps([prompt.id, prompt.token_ids, prompt.answer, *prompt.other_answers, *images]).encode() + b"\n"
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: RunTokenizer) -> str:
     """12 hex digits of a sha256 over the vocabulary with added tokens, the chat template and the end token."""
     contents = [sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, tokenizer.eos_token_id]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:12]
@@ -227,7 +226,7 @@ def permutation(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def tokenised(
-    prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown = NOTHING
+    prompts: Iterable[Prompt], tokenizer: RunTokenizer, style: str, shown: Shown = NOTHING
 ) -> Iterator[Prompt]:
     """The prompts with their tokens, up to the start of their completions; `style` and `shown` are as in `scan`."""
     by_template = uses_template(tokenizer, style)
@@ -257,7 +256,7 @@ def chunked(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterato
 
 
 def _tokenise(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, style: str, shown: Shown
+    prompts: Sequence[Prompt], tokenizer: RunTokenizer, style: str, shown: Shown
 ) -> tuple[Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]]]:
     """(the text of each prompt, its tokens, its tokens with one for each image)."""
     plain = PlainText(tokenizer)
@@ -301,7 +300,7 @@ def _tokenise(
     return texts, ids, short
 
 
-def raw_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def raw_prompt_ids(tokenizer: RunTokenizer, texts: Sequence[str]) -> list[list[int]]:
     """The tokens of each text that a model is to continue: the tokenizer's own beginning once, and no end.
 
     Some tokenizers also put an end token behind a text, which the policy would take for the end of what it continues.
@@ -311,7 +310,7 @@ def raw_prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
     return [row if begin and row[: len(begin)] == begin else [*begin, *row] for row in rows]
 
 
-def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _beginning(tokenizer: RunTokenizer) -> list[int]:
     """The special tokens that the tokenizer puts before a text, or is configured to (`add_bos_token`)."""
     encoded: Any = [tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)]
     whole, text = encoded
@@ -342,6 +341,6 @@ def _refused(problem: str, *, is_system: bool, otherwise: str, got: str | None =
     return UserError("data.system_prompt" if is_system else "data", problem, got=got, remedy=remedy)
 
 
-def uses_template(tokenizer: PreTrainedTokenizerBase, style: str) -> bool:
+def uses_template(tokenizer: RunTokenizer, style: str) -> bool:
     """Whether prompts of this style are written by the tokenizer's chat template."""
     return style != "raw" and bool(tokenizer.chat_template)

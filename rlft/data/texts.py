@@ -25,11 +25,11 @@ from rlft.data.fields import MissingField, RowError, value_of
 from rlft.data.files import parsed
 from rlft.data.prompts import chunked, prompts_for_step, tokenised
 from rlft.system.seeds import derive
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Batch, Group, Prompt, UserError, are, counted, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class PretrainText:
 
 def scan_texts(
     texts: Sequence[Text],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     *,
     max_tokens: int,
     sequences_per_update: int,
@@ -206,13 +206,13 @@ def as_batch(texts: Sequence[TextTokens]) -> Batch:
     )
 
 
-def _text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+def _text_ids(texts: Sequence[str], tokenizer: RunTokenizer) -> list[NDArray[np.int32]]:
     """The tokens of each text; special tokens written in it are read as such, and none are added."""
     return [
         np.array(ids, dtype="<i4")
         for chunk in chunked(texts, len)
         # Not verbose: a text that exceeds the model's context is cut afterwards, so no warning is needed.
-        for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[union-attr]
+        for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
     ]
 
 
@@ -223,14 +223,14 @@ def with_hint(prompt: Prompt, hint: str) -> Prompt:
     return replace(prompt, messages=(*prompt.messages[:-1], {**last, "content": text}), token_ids=())
 
 
-def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> Tensor:
+def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: RunTokenizer, style: str) -> Tensor:
     """int64 `[B, P]`: for each row of a Batch, the tokens of its prompt with the hint, padded with -1."""
     hinted = tokenised((with_hint(group.prompt, hint) for group in groups), tokenizer, style)
     rows = [prompt.token_ids for group, prompt in zip(groups, hinted, strict=True) for _ in group.rollouts]
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=-1)
 
 
-def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: PreTrainedTokenizerBase, style: str) -> int:
+def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: RunTokenizer, style: str) -> int:
     """Number of tokens of the longest of these prompts with the hint.
 
     UserError: the hint shows the answer, and some of the prompts have none.

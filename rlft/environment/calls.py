@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rlft.environment.arguments import is_text
 from rlft.environment.protocol import Call
@@ -24,10 +24,8 @@ from rlft.environment.template_calls import (
     well_formed,
 )
 from rlft.tokens.reasoning import search_outside, without_reasoning
+from rlft.tokens.text import RunTokenizer
 from rlft.types import NOTHING, Schema, Shown, UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Syntax = Literal["template", "json", "xml"]
 
@@ -146,7 +144,7 @@ class XmlCalls(CallReader):
 class DescribedCalls(CallReader):
     """Calls that transformers reads, for a tokenizer whose `response_template` says how its model answers."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema]) -> None:
+    def __init__(self, tokenizer: RunTokenizer, schemas: Sequence[Schema]) -> None:
         self.tokenizer, self.schemas = tokenizer, [dict(schema) for schema in schemas]
 
     def calls(self, text: str) -> list[Call]:

@@ -18,7 +18,7 @@ from rlft.environment.protocol import Call, Cause, Environment
 from rlft.environment.turn_template import Dialect
 from rlft.generation.engine import Generator, GeneratorOver
 from rlft.system.seeds import derive
-from rlft.tokens.text import decode
+from rlft.tokens.text import RunTokenizer, decode
 from rlft.types import (
     Branch,
     Completion,
@@ -35,7 +35,6 @@ from rlft.types import (
 
 if TYPE_CHECKING:
     from numpy import ndarray
-    from transformers import PreTrainedTokenizerBase
 
 
 class Transcript:
@@ -162,7 +161,7 @@ class Conversations(GeneratorOver):
         self,
         generator: Generator,
         environment: Environment,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: RunTokenizer,
         *,
         at_once: int | None,
         longest_row: int,

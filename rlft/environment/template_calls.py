@@ -13,17 +13,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rlft.environment.arguments import is_text
 from rlft.environment.protocol import Call
 from rlft.tokens.ends import num_common, special_pattern, special_tokens
 from rlft.tokens.reasoning import search_outside, without_reasoning
-from rlft.tokens.text import CALL_ID, rendered_if_taken
+from rlft.tokens.text import CALL_ID, RunTokenizer, rendered_if_taken
 from rlft.types import Schema
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_DEPTH = 64
 """The deepest nesting of JSON that the policy may write. Python's pickle and json fail some hundred levels down."""
@@ -211,7 +208,7 @@ class ListedCalls(CallReader):
 class CallTemplate:
     """A tokenizer's chat template with tools of these schemas, for conversations that begin like `opening`."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: RunTokenizer
     schemas: Sequence[Schema]
     opening: Sequence[Mapping[str, Any]]
 

@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
@@ -21,11 +21,8 @@ from rlft.environment.protocol import Call, Environment
 from rlft.environment.template_calls import CallTemplate
 from rlft.tokens.ends import closing_of, num_common, special_pattern, special_tokens
 from rlft.tokens.plain import PlainText
-from rlft.tokens.text import CALL_ID, decode, render
+from rlft.tokens.text import CALL_ID, RunTokenizer, decode, render
 from rlft.types import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Role = Literal["tool", "user"]
 """Who answers the policy."""
@@ -62,7 +59,7 @@ class TurnTemplate:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: RunTokenizer,
         roles: Collection[Role],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -184,7 +181,7 @@ class TurnTemplate:
         return render(self._tokenizer, messages, tools=self._tools, start=start)
 
     def _ids(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     # -- what is refused -----------------------------------------------------------------------------------------------
     def _check_shows_tools(self) -> None:
@@ -248,9 +245,7 @@ class Dialect:
     writes calls in a form that is not known here; or a tool has no types or docstring.
     """
 
-    def __init__(
-        self, environment: Environment, tokenizer: PreTrainedTokenizerBase, opening: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, environment: Environment, tokenizer: RunTokenizer, opening: Sequence[Mapping[str, Any]]) -> None:
         schemas = environment.schemas()
         visible = schemas if environment.show_tools else ()
         self.shown = shown_by(environment.syntax, CallTemplate(tokenizer, visible, opening))

@@ -189,7 +189,7 @@ class EngineArgs:
     Attributes:
         slot: the trainer's networks, on whose base an engine may keep its copy of the policy
             (transformers.AdapterSlot); None in a process without them.
-        tokenizer: transformers' tokenizer of the base.
+        tokenizer: that of the base, a `rlft.tokens.text.RunTokenizer`: called as transformers', which is its `own`.
         ends: what ends a turn; a completion ends with each of `ends.ids`.
         device: the trainer's torch.device.
         model_path: folder or hub name of the base.

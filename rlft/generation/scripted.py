@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rlft.generation.engine import Engine, EngineArgs, Generator
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.tokens.ends import TurnEnds, turn_ends
-from rlft.tokens.text import decode, without_tail
+from rlft.tokens.text import RunTokenizer, decode, without_tail
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,7 @@ class ScriptedGenerator(Generator):
     """
 
     def __init__(
-        self, answers: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, ends: TurnEnds | None = None
+        self, answers: Mapping[str, Sequence[Any]], tokenizer: RunTokenizer, ends: TurnEnds | None = None
     ) -> None:
         self.answers, self.tokenizer = answers, tokenizer
         self.ends = ends or turn_ends(tokenizer, "raw")

@@ -22,6 +22,7 @@ from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.system.device import widest
 from rlft.system.lazy import torch
 from rlft.tokens.ends import turn_ends
+from rlft.tokens.text import RunTokenizer
 from rlft.types import (
     Adapter,
     Completion,
@@ -37,7 +38,6 @@ from rlft.types import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
     from rlft.generation.loaded_adapter import LoadedAdapter
     from rlft.generation.sending import Part
@@ -267,7 +267,7 @@ class TransformersGenerator(Generator):
     def __init__(
         self,
         slot: AdapterSlot,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: RunTokenizer,
         device: torch.device,
         batch_size: int,
         *,
@@ -382,7 +382,7 @@ class TransformersGenerator(Generator):
         return groups
 
 
-def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_tokens(model: Any, tokenizer: RunTokenizer) -> frozenset[int]:
     """Every token that ends a completion of a model without turns: the generation config's and the tokenizer's."""
     return frozenset(turn_ends(tokenizer, "raw", model.generation_config.eos_token_id).ids)
 

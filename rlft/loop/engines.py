@@ -25,7 +25,6 @@ from rlft.plan.roles import teacher_is_meant
 from rlft.plan.run_plan import Plan
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.memory import Largest
-from rlft.tokens.text import with_variables
 
 if TYPE_CHECKING:
     from rlft.config.schema import RunConfig
@@ -198,7 +197,7 @@ def engine_args(
     model, modules = config.model, ()
     if learner is not None:
         device, dtype = learner.backbone.device, learner.backbone.model.dtype
-        tokenizer = with_variables(learner.backbone.tokenizer, config.prompts.template_variables)
+        tokenizer = learner.backbone.tokenizer.with_variables(config.prompts.template_variables)
         if isinstance(learner, Roles):
             modules = adapted_modules(learner.weights(POLICY))
     else:

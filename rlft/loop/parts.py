@@ -89,6 +89,8 @@ def open_roles(
     """
     lora, own = config.lora, config.lora is None
     backbone = load_for_training(config.model, lora, config.token_budget, own=own, adopt=adopt, sharded=base)
+    tokenizer = backbone.tokenizer.with_variables(config.prompts.template_variables)
+    backbone = replace(backbone, tokenizer=tokenizer)  # jobs of a sweep share the base, but not these
     critic = config.critic
     if critic.init == "reward":
         [learned] = learned_rewards(specs(config.reward))  # plan/roles.py refuses any other number

@@ -22,7 +22,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from rlft.batch import collate
@@ -38,8 +37,8 @@ from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
-from rlft.tokens.images import processor_of, with_source
-from rlft.tokens.text import dated, with_ends, with_variables
+from rlft.tokens.images import processor_of, read_processor
+from rlft.tokens.text import AUTO_DATE, RunTokenizer, today
 from rlft.types import Batch, Group, ImageRows, Prompt, Scores, UserError, counted, require
 
 SENTENCE = "the sum of two and three is five"
@@ -116,12 +115,12 @@ def generation_ends(source: Mapping[str, Any]) -> Any:
     return None
 
 
-def ends_of(model: ModelConfig, style: str, tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
+def ends_of(model: ModelConfig, style: str, tokenizer: RunTokenizer) -> TurnEnds:
     """What ends a turn with this model; `style` is prompts.style."""
     return turn_ends(tokenizer, style, configured_ends(model))
 
 
-def load_tokenizer(config: ModelConfig, variables: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig, variables: Mapping[str, Any] | None = None) -> RunTokenizer:
     """The model's tokenizer, whose chat template writes the run's date and has these variables.
 
     Raises:
@@ -132,10 +131,10 @@ def load_tokenizer(config: ModelConfig, variables: Mapping[str, Any] | None = No
     tokenizer = _read_tokenizer(config)
     check_sentence(tokenizer, config.path)
     check_embedding(tokenizer, rows, config.path)
-    return with_variables(tokenizer, variables or {})
+    return tokenizer.with_variables(variables or {})
 
 
-def check_sentence(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+def check_sentence(tokenizer: RunTokenizer, path: str) -> None:
     """Refuses a tokenizer that loses the spaces or letters of a plain sentence, as one of a wrong class does."""
     ids: Any = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"]
     if tokenizer.unk_token_id in ids:  # a small vocabulary without these words
@@ -146,12 +145,12 @@ def check_sentence(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     require(read.split() == SENTENCE.split(), "model.path", problem, got=path, remedy=remedy)
 
 
-def ids_without_token(tokenizer: PreTrainedTokenizerBase, rows: int) -> frozenset[int]:
+def ids_without_token(tokenizer: RunTokenizer, rows: int) -> frozenset[int]:
     """The rows of an embedding for which the tokenizer has no token, as in vocabularies that are padded."""
     return frozenset(range(rows)).difference(tokenizer.get_vocab().values())
 
 
-def check_embedding(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> None:
+def check_embedding(tokenizer: RunTokenizer, rows: int, path: str) -> None:
     """Refuses a tokenizer with tokens beyond the embedding's `rows`, except those that no text ever has.
 
     These are the special tokens that neither the template nor the model writes, such as one that only pads.
@@ -170,13 +169,17 @@ def check_embedding(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) ->
         raise UserError("model.path", f"{problem} {beyond[first]!r} ({first})", got=path, remedy=remedy)
 
 
-def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+def _read_tokenizer(config: ModelConfig) -> RunTokenizer:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**source(config))
+        own = AutoTokenizer.from_pretrained(**source(config))
         # transformers would write it into the tokenizer_config.json of everything that is saved.
-        tokenizer.init_kwargs.pop("local_files_only", None)
-        with_source(tokenizer, source(config), read_config(config))
-        return dated(with_ends(tokenizer, configured_ids(generation_ends(source(config)))), config.date)
+        own.init_kwargs.pop("local_files_only", None)
+        return RunTokenizer(
+            own,
+            date=today() if config.date == AUTO_DATE else config.date,
+            ends=tuple(configured_ids(generation_ends(source(config)))),
+            processor=functools.cache(partial(read_processor, own, source(config), read_config(config))),
+        )
     except (ImportError, OSError, ValueError) as error:
         raise _unreadable(source(config), "model.path", config.path, "its tokenizer", error) from None
 
@@ -214,7 +217,7 @@ class Backbone:
     """
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: RunTokenizer
     device: torch.device
     path: str
     kernels: Kernels = field(default_factory=Kernels)

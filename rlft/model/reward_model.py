@@ -33,7 +33,7 @@ from rlft.model.roles import Roles
 from rlft.system.device import resolve_dtype
 from rlft.system.hub import hub_answers
 from rlft.tokens.plain import PlainText
-from rlft.tokens.text import date_of, dated, render
+from rlft.tokens.text import RunTokenizer, render
 from rlft.types import Batch, Completion, Group, Prompt, UserError, require
 
 
@@ -135,8 +135,8 @@ def open_learned(
         return AdapterReward(roles=roles, role=reward_role(name), token_budget=token_budget, center=center, scale=scale)
     device = roles.backbone.device
     model, tokenizer = load_classifier(path, key, device, resolve_dtype("auto", device))
-    dated(tokenizer, date_of(roles.backbone.tokenizer))
-    return ClassifierReward(model, tokenizer, token_budget=token_budget, center=center, scale=scale)
+    dated = RunTokenizer(tokenizer, date=roles.backbone.tokenizer.date)
+    return ClassifierReward(model, dated, token_budget=token_budget, center=center, scale=scale)
 
 
 # -- an adapter on the base ------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class ClassifierReward:
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: RunTokenizer,
         *,
         token_budget: int,
         center: float,

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlft.environment.protocol import Environment
 from rlft.tokens.ends import turn_ends
+from rlft.tokens.text import RunTokenizer
 from rlft.types import EnvironmentFailure, Prompt, Sampling, Schema
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rlft.environment.endpoint.agents import Endpoint
 
 LAST_WORDS = "done"
@@ -46,7 +45,7 @@ class EnvironmentTrial:
     error: str | None = None
 
 
-def try_environment(environment: Environment, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> EnvironmentTrial:
+def try_environment(environment: Environment, tokenizer: RunTokenizer, prompt: Prompt) -> EnvironmentTrial:
     """Has a scripted policy hold one conversation, in the environment's own processes and with its time limits.
 
     The policy calls the first tool and then answers with text.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlft.algorithm.preference import RankingLoss, pairs_of_ranking
 from rlft.config.instantiate import component_name, instantiate
@@ -26,10 +26,8 @@ from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
 from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.system.device import kind_name, resolve_device
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Split, UserError, counted
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +244,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
 
 
 def _scanned(
-    config: RmConfig | DpoConfig, preferences: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, split: Split
+    config: RmConfig | DpoConfig, preferences: Mapping[str, Any], tokenizer: RunTokenizer, split: Split
 ) -> tuple[Rankings, list[str]]:
     """(the tokenised rankings of this `preferences` section, notes about what was left out). Raises UserError."""
     loaded = instantiate(preferences, "preferences").load(split)

@@ -65,11 +65,12 @@ from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.runs.fingerprints import OF_SAMPLES, PARTS, Changed, differing, name_of
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.terminal import override, pip_install
+from rlft.tokens.text import RunTokenizer
 from rlft.types import UserError, counted, require
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 NO_ADAPTER = "is an adapter, which stands on a frozen base, and lora=null changes that"
@@ -425,9 +426,7 @@ def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_he
         raise UserError(key, f"with {policys} it is more than a device has", got=got, remedy=remedy)
 
 
-def check_teacher(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, longest_prompt: int, vocabulary: int
-) -> dict[str, str]:
+def check_teacher(config: RunConfig, tokenizer: RunTokenizer, longest_prompt: int, vocabulary: int) -> dict[str, str]:
     """The fingerprints of the teacher's model; empty if the teacher is not a separate model.
 
     Args:
@@ -459,7 +458,7 @@ def check_teacher(
         return fingerprints(settings, "teacher")
 
 
-def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:
+def check_vocabulary(student: RunTokenizer, teacher: RunTokenizer, path: str) -> None:
     """Refuses a teacher whose vocabulary lacks a token of the student's, has another one, or gives it another id."""
     students, teachers = student.get_vocab(), teacher.get_vocab()
     differing = sorted(t for t in students.keys() | teachers.keys() if students.get(t) != teachers.get(t))

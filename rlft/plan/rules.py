@@ -51,11 +51,11 @@ from rlft.plan.roles import (
 )
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.system.device import kind_of
+from rlft.tokens.text import RunTokenizer
 from rlft.types import NOTHING, Prompt, Shown, UserError, are, counted, require
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
 
     from rlft.data.prompts import PromptSet
 
@@ -642,9 +642,7 @@ def check_environment(config: SamplingRoot) -> None:
         require(environment.timeout < limit, "environment.timeout", problem, got=timeout, remedy=remedy)
 
 
-def prompt_additions(
-    environment: Environment | None, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
-) -> Shown:
+def prompt_additions(environment: Environment | None, tokenizer: RunTokenizer, prompts: Sequence[Prompt]) -> Shown:
     """What prompts show of the environment, for `rlft.data.prompts.scan`; nothing without one.
 
     Raises:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from rlft.data.prompts import PromptSet
 from rlft.generation.memory import MemoryPart, When
 from rlft.model.images import KEPT_BYTES, read_image, tower_class, tower_config
 from rlft.tokens.images import processor_of
+from rlft.tokens.text import RunTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def tower_demand(
     dtype: torch.dtype,
     sets: Iterable[PromptSet | None],
     num_prompts: int,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
 ) -> TowerDemand | None:
     """The demand of the images in the longest prompt that has any; None if none has.
 

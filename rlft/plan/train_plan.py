@@ -86,12 +86,13 @@ from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.system.disk import size_text
 from rlft.system.process.placement import Placement
 from rlft.system.process.ray_session import check_address, check_installed
+from rlft.tokens.text import RunTokenizer
 from rlft.trainer.gradients import most_gradients
 from rlft.trainer.optimizer import largest_share
 from rlft.types import Split, UserError, counted, require
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,7 +528,7 @@ def known_pass_rates(config: RunConfig, train_prompts: PromptSet) -> PassRates |
 
 
 def longest_read_by_the_teacher(
-    config: RunConfig, prompts: PromptSet, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig
+    config: RunConfig, prompts: PromptSet, tokenizer: RunTokenizer, model_config: PreTrainedConfig
 ) -> int:
     """Number of tokens of the longest prompt that the teacher may read.
 
@@ -546,7 +547,7 @@ def longest_read_by_the_teacher(
     return longest
 
 
-def scan_pretrain_text(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainText | None:
+def scan_pretrain_text(config: RunConfig, tokenizer: RunTokenizer) -> PretrainText | None:
     """The pretraining text, tokenised; None if the config names none."""
     settings = config.pretrain
     if settings.path is None:

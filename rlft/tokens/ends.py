@@ -13,13 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlft.tokens.text import CALL_ID, TOOL
+from rlft.tokens.text import CALL_ID, TOOL, RunTokenizer
 from rlft.tokens.text import render as chat_template_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
@@ -61,7 +58,7 @@ class TurnEnds:
         return "a turn ends", first, f"learned and sampled, token {self.ids[0]}{also}"
 
 
-def turn_ends(tokenizer: PreTrainedTokenizerBase, style: str, eos_token_id: Any = None) -> TurnEnds:
+def turn_ends(tokenizer: RunTokenizer, style: str, eos_token_id: Any = None) -> TurnEnds:
     """What ends an assistant's turn.
 
     Args:
@@ -112,7 +109,7 @@ def configured_ids(eos_token_id: Any) -> list[int]:
     return [token for token in given if isinstance(token, int)]
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def special_tokens(tokenizer: RunTokenizer) -> dict[str, int]:
     """{text: id} of the special tokens, those without a name too, such as Llama 3's `<|eot_id|>`."""
     special = {str(t.content): i for i, t in tokenizer.added_tokens_decoder.items() if t.special and len(t.content) > 1}
     if isinstance(tokenizer.eos_token_id, int):
@@ -211,7 +208,7 @@ def _inside(render: Render, special: re.Pattern[str]) -> set[str]:
     return set(special.findall(between))
 
 
-def _end_of_calls(tokenizer: PreTrainedTokenizerBase, special: re.Pattern[str], eos: str) -> list[int]:
+def _end_of_calls(tokenizer: RunTokenizer, special: re.Pattern[str], eos: str) -> list[int]:
     """The token that ends a turn with a call of a tool; none if the template shows no tools."""
     render = partial(chat_template_text, tokenizer, tools=[TOOL])
     call = {"type": "function", "id": CALL_ID, "function": {"name": "tool", "arguments": {"argument": SAID}}}

@@ -18,6 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlft.tokens.text import RunTokenizer
 from rlft.types import IMAGE, Image, Prompt, UserError
 
 if TYPE_CHECKING:
@@ -28,27 +29,15 @@ if TYPE_CHECKING:
 EXACT = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm", "gemma3", "gemma4")
 """Types of models whose images rlft reads as transformers does; tests compare the log-probs."""
 
-SOURCE = "rlft_image_source"
-"""The attribute of a tokenizer that holds from where its processor is read, and the type of the model."""
 
-PROCESSOR = "rlft_image_processor"
-"""The attribute of a tokenizer that holds its processor, once it is read."""
-
-
-def with_source(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any], config: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer, which knows where the processor of its model is; `source` is for transformers' from_pretrained."""
-    setattr(tokenizer, SOURCE, (dict(source), config))
-    return tokenizer
-
-
-def processor_of(tokenizer: PreTrainedTokenizerBase) -> ImageProcessor:
+def processor_of(tokenizer: RunTokenizer) -> ImageProcessor:
     """The processor of the tokenizer's model. UserError if there is none."""
-    if not hasattr(tokenizer, PROCESSOR):
-        setattr(tokenizer, PROCESSOR, _read(tokenizer, *getattr(tokenizer, SOURCE)))
-    return getattr(tokenizer, PROCESSOR)
+    assert tokenizer.processor is not None, "a model's tokenizer knows where its processor is"
+    return tokenizer.processor()
 
 
-def _read(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any], config: Any) -> ImageProcessor:
+def read_processor(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any], config: Any) -> ImageProcessor:
+    """The processor of the model with this config; `source` is for transformers' from_pretrained."""
     path, kind = source["pretrained_model_name_or_path"], config.model_type
     if getattr(config, "vision_config", None) is None:
         problem = f"the data have images, and a {kind} reads none"

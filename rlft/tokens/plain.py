@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlft.tokens.ends import num_common, special_pattern, special_tokens
 from rlft.tokens.text import (
@@ -31,15 +31,12 @@ from rlft.tokens.text import (
     TAG,
     USER,
     Conversation,
+    RunTokenizer,
     rendered_if_taken,
     said_special_ids,
-    template_of,
     written_special_tokens,
 )
 from rlft.types import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 GAPS = range(0xE000, 0xF8FF)
 """Characters for private use, one of which cuts."""
@@ -57,7 +54,7 @@ LEAST = 6
 class PlainText:
     """The special tokens of a tokenizer, and the tokens of texts that may spell them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: RunTokenizer) -> None:
         self._tokenizer, self._special = tokenizer, special_tokens(tokenizer)
         said = said_special_ids(tokenizer)
         self._given = special_pattern(self._special)
@@ -214,13 +211,13 @@ class Markers:
         return begins and bool(found) and not self.written.search(turn)
 
 
-def markers_of(tokenizer: PreTrainedTokenizerBase) -> Markers:
+def markers_of(tokenizer: RunTokenizer) -> Markers:
     """The markers of the tokenizer's template, if it has one."""
-    return _markers(tokenizer, template_of(tokenizer)) if tokenizer.chat_template else Markers()
+    return _markers(tokenizer) if tokenizer.chat_template else Markers()
 
 
 @lru_cache(maxsize=8)
-def _markers(tokenizer: PreTrainedTokenizerBase, template: str) -> Markers:
+def _markers(tokenizer: RunTokenizer) -> Markers:
     spoken, prompt = rendered_if_taken(tokenizer, SPOKEN[0]), rendered_if_taken(tokenizer, SPOKEN[0][:1], start=True)
     if spoken is None or prompt is None or not spoken.find(USER) < spoken.find(FIRST) < spoken.find(SECOND):
         return Markers()

@@ -11,13 +11,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlft.tokens.text import CALL_ID, THINKING_FIELDS, TOOL, WITH_TOOLS, Conversation, rendered_if_taken, template_of
+from rlft.tokens.text import (
+    CALL_ID,
+    THINKING_FIELDS,
+    TOOL,
+    WITH_TOOLS,
+    Conversation,
+    RunTokenizer,
+    rendered_if_taken,
+)
 from rlft.types import IMAGE
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 WORD = re.compile(r"\w+")
 SWITCH = re.compile(r"/\w+")
@@ -43,7 +48,7 @@ class Unread:
 
 
 def unread(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     conversation: Conversation,
     text: str,
     tools: Sequence[Mapping[str, Any]] = (),
@@ -56,11 +61,11 @@ def unread(
     A chat template may leave out the thoughts of earlier turns, if it writes any, and ids of calls. The name of a tool
     may stand at the call which its message answers. Images are no text; without `by_template` there are no marks.
     """
-    template, bare, words = template_of(tokenizer), "".join(text.split()), None
+    bare, words = "".join(text.split()), None
     unwritten: frozenset[tuple[int, str]] = frozenset()
     if by_template and not any(IMAGE in message["content"] for message in conversation):
         marked = [*_marked(conversation), _marked_tools(len(conversation), tools)]
-        unwritten = _unwritten(tokenizer, template, json.dumps(marked))
+        unwritten = _unwritten(tokenizer, json.dumps(marked))
     contents = [message["content"].replace(IMAGE, "").rpartition("</think>")[2].strip() for message in conversation]
     written = [each for content in contents[start:] if (each := "".join(content.split())) in bare]
     for index, message in enumerate(conversation[start:], start):
@@ -81,7 +86,7 @@ def unread(
         if not all(each in text for each in called) or unwritten & {(index, "call"), (index, "argument")}:
             yield Unread(index, "tool_calls", f"the calls of {whose}", ", ".join(called))
         thoughts = _thoughts(message)
-        if thoughts and not (_writes_thoughts(tokenizer, template) if by_template else thoughts in text):
+        if thoughts and not (_writes_thoughts(tokenizer) if by_template else thoughts in text):
             yield Unread(index, THINKING_FIELDS[0], f"the thoughts of {whose}", thoughts)
     for name in (tool["function"]["name"] for tool in tools):
         if name not in text:
@@ -92,7 +97,7 @@ def unread(
 
 
 @lru_cache(maxsize=256)
-def _unwritten(tokenizer: PreTrainedTokenizerBase, template: str, marked: str) -> frozenset[tuple[int, str]]:
+def _unwritten(tokenizer: RunTokenizer, marked: str) -> frozenset[tuple[int, str]]:
     """The marks in these messages and tools that the template leaves out; none if it does not take them."""
     *conversation, tools = json.loads(marked)
     text = rendered_if_taken(tokenizer, conversation, tools=tools)
@@ -148,7 +153,7 @@ def _thoughts(message: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=8)
-def _writes_thoughts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+def _writes_thoughts(tokenizer: RunTokenizer) -> bool:
     """Whether the template writes the thoughts of any turn."""
     thinking = {**WITH_TOOLS[1], THINKING_FIELDS[0]: "mark0thoughtsmark"}
     without_calls = {key: value for key, value in thinking.items() if key != "tool_calls"}

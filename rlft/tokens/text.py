@@ -1,8 +1,8 @@
 """What a chat template writes of messages, the text of tokens, and where in a prompt the assistant's turn begins.
 
-Every text that a template writes in a run comes from here, on the run's date. A template may write today's date
-(`strftime_now`, as Llama 3.2's and gpt-oss's do). A run's prompts must not depend on the day on which they are
-rendered, or a resume would have other prompts, so the date is the model's (`model.date`).
+Every text that a template writes in a run comes from here: of a `RunTokenizer`, which has what the run has decided of
+it. A template may write today's date (`strftime_now`, as Llama 3.2's and gpt-oss's do). A run's prompts must not depend
+on the day on which they are rendered, or a resume would have other prompts, so the date is the model's (`model.date`).
 
 A text of tokens shows no special token that marks turns: the tokenizer's named ones (bos, eos, pad ..), and those that
 the chat template puts around what is said. Every other special token is something that the model says, such as the
@@ -15,7 +15,8 @@ import contextlib
 import datetime
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,6 @@ if TYPE_CHECKING:
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
           "December")  # fmt: skip
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-DATE = "rlft_date"
-"""The attribute of a tokenizer that holds the date that its template writes; a tokenizer without it writes today's."""
-
-VARIABLES = "rlft_variables"
-"""The attribute of a tokenizer that holds further variables of its template, such as {"enable_thinking": False}."""
-
 AUTO_DATE = "auto"
 """The value of model.date for the day on which a run starts."""
 
@@ -66,8 +61,6 @@ WITH_TOOLS: Conversation = (
 SHOWN = r"(?:(?!mark[0-2]mark|A tool\.).)*?"
 BLOCK = re.compile(rf"<([\w:.-]+)>{SHOWN}</\1>|\[(\w+)\]{SHOWN}\[/\2\]", re.DOTALL)
 """A block with none of what is said in it, nor tools: thinking that is empty, or explained in a system message."""
-ENDS = "rlft_ends"
-"""The attribute of a tokenizer that holds the ends of `with_ends`."""
 XML_TOOLS = "xml_tools"
 """The name that SmolLM3's template has for the tools."""
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception")
@@ -79,22 +72,53 @@ OPENED = re.compile(r"(?:<(?:think\w*|thought\w*|reason\w*|answer)>|\[(?:THINK\w
 """A tag at the end of a text that opens what the model thinks or answers, not a role or a field of the prompt."""
 
 
-def dated(tokenizer: PreTrainedTokenizerBase, date: str) -> PreTrainedTokenizerBase:
-    """The tokenizer, whose template writes this date (2026-11-25); `auto`: today's."""
-    setattr(tokenizer, DATE, today() if date == AUTO_DATE else date)
-    return tokenizer
+def today() -> str:
+    """Today's date, such as 2026-11-25."""
+    return _now().date().isoformat()
 
 
-def with_variables(
-    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], section: str = "prompts.template_variables."
-) -> PreTrainedTokenizerBase:
-    """The tokenizer, whose template has these variables (`prompts.template_variables`).
+def _now() -> datetime.datetime:
+    return datetime.datetime.now()
 
-    Raises UserError: the template does not read one of them, or it is one that every rendering has; its key begins with
-    `section`.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunTokenizer:
+    """A tokenizer of transformers, with what a run has decided of its texts.
+
+    It is called and asked as that one is: attributes that are not listed here are those of `own`.
+
+    Attributes:
+        own: transformers' tokenizer, for what takes no other.
+        date: the date that its chat template writes, as 2026-11-25.
+        variables: further variables of its template, such as {"enable_thinking": False}.
+        ends: tokens that the model's generation config names as ends, which texts do not show.
+        processor: gives the model's processor of images, see `rlft.tokens.images`; None: it is not known.
     """
-    if variables:
-        read = _read_by(tokenizer, template_of(tokenizer)) - {XML_TOOLS}
+
+    own: PreTrainedTokenizerBase
+    date: str = field(default_factory=today)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    ends: tuple[int, ...] = ()
+    processor: Callable[[], Any] | None = None
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self.own(*texts, **options)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def with_variables(
+        self, variables: Mapping[str, Any], section: str = "prompts.template_variables."
+    ) -> RunTokenizer:
+        """The tokenizer whose template has these variables as well (`prompts.template_variables`).
+
+        Raises UserError: the template does not read one of them, or it is one that every rendering has; its key begins
+        with `section`.
+        """
+        read = _read_by(self) - {XML_TOOLS} if variables else frozenset[str]()
         for name, value in variables.items():
             key, got = f"{section}{name}", repr(value)
             if name in OWN_VARIABLES:
@@ -102,12 +126,11 @@ def with_variables(
             problem = "the model's chat template does not read it" if read else "the model's chat template reads none"
             remedy = f"use one that it reads: {', '.join(sorted(read))}" if read else "leave it out"
             require(name in read, key, problem, got=got, remedy=remedy)
-    setattr(tokenizer, VARIABLES, dict(variables))
-    return tokenizer
+        return replace(self, variables={**self.variables, **variables}) if variables else self
 
 
 @lru_cache(maxsize=8)
-def _read_by(tokenizer: PreTrainedTokenizerBase, template: str) -> frozenset[str]:
+def _read_by(tokenizer: RunTokenizer) -> frozenset[str]:
     """The variables that the chat template reads, beside those that every rendering has."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -121,22 +144,8 @@ def _read_by(tokenizer: PreTrainedTokenizerBase, template: str) -> frozenset[str
     return frozenset(read.difference(tokenizer.special_tokens_map, OWN_VARIABLES))
 
 
-def date_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The date that the tokenizer's template writes."""
-    return getattr(tokenizer, DATE, None) or today()
-
-
-def today() -> str:
-    """Today's date, such as 2026-11-25."""
-    return _now().date().isoformat()
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now()
-
-
 def rendered(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     conversations: Sequence[Conversation],
     *,
     tools: Sequence[Mapping[str, Any]] = (),
@@ -163,15 +172,15 @@ def rendered(
 
 
 def _applied(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     conversations: Sequence[list[dict[str, Any]]],
     tools: list[Any] | None,
     *,
     start: bool,
 ) -> list[str]:
-    date = datetime.date.fromisoformat(date_of(tokenizer))
-    variables = {**getattr(tokenizer, VARIABLES, {}), "strftime_now": partial(formatted, date)}
-    if tools and XML_TOOLS in _read_by(tokenizer, template_of(tokenizer)):
+    date = datetime.date.fromisoformat(tokenizer.date)
+    variables = {**tokenizer.variables, "strftime_now": partial(formatted, date)}
+    if tools and XML_TOOLS in _read_by(tokenizer):
         variables[XML_TOOLS] = tools
     texts = tokenizer.apply_chat_template(
         list(conversations), tools=tools, add_generation_prompt=start, tokenize=False, **variables
@@ -180,7 +189,7 @@ def _applied(
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     conversation: Conversation,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
@@ -191,7 +200,7 @@ def render(
 
 
 def rendered_if_taken(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, *, tools: Conversation = (), start: bool = False
+    tokenizer: RunTokenizer, conversation: Conversation, *, tools: Conversation = (), start: bool = False
 ) -> str | None:
     """As `render`; None if the template does not take the conversation, whatever it raises then."""
     try:
@@ -200,12 +209,12 @@ def rendered_if_taken(
         return None
 
 
-def _as_templates_take_it(tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any]) -> dict[str, Any]:
+def _as_templates_take_it(tokenizer: RunTokenizer, message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with its thoughts under each name, and with the arguments of its calls in the template's form."""
     thoughts = next((message[name] for name in THINKING_FIELDS if message.get(name)), None)
     made = {**message, **(dict.fromkeys(THINKING_FIELDS, thoughts) if thoughts else {})}
     if message.get("tool_calls"):
-        as_text = _arguments_as_text(tokenizer, template_of(tokenizer))
+        as_text = _arguments_as_text(tokenizer)
         made["tool_calls"] = [_with_arguments(call, as_text=as_text) for call in message["tool_calls"]]
     return made
 
@@ -225,7 +234,7 @@ def _with_arguments(call: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]
 
 
 @lru_cache(maxsize=8)
-def _arguments_as_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+def _arguments_as_text(tokenizer: RunTokenizer) -> bool:
     """Whether the template takes the arguments of a call as JSON text: it fails or writes Python for an object."""
     shown = {}
     for as_text in (False, True):
@@ -247,7 +256,7 @@ def formatted(date: datetime.date, form: str) -> str:
     return datetime.datetime.combine(date, datetime.time()).strftime(english)
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
+def decoded(tokenizer: RunTokenizer, rows: Sequence[Sequence[int]]) -> list[str]:
     """The text of each row of token ids, without the special tokens that mark turns."""
     if not visible_special_ids(tokenizer):
         return tokenizer.batch_decode([list(row) for row in rows], skip_special_tokens=True)
@@ -255,23 +264,23 @@ def decoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -
     return tokenizer.batch_decode([[t for t in row if t not in hidden] for row in rows], skip_special_tokens=False)
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, row: Sequence[int]) -> str:
+def decode(tokenizer: RunTokenizer, row: Sequence[int]) -> str:
     return decoded(tokenizer, [list(row)])[0]
 
 
-def visible_special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def visible_special_ids(tokenizer: RunTokenizer) -> frozenset[int]:
     """The special tokens that a text shows."""
-    return _special_tokens(tokenizer, template_of(tokenizer), getattr(tokenizer, ENDS, ()))[0]
+    return _special_tokens(tokenizer)[0]
 
 
-def written_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def written_special_tokens(tokenizer: RunTokenizer) -> set[int]:
     """The special tokens that the template writes around what is said, and those of the beginning and the end."""
-    written = "".join(_around(tokenizer, template_of(tokenizer)))
+    written = "".join(_around(tokenizer))
     ends = {str(tokenizer.bos_token), str(tokenizer.eos_token)}
     return {i for i, name in hidden_special_tokens(tokenizer).items() if name in written or name in ends}
 
 
-def said_special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def said_special_ids(tokenizer: RunTokenizer) -> frozenset[int]:
     """The special tokens that are tokens in an assistant's text: blocks that it says, such as `<think>`, `</think>`."""
     visible = visible_special_ids(tokenizer)
     texts = {str(tokenizer.convert_ids_to_tokens(token)): token for token in visible}
@@ -289,38 +298,25 @@ def _closers(text: str) -> set[str]:
     return {text.replace(opens, closes, 1) for opens, closes in pairs if opens in text and not text.startswith("</")}
 
 
-def hidden_special_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, str]:
+def hidden_special_tokens(tokenizer: RunTokenizer) -> Mapping[int, str]:
     """{id: special token} of those that a text does not show."""
-    return _special_tokens(tokenizer, template_of(tokenizer), getattr(tokenizer, ENDS, ()))[1]
-
-
-def with_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> PreTrainedTokenizerBase:
-    """The tokenizer, whose texts do not show these tokens, which the model's generation config names as ends."""
-    setattr(tokenizer, ENDS, tuple(ids))
-    return tokenizer
-
-
-def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All on which renderings depend but the date."""
-    return f"{getattr(tokenizer, 'chat_template', None)}{getattr(tokenizer, VARIABLES, None) or ''}"
+    return _special_tokens(tokenizer)[1]
 
 
 @lru_cache(maxsize=4)
-def _special_tokens(
-    tokenizer: PreTrainedTokenizerBase, template: str, ends: tuple[int, ...]
-) -> tuple[frozenset[int], Mapping[int, str]]:
-    """(those that are said, those that mark turns) of a tokenizer with this template and these further ends."""
+def _special_tokens(tokenizer: RunTokenizer) -> tuple[frozenset[int], Mapping[int, str]]:
+    """(those that are said, those that mark turns)."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i: token.content for i, token in added.items() if token.special}
     named = {str(getattr(tokenizer, name, None)) for name in NAMED}
-    written = "".join(_around(tokenizer, template))
-    marks = {i: token for i, token in special.items() if i in ends or token in named or token in written}
+    written = "".join(_around(tokenizer))
+    marks = {i: token for i, token in special.items() if i in tokenizer.ends or token in named or token in written}
     return frozenset(special) - frozenset(marks), marks
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[str]:
+def _around(tokenizer: RunTokenizer) -> Iterator[str]:
     """What the template writes around what is said, as far as it takes such conversations."""
-    if template == "None":
+    if not getattr(tokenizer, "chat_template", None):
         return
     with_tools = (WITH_TOOLS, WITH_TOOLS[:3])  # some templates take no question right after an answer of a tool
     for conversation, tools in (*((spoken, ()) for spoken in SPOKEN), *((each, (TOOL,)) for each in with_tools)):
@@ -329,14 +325,14 @@ def _around(tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[str]:
             yield BLOCK.sub("", text)
 
 
-def tail(tokenizer: PreTrainedTokenizerBase, prompt: str, *, by_template: bool) -> str:
+def tail(tokenizer: RunTokenizer, prompt: str, *, by_template: bool) -> str:
     """The end of a prompt that belongs to the assistant's turn: what has begun there with a tag that is left open.
 
     Templates of reasoning models open `<think>` for the policy, which then never says it; so may a prompt that is no
     chat. Rewards read it together with the completion. "" where nothing is left open.
     """
     if by_template:
-        opened = _opening_of_turn(tokenizer, template_of(tokenizer))
+        opened = _opening_of_turn(tokenizer)
         if opened is not None:
             return opened if opened and prompt.endswith(opened) else ""
     match = OPENED.search(prompt)
@@ -346,7 +342,7 @@ def tail(tokenizer: PreTrainedTokenizerBase, prompt: str, *, by_template: bool) 
 
 
 @lru_cache(maxsize=4)
-def _opening_of_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+def _opening_of_turn(tokenizer: RunTokenizer) -> str | None:
     """What the template has begun to say for the assistant: where a prompt goes beyond the header of earlier turns.
 
     None if the header cannot be found out.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 from turn_shapes import SHAPES, shaped_tokenizer
 
 from rlft.config.model import KernelChoice, ModelConfig
@@ -19,9 +18,9 @@ from rlft.data.examples import Examples, Rankings, scan_demonstrations, scan_ran
 from rlft.data.prompts import tokenizer_fingerprint
 from rlft.model.backbone import Backbone, ends_of
 from rlft.tokens.ends import turn_ends
-from rlft.tokens.text import rendered
+from rlft.tokens.text import RunTokenizer, rendered
 from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
-from tests.helpers.family_tokenizers import family_tokenizer
+from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 PROMPTS = PromptsConfig(max_tokens=64, over_limit="drop", style="chat")
 END = 2
@@ -65,9 +64,9 @@ def ids_of(backbone: Backbone, text: str) -> list[int]:
 
 # -- where a completion ends -------------------------------------------------------------------------------------------
 @pytest.fixture
-def own_tokenizer(tiny_path: Path) -> PreTrainedTokenizerBase:
+def own_tokenizer(tiny_path: Path) -> RunTokenizer:
     """The embedded tokenizer, to be changed."""
-    return AutoTokenizer.from_pretrained(tiny_path)
+    return RunTokenizer(AutoTokenizer.from_pretrained(tiny_path))
 
 
 LLAMA = (
@@ -76,12 +75,12 @@ LLAMA = (
 )
 
 
-def test_a_turn_ends_with_what_the_chat_template_puts_behind_it(own_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_turn_ends_with_what_the_chat_template_puts_behind_it(own_tokenizer: RunTokenizer) -> None:
     """As in Llama 3's first release: the end token ends a text, and the end of a turn has no name in the tokenizer."""
     for name in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
         own_tokenizer.add_tokens(AddedToken(name, special=True))  # type: ignore[arg-type]  # transformers has its own stub
-    own_tokenizer.eos_token = "<|endoftext|>"
-    own_tokenizer.chat_template = LLAMA
+    own_tokenizer.own.eos_token = "<|endoftext|>"
+    own_tokenizer.own.chat_template = LLAMA
     eot, text_end = (own_tokenizer.convert_tokens_to_ids(name) for name in ("<|eot_id|>", "<|endoftext|>"))
     assert eot not in own_tokenizer.all_special_ids
     assert turn_ends(own_tokenizer, "chat").closing == (eot,)
@@ -97,11 +96,11 @@ def test_the_embedded_models_turns_end_with_im_end_and_the_line_break_behind_it_
 
 
 def test_without_a_chat_template_or_a_special_token_in_it_the_end_token_ends_a_turn(
-    own_tokenizer: PreTrainedTokenizerBase,
+    own_tokenizer: RunTokenizer,
 ) -> None:
-    own_tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    own_tokenizer.own.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     assert turn_ends(own_tokenizer, "chat").closing == (END,)
-    own_tokenizer.chat_template = None
+    own_tokenizer.own.chat_template = None
     assert turn_ends(own_tokenizer, "chat").closing == (END,)
 
 
@@ -258,11 +257,11 @@ def test_the_fingerprint_of_rankings_covers_their_scores(scan_ranked: Callable[.
 
 # -- prompts that have begun to say something --------------------------------------------------------------------------
 def test_a_think_that_the_prompt_has_opened_is_not_taught_a_second_time() -> None:
-    tokenizer = copy.deepcopy(family_tokenizer("qwen3"))
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
+    tokenizer = with_attributes(family_tokenizer("qwen3"), chat_template=template)
     forms = ["<think>\n2 + 3</think>5", "<think>2 + 3</think>5", "2 + 3</think>5"]
     demonstrations = [demonstrated(f"q{k}", text) for k, text in enumerate(forms)]
     examples = scan_demonstrations(demonstrations, tokenizer, PROMPTS, 64, Split.train)
@@ -329,13 +328,9 @@ def test_a_thought_that_the_template_drops_is_learned_all_the_same_and_once() ->
 
 def test_turns_that_a_template_refuses_are_learned_as_texts() -> None:
     tokenizer = shaped_tokenizer("a base with another end")
-    template = tokenizer.chat_template
     refusing = "{% if messages[-1].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
-    tokenizer.chat_template = refusing + str(template)
-    try:
-        [turn], note = turns_of([(ASKED, "no")], tokenizer, "chat", "demonstrations")
-    finally:
-        tokenizer.chat_template = template
+    tokenizer = with_attributes(tokenizer, chat_template=refusing + str(tokenizer.chat_template))
+    [turn], note = turns_of([(ASKED, "no")], tokenizer, "chat", "demonstrations")
     assert tokenizer.decode(list(turn)) == "no<|im_end|>"
     assert note is not None
     assert "it refuses them (not this)" in note
@@ -358,8 +353,8 @@ def test_a_models_ends_are_those_of_its_files(tmp_path: Path, tiny_path: Path) -
     assert ends_of(model, "raw", tokenizer).ids == (own[1], 7, 6)
 
 
-def test_a_tokenizer_without_any_end_has_nothing_to_learn(own_tokenizer: PreTrainedTokenizerBase) -> None:
-    own_tokenizer.chat_template = own_tokenizer.eos_token = None
+def test_a_tokenizer_without_any_end_has_nothing_to_learn(own_tokenizer: RunTokenizer) -> None:
+    own_tokenizer.own.chat_template = own_tokenizer.own.eos_token = None
     assert turn_ends(own_tokenizer, "chat").ids == ()
     with pytest.raises(UserError, match=r"^model\.path: its tokenizer has no end token"):
         scan_demonstrations([demonstrated("1 + 1?", "2")], own_tokenizer, PROMPTS, 64, Split.train)

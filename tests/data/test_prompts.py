@@ -22,15 +22,16 @@ from rlft.data.prompts import (
     scan,
     tokenizer_fingerprint,
 )
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Prompt, Split, UserError
-from tests.helpers.family_tokenizers import family_tokenizer
+from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 TINY = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
+    return RunTokenizer(AutoTokenizer.from_pretrained(TINY))
 
 
 def fingerprint(prompts: list[Prompt]) -> str:
@@ -92,8 +93,8 @@ def test_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer) -> None:
 
 
 def test_without_a_chat_template_the_plain_texts_are_used() -> None:
-    plain = AutoTokenizer.from_pretrained(TINY)
-    plain.chat_template = None
+    plain = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
+    plain.own.chat_template = None
     chat = Prompt(id="a", messages=({"role": "system", "content": "12"}, {"role": "user", "content": "34"}), answer="1")
     found = scan([chat], plain, 100, "drop", Split.train)
     assert found.notes == ()
@@ -123,14 +124,14 @@ def test_raw_prompts_are_the_plain_texts_also_where_there_is_a_chat_template(tok
     assert found.prompts[0].token_ids == tuple(tokenizer("1\n\n2\n\n3\n\n4")["input_ids"])
     assert found.notes == ()
     assert scan([talk], tokenizer, 100, "drop", Split.train, style="chat").fingerprint != found.fingerprint
-    plain = AutoTokenizer.from_pretrained(TINY)
-    plain.chat_template = None
+    plain = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
+    plain.own.chat_template = None
     assert scan([talk], plain, 100, "drop", Split.train, style="raw") == found  # as asked for: nothing to note
 
 
 def test_a_template_that_takes_no_system_message_is_told_with_the_way_out() -> None:
-    strict = AutoTokenizer.from_pretrained(TINY)
-    strict.chat_template = (
+    strict = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
+    strict.own.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
         "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     )
@@ -178,15 +179,15 @@ def test_the_fingerprint_keeps_fields_apart() -> None:
 
 def test_a_tokenizers_fingerprint_changes_with_what_its_ids_mean(tokenizer) -> None:
     def changed(**keys) -> str:
-        other = AutoTokenizer.from_pretrained(TINY)
+        other = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
         for name, value in keys.items():
-            setattr(other, name, value)
+            setattr(other.own, name, value)
         return tokenizer_fingerprint(other)
 
     one = tokenizer_fingerprint(tokenizer)
     assert one == changed()
     assert re.fullmatch("[0-9a-f]{12}", one)
-    with_token = AutoTokenizer.from_pretrained(TINY)
+    with_token = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
     with_token.add_tokens(["<new>"])
     another_end = changed(eos_token=tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id - 1))
     assert len({one, changed(chat_template="x"), another_end, tokenizer_fingerprint(with_token)}) == 4
@@ -259,9 +260,7 @@ SYSTEM = "Answer as <answer>a number</answer>, and nothing else."
 
 
 def with_template(template: str):
-    changed = copy.deepcopy(family_tokenizer("qwen2.5"))
-    changed.chat_template = template
-    return changed
+    return with_attributes(family_tokenizer("qwen2.5"), chat_template=template)
 
 
 def asked(*messages: tuple[str, str]) -> Prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import random
@@ -20,6 +19,7 @@ from rlft.data.prompts import PromptSet, scan, untokenised
 from rlft.data.records import RecordRow, first_by_identity
 from rlft.model.backbone import Backbone
 from rlft.types import Prompt, Split, UserError
+from tests.helpers.family_tokenizers import with_attributes
 
 
 @pytest.fixture
@@ -93,11 +93,11 @@ def test_streamed_data_are_what_held_data_are(
 def test_texts_of_streamed_data_know_what_their_prompts_have_begun_to_say(
     mine: Path, make_data: Callable[..., Any], backbone: Backbone, streams: Callable[[], None]
 ) -> None:
-    tokenizer = copy.deepcopy(backbone.tokenizer)
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
     )
+    tokenizer = with_attributes(backbone.tokenizer, chat_template=template)
     streams()
     prompts = make_data("jsonl", path=str(mine), **next(iter(WAYS.values()))).load(Split.train)
     texts = untokenised(scan(prompts, tokenizer, 400, "drop", Split.train))

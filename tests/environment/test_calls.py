@@ -15,7 +15,7 @@ from slow_cases import slow
 from rlft.environment.calls import DescribedCalls, JsonCalls, XmlCalls, reader_of
 from rlft.environment.template_calls import CallReader, CallTemplate, TemplateCalls
 from rlft.types import UserError
-from tests.helpers.family_tokenizers import family_tokenizer
+from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 ADD = {
     "type": "function",
@@ -226,7 +226,6 @@ def test_xml_calls_have_values_of_their_parameters_types() -> None:
 
 
 def test_a_tokenizer_that_describes_its_answers_is_read_by_transformers() -> None:
-    tokenizer = family_tokenizer("qwen2.5")
     template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",
@@ -238,16 +237,13 @@ def test_a_tokenizer_that_describes_its_answers_is_read_by_transformers() -> Non
             },
         },
     }  # fmt: skip
-    try:
-        tokenizer.response_template = template  # type: ignore[attr-defined]
-        reader = reader_of("template", CallTemplate(tokenizer, [ADD], OPENING))
-        assert isinstance(reader, DescribedCalls)
-        [call] = reader.calls('Yes.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-        assert (call.name, call.arguments, call.problem) == ("add", {"a": 1}, "")
-        [broken] = reader.calls("<tool_call>{</tool_call>")
-        assert "cannot be read" in broken.problem
-    finally:
-        del tokenizer.response_template  # type: ignore[attr-defined]
+    tokenizer = with_attributes(family_tokenizer("qwen2.5"), response_template=template)
+    reader = reader_of("template", CallTemplate(tokenizer, [ADD], OPENING))
+    assert isinstance(reader, DescribedCalls)
+    [call] = reader.calls('Yes.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    assert (call.name, call.arguments, call.problem) == ("add", {"a": 1}, "")
+    [broken] = reader.calls("<tool_call>{</tool_call>")
+    assert "cannot be read" in broken.problem
 
 
 def test_a_template_with_a_form_of_its_own_is_refused() -> None:

@@ -12,7 +12,6 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from rlft.batch import fault
 from rlft.environment.conversations import Conversations, Transcript
@@ -21,6 +20,7 @@ from rlft.environment.protocol import Environment
 from rlft.environment.tool_class import ToolClass
 from rlft.environment.tools import Tools
 from rlft.generation.scripted import ScriptedGenerator
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Branch, Completion, EnvironmentFailure, FinishReason, Group, Prompt, Rollout, Sampling
 from tests.helpers.family_tokenizers import family_tokenizer
 
@@ -48,7 +48,7 @@ def prompt(name: str = "p", **metadata: Any) -> Prompt:
 class Recorder(ScriptedGenerator):
     """A scripted policy that keeps what it was asked."""
 
-    def __init__(self, answers: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerFast = TOKENIZER) -> None:
+    def __init__(self, answers: Mapping[str, Sequence[Any]], tokenizer: RunTokenizer = TOKENIZER) -> None:
         super().__init__(answers, tokenizer)
         self.asked: list[tuple[list[Prompt], int, list[int], Sampling]] = []
 

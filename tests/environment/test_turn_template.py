@@ -13,8 +13,9 @@ from transformers import AutoTokenizer
 from turn_shapes import EOS, shaped_tokenizer
 
 from rlft.environment.turn_template import TurnTemplate
+from rlft.tokens.text import RunTokenizer
 from rlft.types import UserError
-from tests.helpers.family_tokenizers import CHATML, SPECIAL, TAGS, family_tokenizer
+from tests.helpers.family_tokenizers import CHATML, SPECIAL, TAGS, family_tokenizer, with_attributes
 
 ADD = {
     "type": "function",
@@ -257,8 +258,7 @@ def test_tools_of_a_template_that_rewrites_for_users_have_a_suffix():
     ],
 )
 def test_a_template_without_what_conversations_need_is_refused(tiny_path, template, problem):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
-    tokenizer.chat_template = template
+    tokenizer = RunTokenizer(AutoTokenizer.from_pretrained(tiny_path, chat_template=template))
     with pytest.raises(UserError) as refusal:
         TurnTemplate(tokenizer, ["user"])
     assert str(refusal.value).startswith(f"model.path: its {problem}, got ")
@@ -267,25 +267,18 @@ def test_a_template_without_what_conversations_need_is_refused(tiny_path, templa
 def test_a_template_that_drops_nothing_but_thinking_rewrites():
     tokenizer = family_tokenizer("qwen3")
     whole = tokenizer.chat_template
-    assert isinstance(whole, str)
-    try:
-        tokenizer.chat_template = whole.replace("(loop.last or thought)", "thought")
-        assert tokenizer.chat_template != whole
-        assert TurnTemplate(tokenizer, ["user"]).rewriting
-    finally:
-        tokenizer.chat_template = whole
+    tokenizer = with_attributes(tokenizer, chat_template=whole.replace("(loop.last or thought)", "thought"))
+    assert tokenizer.chat_template != whole
+    assert TurnTemplate(tokenizer, ["user"]).rewriting
 
 
 def test_a_template_that_wants_arguments_as_text_gets_them_so():
     tokenizer = family_tokenizer("qwen2.5")
     whole = tokenizer.chat_template
-    assert isinstance(whole, str)
-    try:
-        tokenizer.chat_template = whole.replace("{{- call.arguments | tojson }}", "{{- '' + call.arguments }}")
-        assert tokenizer.chat_template != whole
-        suffix = TurnTemplate(tokenizer, ["tool"], tools=[ADD]).suffix([], answers_of("tool", ["2"]))
-    finally:
-        tokenizer.chat_template = whole
+    changed = whole.replace("{{- call.arguments | tojson }}", "{{- '' + call.arguments }}")
+    assert changed != whole
+    wants_text = with_attributes(tokenizer, chat_template=changed)
+    suffix = TurnTemplate(wants_text, ["tool"], tools=[ADD]).suffix([], answers_of("tool", ["2"]))
     assert suffix == TurnTemplate(tokenizer, ["tool"], tools=[ADD]).suffix([], answers_of("tool", ["2"]))
     assert tokenizer.decode([*suffix[:1]]) == CHATML[2]
 

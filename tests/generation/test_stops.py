@@ -11,6 +11,7 @@ from rlft.config.instantiate import from_mapping
 from rlft.config.schema import GenerationConfig
 from rlft.generation.stops import GrowingText, ShownText, StopStrings, check_stops, cut, plain_decoder, shown_texts
 from rlft.generation.transformers import TransformersGenerator
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Sampling, UserError
 
 
@@ -109,7 +110,7 @@ def test_any_cutting_of_a_text_into_tokens_ends_at_the_first_whole_stop_string(l
 def test_what_is_shown_in_pieces_is_the_text_that_is_shown_at_the_end_and_never_a_stop(include):
     draw = random.Random(include)
     pieces = ["a", "b", "ab", "€", "€".encode()[:1], "€".encode()[1:], "c"]
-    tokenizer, num_held = Pieces(*pieces), 0
+    tokenizer, num_held = RunTokenizer(Pieces(*pieces)), 0
     for _ in range(500):
         stop = tuple("".join(draw.choice("ab€") for _ in range(draw.randint(1, 4))) for _ in range(draw.randint(0, 2)))
         given = sampling(*stop, tokens=(6,), include=include)
@@ -128,7 +129,7 @@ def test_what_is_shown_in_pieces_is_the_text_that_is_shown_at_the_end_and_never_
 
 
 def test_growing_text_is_that_of_the_real_tokenizer(tiny_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer = RunTokenizer(AutoTokenizer.from_pretrained(tiny_path))
     text = "<think>47 + 85 = 132 € é 漢字</think><answer>132</answer>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     for decode in (plain_decoder(tokenizer), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)):
@@ -140,7 +141,7 @@ def test_growing_text_is_that_of_the_real_tokenizer(tiny_path):
     ("include", "expected"), [(False, ["so ", "no", "so . end"]), (True, ["so . e", "no!", "so . end"])]
 )
 def test_the_text_ends_before_the_stop_or_behind_it(include, expected):
-    tokenizer = Pieces("so ", ". end", "no", "!")
+    tokenizer = RunTokenizer(Pieces("so ", ". end", "no", "!"))
     rows, stopped = [[0, 1], [2, 3], [0, 1]], [True, True, False]  # the last was ended by its length
     assert shown_texts(tokenizer, rows, stopped, sampling(". e", tokens=(3,), include=include)) == expected
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rlft.generation.transformers import TransformersGenerator, Weights, draw, e
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.types import FinishReason, NextTurn, Sampling
+from tests.helpers.family_tokenizers import with_attributes
 
 HOT = Sampling(max_tokens=24, temperature=1.0)
 QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
@@ -264,8 +264,7 @@ def test_any_of_several_end_tokens_ends_a_completion(make_generator, prompts, ba
 
 def test_a_model_without_an_end_token_runs_to_the_limit(make_generator, prompts, backbone, monkeypatch):
     generator = make_generator()
-    generator.tokenizer = copy.deepcopy(backbone.tokenizer)
-    generator.tokenizer.eos_token = None
+    generator.tokenizer = with_attributes(backbone.tokenizer, eos_token=None)
     monkeypatch.setattr(backbone.model.generation_config, "eos_token_id", None)
     assert end_tokens(backbone.model, generator.tokenizer) == frozenset()
     groups = generator.sample(prompts[:2], 2, [0, 10], HOT)

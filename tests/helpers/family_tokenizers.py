@@ -7,13 +7,17 @@ newlines and other characters.
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from rlft.tokens.text import RunTokenizer
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = ROOT / "environment" / "templates"
@@ -40,7 +44,7 @@ BEGIN_AND_END = {"llama-3": LLAMA[:2], "mistral": MISTRAL[1:3], "gemma": [GEMMA[
 
 
 @cache
-def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
+def family_tokenizer(family: str) -> RunTokenizer:
     """The small tokenizer of a family, with its template; the same one each time."""
     special = SPECIAL[family]
     made = _sentencepiece(special, family == "mistral") if family in ("mistral", "gemma") else _byte_level(special)
@@ -49,14 +53,24 @@ def family_tokenizer(family: str) -> PreTrainedTokenizerFast:
         made.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAGS])
     bos, eos = BEGIN_AND_END.get(family, (None, "<|im_end|>"))
     template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        bos_token=bos,
-        eos_token=eos,
-        chat_template=template,
-        name_or_path=family,
-        clean_up_tokenization_spaces=False,
+    return RunTokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=made,
+            bos_token=bos,
+            eos_token=eos,
+            chat_template=template,
+            name_or_path=family,
+            clean_up_tokenization_spaces=False,
+        )
     )
+
+
+def with_attributes(tokenizer: RunTokenizer, **attributes: Any) -> RunTokenizer:
+    """Another tokenizer, such as one with this chat_template."""
+    own = copy.deepcopy(tokenizer.own)
+    for name, value in attributes.items():
+        setattr(own, name, value)
+    return replace(tokenizer, own=own)
 
 
 def _corpus() -> list[str]:

@@ -11,6 +11,8 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlft.tokens.text import RunTokenizer
+
 EOS = "<|endoftext|>"
 
 
@@ -174,7 +176,7 @@ SHAPES = {
 
 
 @cache
-def shaped_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def shaped_tokenizer(name: str) -> RunTokenizer:
     """A byte tokenizer with this shape's template, whose end token is `<|endoftext|>`; the same one each time."""
     shape = SHAPES[name]
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -182,10 +184,12 @@ def shaped_tokenizer(name: str) -> PreTrainedTokenizerFast:
     setattr(made, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))  # noqa: B010
     setattr(made, "decoder", decoders.ByteLevel())  # noqa: B010
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (EOS, *shape.special)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token=EOS,
-        chat_template=shape.template,
-        name_or_path=name,
-        clean_up_tokenization_spaces=False,
+    return RunTokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=made,
+            eos_token=EOS,
+            chat_template=shape.template,
+            name_or_path=name,
+            clean_up_tokenization_spaces=False,
+        )
     )

@@ -38,7 +38,7 @@ from rlft.model.forward import choose
 from rlft.model.kernels.attention import NAME
 from rlft.model.roles import POLICY
 from rlft.tokens.ends import turn_ends
-from rlft.tokens.text import render
+from rlft.tokens.text import RunTokenizer, render
 from rlft.types import UserError
 
 
@@ -121,7 +121,7 @@ def test_a_tokenizer_that_loses_the_spaces_of_a_sentence_is_refused():
     for decoder, is_right in ((decoders.Fuse(), True), (decoders.Replace(" ", ""), False)):
         backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
         setattr(backend, "decoder", decoders.Sequence([decoder, decoders.Fuse()]))  # noqa: B010
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+        tokenizer = RunTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
         if is_right:
             check_sentence(tokenizer, "here")
             continue
@@ -136,7 +136,8 @@ def test_a_template_that_is_one_of_several_is_the_default_one(tiny_path, tmp_pat
     plain = load_tokenizer(model_config(path=str(folder)))
     asked = [{"role": "user", "content": "2 + 3?"}]
     usual = render(plain, asked, start=True)
-    plain.chat_template = {"default": plain.chat_template, "rag": "nothing"}
+    plain.own.chat_template = {"default": plain.chat_template, "rag": "nothing"}
+    plain = replace(plain)  # which forgets what it has found out of another template
     assert render(plain, asked, start=True) == usual
     assert turn_ends(plain, "chat").ids == turn_ends(load_tokenizer(model_config()), "chat").ids
     rows = read_config(model_config()).get_text_config().vocab_size

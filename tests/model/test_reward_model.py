@@ -29,6 +29,7 @@ from rlft.model.reward_model import (
 )
 from rlft.model.roles import POLICY, Roles
 from rlft.runs import checkpoint
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Batch, Completion, FinishReason, Group, Rollout, UserError
 
 model_config, backbone = half_model.model_config, half_model.backbone
@@ -207,7 +208,7 @@ def save_classifier(tmp_path, tiny_path):
 
 def classifier(folder, token_budget=10**6, center=0.0, scale=1.0):
     model, tokenizer = load_classifier(folder, KEY, CPU, torch.float32)
-    return ClassifierReward(model, tokenizer, token_budget=token_budget, center=center, scale=scale)
+    return ClassifierReward(model, RunTokenizer(tokenizer), token_budget=token_budget, center=center, scale=scale)
 
 
 def conversations(groups):

@@ -15,6 +15,7 @@ from rlft.generation.stops import ShownText, plain_decoder
 from rlft.generation.transformers import TransformersGenerator
 from rlft.tokens.ends import turn_ends
 from rlft.types import FinishReason, Prompt, Sampling
+from tests.helpers.family_tokenizers import with_attributes
 
 SAMPLING = Sampling(max_tokens=30, temperature=1.0)
 PROMPT = Prompt(id="p", messages=({"role": "user", "content": "2 + 3?"},), answer="5", token_ids=(1, 2, 3))
@@ -41,11 +42,7 @@ def test_there_is_a_note_where_a_turns_end_is_not_the_tokenizers() -> None:
         assert shape.ends[0] in note, name
         assert EOS in note, name
     tokenizer = shaped_tokenizer("a base with another end")
-    tokenizer.eos_token = "<|im_end|>"
-    try:
-        assert turn_ends(tokenizer, "chat").notes == ()
-    finally:
-        tokenizer.eos_token = EOS
+    assert turn_ends(with_attributes(tokenizer, eos_token="<|im_end|>"), "chat").notes == ()
 
 
 def test_what_the_generation_config_names_ends_a_completion_too() -> None:

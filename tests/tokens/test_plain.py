@@ -9,14 +9,14 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from family_tokenizers import SPECIAL, family_tokenizer
-from transformers import PreTrainedTokenizerBase
 
 from rlft.config.schema import PromptsConfig
 from rlft.data.examples import scan_demonstrations, scan_rankings
 from rlft.data.prompts import scan
 from rlft.tokens.plain import markers_of
-from rlft.tokens.text import render
+from rlft.tokens.text import RunTokenizer, render
 from rlft.types import Demonstration, Prompt, Ranking, Split
+from tests.helpers.family_tokenizers import with_attributes
 
 _SPEC = spec_from_file_location("families_of_templates", Path(__file__).with_name("test_templates.py"))
 assert _SPEC is not None
@@ -33,7 +33,7 @@ WORDS = (
 
 
 @cache
-def tokenizer(name: str) -> PreTrainedTokenizerBase:
+def tokenizer(name: str) -> RunTokenizer:
     return _TEMPLATES.tokenizer_of(name.partition(" ")[0]) if name.endswith("tests") else family_tokenizer(name)
 
 
@@ -115,13 +115,9 @@ def test_markers_in_demonstrations_and_preferences_are_counted_in_prompts_and_co
 
 
 def test_a_tokenizer_without_a_template_reads_markers_as_text_and_says_so() -> None:
-    bare = family_tokenizer("qwen2.5")
+    bare = with_attributes(family_tokenizer("qwen2.5"), chat_template=None)
     other = render(tokenizer("mistral"), conversation(random.Random(1)), start=True)
-    template, bare.chat_template = bare.chat_template, None
-    try:
-        found = scan([asked(0, "a"), asked(1, other), asked(2, other)], bare, 1000, "refuse", Split.train)
-        [note] = found.notes
-        assert note.startswith("2 of 3 train prompts hold markers of a chat template")
-        assert note.endswith("which stay text")
-    finally:
-        bare.chat_template = template
+    found = scan([asked(0, "a"), asked(1, other), asked(2, other)], bare, 1000, "refuse", Split.train)
+    [note] = found.notes
+    assert note.startswith("2 of 3 train prompts hold markers of a chat template")
+    assert note.endswith("which stay text")

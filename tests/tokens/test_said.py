@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from rlft.data.prompts import scan
 from rlft.environment.endpoint.bodies import Chat, Refusal, read
 from rlft.environment.endpoint.speech import Speech
 from rlft.tokens.said import unread
-from rlft.tokens.text import rendered_if_taken
+from rlft.tokens.text import RunTokenizer, rendered_if_taken
 from rlft.types import Prompt, Split, UserError
-from tests.helpers.family_tokenizers import family_tokenizer
+from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 WRITES = """
 {%- if tools %}<|im_start|>system
@@ -60,16 +58,14 @@ SHOWS = [said for said in SAYS if not said.startswith("*")]
 NAMES = ("Ann", "user", "add", "2")
 
 
-def template(*lacking: str) -> PreTrainedTokenizerFast:
+def template(*lacking: str) -> RunTokenizer:
     """A tokenizer whose template lacks these parts."""
     text = WRITES
     for part in PARTS:
         condition = ONLY_IF.get(part, "false")
         begin, end = (f"{{% if {condition} %}}", "{% endif %}") if part in lacking else ("", "")
         text = text.replace(f"[{part}]", begin).replace(f"[/{part}]", end)
-    made = copy.copy(family_tokenizer("qwen2.5"))
-    made.chat_template = text
-    return made
+    return with_attributes(family_tokenizer("qwen2.5"), chat_template=text)
 
 
 WHOLE, TEMPLATES = template(), {part: template(part) for part in PARTS}
@@ -144,7 +140,7 @@ def says(part: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappi
     }[part]
 
 
-def served(tokenizer: PreTrainedTokenizerFast, messages: Any, tools: Any) -> bool:
+def served(tokenizer: RunTokenizer, messages: Any, tools: Any) -> bool:
     """Whether the endpoint takes the request."""
     body = read(Chat, json.dumps({"messages": messages, **({"tools": tools} if tools else {})}).encode())
     try:
@@ -156,7 +152,7 @@ def served(tokenizer: PreTrainedTokenizerFast, messages: Any, tools: Any) -> boo
     return True
 
 
-def trained(tokenizer: PreTrainedTokenizerFast, conversations: Sequence[tuple[Any, Any]]) -> bool:
+def trained(tokenizer: RunTokenizer, conversations: Sequence[tuple[Any, Any]]) -> bool:
     """Whether `rlft train` takes prompts of these messages and tools."""
     prompts = [
         Prompt(id=str(number), messages=tuple(messages), answer="", tools=tuple(tools))

@@ -22,7 +22,7 @@ from rlft.data.prompts import scan
 from rlft.environment.turn_template import Dialect
 from rlft.tokens.ends import turn_ends
 from rlft.tokens.plain import PlainText
-from rlft.tokens.text import dated, decode, rendered, with_variables
+from rlft.tokens.text import RunTokenizer, decode, rendered
 from rlft.types import Demonstration, Prompt, Split, UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -206,7 +206,7 @@ class Adding:
 
 
 @cache
-def made(name: str) -> PreTrainedTokenizerFast:
+def made(name: str) -> RunTokenizer:
     """A byte tokenizer with the family's special tokens and template, without a pad token."""
     family = FAMILIES[name]
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -214,7 +214,7 @@ def made(name: str) -> PreTrainedTokenizerFast:
     setattr(backend, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))  # noqa: B010
     setattr(backend, "decoder", decoders.ByteLevel())  # noqa: B010
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
-    return PreTrainedTokenizerFast(
+    own = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=next((token for token in family.special if token in BOS), None),
         eos_token=family.eos,
@@ -222,35 +222,34 @@ def made(name: str) -> PreTrainedTokenizerFast:
         name_or_path=name,
         clean_up_tokenization_spaces=False,
     )
+    return RunTokenizer(own, date="2026-02-03")
 
 
-def tokenizer_of(name: str, **variables: Any) -> PreTrainedTokenizerFast:
+def tokenizer_of(name: str, **variables: Any) -> RunTokenizer:
     """The family's tokenizer on a date of its own, with these variables of its template."""
-    dated(made(name), "2026-02-03")
-    with_variables(made(name), variables)
-    return made(name)
+    return made(name).with_variables(variables)
 
 
-def whole_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def whole_ids(tokenizer: RunTokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def shown(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+def shown(tokenizer: RunTokenizer, ids: Sequence[int]) -> str:
     """The text with its special tokens."""
     return str(tokenizer.decode(list(ids)))
 
 
-def prompt_of(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any]) -> Prompt:
+def prompt_of(tokenizer: RunTokenizer, *messages: dict[str, Any]) -> Prompt:
     return scan([Prompt(id="p", messages=messages, answer="5")], tokenizer, 4000, "refuse", Split.train).prompts[0]
 
 
-def learned(tokenizer: PreTrainedTokenizerFast, demonstration: Demonstration) -> tuple[list[int], int, str | None]:
+def learned(tokenizer: RunTokenizer, demonstration: Demonstration) -> tuple[list[int], int, str | None]:
     """(the ids of a demonstration, the number of those that are given, the note)."""
     found = scan_demonstrations([demonstration], tokenizer, PROMPTS, 4000, Split.train)
     return found.texts[0].ids.tolist(), found.texts[0].num_given, "; ".join(found.notes) or None
 
 
-def specials(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[str]:
+def specials(tokenizer: RunTokenizer, ids: Sequence[int]) -> list[str]:
     return [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i in tokenizer.added_tokens_decoder]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 import locale
+from dataclasses import replace
 
 import pytest
 from in_one_test import each
@@ -13,8 +13,7 @@ from tokenizers import AddedToken
 from rlft.generation.stops import GrowingText, plain_decoder, shown_texts
 from rlft.tokens import text as text_module
 from rlft.tokens.text import (
-    date_of,
-    dated,
+    RunTokenizer,
     decode,
     formatted,
     hidden_special_tokens,
@@ -22,11 +21,10 @@ from rlft.tokens.text import (
     rendered,
     tail,
     visible_special_ids,
-    with_ends,
     without_tail,
 )
 from rlft.types import Sampling
-from tests.helpers.family_tokenizers import TEMPLATES, family_tokenizer
+from tests.helpers.family_tokenizers import TEMPLATES, family_tokenizer, with_attributes
 
 SAMPLING = Sampling(max_tokens=64, temperature=1.0)
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -38,13 +36,12 @@ THINKING_CLOSED = TURNS.replace(
 
 def with_special(*tokens, family="qwen2.5", template=None):
     """The family's tokenizer in which these tokens are special."""
-    tokenizer = copy.deepcopy(family_tokenizer(family))
-    tokenizer.add_special_tokens(
+    tokenizer = family_tokenizer(family)
+    changed = with_attributes(tokenizer, chat_template=tokenizer.chat_template if template is None else template)
+    changed.add_special_tokens(
         {"additional_special_tokens": [AddedToken(token, special=True, normalized=False) for token in tokens]}
     )
-    if template is not None:
-        tokenizer.chat_template = template
-    return tokenizer
+    return changed
 
 
 @each(
@@ -93,7 +90,7 @@ def test_an_end_that_the_generation_config_names_is_shown_nowhere():
     eom, think = tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<think>"])
     six = tokenizer("6", add_special_tokens=False)["input_ids"]
     assert decode(tokenizer, [think, *six, eom, *six]) == "<think>6<|eom_id|>6"
-    with_ends(tokenizer, [eom])
+    tokenizer = replace(tokenizer, ends=(eom,))
     assert decode(tokenizer, [think, *six, eom, *six]) == "<think>66"
     assert plain_decoder(tokenizer)([think, *six, eom, *six]) == "<think>66"
 
@@ -127,8 +124,7 @@ STARTS = [
 
 @each(("template", "expected"), STARTS)
 def test_the_tail_of_a_prompt_is_what_its_template_has_begun_and_left_open(template, expected):
-    tokenizer = copy.deepcopy(family_tokenizer("qwen2.5"))
-    tokenizer.chat_template = template
+    tokenizer = with_attributes(family_tokenizer("qwen2.5"), chat_template=template)
     for chat in (
         [{"role": "user", "content": "2?"}],
         [{"role": "system", "content": "S"}, {"role": "user", "content": "<b>"}],
@@ -163,7 +159,7 @@ CHAT = [{"role": "user", "content": "2 + 3?"}]
 
 
 def test_a_template_writes_the_tokenizers_date_on_whatever_day_it_is_rendered(monkeypatch):
-    tokenizer = dated(with_special(template=TODAY + TURNS + START_OF_TURN), "2026-02-03")
+    tokenizer = replace(with_special(template=TODAY + TURNS + START_OF_TURN), date="2026-02-03")
     texts = []
     for day in ("2026-02-03", "2026-12-31"):
         monkeypatch.setattr(text_module, "today", lambda day=day: day)
@@ -172,10 +168,10 @@ def test_a_template_writes_the_tokenizers_date_on_whatever_day_it_is_rendered(mo
 
 
 def test_without_a_date_it_is_todays_which_is_then_kept(monkeypatch):
-    monkeypatch.setattr(text_module, "today", lambda: "2026-12-31")
-    tokenizer = dated(with_special(template=TODAY + TURNS), "auto")
-    monkeypatch.setattr(text_module, "today", lambda: "2027-01-01")
-    assert date_of(tokenizer) == "2026-12-31"
+    monkeypatch.setattr(text_module, "_now", lambda: datetime.datetime(2026, 12, 31))
+    tokenizer = RunTokenizer(with_special(template=TODAY + TURNS).own)
+    monkeypatch.setattr(text_module, "_now", lambda: datetime.datetime(2027, 1, 1))
+    assert tokenizer.date == "2026-12-31"
     assert render(tokenizer, CHAT).startswith("Today: 31 Dec 2026\n")
 
 

@@ -31,10 +31,11 @@ from rlft.runs.find import CheckpointKind
 from rlft.system.disk import writing
 from rlft.system.files import size_of
 from rlft.system.memory import Doing, explained
+from rlft.tokens.text import RunTokenizer
 from rlft.types import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from rlft.commands.export.request import Export
 
@@ -84,7 +85,7 @@ def write_adapter(source: Path, config: ModelConfig, folder: Path) -> None:
 def write_model(
     request: Export,
     config: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
@@ -149,7 +150,7 @@ def put_inside(own: PreTrainedModel, trained: PreTrainedModel) -> None:
         theirs[names.outside(name)].copy_(tensor)
 
 
-def merge(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path) -> PreTrainedModel:
+def merge(model: PreTrainedModel, tokenizer: RunTokenizer, adapter: Path) -> PreTrainedModel:
     """Adds the adapter's products to the model's weights, in place: W + scale x B A.
 
     Raises:
@@ -188,7 +189,7 @@ def round_weights(model: PreTrainedModel, dtypes: Mapping[str, Any], dtype: str)
             raise UserError("dtype", problem, got=tensor.dtype, remedy="use dtype=bfloat16 or dtype=float32")
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: RunTokenizer, config: ModelConfig, folder: Path) -> None:
     """Writes a Hugging Face folder. Generation config and processors are copies of the base's files, if it has them."""
     model.generation_config = GenerationConfig()  # a base's own may be one that transformers reads but refuses to write
     model.save_pretrained(folder)

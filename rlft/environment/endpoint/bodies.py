@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -26,10 +26,8 @@ from rlft.environment.endpoint.fields import (
 )
 from rlft.environment.protocol import Call
 from rlft.system.seeds import derive
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Completion, Sampling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 VARIABLES = "chat_template_kwargs."
 LEAST_LOGPROB = -9999.0
@@ -353,7 +351,7 @@ def chat_reply(
     completions: Sequence[Completion],
     said: Sequence[Said],
     seed: int,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
 ) -> dict[str, Any]:
     """The reply to a `Chat`; the ids of calls derive from `seed`, the seed of the first completion."""
     choices = [
@@ -465,7 +463,7 @@ def complete_reply(
     prompts: Sequence[tuple[str, Sequence[int]]],
     echoes: Sequence[Sequence[Scored]],
     answers: Sequence[Sequence[Completion]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
 ) -> dict[str, Any]:
     """The reply to a `Complete`, whose texts are continued as they are: choices by prompt, `n` of each.
 
@@ -512,7 +510,7 @@ def usage(prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, in
     return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
 
 
-def _chat_logprobs(body: Chat, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+def _chat_logprobs(body: Chat, completion: Completion, tokenizer: RunTokenizer) -> dict[str, Any] | None:
     """Log-probs as engines give them: of the sampled token alone, with temperature applied."""
     if not body.logprobs:
         return None
@@ -524,9 +522,7 @@ def _chat_logprobs(body: Chat, completion: Completion, tokenizer: PreTrainedToke
     return {"content": content}
 
 
-def scored(
-    tokenizer: PreTrainedTokenizerBase, token: int, logprob: float, best: tuple[int, float] | None = None
-) -> Scored:
+def scored(tokenizer: RunTokenizer, token: int, logprob: float, best: tuple[int, float] | None = None) -> Scored:
     """The token beside the most likely one of its place; if both have the same text, the larger log-prob is known."""
     text, value = str(tokenizer.decode([token])), max(LEAST_LOGPROB, logprob)
     others = {} if best is None or best[0] == token else {str(tokenizer.decode([best[0]])): best[1]}

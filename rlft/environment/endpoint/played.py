@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlft.environment.conversations import Conversation, group_of, row_of, unbegun
 from rlft.environment.endpoint.agents import HOST, SECTION, Endpoint
@@ -32,10 +32,8 @@ from rlft.generation.engine import Generator, GeneratorOver
 from rlft.runs.lines import completion_of, conversation_fields
 from rlft.system.files import write_atomically
 from rlft.tokens.ends import turn_ends
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MODEL = "policy"
 """The model's name in requests."""
@@ -59,7 +57,7 @@ class AgentGenerator(GeneratorOver):
         self,
         generator: Generator,
         environment: Endpoint,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: RunTokenizer,
         *,
         longest_row: int,
         traces: Traces | None,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlft.environment.endpoint.bodies import (
     Body,
@@ -36,10 +36,8 @@ from rlft.environment.endpoint.speech import Speech
 from rlft.generation.engine import Generator
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.system.seeds import derive
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Completion, Group, NextTurn, Prompt, Sampling, counted
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TICK_S = 0.01
 """How long a request waits for others to be sampled with it: short in comparison with sampling."""
@@ -325,7 +323,7 @@ def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any
     return {"count": len(ids), "max_model_len": most_tokens, "tokens": list(ids), "token_strs": strings}
 
 
-def scored_prompt(generator: Generator, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[Scored]:
+def scored_prompt(generator: Generator, tokenizer: RunTokenizer, ids: Sequence[int]) -> list[Scored]:
     """The tokens of a prompt with their log-probs at temperature 1, and those of the most likely tokens.
 
     Raises Refusal: the engine does not say which they are.
@@ -345,7 +343,7 @@ def scored_prompt(generator: Generator, tokenizer: PreTrainedTokenizerBase, ids:
 def ids_of_text(text: str, speech: Speech, *, with_special: bool = True) -> list[int]:
     """The tokens of a text of a request, which may hold a lone surrogate."""
     plain = text.encode("utf-8", "replace").decode()
-    return speech.tokenizer(plain, add_special_tokens=with_special)["input_ids"]  # pyright: ignore[reportReturnType]
+    return speech.tokenizer(plain, add_special_tokens=with_special)["input_ids"]
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, field: str = "token_ids") -> tuple[int, ...]:

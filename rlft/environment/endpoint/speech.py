@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rlft.environment.calls import Syntax, reader_of, shown_by, written
 from rlft.environment.endpoint.bodies import Chat, Refusal, Said, Tokenize, unfit
 from rlft.environment.template_calls import CallTemplate
 from rlft.environment.turn_template import OPENING, TurnTemplate
 from rlft.tokens.said import unread
-from rlft.tokens.text import VARIABLES, with_variables
+from rlft.tokens.text import RunTokenizer
 from rlft.types import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 REMEMBERED = 64
 """Number of tool sets that are cached: finding out how a template writes their calls takes a dozen renderings."""
@@ -32,7 +28,7 @@ class Speech:
     The policy writes calls in this syntax (configs/environment/base/limits.yaml); `key` is its key, for refusals.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, key: str) -> None:
+    def __init__(self, tokenizer: RunTokenizer, syntax: Syntax, key: str) -> None:
         self.tokenizer, self._key = tokenizer, key
         self._syntax: Syntax = syntax
         self._cached = lru_cache(maxsize=REMEMBERED)(self._make)
@@ -46,11 +42,10 @@ class Speech:
 
     def _make(self, shown: str) -> Spoken:
         tools, variables = json.loads(shown)
-        tokenizer = copy.copy(self.tokenizer) if variables else self.tokenizer
+        tokenizer = self.tokenizer
         for section, named in variables.items():
-            both = {**getattr(tokenizer, VARIABLES, {}), **named}
             try:
-                setattr(with_variables(tokenizer, named, section), VARIABLES, both)
+                tokenizer = tokenizer.with_variables(named, section)
             except UserError as error:
                 raise unfit(error.key, f"{error.problem}; {error.remedy}", "unsupported_value") from None
         try:
@@ -65,9 +60,7 @@ class Speech:
 class Spoken:
     """What conversations with these tools look like to one model. UserError: its chat template cannot hold them."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, syntax: Syntax, tools: Sequence[Mapping[str, Any]], key: str
-    ) -> None:
+    def __init__(self, tokenizer: RunTokenizer, syntax: Syntax, tools: Sequence[Mapping[str, Any]], key: str) -> None:
         self._tokenizer, self._key, self._calls = tokenizer, key, CallTemplate(tokenizer, tools, OPENING)
         self._syntax: Syntax = syntax
         self._by_template = syntax == "template"

@@ -30,11 +30,10 @@ from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
 from rlft.system.terminal import with_progress
 from rlft.tokens.answers import ReferenceIn, answers_in, boxes, names_an_answer, opened
 from rlft.tokens.reasoning import end_of
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Completion, FinishReason, Group, Prompt, Unscored, UserError, counted
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rlft.tokens.ends import TurnEnds
 
 LIMIT_S = 20.0
@@ -101,7 +100,7 @@ def check_scoring(
     config: SamplingRoot,
     rewards: Mapping[str, RewardSpec],
     prompts: PromptSet,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: RunTokenizer,
     ends: TurnEnds,
     held_out: PromptSet | None = None,
 ) -> tuple[str, ...]:

@@ -10,12 +10,10 @@ from rlft.config.schema import SamplingRoot
 from rlft.generation.stops import shown_texts
 from rlft.model.backbone import ends_of, load_tokenizer
 from rlft.tokens.plain import PlainText
-from rlft.tokens.text import without_tail
+from rlft.tokens.text import RunTokenizer, without_tail
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rlft.tokens.ends import TurnEnds
 
 MAX_CHARS = 12
@@ -26,7 +24,7 @@ MAX_CHARS = 12
 class Writer:
     """Writes texts as the policy of a run would: with its tokenizer, ends of turns, stop strings and limit."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: RunTokenizer
     ends: TurnEnds
     sampling: Sampling
 

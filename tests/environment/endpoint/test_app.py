@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
 import math
@@ -27,9 +26,8 @@ from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone
 from rlft.model.roles import Roles
-from rlft.tokens.text import with_variables
 from rlft.types import Batch, Group, Prompt, Sampling, UserError
-from tests.helpers.family_tokenizers import family_tokenizer
+from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 KEY = "a-secret-key"
 QWEN = family_tokenizer("qwen2.5")
@@ -539,7 +537,7 @@ def test_fields_that_ask_for_what_is_not_done_are_refused_by_openais_client(serv
 
 
 def test_variables_of_the_chat_template_are_those_of_the_request_and_of_the_run(serve: Serve) -> None:
-    qwen3 = copy.copy(family_tokenizer("qwen3"))
+    qwen3 = family_tokenizer("qwen3")
     served = serve(Recorder("five", tokenizer=qwen3), qwen3)
     wish = {"messages": ASKED, "return_token_ids": True}
     for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
@@ -556,16 +554,16 @@ def test_variables_of_the_chat_template_are_those_of_the_request_and_of_the_run(
         error = served.post(CHAT, {**wish, **more}).json()["error"]
         assert error["param"] == param
         assert error["message"].startswith(f"{param}: ")
-    qwen3.chat_template += "{{ reasoning_effort }} {{ style }}"
-    with_variables(qwen3, {"style": "plain"})
+    template = qwen3.chat_template + "{{ reasoning_effort }} {{ style }}"
+    qwen3 = with_attributes(qwen3, chat_template=template).with_variables({"style": "plain"})
+    served = serve(Recorder("five", tokenizer=qwen3), qwen3)
     for more in ({"reasoning_effort": "low"}, {"chat_template_kwargs": {"reasoning_effort": "low"}}):
         reply = served.post(CHAT, {**wish, **more}).json()
         assert qwen3.decode(reply["prompt_token_ids"]).endswith("low plain")
 
 
 def test_a_message_that_the_template_leaves_out_is_refused_and_the_remedy_works(serve: Serve) -> None:
-    deaf = copy.copy(QWEN)
-    deaf.chat_template = DEAF
+    deaf = with_attributes(QWEN, chat_template=DEAF)
     engine = Recorder("five", tokenizer=deaf)
     client = serve(engine, deaf).client()
     for role in ("system", "developer"):

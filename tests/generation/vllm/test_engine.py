@@ -48,6 +48,7 @@ from rlft.generation.vllm.options import engine_rank
 from rlft.plan.model_rules import choose_engine, why_not_on_a_gpu
 from rlft.system.crash import explains_itself
 from rlft.system.terminal import pip_install
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
 from tests.environment.test_conversations import LIMITS
 
@@ -464,7 +465,9 @@ def test_later_turns_of_conversations_are_sampled_behind_what_was_said(bench: Be
     read = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
     prompts = [Prompt(id=str(i), messages=messages, answer="5", token_ids=tuple(read)) for i in range(2)]
     game = Game(**LIMITS | {"turn_tokens": 6, "max_turns": 2}, factory="conversation_tools.Murmur", arguments={})
-    with closing(Conversations(bench.generator, game, tokenizer, at_once=None, longest_row=200)) as conversations:
+    with closing(
+        Conversations(bench.generator, game, RunTokenizer(tokenizer), at_once=None, longest_row=200)
+    ) as conversations:
         first, again = (conversations.sample(prompts, 3, seeds(prompts, 3), HOT) for _ in range(2))
     assert first == again
     spoken = [c for c in completions(first) if len(c.turns) == 2]
@@ -523,7 +526,7 @@ def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_
     assert all(sampling.stop)
     groups = bench.sample(4, sampling)
     tokenizer = bench.generator._tokenizer
-    decode, by_string, num_ended = plain_decoder(tokenizer), 0, 0
+    decode, by_string, num_ended = plain_decoder(RunTokenizer(tokenizer)), 0, 0
     for ours, whole in zip(completions(groups), completions(free), strict=True):
         prompt = bench.prompts[completions(groups).index(ours) // 4].token_ids
         watch = StopStrings(sampling.stop or ["never said"], decode, [prompt])
@@ -534,7 +537,7 @@ def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_
         assert ours.token_ids == tuple(whole.token_ids[:end])
         assert ours.logprobs == whole.logprobs[:end]
         assert ours.finish_reason == (whole.finish_reason if end is None else FinishReason.stop)
-        assert [ours.text] == shown_texts(tokenizer, [whole.token_ids[:end]], [end is not None], sampling)
+        assert [ours.text] == shown_texts(RunTokenizer(tokenizer), [whole.token_ids[:end]], [end is not None], sampling)
     assert by_string >= 3 or by_token
     assert num_ended >= 3
     assert bench.trainer.gap(groups, 1.0) < TOLERANCE
