@@ -111,19 +111,10 @@ def test_demonstrations_of_one_prompt_go_through_the_network_as_one_group(make_d
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 TINY = (
-    "+recipe=sft_arithmetic",
-    "steps=2",
-    "examples_per_step=4",
-    "lora.rank=2",
-    "lora.alpha=4",
-    "generation=transformers",
-    "generation.max_tokens=32",
-    "model.device=cpu",
-    "scoring.workers=0",
-    "eval.num_prompts=4",
-    "eval.num_samples=2",
-    "logger=[jsonl]",
-)
+    "+recipe=sft_arithmetic", "steps=2", "examples_per_step=4", "lora.rank=2", "lora.alpha=4",
+    "generation=transformers", "generation.max_tokens=32", "model.device=cpu", "scoring.workers=0",
+    "eval.num_prompts=4", "eval.num_samples=2", "logger=[jsonl]",
+)  # fmt: skip
 ALL_WEIGHTS = (*(key for key in TINY if not key.startswith("lora.")), "lora=null", "trainer.lr=1e-4")
 
 

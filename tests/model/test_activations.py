@@ -79,26 +79,6 @@ def test_the_count_is_what_the_forward_keeps(choice, dtype, use_dora, dropout, m
     assert counted == pytest.approx(kept, rel=0.05)
 
 
-def test_the_count_is_what_a_gpu_keeps(gpu, make_roles, make_batch, model_config):
-    backbone = load_backbone.__wrapped__(model_config(dtype="bfloat16"))
-    roles = make_roles(backbone=backbone)
-    roles.model.train()
-    dice = torch.Generator().manual_seed(0)
-    completions = torch.randint(1, 200, (ROWS, COMPLETION), generator=dice).tolist()
-    batch = make_batch([(row // 4, [row // 4 + 1] * PROMPT, ids) for row, ids in enumerate(completions)])
-    weights = {p.untyped_storage().data_ptr() for p in roles.model.parameters()}
-    head = ScalarHead(128, roles.model.device, torch.float32)
-    kept = kept_bytes(lambda: roles.forward.values(batch, head), weights)
-    assert gpu["mlp"] > 0
-    # What is left out, low-rank products and float32 normalisers, is more of a model that is 128 wide and has 16 bits.
-    counts = [
-        activation_bytes(backbone.model.config, TOKENS[False], 2, device=kind, is_fused=True)
-        for kind in ("cuda", "cpu")
-    ]
-    assert counts[0] == pytest.approx(kept, rel=0.07)
-    assert counts[1] > 1.07 * kept
-
-
 def test_layers_that_read_the_same_input_share_it_where_nothing_is_dropped():
     shapes = {}
     for name, (rows, columns) in {"attn.q": (8, 8), "attn.k": (8, 4), "mlp.down": (24, 8)}.items():
@@ -126,12 +106,9 @@ def test_a_model_says_whether_it_is_checkpointed(model_config, recwarn):
 
 
 SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}
+}  # fmt: skip
 
 
 def test_layers_have_the_sizes_that_config_json_gives_each_of_them() -> None:

@@ -305,23 +305,12 @@ def test_the_fields_that_are_taken_mean_what_they_mean_to_peft(
 
 
 SOMETHING: dict[str, Any] = {
-    "bias": "lora_only",
-    "layer_replication": [[0, 2], [1, 3]],
-    "modules_to_save": ["lm_head"],
-    "trainable_token_indices": {"embed_tokens": [1]},
-    "alora_invocation_tokens": [5, 6],
-    "arrow_config": {"top_k": 2},
-    "kasa_config": {"beta": 1e-4},
-    "megatron_config": {"a": 1},
-    "monteclora_config": {"num_samples": 8},
-    "use_bdlora": {"nblocks": 2},
-    "use_qalora": True,
-    "velora_config": {"num_groups": 64},
-    "peft_type": "ADALORA",
-    "task_type": "SEQ_CLS",
-    "a_field_of_a_newer_peft": 0,
-    "enable_lora": [True, False],
-}
+    "bias": "lora_only", "layer_replication": [[0, 2], [1, 3]], "modules_to_save": ["lm_head"],
+    "trainable_token_indices": {"embed_tokens": [1]}, "alora_invocation_tokens": [5, 6], "arrow_config": {"top_k": 2},
+    "kasa_config": {"beta": 1e-4}, "megatron_config": {"a": 1}, "monteclora_config": {"num_samples": 8},
+    "use_bdlora": {"nblocks": 2}, "use_qalora": True, "velora_config": {"num_groups": 64}, "peft_type": "ADALORA",
+    "task_type": "SEQ_CLS", "a_field_of_a_newer_peft": 0, "enable_lora": [True, False],
+}  # fmt: skip
 
 
 def test_other_fields_are_refused_by_name_unless_they_say_nothing(save: Callable[..., Path]) -> None:

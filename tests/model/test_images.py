@@ -34,7 +34,6 @@ from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.forward import packed_forward, padded_forward
 from rlft.model.image_masks import ImageMasks
 from rlft.model.kernels import flash_attention
-from rlft.model.packing import PackedRows, pack
 from rlft.model.roles import policy_alone
 from rlft.tokens.images import picture, processor_of
 from rlft.types import IMAGE, Rollout, Sampling, Scores, UserError
@@ -106,29 +105,6 @@ def test_gradients_are_those_of_padded_rows_and_reach_every_adapter(kind: str, t
     for name, one, other in zip(names, found, expected, strict=True):
         assert one.norm() > 0, name
         assert (one - other).norm() < 1e-4 * other.norm(), name  # seen: at most 2e-5
-    roles.close()
-
-
-@pytest.mark.parametrize("kind", BOTH_WAYS)
-def test_flash_calls_give_the_log_probs_and_gradients_of_blocks(
-    kind: str, stand_in: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
-    roles = with_noise(policy_alone(backbone, LORA, token_budget=4096, seed=0))
-    weights = [weight for _, weight in roles.named_parameters()]
-    batch = of_two(backbone)[1]
-
-    def passed(layout: PackedRows) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        logprobs = roles.forward(batch, 1.0, layout=layout).logprobs
-        return logprobs, torch.autograd.grad(logprobs.sum(), weights)
-
-    expected = passed(pack(batch))
-    monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
-    found = passed(pack(batch, prompts_first=True))
-    assert flash_stand_in.CALLS
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-4)
-    for one, other in zip(found[1], expected[1], strict=True):
-        assert (one - other).norm() < 1e-4 * other.norm()
     roles.close()
 
 

@@ -75,7 +75,7 @@ def logprobs_of_rows(model):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [{}, *KINDS], ids=str)
 def test_logprobs_and_gradients_are_those_of_peft(kind, double, make_roles, make_batch, tmp_path):
     backbone, model = double
     roles = make_roles(backbone=backbone, noise=0.05, **kind)

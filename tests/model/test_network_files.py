@@ -169,24 +169,17 @@ def test_an_untied_head_that_is_missing_is_tied_by_the_remedy(folder_of):
 
 # -- tensors that nobody reads -----------------------------------------------------------------------------------------
 ADDED = {
-    "model.layers.1.self_attn.{}_proj.bias": (128,),
-    "model.layers.1.mlp.{}_proj.weight_scale": (1,),
-    "model.layers.0.self_attn.{}_norm.weight": (32,),
-    "model.layers.{}.input_layernorm.weight": (64,),
+    "model.layers.1.self_attn.{}_proj.bias": (128,), "model.layers.1.mlp.{}_proj.weight_scale": (1,),
+    "model.layers.0.self_attn.{}_norm.weight": (32,), "model.layers.{}.input_layernorm.weight": (64,),
     "model.layers.1.self_attn.{}_proj.lora_A.weight": (4, 64),
-    "model.layers.1.self_attn.{}_proj.lora_B.default.weight": (64, 4),
-    "model.layers.0.{}_norm.weight": (64,),
-}
+    "model.layers.1.self_attn.{}_proj.lora_B.default.weight": (64, 4), "model.layers.0.{}_norm.weight": (64,),
+}  # fmt: skip
 """{names of tensors that say that the network is another one: their shape}."""
 HARMLESS = {
-    "model.layers.0.self_attn.rotary_emb.inv_freq": (16,),
-    "model.layers.1.self_attn.masked_bias": (),
-    "model.layers.1.self_attn.bias": (1, 1, 512, 512),
-    "v_head.summary.weight": (1, 64),
-    "score.weight": (1, 64),
-    "mtp.layers.0.mlp.up_proj.weight": (96, 64),
-    "model.mtp.norm.weight": (64,),
-}
+    "model.layers.0.self_attn.rotary_emb.inv_freq": (16,), "model.layers.1.self_attn.masked_bias": (),
+    "model.layers.1.self_attn.bias": (1, 1, 512, 512), "v_head.summary.weight": (1, 64), "score.weight": (1, 64),
+    "mtp.layers.0.mlp.up_proj.weight": (96, 64), "model.mtp.norm.weight": (64,),
+}  # fmt: skip
 """Buffers of older releases, heads for other tasks, and layers that predict later tokens."""
 
 

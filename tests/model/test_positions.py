@@ -22,23 +22,12 @@ PHI4_MINI = {
     "original_max_position_embeddings": LIMIT,
     "rope_parameters": LONGROPE | FACTORS | {"partial_rotary_factor": 0.75},
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0}
 OF_A_BATCH = [
     ("phi3", PHI4_MINI),
     ("llama", {"rope_parameters": LONGROPE | {name: [*factors, 2.0] for name, factors in FACTORS.items()}}),
-    (
-        "llama",
-        {
-            "max_position_embeddings": LIMIT,
-            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-        },
-    ),
-    (
-        "qwen2",
-        {
-            "max_position_embeddings": LIMIT,
-            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-        },
-    ),
+    ("llama", {"max_position_embeddings": LIMIT, "rope_parameters": DYNAMIC | {"factor": 4.0}}),
+    ("qwen2", {"max_position_embeddings": LIMIT, "rope_parameters": DYNAMIC | {"factor": 2.0}}),
 ]
 
 

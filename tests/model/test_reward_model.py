@@ -177,14 +177,9 @@ def test_an_adapter_folder_without_a_head_is_refused(adapter_reward, make_roles,
 
 # -- a network of its own --------------------------------------------------------------------------------------------
 SIZES = {
-    "vocab_size": 272,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-}
+    "vocab_size": 272, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -47,18 +47,10 @@ def sigmoid(logits: Tensor, chosen: Tensor, block: Any) -> Tensor:
 
 
 WEIGHTS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
-    "mixtral": softmax_first,
-    "qwen2_moe": softmax_first,
-    "qwen3_moe": softmax_first,
-    "olmoe": softmax_first,
-    "hunyuan_v1_moe": softmax_first,
-    "gpt_oss": softmax_last,
-    "granitemoe": softmax_last,
-    "jamba": softmax_alone,
-    "deepseek_v3": sigmoid,
-    "glm4_moe": sigmoid,
-    "minimax_m2": sigmoid,
-}
+    "mixtral": softmax_first, "qwen2_moe": softmax_first, "qwen3_moe": softmax_first, "olmoe": softmax_first,
+    "hunyuan_v1_moe": softmax_first, "gpt_oss": softmax_last, "granitemoe": softmax_last, "jamba": softmax_alone,
+    "deepseek_v3": sigmoid, "glm4_moe": sigmoid, "minimax_m2": sigmoid,
+}  # fmt: skip
 """{type: the weights `[N, k]` of chosen experts by its router's logits `[N, experts]`, written once more}."""
 
 

@@ -20,16 +20,10 @@ PROGRAMS = (
     "    return a + b\n",
 )
 PLACES = {
-    "at the line's start": ("", ""),
-    "indented by one": (" ", " "),
-    "indented by three": ("   ", "   "),
-    "in a list": ("- ", "  "),
-    "in a numbered list": ("1. ", "   "),
-    "in a list in a list": ("- 2) ", "     "),
-    "in a list, below its text": ("* So:\n\n  ", "  "),
-    "quoted": ("> ", "> "),
-    "in a quoted list": ("> - ", ">   "),
-}
+    "at the line's start": ("", ""), "indented by one": (" ", " "), "indented by three": ("   ", "   "),
+    "in a list": ("- ", "  "), "in a numbered list": ("1. ", "   "), "in a list in a list": ("- 2) ", "     "),
+    "in a list, below its text": ("* So:\n\n  ", "  "), "quoted": ("> ", "> "), "in a quoted list": ("> - ", ">   "),
+}  # fmt: skip
 DEEPER = {
     "indented by four": ("    ", "    "),
     "indented by a tab": ("\t", "\t"),

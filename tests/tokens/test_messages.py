@@ -78,20 +78,9 @@ def call_in(message: dict[str, Any]) -> dict[str, Any]:
 
 VALUES = ("None", 5, True, 0.0, "", {"a": 1}, ["a"])
 PARTS = (
-    "audio",
-    "input_audio",
-    "video",
-    "file",
-    "thinking",
-    "reasoning",
-    "tool_use",
-    "tool_result",
-    "refusal",
-    "document",
-    "image",
-    "image_url",
-    5,
-)
+    "audio", "input_audio", "video", "file", "thinking", "reasoning", "tool_use", "tool_result", "refusal", "document",
+    "image", "image_url", 5,
+)  # fmt: skip
 Fault = Callable[[dict[str, Any], Any], Any]
 FAULTS: list[tuple[str, Fault]] = [
     *(

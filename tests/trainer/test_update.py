@@ -158,21 +158,6 @@ def test_every_token_budget_gives_the_gradient_and_the_loss_of_the_whole_batch(
         assert metrics["loss/total"] == pytest.approx(loss.total.item(), rel=1e-9)
 
 
-def test_every_token_budget_gives_the_same_gradient_and_metrics_in_float32(session, make_roles, batch):
-    algorithm = rlft.load_algorithm("grpo", kl_coef=0.1)
-    roles = make_roles(noise=0.02, reference="base")
-    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    found = []
-    for budget in BUDGETS:
-        run = session(roles, algorithm, token_budget=budget)
-        metrics = run.learn(batch, NOBODY, 0)
-        # Prompts repeated in several micro-batches are trained tokens of their own: those two say what was computed.
-        found.append((run.optimizer.gradients[0], {k: v for k, v in metrics.items() if k != "tokens/trained"}))
-    for gradients, metrics in found[1:]:
-        close(gradients, found[0][0], 1e-5)
-        assert metrics == pytest.approx(found[0][1], rel=1e-5, abs=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 def test_rows_that_teach_nothing_never_enter_a_forward_and_the_gradient_is_as_if_they_had(
     session, make_roles, double, batch, monkeypatch
@@ -273,13 +258,6 @@ def test_each_update_is_divided_by_the_sizes_of_its_own_minibatch(session, make_
     assert sorted(groups for groups, _ in scales) == [[0], [1], [2]]
     for (group,), scale in scales:
         assert scale == LossScale(num_tokens=tokens[group], num_sequences=3, max_completion_tokens=9)
-
-
-def test_the_scale_counts_rows_that_are_never_forwarded(make_roles, batch):
-    roles = make_roles()
-    assert loss_scale(batch, 9, roles) == LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9)
-    part = select(batch, torch.tensor([3, 4, 5]))
-    assert loss_scale(part, 100, roles) == LossScale(num_tokens=7, num_sequences=3, max_completion_tokens=100)
 
 
 # -- what may and may not change ---------------------------------------------------------------------------------------
@@ -450,18 +428,6 @@ def test_a_shared_critics_value_gradient_is_part_of_the_policys(normalize, sessi
         for role in (POLICY, CRITIC):
             (gradients,) = run.optimizers[role].gradients
             close(gradients, expected[role], 1e-9)
-
-
-def test_a_micro_batchs_gradients_add_to_those_before(session, make_roles, batch):
-    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
-    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=False))
-    scale = loss_scale(batch, 9, roles)
-    once = []
-    for _ in range(2):
-        backward(roles, algorithm, *roles.forward.placed([batch]), scale, policy_learns=True)
-        once.append({r: {n: p.grad.clone() for n, p in roles.named_parameters(r)} for r in (POLICY, CRITIC)})
-    for role in (POLICY, CRITIC):
-        assert all(torch.equal(g, 2 * once[0][role][name]) for name, g in once[1][role].items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rlft.model.kernels import split_attention
-from rlft.model.kernels.block_attention import Scoring, flash
-from rlft.model.kernels.split_attention import make_blocks, merge, put, take
+from rlft.model.kernels.split_attention import make_blocks, take
 
 CPU = torch.device("cpu")
 
@@ -94,22 +93,3 @@ def test_a_group_of_equal_lengths_is_read_without_a_copy():
     for block in blocks_of_it:
         assert block.queries.slots is None
         assert take(x, block.queries.index).data_ptr() == x[block.queries.index].data_ptr()
-
-
-def test_what_is_put_is_taken():
-    x, places = torch.zeros(6), torch.tensor([4, 1])
-    put(x, places, torch.tensor([1.0, 2.0]))
-    put(x, slice(2, 4), torch.tensor([3.0, 4.0]))
-    assert x.tolist() == [0, 2, 3, 4, 1, 0]
-    assert take(x, places).tolist() == [1, 2]
-
-
-def test_two_parts_make_the_whole():
-    query, key, value = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (4, 9, 9))
-    one, other = (
-        flash(query, key[:, :, part], value[:, :, part], None, Scoring(0.5)) for part in (slice(0, 2), slice(2, 9))
-    )
-    whole, whole_lse = flash(query, key, value, None, Scoring(0.5))
-    merged, lse = merge(one[0], one[1][..., None], other[0], other[1][..., None])
-    torch.testing.assert_close(merged, whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse[..., 0], whole_lse, rtol=1e-12, atol=1e-12)
