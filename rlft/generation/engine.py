@@ -358,8 +358,6 @@ class Engine(ABC):
         """The same engine with one key changed so that it fits.
 
         Args:
-            model: sizes of the base.
-            load: what the run has the engine do.
             room: bytes that the rest of the run leaves.
         """
         yield from ()

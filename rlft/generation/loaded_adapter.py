@@ -85,7 +85,6 @@ def fingerprints(
     The checksum is that of `shared_base.checksum`.
 
     Args:
-        tensors: {name: tensor}.
         dtype: what they are rounded to first; None: they are read as they are.
         scales: {name: what a tensor is multiplied with after that}.
     """
@@ -127,7 +126,6 @@ def difference(
     """How what an engine holds differs from what was published, in words; None if it is the same.
 
     Args:
-        version: the version that was published.
         expected: its tensors, rounded as the engine rounds.
         earlier: {version: tensors} that were published before, to name the one that a stale engine holds.
     """

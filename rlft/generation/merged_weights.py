@@ -65,7 +65,6 @@ class MergedWeights:
     """The adapter of an engine that samples with merged weights.
 
     Args:
-        shared: the base.
         model: the trainer's model on that base; its forwards take back what is added, and are refused while the engine
             samples.
     """

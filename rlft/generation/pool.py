@@ -52,8 +52,6 @@ class Slot:
     """The place of one engine.
 
     Attributes:
-        spec: what the engine is.
-        worker: the process of the engine.
         starts: number of engines that have had the place.
         started: whether its engine has answered.
         ready: whether it has the version in use, and has passed the check if one is set.
@@ -77,8 +75,6 @@ class EngineWork:
     """What an engine is doing: calls that it answers in order, and is done with once it has answered the last one.
 
     Attributes:
-        slot: the place of the engine.
-        futures: the answers to the calls.
         what: what they do, for messages.
         limit_s: seconds that they may take.
         left_s: how many of these seconds are left.
@@ -388,7 +384,6 @@ def units_of(at_once: int, *, divisible: bool, num_engines: int) -> Callable[[in
     Args:
         at_once: number of completions that it computes together.
         divisible: whether results do not depend on which groups are in one call, so that every engine can get some.
-        num_engines: number of engines.
     """
 
     def unit(n: int, num_prompts: int) -> int:

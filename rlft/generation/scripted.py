@@ -45,7 +45,6 @@ class ScriptedGenerator(Generator):
 
     Args:
         answers: {prompt id, or "*" for every other prompt: texts}.
-        tokenizer: the model's tokenizer.
         ends: what ends a turn; None: what the tokenizer names as its end.
     """
 

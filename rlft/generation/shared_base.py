@@ -53,8 +53,6 @@ class SharedTensor:
     """A parameter of the trainer, and the engine's parameter that holds it.
 
     Attributes:
-        own: the trainer's parameter.
-        engine: the engine's parameter.
         rows: the rows of the engine's parameter that are the trainer's.
         address: where these rows were when they were shared.
     """
@@ -144,7 +142,6 @@ def share(
     Args:
         model: the trainer's frozen base without adapters, on any device.
         engine: the engine's model. Its `packed_modules_mapping`, if it has one, says which layers are concatenated.
-        device: the trainer's.
         own_name: gives a parameter's name in the folder's own class, which the engine's names are made of
             (`hf_to_vllm_mapper`), and under which it is known from now on.
     """

@@ -77,8 +77,6 @@ class StopStrings:
     """Watches the completions of a batch for stop strings; `stopped` holds the rows whose text contains one.
 
     Args:
-        strings: the stop strings.
-        decode: how token ids are decoded.
         rows: the prompt of each completion, as token ids.
     """
 
@@ -124,7 +122,6 @@ def shown_texts(
     """The text of each completion as rewards and people see it.
 
     Args:
-        tokenizer: the model's tokenizer.
         rows: token ids of each completion.
         stopped: whether each completion ended otherwise than by the length limit.
         sampling: its stop strings and stop tokens are cut off.
@@ -156,8 +153,6 @@ def check_stops(
     """Checks that every stop can happen with this tokenizer.
 
     Args:
-        generation: whose stops are checked.
-        tokenizer: the model's tokenizer.
         vocabulary: number of tokens that the model can produce.
         ends: the tokens that end a turn; None: those that the tokenizer names.
 

@@ -194,7 +194,6 @@ class NotingDecoder:
     """A decoder that keeps the experts to which tokens go, `[tokens, layers, k]`, in main memory.
 
     Args:
-        decoder: the one that computes.
         noted: gives the experts of the tokens of its last pass.
         lengths: number of tokens of each prompt.
     """
@@ -254,9 +253,6 @@ class TransformersGenerator(Generator):
     """The live generator of the transformers engine.
 
     Args:
-        slot: the adapter slot on the trainer's base.
-        tokenizer: the model's tokenizer.
-        device: the trainer's device.
         batch_size: the most completions that are decoded together; a group is never split.
         weights: which weights decoding multiplies with (configs/generation/auto.yaml).
         ends: a completion ends with each of these tokens; None: those that model and tokenizer name.

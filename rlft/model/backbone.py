@@ -208,9 +208,6 @@ class Backbone:
     """A loaded model.
 
     Attributes:
-        model: the model.
-        tokenizer: its tokenizer.
-        device: where the model is.
         path: the config's model.path, as the user wrote it.
         kernels: what the model is computed with.
         images: gives what the model reads in place of images; None: prompts have none.

@@ -16,11 +16,6 @@ from typing import NamedTuple
 
 FILE = Path(__file__).with_suffix(".json")
 
-WRONG_FORWARD = "log-probs are not those of transformers' model on one row at a time"
-DECODES_OTHERWISE = "decoding in the transformers engine does not give the log-probs of its forward"
-NO_CACHE = "decoding in the transformers engine needs a cache of transformers, which its class lacks"
-FAILS_TO_DECODE = "decoding in the transformers engine fails"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:

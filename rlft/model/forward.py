@@ -80,14 +80,7 @@ SERVED = frozenset({"full_attention", "sliding_attention", "attention", *recurre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows that go through the network together, on its device.
-
-    Attributes:
-        batch: the rows.
-        layout: the form in which they go through it.
-        real_tokens: as in `Forward.real_tokens`.
-        network_tokens: as in `Forward.network_tokens`.
-    """
+    """Rows that go through the network together, on its device; `Forward` counts their tokens."""
 
     batch: Batch
     layout: Layout

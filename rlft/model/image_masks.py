@@ -31,7 +31,6 @@ class ImageMasks:
     """The masks of a class of models that reads images both ways.
 
     Args:
-        own: the folder's own class.
         kinds: the kinds of layers (`layer_types` of a config) in which a token sees the rest of its image.
     """
 

@@ -54,7 +54,6 @@ class ImageEncoder:
         config: the config of the folder's own class.
         source: transformers' keyword arguments that say where its folder is.
         dtype: of the tower.
-        device: where the model is.
         processor: gives the processor of the folder.
     """
 

@@ -57,7 +57,6 @@ class Network:
 
     Attributes:
         loader: its class, or transformers' auto class for it.
-        config: its config.
         source: transformers' keyword arguments that say where it is.
         key: the config key that names it.
         part: gives the names of the tensors of which none may be missing, of a model without weights; None: all.

@@ -54,7 +54,6 @@ class Networks(ABC):
     """The roles of a run. `critic` is where values come from, or None; `heads` is {role: scalar head}.
 
     Args:
-        backbone: the base.
         snapshot: chooses reference, old policy and teacher.
         temperature: temperature at which log-probs are taken.
         token_budget: the most tokens in a forward.

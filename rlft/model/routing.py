@@ -222,7 +222,6 @@ class _Choice(TorchFunctionMode):
     """Inside, a `topk` of scores of all experts is noted (`chosen`, the last one), or gives the experts that are given.
 
     Args:
-        num_experts: how many experts there are.
         shape: (tokens, experts of each).
         given: int64 `[tokens, k]`, or None.
     """

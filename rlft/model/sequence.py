@@ -47,7 +47,6 @@ class TokenShare:
     Attributes:
         rank: number of this rank among those that share a row.
         ranks: how many they are.
-        exchange: the connections between them.
     """
 
     rank: int

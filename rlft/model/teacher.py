@@ -45,7 +45,6 @@ def teacher_logprobs(
 
     Args:
         forward: of the teacher, whose adapter is the active one if it has one.
-        batch: the rows.
         parts: micro-batches of them, which fit the token budget of the student's forward; other rows are 0.
         top_k: of how many of its most likely tokens the teacher is asked, 0 for none.
         vocabulary: tokens from this one on are not among them.

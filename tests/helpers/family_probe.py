@@ -25,13 +25,18 @@ from rlft.model.activations import peft_is_quiet
 from rlft.model.adapter_folder import load_file, own_tensors
 from rlft.model.backbone import Backbone, read_backbone, read_config
 from rlft.model.experts import mixture_of
-from rlft.model.families import DECODES_OTHERWISE, FAILS_TO_DECODE, NO_CACHE, WRONG_FORWARD, Family
+from rlft.model.families import Family
 from rlft.model.lora_config import adapted_words
 from rlft.model.roles import Roles, policy_alone
 from rlft.model.routing import obstacle
 from rlft.plan.model_rules import check_targets
 from rlft.plan.sizes import sizes_of
 from rlft.types import Adapter, Batch, Completion, FinishReason, Group, Prompt, Rollout, Scores, UserError
+
+WRONG_FORWARD = "log-probs are not those of transformers' model on one row at a time"
+DECODES_OTHERWISE = "decoding in the transformers engine does not give the log-probs of its forward"
+NO_CACHE = "decoding in the transformers engine needs a cache of transformers, which its class lacks"
+FAILS_TO_DECODE = "decoding in the transformers engine fails"
 
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import transformers
 from family_models import TOKENIZER, families, tiny_config
-from family_probe import probe, settings
+from family_probe import DECODES_OTHERWISE, WRONG_FORWARD, probe, settings
 
 from rlft import cli
 from rlft.commands import models
 from rlft.model import families as data
 from rlft.model.backbone import read_config
-from rlft.model.families import DECODES_OTHERWISE, WRONG_FORWARD, Family, known
+from rlft.model.families import Family, known
 from rlft.types import UserError
 
 OF_EACH_KIND = (

@@ -98,7 +98,10 @@ class VLLM(VLLMKeys, Engine):
         check_options(self.options)
 
     def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:
-        return unserved(modules()) if self.weights == "merged" else None
+        if self.weights != "merged":
+            return None
+        stacked = next((name for name in modules() if name.endswith(".experts")), None)
+        return None if stacked is None else f"adapters of stacked experts are not merged ({stacked})"
 
     def why_no_images(self, kind: str, device: str) -> Missing | None:
         if device == "cpu" and kind in BOTH_WAYS:
@@ -233,12 +236,6 @@ class VLLM(VLLMKeys, Engine):
 
 def _part(name: str, size: int, key: str, when: When = When.always) -> MemoryPart:
     return MemoryPart(name=name, bytes=size, when=when, key=key)
-
-
-def unserved(modules: Iterable[str]) -> str | None:
-    """Why an adapter on these modules of the base is not merged into vLLM's weights; None if it is."""
-    stacked = next((name for name in modules if name.endswith(".experts")), None)
-    return None if stacked is None else f"adapters of stacked experts are not merged ({stacked})"
 
 
 @cache

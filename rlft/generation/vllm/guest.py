@@ -71,7 +71,6 @@ def explained(doing: str, remedy: str, key: str | None = None, *, room: str = ""
 
     Args:
         doing: what failed, such as "vLLM could not start".
-        remedy: what to do.
         key: the config key that led to it; None where the run has computed with vLLM before.
         room: what to do first where the error is about memory, before `remedy`.
 
@@ -162,10 +161,8 @@ def answers(
     """vLLM's outputs for these requests, in their order; on any error the engine is left without requests.
 
     Args:
-        llm: the engine.
         requests: vLLM's prompts, such as those of `of_tokens`.
         params: vLLM's SamplingParams of each request.
-        on_cpu: whether the engine computes on a CPU.
         settings: further arguments of `LLM.generate`.
     """
     try:
@@ -277,8 +274,7 @@ INVARIANT = "VLLM_BATCH_INVARIANT"
 def set_batch_invariant(wanted: bool) -> None:
     """Sets vLLM's environment variable before vLLM is imported: its kernels read it then, and never again.
 
-    Args:
-        wanted: whether results must not depend on the batch. False leaves the variable as it is.
+    False leaves the variable as it is.
 
     Raises:
         UserError: this process has imported vLLM with the other value, for another job of a sweep.

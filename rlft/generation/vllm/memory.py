@@ -62,8 +62,6 @@ def teacher_on_a_cpu(model: ModelSizes, row_tokens: int, *, libraries: bool) -> 
     """A teacher's weights and KV cache.
 
     Args:
-        model: sizes of the teacher.
-        row_tokens: the most tokens of a row.
         libraries: whether vLLM's libraries are counted here and not with the policy's engine.
     """
     cache = cpu_cache_bytes(model.key_size * model.itemsize, row_tokens + 1, TEACHER_SEQS)
@@ -77,8 +75,6 @@ def teacher_on_a_gpu(model: ModelSizes, row_tokens: int, device_memory: int, sha
     """A teacher's share of a GPU's memory, or the least that it needs where that is more, and its log-probs beside it.
 
     Args:
-        model: sizes of the teacher.
-        row_tokens: the most tokens of a row.
         device_memory: bytes of the device's memory; 0 where they are not known.
         share: share of the device's memory (snapshot.teacher_gpu_memory_utilization).
     """
@@ -123,8 +119,6 @@ def cpu_cache_bytes(token: int, max_sequence_tokens: int, max_num_seqs: int) -> 
 
     Args:
         token: bytes of one token's keys and values.
-        max_sequence_tokens: the most tokens of a sequence.
-        max_num_seqs: number of sequences that are decoded together.
     """
     sequence = token * (max_sequence_tokens + CPU_BLOCK_SIZE)  # the last block is rarely full
     return max(sequence, min(CPU_CACHE_BYTES, sequence * max_num_seqs))

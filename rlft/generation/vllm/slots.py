@@ -41,7 +41,6 @@ def read_slots(model: nn.Module, lora_id: int, rows: Mapping[str, int]) -> dict[
     A layer whose slices differ in A is left out.
 
     Args:
-        model: vLLM's model.
         lora_id: the id by which the adapter was loaded.
         rows: {the adapted module in PEFT's names: number of rows of its B}.
 
@@ -71,7 +70,6 @@ def write_slots(model: nn.Module, lora_id: int, weights: Mapping[str, Tensor], s
     """Writes A and s B of another version into the slot of the adapter with this id, as vLLM rounds and multiplies.
 
     Args:
-        model: vLLM's model.
         lora_id: the id by which an adapter with the same layers and shapes was loaded.
         weights: {PEFT's name: A or B}.
         scales: {the adapted module in PEFT's names: s}.

@@ -30,13 +30,7 @@ from rlft.system.device import widest
 
 
 class Head(NamedTuple):
-    """An LM head, and what its model makes of its numbers z: `scale * z`, or with a cap `cap * tanh(scale * z / cap)`.
-
-    Attributes:
-        module: the head.
-        scale: the factor.
-        cap: no logit exceeds it.
-    """
+    """An LM head, and what its model makes of its numbers z: `scale * z`, or capped `cap * tanh(scale * z / cap)`."""
 
     module: nn.Module
     scale: float = 1.0

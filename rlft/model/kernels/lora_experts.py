@@ -69,7 +69,6 @@ def experts_forward(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor, fa
     """What transformers' experts return, with these adapters {name of a matrix: factors}.
 
     Args:
-        experts: the module with the stacked matrices.
         x: `[tokens, hidden]`.
         chosen: int64 `[tokens, k]`, the experts of each token.
         weights: `[tokens, k]`, of their outputs.

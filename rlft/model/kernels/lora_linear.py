@@ -74,7 +74,6 @@ class Layers(NamedTuple):
     """Linear layers that are computed together.
 
     Attributes:
-        operands: those of each layer.
         learned: the parameters A and B of every layer that has them, one after the other: autograd's inputs.
     """
 
@@ -157,13 +156,6 @@ class LoraLinear(Linear):
         """A and B of this role."""
         return cast(nn.Linear, self.lora_A[role]).weight, cast(nn.Linear, self.lora_B[role]).weight
 
-    def _borrowed(self, role: str) -> Tensor | None:
-        """The sum that was lent to the role, if the role's matrices have not changed since then."""
-        if role not in self.lent:
-            return None
-        total, lent_matrices, versions = self.lent[role]
-        return total if _unchanged(self._matrices(role), lent_matrices, versions) else None
-
     def _copies(self, role: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The role's matrices in this dtype and without gradient, made anew when a matrix has changed.
 
@@ -206,15 +198,14 @@ class LoraLinear(Linear):
     def operands(self, x: Tensor) -> tuple[Operands, tuple[Tensor, Tensor]] | None:
         """The operands of `forward` and their parameters, if it is two products and nothing else; otherwise None."""
         base, role = _of_base(cast(nn.Linear, self.base_layer), x), self._lone_role()
-        if (
-            role is None
-            or role in self.lora_variant
-            or base is None
-            or (role in self.sums and not torch.is_grad_enabled())
-        ):
+        if base is None or role is None or role in self.lora_variant:
             return None
-        total = self._borrowed(role) if torch.is_grad_enabled() else None
-        learned = self._matrices(role)
+        if role in self.sums and not torch.is_grad_enabled():
+            return None
+        learned, total = self._matrices(role), None
+        if role in self.lent and torch.is_grad_enabled():
+            lent, lent_matrices, versions = self.lent[role]
+            total = lent if _unchanged(learned, lent_matrices, versions) else None
         down, up = self._copies(role, x.dtype)
         adapter = {"down": down, "up": up, "total": total, "scale": self.scaling[role], "dtype": learned[0].dtype}
         return base._replace(**adapter), learned
@@ -267,13 +258,9 @@ def _of_base(base: nn.Linear, x: Tensor) -> Operands | None:
     state: Any = getattr(base.weight, "quant_state", None)
     bias_dtype = x.dtype if base.bias is None else base.bias.dtype
     # For some CPUs bitsandbytes packs the numbers in another way, which only its own forward can read.
-    if (
-        state is None
-        or getattr(state, "packing_format_for_cpu", False)
-        or not base.compute_dtype == bias_dtype == x.dtype
-    ):
-        return None
-    return Operands(base.weight, base.bias, state=state)
+    is_readable = state is not None and not getattr(state, "packing_format_for_cpu", False)
+    is_of_x = base.compute_dtype == bias_dtype == x.dtype
+    return Operands(base.weight, base.bias, state=state) if is_readable and is_of_x else None
 
 
 def dense(layers: Sequence[Operands], dtype: torch.dtype) -> Sequence[Operands]:

@@ -42,7 +42,6 @@ class Decision:
     """Which kernels a model is computed with.
 
     Attributes:
-        choice: the choice that is in effect.
         reason: why, in words.
         requested: whether `model.kernels` requested it.
         fused_layers: whether each branch of a layer is one function, where its base is frozen.
@@ -92,7 +91,6 @@ class Kernels:
 
     Attributes:
         decision: which kernels are in effect; `remove` sets it to plain.
-        replaced: the modules of the model whose forwards were replaced.
     """
 
     decision: Decision = Decision(choice=KernelChoice.auto, reason="chosen by hand")

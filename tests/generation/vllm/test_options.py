@@ -11,7 +11,7 @@ from real_engines import vllm_engine
 from rlft import cli
 from rlft.config.suggest import refused_settings
 from rlft.generation.vllm import options
-from rlft.generation.vllm.engine import ROUNDING, unserved
+from rlft.generation.vllm.engine import ROUNDING
 
 WORDS = ["train", "+recipe=grpo_arithmetic", "generation=vllm", "model.device=cpu", "hydra.run.dir=run"]
 FREE = ("quantization", "kv_cache_dtype", "speculative_config", "max_num_batched_tokens", "attention_backend")
@@ -81,5 +81,8 @@ def test_nothing_of_vllm_is_imported_for_it() -> None:
 
 def test_modules_whose_adapters_vllm_cannot_merge_are_named() -> None:
     attention = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.mlp.gate"]
-    assert unserved(attention) is None
-    assert "stacked experts are not merged (a.mlp.experts)" in str(unserved([*attention, "a.mlp.experts"]))
+    engine = vllm_engine(weights="merged")
+    assert engine.unserved(lambda: attention) is None
+    stacked = engine.unserved(lambda: [*attention, "a.mlp.experts"])
+    assert "stacked experts are not merged (a.mlp.experts)" in str(stacked)
+    assert vllm_engine().unserved(lambda: [*attention, "a.mlp.experts"]) is None
