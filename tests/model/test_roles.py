@@ -398,7 +398,7 @@ def test_values_are_in_units_of_reward_whatever_the_heads_unit_is(make_roles, ba
         roles = make_roles(noise=0.05, kind=kind, normalize_values=True)
         stir(roles)
         with torch.no_grad(), roles.using(roles.critic.role):
-            x = roles.scalars(CRITIC, batch)
+            x = roles.forward.values(batch, roles.heads[CRITIC])
         roles.critic.restore_statistics({"mean": 3.0, "variance": 4.0, "num_steps": 1})
         expected = (3 + 2 * x).where(batch.loss_mask, 0.0)
         annotated = roles.annotate(batch, nobody, needs_old=True)
@@ -530,7 +530,7 @@ def test_a_frozen_scalar_role_scores_and_never_learns(critic_folder, make_roles,
     roles = make_roles(noise=0.05, kind=CriticKind.adapter)
     roles.add_scalar_role("reward", str(folder), "reward.path", learns=False)
     with torch.no_grad(), roles.using("reward"):
-        assert torch.equal(roles.scalars("reward", batch), expected)
+        assert torch.equal(roles.forward.values(batch, roles.heads["reward"]), expected)
         assert not any(p.requires_grad for n, p in roles.model.named_parameters() if ".reward." in n)
     assert roles.moving == (POLICY, CRITIC)
     assert roles.learning_roles == (POLICY, CRITIC)
