@@ -295,6 +295,23 @@ class StepScores:
     ends: tuple[int, ...]
 
 
+class Verdict(float):
+    """The score of a completion by a reward that reads an answer in it: a number that also has the answer.
+
+    `answer` is a normal form: answers that the reward takes for the same have the same one. None: it read no answer.
+    """
+
+    __slots__ = ("answer",)
+    answer: str | None
+
+    def __new__(cls, score: float, answer: str | None = None) -> Verdict:
+        if not isinstance(answer, str | None):
+            raise TypeError(f"the answer of a Verdict is text or None, got {answer!r:.80}")
+        verdict = super().__new__(cls, score)
+        verdict.answer = answer
+        return verdict
+
+
 MAX_SCORE = 1e12
 """The largest size of a score times its weight: squares of it, and their sums, are finite in float32, and a difference
 of 1 between two scores still counts in float64."""
@@ -312,6 +329,7 @@ class Scores:
         steps: the weighted step scores of all process rewards together, `steps[p][g]` in the order of their ends;
             None if no reward scores steps.
         weights: each reward's factor in `total`; one that is not named has 1.
+        answers: {reward that reads answers: the answer in each completion, `[P][G]`}, as in a Verdict.
     """
 
     total: Tensor
@@ -319,6 +337,7 @@ class Scores:
     outcome: Tensor | None = None
     steps: Sequence[Sequence[StepScores]] | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
+    answers: Mapping[str, Sequence[Sequence[str | None]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -529,7 +548,8 @@ class Reward(Protocol):
     """Scores the completions of one group, in order. Runs in a worker process; must not import torch if rule-based.
 
     A process reward returns `StepScores` instead of numbers, and says so by a class (or function) attribute
-    `scores_steps = True`. One that knows which completions it could not score raises `Unscored`.
+    `scores_steps = True`. One that reads answers returns a `Verdict` for each. One that knows which completions it
+    could not score raises `Unscored`.
     """
 
     def __call__(self, group: Group) -> Sequence[float | StepScores]: ...

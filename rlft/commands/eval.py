@@ -119,6 +119,8 @@ def write(folder: Path, evaluation: Evaluation, groups: Sequence[Group], scores:
             line = {"prompt_id": group.prompt.id, "index": i, "prompt": [dict(m) for m in group.prompt.messages]}
             line |= {"answer": group.prompt.answer, "completion": rollout.completion.text}
             line["rewards"] = {name: number(float(values[p, i])) for name, values in scores.by_reward.items()}
+            if scores.answers:
+                line["read"] = {name: answers[p][i] for name, answers in scores.answers.items()}
             lines.append({**line, "finish_reason": str(rollout.completion.finish_reason)})
     write_atomically(file, map(encode, lines))
     interrupt.set_interrupt_message(f"every completion is in {file}")

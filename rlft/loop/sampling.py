@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,10 +147,12 @@ def _right(scores: Scores, correct_at: float) -> Tensor:
 def replaced(scores: Scores, positions: Sequence[int], new: Scores, rows: Sequence[int]) -> Scores:
     """`scores` with the rows at `positions` replaced by `rows` of `new`."""
     targets, sources = torch.tensor(positions, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
-    steps = None
-    if scores.steps is not None and new.steps is not None:
-        source_of = dict(zip(positions, rows, strict=True))
-        steps = [new.steps[source_of[p]] if p in source_of else row for p, row in enumerate(scores.steps)]
+    source_of = dict(zip(positions, rows, strict=True))
+
+    def chosen(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+        return [after[source_of[p]] if p in source_of else row for p, row in enumerate(before)]
+
+    steps = None if scores.steps is None or new.steps is None else chosen(scores.steps, new.steps)
     outcome = None
     if scores.outcome is not None or new.outcome is not None:
         # Where one side has no rewards of turns, its whole total belongs to completions.
@@ -165,4 +168,5 @@ def replaced(scores: Scores, positions: Sequence[int], new: Scores, rows: Sequen
         outcome=outcome,
         steps=steps,
         weights={**scores.weights, **new.weights},
+        answers={name: chosen(rows, new.answers[name]) for name, rows in scores.answers.items()},
     )

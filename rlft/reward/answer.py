@@ -23,7 +23,7 @@ from typing import Any
 from rlft.tokens.answers import boxed, hashed, tagged
 from rlft.tokens.answers import closing_brace as closing_brace
 from rlft.tokens.reasoning import without_reasoning
-from rlft.types import Group, Prompt, Unscorable, Unscored, UserError, require
+from rlft.types import Group, Prompt, Unscorable, Unscored, UserError, Verdict, require
 
 MAX_NUMBER_CHARS = 100
 
@@ -105,30 +105,40 @@ class AnswerKeys:
 
     def __call__(self, group: Group) -> list[Any]:
         """1.0 for each completion that gives the reference answer, else 0.0; a reward may score otherwise."""
-        scores = [None if right is None else float(bool(right)) for right in self._compared(group)]
+        scores = [None if right is None else Verdict(bool(right), answer) for right, answer in self._compared(group)]
         if None in scores:
             raise Unscored("took too much processor time to compare an answer,", tuple(scores))
         return scores
 
     def right(self, group: Group) -> list[bool]:
         """Whether each completion gives the reference answer. Unscorable if there is none."""
-        return [bool(right) for right in self._compared(group)]
+        return [bool(right) for right, _ in self._compared(group)]
 
-    def _compared(self, group: Group) -> list[bool | None]:
-        """Whether each is right, whatever a subclass makes of it; one after the other, for a worker watches them."""
+    def _compared(self, group: Group) -> list[tuple[bool | None, str | None]]:
+        """`_judged` of each, whatever a subclass makes of it; one after the other, for a worker watches them."""
         references = reference_answers(group.prompt)
-        return [self._matches_any(self.extract(rollout.completion.text), references) for rollout in group.rollouts]
+        return [self._judged(self.extract(rollout.completion.text), references) for rollout in group.rollouts]
 
-    def _matches_any(self, answer: str | None, references: Sequence[str]) -> bool | None:
-        """Whether it is one of them; None if it is none of those that were compared in time, and one was not."""
+    def _judged(self, answer: str | None, references: Sequence[str]) -> tuple[bool | None, str | None]:
+        """(whether an answer is one of the references, its normal form), the latter None without an answer.
+
+        The former is None if it is none of those that were compared in time, and one was not. A right answer has the
+        form of its reference, and a wrong one has not, because `is_right` need not be transitive: in `math`, 50% is
+        0.5 and 50, and 18 is 18 cm and 18 kg.
+        """
         if answer is None:
-            return False
+            return False, None
         verdicts = []
         for reference in references:
             verdicts.append(self.is_right(answer, reference))
             if verdicts[-1]:
-                return True
-        return None if None in verdicts else False
+                return True, self.normal(reference)
+        form = self.normal(answer)
+        return None if None in verdicts else False, answer if form in map(self.normal, references) else form
+
+    def normal(self, answer: str) -> str:
+        """The same text for answers that this reward takes for the same, as far as their texts show it."""
+        return " ".join(answer.split())
 
     def is_right(self, answer: str, reference: str) -> bool | None:
         """Whether an answer is the reference answer, by this reward's own comparison; None if that took too long."""

@@ -127,13 +127,15 @@ class Choice(AnswerKeys):
     choices_field: str | None
     reference_is: ReferenceIs = ReferenceIs.auto
 
-    def _compared(self, group: Group) -> list[bool | None]:
+    def _compared(self, group: Group) -> list[tuple[bool | None, str | None]]:
         choices = self._choices(group.prompt)
         right = self._right(group.prompt, choices)
         answers = (self.extract(rollout.completion.text) for rollout in group.rollouts)
-        return [
-            answer is not None and self._names(answer, choices, several=len(right) > 1) == right for answer in answers
+        named_by_each = [
+            frozenset() if answer is None else self._names(answer, choices, several=len(right) > 1)
+            for answer in answers
         ]
+        return [(letters == right, ", ".join(sorted(letters)) or None) for letters in named_by_each]
 
     def _names(self, answer: str, choices: Mapping[str, str], *, several: bool = True) -> frozenset[str]:
         """The letters of what an answer names; none if it names no choice, or without `several` more than one."""

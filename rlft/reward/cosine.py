@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rlft.config.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
-from rlft.types import Completion, FinishReason, Group, UserError
+from rlft.types import Completion, FinishReason, Group, UserError, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,10 @@ class Cosine(ExactMatch):
                 raise UserError(key, problem, got=getattr(self, key), remedy="lower it, or raise right_at_max")
 
     def __call__(self, group: Group) -> list[float]:
-        return [self._value(r.completion, right) for r, right in zip(group.rollouts, self.right(group), strict=True)]
+        judged = zip(group.rollouts, self._compared(group), strict=True)
+        return [Verdict(self._value(r.completion, right), answer) for r, (right, answer) in judged]
 
-    def _value(self, completion: Completion, is_right: bool) -> float:
+    def _value(self, completion: Completion, is_right: bool | None) -> float:
         num_tokens = completion.num_sampled
         if num_tokens > self.max_tokens or completion.finish_reason == FinishReason.length:
             return self.exceeded

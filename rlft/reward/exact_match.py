@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Context
 
-from rlft.reward.answer import AnswerKeys, plain_number
+from rlft.reward.answer import MAX_NUMBER_CHARS, AnswerKeys, plain_number
+
+_EXACT = Context(prec=MAX_NUMBER_CHARS)
+
+
+def normal(answer: str, *, numeric: bool, ignore_case: bool) -> str:
+    """The text of an answer with single spaces, in lower case with `ignore_case`; with `numeric` a number's value.
+
+    >>> [normal(text, numeric=True, ignore_case=True) for text in ("1,000.0", "-0", "New  York")]
+    ['1000', '0', 'new york']
+    """
+    if numeric and (value := plain_number(answer)) is not None:
+        return f"{value.normalize(_EXACT):f}" if value else "0"
+    text = " ".join(answer.split())
+    return text.casefold() if ignore_case else text
 
 
 def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) -> bool:
     """Whether two answers are the same text, up to the length of white space, or with `numeric` the same number."""
-    if numeric and (value := plain_number(answer)) is not None and value == plain_number(reference):
-        return True
-    answer, reference = " ".join(answer.split()), " ".join(reference.split())
-    return answer.casefold() == reference.casefold() if ignore_case else answer == reference
+    return normal(answer, numeric=numeric, ignore_case=ignore_case) == normal(
+        reference, numeric=numeric, ignore_case=ignore_case
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,3 +38,6 @@ class ExactMatch(AnswerKeys):
 
     def is_right(self, answer: str, reference: str) -> bool:
         return matches(answer, reference, numeric=self.numeric, ignore_case=self.ignore_case)
+
+    def normal(self, answer: str) -> str:
+        return normal(answer, numeric=self.numeric, ignore_case=self.ignore_case)

@@ -16,12 +16,13 @@ import logging
 import math
 import re
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from rlft.config.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.literal import is_difference, literal
-from rlft.reward.notation import differ, plain, same_text, words
+from rlft.reward.notation import differ, plain, spaced, words
 from rlft.reward.quantity import PERCENT, Quantity, quantities, quantity, same_number
 from rlft.system.process.running_time import OutOfProcessorTime, within_processor_time
 
@@ -36,6 +37,10 @@ _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
 _NUMBER_COMMANDS = {"\\text", "\\mathrm", "\\,", "\\;", "\\ ", "\\%", "\\$"}
 _OPERATORS = re.compile(r"[+*^!|×·÷]|-\s*-|[0-9A-Za-z)}]\s*-|[0-9)}]\s*=|[,;]")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3})")
+_FRACTION = re.compile(
+    r"(-?)\s*(?:([0-9]{1,99})\s*/\s*([1-9][0-9]{0,99})|"
+    r"\\frac\s*\{\s*([0-9]{1,99})\s*\}\s*\{\s*([1-9][0-9]{0,99})\s*\})"
+)
 _LARGE = re.compile(r"[0-9]{5}|[\^!]")
 _TOWER = re.compile(r"(?:\^\s*\w\s*){10}")
 _EMPTY_SET = re.compile(r"\\(?:emptyset|varnothing|phi)|\\\{\s*\\\}")
@@ -51,7 +56,7 @@ def compared(answer: str, reference: str, *, unevaluated: bool, max_chars: int) 
     if len(answer) > max_chars:
         return False
     answer, reference = plain(answer), plain(reference)
-    if same_text(answer, reference):
+    if spaced(answer) == spaced(reference):
         return True
     if is_costly(answer) or is_costly(reference) or differ(answer, reference):
         return False
@@ -87,6 +92,27 @@ def _same_reading(given: Quantity, due: Quantity, answer: str, reference: str) -
     if not due.unit and (expected := words(reference)) is not None:
         return words(answer) == expected or answer.casefold() == reference.casefold()
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def normal(answer: str) -> str:
+    r"""The normal form of an answer that is a number, a quantity without its unit, a fraction, a literal or words.
+
+    Of a percentage it is that of its number. An expression is not evaluated: it is its own text in one notation.
+
+    >>> [normal(text) for text in (r"\(1{,}000\)", "x = 18.0 cm", "50%", r"\dfrac{2}{4}", "Bob and Al", "x + 1")]
+    ['1000', '18', '50', '1/2', 'al, bob', 'x+1']
+    """
+    text = plain(answer)
+    if is_costly(text):
+        return spaced(text)
+    read = quantity(text)
+    if read.number is not None:
+        return str(read.number)
+    if fraction := _FRACTION.fullmatch(read.value):
+        sign, *parts = fraction.groups()
+        return str(Fraction(*map(int, filter(None, parts))) * (-1 if sign else 1))
+    return literal(read.value) or ", ".join(words(text) or [spaced(text)])
 
 
 def is_costly(answer: str) -> bool:
@@ -151,6 +177,9 @@ class Math(AnswerKeys):
 
     def is_right(self, answer: str, reference: str) -> bool | None:
         return compared(answer, reference, unevaluated=self.unevaluated, max_chars=self.max_chars)
+
+    def normal(self, answer: str) -> str:
+        return AnswerKeys.normal(self, answer) if len(answer) > self.max_chars else normal(answer)
 
 
 def _compare(answer: str, reference: str, needs_value: bool) -> bool:

@@ -132,9 +132,9 @@ def unwrapped(text: str) -> str:
     return text
 
 
-def same_text(a: str, b: str) -> bool:
-    """Whether two plain answers are the same text, up to spaces that separate nothing."""
-    return _SPACE.sub("", " ".join(a.split())) == _SPACE.sub("", " ".join(b.split()))
+def spaced(text: str) -> str:
+    """A plain answer without spaces that separate nothing."""
+    return _SPACE.sub("", " ".join(text.split()))
 
 
 def words(text: str) -> list[str] | None:

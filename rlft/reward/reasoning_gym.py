@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from rlft.reward.answer import AnswerKeys
 from rlft.system.terminal import pip_install
-from rlft.types import Group, Prompt, UserError, require
+from rlft.types import Group, Prompt, UserError, Verdict, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,8 @@ class ReasoningGym(AnswerKeys):
 
     def __call__(self, group: Group) -> list[float]:
         task, verifier = _task(group.prompt)
-        return [score(verifier, self.extract(rollout.completion.text), task["entry"]) for rollout in group.rollouts]
+        answers = (self.extract(rollout.completion.text) for rollout in group.rollouts)
+        return [Verdict(score(verifier, a, task["entry"]), None if a is None else self.normal(a)) for a in answers]
 
     def reference_text(self, prompt: Prompt) -> str | None:
         """None where the library names no answer: there, several are right, and its verifier knows them."""

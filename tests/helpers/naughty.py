@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from rlft.types import StepScores, Unscorable
+from rlft.types import StepScores, Unscorable, Verdict
 
 
 def length(group):
@@ -53,6 +53,11 @@ def misbehave(text):
 
 def naughty(group):
     return [misbehave(rollout.completion.text) for rollout in group.rollouts]
+
+
+def verdicts(group):
+    texts = [rollout.completion.text for rollout in group.rollouts]
+    return [Verdict(misbehave(text), text.lower()) for text in texts]
 
 
 def diary(group, path):

@@ -18,7 +18,7 @@ from rlft.reward.workers.pool import InProcess, Pool, RewardError, StopWhen, Wor
 from rlft.reward.workers.reward_spec import TURNS, OnError, RewardSpec, specs
 from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task, checked
 from rlft.system.process.signals import SKEW_S, may_have_disturbed
-from rlft.types import Group, Scores, StepScores, counted
+from rlft.types import Group, Scores, StepScores, Verdict, counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,12 @@ class Scorer:
             zeros = torch.zeros(len(groups), len(groups[0].rollouts) if groups else 0, dtype=torch.float64)
             return with_turns(Scores(total=zeros, by_reward={TURNS: zeros}, outcome=zeros), groups)
         scores = mixed(by_reward, {name: spec.weight for name, spec in self._rewards.items()}, self._process)
-        return with_turns(scores, groups)
+        answers = {
+            name: [[score.answer if isinstance(score, Verdict) else None for score in row] for row in rows]
+            for name, rows in by_reward.items()
+            if any(isinstance(score, Verdict) for row in rows for score in row)
+        }
+        return with_turns(replace(scores, answers=answers), groups)
 
     def _by_workers(self, groups: Sequence[Group], known: Outcomes) -> dict[str, Rows]:
         """The scores `[P][G]` of each reward that workers compute, given the outcomes that exist already."""

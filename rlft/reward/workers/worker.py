@@ -27,7 +27,7 @@ from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.process import signals
 from rlft.system.process.child import READY
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.types import MAX_SCORE, Completion, Group, Reward, Rollout, StepScores, Unscorable, Unscored, counted
+from rlft.types import MAX_SCORE, Completion, Group, Reward, Rollout, StepScores, Unscorable, Unscored, Verdict, counted
 
 NOWHERE = -1
 MAX_PROBLEM, MAX_TRACEBACK = 1000, 20_000
@@ -365,10 +365,12 @@ def _whole(value: Any) -> int | None:
 
 
 def _finite(value: Any, largest: float) -> float | None:
-    """The value as a finite float up to this size, else None.
+    """The value as a finite float up to this size, of a Verdict with its answer, else None.
 
     numpy's and torch's scalars have `item`; text is not a number.
     """
+    if isinstance(value, Verdict):
+        return None if (number := _finite(float(value), largest)) is None else Verdict(number, value.answer)
     try:
         value = value if isinstance(value, numbers.Real) or not hasattr(value, "item") else value.item()
         number = float(value) if isinstance(value, numbers.Real) else math.nan
