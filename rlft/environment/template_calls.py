@@ -1,8 +1,21 @@
-"""How chat templates write calls of tools, which is found out by having them write some, and how these are read.
+"""How chat templates write calls of tools, which is inferred from calls that they are made to write, and is then read.
 
-There are three forms: JSON objects with the tool's name and arguments behind a marker (Qwen, Hermes, Granite); the
-name, then the arguments as JSON (Mistral, DeepSeek, Kimi-K2, gpt-oss); and the name, then a list of arguments with
-their values (Qwen3-Coder, GLM, MiniMax-M2). A form is used only if it reads what the template itself has written.
+For example, Qwen2.5's template writes a turn that says "said" and calls add(argument1="mark1", argument2="mark2") as
+
+    said
+    <tool_call>
+    {"name": "add", "arguments": {"argument1": "mark1", "argument2": "mark2"}}
+    </tool_call>
+
+An object there has the tool's name under "name" and the arguments under "arguments", and behind what is said stands
+`<tool_call>`: this is TemplateCalls(marker="<tool_call>", name="name", arguments="arguments"). There are three forms,
+each with a function that finds it in such a turn (`json_form`, `named_form`, `listed_form`):
+
+    TemplateCalls   <tool_call>{"name": "add", "arguments": {"a": 1}}           Qwen, Hermes, Granite
+    NamedCalls      [TOOL_CALLS]add[ARGS]{"a": 1}                               Mistral, DeepSeek, Kimi-K2, gpt-oss
+    ListedCalls     <function=add><parameter=a>1</parameter></function>         Qwen3-Coder, GLM, MiniMax-M2
+
+A form is used only if it reads what the template itself has written.
 """
 
 from __future__ import annotations
@@ -11,7 +24,7 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,6 +39,8 @@ MAX_DEPTH = 64
 """The deepest nesting of JSON that the policy may write. Python's pickle and json fail some hundred levels down."""
 SAID = "said"
 PAIR = {"argument1": "mark1", "argument2": "mark2"}
+LISTED = re.compile(r"argument1(?P<separator>.*?)mark1(?P<between>.*?)argument2.*?mark2(?P<after>.*)", re.DOTALL)
+"""`PAIR`, written as names with their values."""
 NAME = r"(?P<name>[\w.-]+)"
 CDATA = re.compile(r"<!\[CDATA\[(.*)\]\]>", re.DOTALL)
 MAX_BETWEEN = 200
@@ -220,18 +235,18 @@ class CallTemplate:
     def form(self) -> CallReader | None:
         """The form in which it writes calls; None if it is not known."""
         tool = self.schemas[0]["function"]["name"]
-        one = self.turn((tool, PAIR))
-        if tool not in one:
+        turn, of_two = self.turn((tool, PAIR)), self.turn((tool, PAIR), (tool, PAIR))
+        if tool not in turn:
             return self.explained()
-        two, prompt = self.turn((tool, PAIR), (tool, PAIR)), self.prompt or ""
         special = special_pattern(special_tokens(self.tokenizer))
-
-        def prefix_at(at: int) -> str:
-            return _prefix(one[:at], two[: two.rfind(tool)], special, prompt)
-
-        for form in (_json_form(one, tool), _named_form(one, tool, special, prefix_at),
-                     _listed_form(one, tool, prefix_at, properties_of(self.schemas))):  # fmt: skip
-            if form is not None and [(c.name, c.arguments, c.problem) for c in form.calls(one)] == [(tool, PAIR, "")]:
+        before_first, before_second = _before_name(turn, tool), of_two.rpartition(tool)[0]
+        prefix = prefix_of_calls(before_first, before_second, special, self.prompt or "")
+        for form in (
+            json_form(turn, tool),
+            named_form(turn, tool, prefix, special),
+            listed_form(turn, tool, prefix, properties_of(self.schemas)),
+        ):
+            if form is not None and [(c.name, c.arguments, c.problem) for c in form.calls(turn)] == [(tool, PAIR, "")]:
                 return replace(form, tools=names_of(self.schemas)) if isinstance(form, TemplateCalls) else form
         return None
 
@@ -256,37 +271,48 @@ class CallTemplate:
         return "" if prompt is None or text is None else text[num_common(prompt, text) :]
 
 
-def _json_form(one: str, tool: str) -> TemplateCalls | None:
-    for match in re.finditer(r"\{", one):
-        value = decoded(one[match.start() :])[0]
-        fields = value.items() if isinstance(value, dict) else ()
-        names = [key for key, each in fields if each == tool]
-        arguments = [key for key, each in fields if each in (PAIR, json.dumps(PAIR))]
+def json_form(turn: str, tool: str) -> TemplateCalls | None:
+    """The form of a turn in which an object has the tool's name and the arguments of `PAIR`.
+
+    >>> json_form('said<call>{"name": "add", "args": {"argument1": "mark1", "argument2": "mark2"}}', "add")
+    TemplateCalls(marker='<call>', name='name', arguments='args', tools=frozenset())
+    """
+    for start, value in _objects_in(turn):
+        names = [key for key, each in value.items() if each == tool]
+        arguments = [key for key, each in value.items() if each in (PAIR, json.dumps(PAIR))]
         if names and arguments:
-            marker = one[: match.start()].rpartition(SAID)[2].strip()
+            marker = turn[:start].rpartition(SAID)[2].strip()
             return TemplateCalls(marker=marker.removesuffix("[").strip(), name=names[0], arguments=arguments[0])
     return None
 
 
-def _named_form(one: str, tool: str, special: re.Pattern[str], prefix_at: Callable[[int], str]) -> NamedCalls | None:
-    for match in re.finditer(r"\{", one):
-        if decoded(one[match.start() :])[0] == PAIR and (at := one.rfind(tool, 0, match.start())) >= 0:
-            prefix = prefix_at(at)
-            between = one[at + len(tool) : match.start()]
-            tokens = [*special.finditer(between)]
-            pattern = re.sub(r"\d+", r"\\d+", _spaced(between))
-            if tokens:  # as models write it, other words may stand before the last token
+def named_form(turn: str, tool: str, prefix: str, special: re.Pattern[str]) -> NamedCalls | None:
+    """The form of a turn in which the tool's name stands before an object, `PAIR`.
+
+    >>> turn = '[CALL]add[ARGS]{"argument1": "mark1", "argument2": "mark2"}'
+    >>> named_form(turn, "add", "[CALL]", re.compile(r"\\[CALL\\]|\\[ARGS\\]")).between
+    '[^{}]{0,200}?\\\\[ARGS\\\\]'
+    """
+    for start in (start for start, value in _objects_in(turn) if value == PAIR):
+        _, found, between = turn[:start].rpartition(tool)
+        if found:
+            pattern = re.sub(r"\d+", r"\\d+", _spaced(between))  # of a number of the call
+            if tokens := [*special.finditer(between)]:  # as models write it, other words may stand before the last one
                 pattern = rf"[^{{}}]{{0,{MAX_BETWEEN}}}?{re.escape(between[tokens[-1].start() :].rstrip())}"
-            return (
-                NamedCalls(prefix=prefix, between=pattern, id=_id_in(between, special)) if prefix and between else None
-            )
+            form = NamedCalls(prefix=prefix, between=pattern, id=id_pattern(between, special))
+            return form if prefix and between else None
     return None
 
 
-def _id_in(between: str, special: re.Pattern[str]) -> str:
-    """A regular expression of where a call's id stands; "" if it has none.
+def id_pattern(between: str, special: re.Pattern[str]) -> str:
+    r"""A regular expression of where a call's id stands, by what is between name and arguments; "" if it has none.
 
     It stands between two tokens (Mistral), or it is the name with what is around it (Kimi-K2: `functions.add:0`).
+
+    >>> id_pattern("[ID]000000000[ARGS]", re.compile(r"\[ID\]|\[ARGS\]"))
+    '.*?\\[ID\\](.*?)\\[ARGS\\]'
+    >>> id_pattern(":0<arguments>", re.compile("<id>|<arguments>"))
+    '(?:<id>|<arguments>)(.*?)(?:<id>|<arguments>)'
     """
     before, found, after = between.partition(CALL_ID)
     if found:
@@ -295,39 +321,64 @@ def _id_in(between: str, special: re.Pattern[str]) -> str:
     return rf"(?:{special.pattern})(.*?)(?:{special.pattern})" if re.search(r"\d", own) else ""
 
 
-def _listed_form(
-    one: str, tool: str, prefix_at: Callable[[int], str], properties: Mapping[str, Mapping[str, Any]]
-) -> ListedCalls | None:
-    places = re.search(".*?".join(f"({text})" for pair in PAIR.items() for text in pair), one, re.DOTALL)
-    at = -1 if places is None else one.rfind(tool, 0, places.start())
-    if places is None or at < 0:
+def listed_form(turn: str, tool: str, prefix: str, properties: Mapping[str, Mapping[str, Any]]) -> ListedCalls | None:
+    r"""The form of a turn in which the names and values of `PAIR` stand one after the other behind the tool's name.
+
+    >>> turn = "<f=add><p=argument1>\nmark1\n</p>\n<p=argument2>\nmark2\n</p>\n</f>"
+    >>> listed_form(turn, "add", "<f=", {})
+    ListedCalls(prefix='<f=', opening='<p=', separator='>\n', closing='\n</p>', end='</f>', properties={})
+    """
+    found = LISTED.search(turn)
+    if found is None or tool not in turn[: found.start()] or "<" not in found["between"]:
         return None
-    between, after = one[places.end(2) : places.start(3)], one[places.end(4) :]
-    cut = between.rfind("<")
-    closing, opening = between[:cut], between[cut:]
-    separator, prefix = one[places.end(1) : places.start(2)], prefix_at(at)
-    if cut < 0 or not closing.strip() or not separator.strip() or not prefix:
+    closing, bracket, name = found["between"].rpartition("<")
+    if not (prefix and closing.strip() and found["separator"].strip()):
         return None
-    end = re.match(r"\s*(</[^<>\n]+>)", after[num_common(closing, after) :])
+    end = re.match(r"\s*(</[^<>\n]+>)", found["after"][num_common(closing, found["after"]) :])
     return ListedCalls(
         prefix=prefix,
-        opening=opening,
-        separator=separator,
+        opening=bracket + name,
+        separator=found["separator"],
         closing=closing.rstrip(),
         end=end[1] if end else "",
         properties=properties,
     )
 
 
-def _prefix(before: str, before_second: str, special: re.Pattern[str], prompt: str) -> str:
-    """What stands before the name of every call: the last token or line before that of the first one."""
+def prefix_of_calls(before_first: str, before_second: str, special: re.Pattern[str], prompt: str) -> str:
+    """What stands before the tool's name in every call, from the last token or line break on.
+
+    Args:
+        before_first, before_second: a turn up to the name in its first call, and in its second.
+        special: finds special tokens.
+        prompt: its end, the header of a turn, is no part of a call.
+
+    >>> prefix_of_calls("said[CALL]", "said[CALL]add{}[CALL]", re.compile(r"\\[CALL\\]"), "")
+    '[CALL]'
+    """
+    before = before_first
     if before_second.startswith(before) and len(before_second) > len(before):
-        before = before[len(before) - num_common(before[::-1], before_second[::-1]) :]
-    tokens = [*special.finditer(before)]
-    line = before[tokens[-1].start() :] if tokens else before
-    start = prompt[[0, *(match.start() for match in special.finditer(prompt))][-1] :]
-    line = line[len(start) :] if line.startswith(start) else line
-    return line.strip("\n").rpartition("\n")[2].rpartition(SAID)[2]
+        before = before[len(before) - num_common(before[::-1], before_second[::-1]) :]  # what both end with
+    before, header = _from_last_token(before, special), _from_last_token(prompt, special)
+    return before.removeprefix(header).strip("\n").rpartition("\n")[2].rpartition(SAID)[2]
+
+
+def _before_name(turn: str, tool: str) -> str:
+    """The turn up to the last name of the tool before the first argument."""
+    return turn.partition(next(iter(PAIR)))[0].rpartition(tool)[0]
+
+
+def _from_last_token(text: str, special: re.Pattern[str]) -> str:
+    """The text from its last special token on; all of it if it has none."""
+    return text[[0, *(match.start() for match in special.finditer(text))][-1] :]
+
+
+def _objects_in(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(where it begins, the object) of each JSON object in a text, those in others too."""
+    for match in re.finditer(r"\{", text):
+        value = decoded(text[match.start() :])[0]
+        if isinstance(value, dict):
+            yield match.start(), value
 
 
 def _spaced(text: str) -> str:

@@ -1,9 +1,18 @@
-"""What conversations look like to one model: what its chat template puts between turns, and how it writes calls.
+r"""What conversations look like to one model: what its chat template puts between turns, and how it writes calls.
 
 A conversation's tokens are concatenated and never made from text again: the prompt's, what was sampled, then a suffix
-with the environment's answer and the start of the policy's next turn. Where a template rewrites earlier turns when
-a user speaks again (Qwen3 drops their thinking), the policy reads the whole conversation as rewritten, in a branch of
-its row. A template that does so when a tool answers is refused by name.
+with the environment's answer and the start of the policy's next turn. With Qwen2.5's template, when a user answers "5":
+
+    <|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n       the prompt
+    5<|im_end|>                                                       sampled, with the end of the turn
+    \n<|im_start|>user\nRight.<|im_end|>\n<|im_start|>assistant\n     the suffix
+
+The suffix is found by rendering such a conversation with a mark in place of what was sampled (`_between`): behind the
+mark stand the special tokens that end a turn, which are left out as far as they were sampled, and the rest.
+
+Where a template rewrites earlier turns when a user speaks again (Qwen3 drops their thinking), the policy reads the
+whole conversation as rewritten, in a branch of its row. This is found by rendering a conversation with and without
+the answer (`_rewrites`). A template that does so when a tool answers is refused by name.
 """
 
 from __future__ import annotations
@@ -12,6 +21,7 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
@@ -138,36 +148,30 @@ class TurnTemplate:
     def _between(self, role: Role, answers: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
         """(the tokens that end a turn, the text from there to the next turn, a character at which that text is cut)."""
         [cut], tools, gap = self._plain.cut([answers], self._tools)
-        number = next(n for n in range(10**6) if not any(_mark(n) in answer["content"] for answer in cut))
-        numbered = [
-            {**answer} | ({} if role == "user" else {"tool_call_id": answer.get("tool_call_id") or f"{k:09d}"})
-            for k, answer in enumerate(cut)
-        ]
-        first_id = numbered[0].get("tool_call_id", CALL_ID)
-        turn = self._turn(role, _mark(number), first_id, numbered[0].get("name"))
-        conversation = [*self._opening, turn, *numbered]
-        text = render(self._tokenizer, conversation, tools=tools, start=True)
-        run, rest = self._after(text, _mark(number), role)
-        return run, rest, gap
+        mark = unused_mark([answer["content"] for answer in cut])
+        if role == "tool":
+            cut = [{**answer, "tool_call_id": answer.get("tool_call_id") or f"{k:09d}"} for k, answer in enumerate(cut)]
+        turn = self._turn(role, mark, cut[0].get("tool_call_id", CALL_ID), cut[0].get("name"))
+        text = render(self._tokenizer, [*self._opening, turn, *cut], tools=tools, start=True)
+        return *self._after(text, mark, role), gap
 
     def _after(self, text: str, mark: str, role: Role, *, may_be_open: bool = False) -> tuple[str, str]:
         """(the special tokens that end the turn with the mark, the text after them).
 
         Raises UserError: there are none, and the turn must not be left open.
         """
-        tail = text[text.rindex(mark) + len(mark) :]
-        match = self._special.search(tail)
+        behind = text[text.rindex(mark) + len(mark) :]
+        match = self._special.search(behind)
         if match is None and may_be_open and role == "tool":  # such as GLM's, which the answer's first token ends
             return "", ""
         if match is None:
             raise self._refused(
                 "chat template ends an assistant's turn with no special token", "chat template whose turns have ends"
             )
+        # A conversation may end otherwise than a turn that is answered.
         run = self._runs.get(role, "")
-        if not tail.startswith(run, match.start()):  # the conversation ends otherwise than a turn that is answered
-            run = ""
-        run = run or match[0]
-        return run, tail[match.start() + len(run) :]
+        run = run if run and behind.startswith(run, match.start()) else match[0]
+        return run, behind[match.start() + len(run) :]
 
     def _turn(self, role: Role, mark: str, call_id: str = CALL_ID, tool: str | None = None) -> dict[str, Any]:
         """A turn of the policy that `role` can answer, such as a call of this tool; the turn ends with the mark."""
@@ -215,17 +219,17 @@ class TurnTemplate:
 
     def _rewrites(self, role: Role, roles: Collection[Role]) -> bool:
         """Whether the prompt or an earlier turn, whoever has answered it, changes once `role` has answered."""
-        histories = [[*self._opening], *([*self._opening, self._turn(r, _mark(0)), _answer(r)] for r in roles)]
-        for history in histories:
-            prompt = self._rendered(history, start=True)
-            with_turn = self._rendered([*history, self._turn(role, _mark(1))], start=False)
-            with_turn = with_turn.removesuffix(self._after(with_turn, _mark(1), role, may_be_open=True)[1])
-            with_answer = self._rendered([*history, self._turn(role, _mark(1)), _answer(role)], start=True)
-            if not with_answer.startswith(with_turn):
-                return True
-            if not with_turn.startswith(prompt) and not (role == "tool" and _differs_in_thoughts(prompt, with_turn)):
-                return True
-        return False
+        earlier = ([], *([self._turn(r, _mark(0)), _answer(r)] for r in roles))
+        return any(self._changes([*self._opening, *turns], role) for turns in earlier)
+
+    def _changes(self, history: Sequence[Mapping[str, Any]], role: Role) -> bool:
+        """Whether this history, or a turn behind it, is written otherwise once `role` has answered that turn."""
+        turn = self._turn(role, _mark(1))
+        prompt, whole = self._rendered(history, start=True), self._rendered([*history, turn], start=False)
+        said = whole.removesuffix(self._after(whole, _mark(1), role, may_be_open=True)[1])
+        answered = self._rendered([*history, turn, _answer(role)], start=True)
+        keeps_prompt = said.startswith(prompt) or (role == "tool" and _differs_in_thoughts(prompt, said))
+        return not (keeps_prompt and answered.startswith(said))
 
     def _no_tools(self, why: str) -> UserError:
         return self._refused(
@@ -347,6 +351,15 @@ def _differs_in_thoughts(prompt: str, conversation: str) -> bool:
     bare, whole = "".join(prompt.split()), "".join(conversation.split())
     left = bare[len(PART_OF_A_TAG.sub("", bare[: num_common(bare, whole)])) :]
     return THOUGHTS_BEGUN.fullmatch(left) is not None
+
+
+def unused_mark(texts: Sequence[str]) -> str:
+    """A text that templates leave as it is, and that is in none of these.
+
+    >>> unused_mark(["mark0mark", "5"])
+    'mark1mark'
+    """
+    return next(mark for mark in map(_mark, count()) if not any(mark in text for text in texts))
 
 
 def _mark(number: int) -> str:
