@@ -548,8 +548,8 @@ class Reward(Protocol):
     """Scores the completions of one group, in order. Runs in a worker process; must not import torch if rule-based.
 
     A process reward returns `StepScores` instead of numbers, and says so by a class (or function) attribute
-    `scores_steps = True`. One that reads answers returns a `Verdict` for each. One that knows which completions it
-    could not score raises `Unscored`.
+    `scores_steps = True`. One that reads answers returns a `Verdict` for each, and has `reads_answers = True`. One that
+    knows which completions it could not score raises `Unscored`.
     """
 
     def __call__(self, group: Group) -> Sequence[float | StepScores]: ...

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from rlft.tokens.answers import boxed, hashed, tagged
 from rlft.tokens.answers import closing_brace as closing_brace
@@ -53,6 +53,9 @@ class Which(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerKeys:
     """The config keys of every reward that looks for an answer."""
+
+    reads_answers: ClassVar[bool] = True
+    """Whether its scores are Verdicts."""
 
     answer_in: AnswerIn
     tag: str

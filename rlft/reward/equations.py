@@ -53,6 +53,7 @@ class Equations(AnswerKeys):
     """
 
     scores_steps: ClassVar[bool] = True
+    reads_answers: ClassVar[bool] = False  # its steps have none
 
     equation_weight: float
     answer_weight: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 from rlft.config.bounds import PositiveFloat, PositiveInt
 from rlft.reward.answer import AnswerKeys
@@ -39,6 +40,8 @@ class Length(ExactMatch):
     0 at the target length, falling linearly to -1 at no tokens and at twice the target, and -1 beyond. Mode `limit`
     gives 0 up to the limit, and `penalty` less for each token over it, down to -1.
     """
+
+    reads_answers: ClassVar[bool] = False
 
     mode: LengthMode
     target: PositiveInt | None
