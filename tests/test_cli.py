@@ -140,6 +140,7 @@ def check_evaluation(done: Ended, lines: Sequence[dict], step: int) -> None:
     assert done.code == 0, done.err
     assert "mean@3 (exact_match)" in done.out
     assert "pass@1" in done.out
+    assert "maj@3" in done.out
     assert "standard error" in done.out
     assert lines[0]["step"] == step
     assert len(lines) == 1 + 2 * 3  # metrics, then 2 prompts x 3 samples

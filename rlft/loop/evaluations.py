@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlft.algorithm.ops.aggregate import pass_at, pass_sizes
+from rlft.algorithm.ops.aggregate import majority, pass_at, pass_sizes
+from rlft.config.instantiate import locate
 
 Config = Mapping[str, Any]
 
@@ -27,7 +28,8 @@ class Metric:
         has_error: whether `<its name>_se` is its standard error, over prompts or rankings.
         label: how `rlft eval` calls it; "": by its name without eval/.
         is_compared: whether a study can compare trials by it.
-        of_prompt: its value for a prompt at this k, by which of the prompt's samples are right.
+        of_prompt: its value for a prompt at this k, by which of the prompt's samples are right, and their answers.
+        of_answers: whether there is one only where the first reward reads answers.
         sizes: the values of <k>, by the number of samples of a prompt.
     """
 
@@ -36,12 +38,18 @@ class Metric:
     has_error: bool = False
     label: str = ""
     is_compared: bool = True
-    of_prompt: Callable[[int, Sequence[bool]], float] | None = None
+    of_prompt: Callable[[int, Sequence[bool], Sequence[str | None]], float] | None = None
+    of_answers: bool = False
     sizes: Callable[[int], Sequence[int]] = lambda num_samples: [num_samples]
 
 
 def _samples(config: Config) -> bool:
     return config["command"] == "train" or (config["command"] == "sft" and bool(config.get("data")))
+
+
+def _reads_answers(config: Config) -> bool:
+    targets = [reward["_target_"] for reward in (config.get("reward") or {}).values()]
+    return _samples(config) and bool(targets) and getattr(locate(targets[0], "reward"), "reads_answers", False)
 
 
 def _ranks(config: Config) -> bool:
@@ -64,14 +72,22 @@ METRICS = (
         has_error=True,
         label="mean@<k> (<name>)",
         is_compared=False,  # it is the accuracy
-        of_prompt=lambda k, right: sum(right) / k,
+        of_prompt=lambda k, right, answers: sum(right) / k,
     ),
     Metric(
         name="eval/pass@<k>",
         when=_samples,
         has_error=True,
-        of_prompt=lambda k, right: pass_at(k, len(right), sum(right)),
+        of_prompt=lambda k, right, answers: pass_at(k, len(right), sum(right)),
         sizes=pass_sizes,
+    ),
+    Metric(
+        name="eval/maj@<k>",
+        when=_reads_answers,
+        has_error=True,
+        of_prompt=lambda k, right, answers: majority(answers, right),
+        of_answers=True,
+        sizes=lambda num_samples: [num_samples] if num_samples > 1 else [],
     ),
     Metric(name="eval/loss", when=lambda config: config["command"] == "sft" or _ranks(config)),
     Metric(name="eval/pairs", when=_ranks, has_error=True, is_compared=False),  # it is the accuracy

@@ -154,12 +154,13 @@ def summarise(
     """The metrics of scored groups; errors are standard errors over prompts."""
     primary = next(iter(scores.by_reward))
     right = (scores.by_reward[primary] >= correct_at).tolist()
+    prompts = list(zip(right, scores.answers.get(primary, [()] * len(right)), strict=True))
     metrics: dict[str, float] = {}
     for metric in METRICS:
-        if metric.of_prompt is not None:
+        if metric.of_prompt is not None and (primary in scores.answers or not metric.of_answers):
             for k in metric.sizes(len(right[0])):
                 name = filled(metric.name, k, primary)
-                metrics[name], metrics[f"{name}_se"] = mean_and_error([metric.of_prompt(k, row) for row in right])
+                metrics[name], metrics[f"{name}_se"] = mean_and_error([metric.of_prompt(k, *p) for p in prompts])
     for name, values in scores.by_reward.items():
         metrics[f"eval/reward/{name}"] = values.float().mean().item()
     completions = [r.completion for g in groups for r in g.rollouts]

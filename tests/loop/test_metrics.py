@@ -231,6 +231,16 @@ def test_accuracy_and_pass_at_k_are_the_numbers_one_gets_by_hand(groups):
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+def test_the_majority_is_of_the_answers_that_the_first_reward_read(groups):
+    # The first prompt votes 2 : 1 for a wrong answer; in the second one vote is right, one wrong, and two are none.
+    values = scores(math=[[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]], style=[[1.0] * 4] * 2)
+    answers = {"math": [["2", "3", "3", None], ["4", "5", None, None]], "style": [["a"] * 4] * 2}
+    measured = summarise(groups, replace(values, answers=answers), step=0, correct_at=1, num_examples=0).metrics
+    assert (measured["eval/maj@4"], measured["eval/maj@4_se"]) == (1 / 4, 1 / 4)  # (0 + 1/2) / 2
+    unread = replace(values, answers={"style": answers["style"]})
+    assert "eval/maj@4" not in summarise(groups, unread, step=0, correct_at=1, num_examples=0).metrics
+
+
 def test_the_first_reward_decides_what_is_right_and_by_its_threshold(groups):
     values = scores(math=[[0.4, 0.5, 0.6, 0.0], [0.0] * 4], style=[[1.0] * 4, [1.0] * 4])
     measured = summarise(groups, values, step=0, correct_at=0.5, num_examples=2)

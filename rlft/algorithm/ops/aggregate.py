@@ -1,8 +1,10 @@
-"""Sums and means over the tokens that count, and pass@k: the share of prompts of which one of k samples is right."""
+"""Sums and means over the tokens that count, and what k samples of a prompt are worth together: pass@k and maj@k."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -84,3 +86,16 @@ def pass_sizes(k: int) -> list[int]:
 def pass_at(size: int, num_samples: int, num_right: int) -> float:
     """Unbiased estimate of pass@size, 1 - C(n - c, size) / C(n, size) for c of n samples correct (arXiv 2107.03374)."""
     return 1 - math.comb(num_samples - num_right, size) / math.comb(num_samples, size)
+
+
+def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
+    """maj@k of a prompt (arXiv 2203.11171): whether the answer that most of its k samples give is right.
+
+    Where several answers are given most often, it is the mean over them, as if one was drawn. A sample without an
+    answer (None) has no vote; 0 if there are no votes.
+    """
+    votes = Counter(answers)
+    votes[None] = 0
+    most = max(votes.values())
+    chosen = [is_right for answer, is_right in zip(answers, right, strict=True) if most and votes[answer] == most]
+    return sum(chosen) / len(chosen) if chosen else 0.0

@@ -77,7 +77,7 @@ function drawRuns(report) {
 
 // -- curves -----------------------------------------------------------------------------------------------------------
 const CHARTS = [
-  { title: "reward and held-out accuracy", metrics: ["reward/mean"], evaluations: ["accuracy"] },
+  { title: "reward and held-out accuracy", metrics: ["reward/mean"], evaluations: ["accuracy"], evaluated: /^eval\/maj@\d+$/ },
   { title: "loss", metrics: ["loss/total", "loss/value"], evaluations: ["eval/loss"] },
   { title: "single rewards", pattern: /^reward\/(?!mean$|std$)/ },
   { title: "KL, nats per token", metrics: ["kl/reference", "kl/old"], evaluations: ["eval/kl_base"] },
@@ -129,7 +129,7 @@ function seriesOf(chart, axis) {
   report.runs.forEach((run, i) => {
     const names = chart.pattern ? Object.keys(run.metrics).filter((name) => chart.pattern.test(name)) : (chart.metrics || []).filter((name) => run.metrics[name]);
     names.forEach((name, place) => found.push({ name, run: i, dash: place, values: on(run.steps, run.metrics[name]), points: false }));
-    for (const name of chart.evaluations || []) {
+    for (const name of [...(chart.evaluations || []), ...Object.keys(run.evaluations).filter((name) => chart.evaluated?.test(name))]) {
       if (run.evaluations[name]) found.push({ name, run: i, dash: 1, values: on(run.evaluated, run.evaluations[name]), points: true });
     }
   });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rlft.algorithm.ops.aggregate import (
     Aggregate,
     aggregate,
     keep,
+    majority,
     max_abs,
     negative_log_likelihood,
     pass_at,
@@ -124,6 +126,18 @@ def test_without_tokens_it_is_0():
 @each(("k", "sizes"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_pass_at_is_given_for_powers_of_two_and_for_all_samples(k, sizes):
     assert pass_sizes(k) == sizes
+
+
+def test_the_majority_is_the_mean_over_all_draws_among_the_most_frequent_answers():
+    rng = random.Random(52)
+    for _ in range(500):
+        answers = [rng.choice(["18", "17", "16", None]) for _ in range(rng.randint(1, 7))]
+        right = [answer == "18" for answer in answers]
+        given = sorted({answer for answer in answers if answer is not None})
+        most = max((answers.count(answer) for answer in given), default=0)
+        winners = [answer for answer in given if answers.count(answer) == most]
+        expected = winners.count("18") / len(winners) if winners else 0.0
+        assert majority(answers, right) == pytest.approx(expected, abs=1e-12)
 
 
 def test_pass_at_is_the_share_of_subsets_with_a_right_sample():

@@ -26,9 +26,12 @@ from rlft.types import UserError
 
 def test_the_metrics_of_a_run_are_those_of_its_evaluations() -> None:
     assert compared(compose(["eval.num_samples=4", "eval.kl_base=true"])) == [
-        "accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4",
+        "accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/maj@4",
         "eval/reward/exact_match", "eval/reward/format", "eval/kl_base",
     ]  # fmt: skip
+    assert "eval/maj@4" not in compared(compose(["eval.num_samples=4", "reward=[length,exact_match]"]))
+    assert "eval/maj@4" not in compared({**compose(["eval.num_samples=4"]), "reward": {}})
+    assert "eval/maj@1" not in compared(compose([]))
     sft = ["demonstrations=jsonl", "demonstrations.path=x.jsonl"]
     assert compared(compose(sft, command="sft")) == ["eval/loss"]
     assert compared(compose(["preferences=jsonl", "preferences.path=x.jsonl"], command="rm")) == [
