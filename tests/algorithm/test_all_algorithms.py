@@ -87,35 +87,6 @@ def test_together_they_reach_every_branch_that_the_properties_below_are_about(ma
     assert made("ppo", "").credit(batch).returns is not None
 
 
-# In gspo_token and cispo part of the value has its gradient stopped, which differences do not see: in
-# test_grpo_variants.py the first is compared with gspo, and the second derived.
-WITHOUT_A_STOPPED_PART = [c for c in CASES if c[0] not in ("gspo_token", "cispo") and c[1] != "sequence_token"]
-
-
-@each(("name", "extra"), WITHOUT_A_STOPPED_PART)
-def test_gradient_agrees_with_central_differences(made, full_step, scale_of, loss_of, close, name, extra):
-    outputs, batch = full_step()
-    algorithm = made(name, extra)
-    batch, scale = algorithm.credit(batch), replace(scale_of(batch), value_scale=1.5)
-    _, gradients = loss_of(algorithm, outputs, batch, scale)
-    inputs = [x.detach() for x in (outputs.logprobs, outputs.entropy, outputs.values)]
-
-    # Along random directions, in which every number moves by 0.5 to 1 times h: no wrong entry of a gradient is at right
-    # angles to four of them. Fourth-order central differences: step 1e-3 leaves 1e-3^4 / 30 times the fifth derivative,
-    # about 1e-13. No clip's end lies within 2e-3 of where it is taken, or one of them would disagree.
-    h, generator = 1e-3, torch.Generator().manual_seed(7)
-    for _ in range(4):
-        sizes, signs = torch.rand(2, 3, *batch.loss_mask.shape, generator=generator, dtype=torch.float64)
-        directions = torch.where(batch.loss_mask, (0.5 + sizes / 2) * (signs - 0.5).sign(), 0.0)
-
-        def at(k, directions=directions):
-            logprobs, entropy, values = (x + k * h * d for x, d in zip(inputs, directions, strict=True))
-            return algorithm.loss(Outputs(logprobs=logprobs, entropy=entropy, values=values), batch, scale).total
-
-        difference = (8 * (at(1) - at(-1)) - (at(2) - at(-2))) / (12 * h)
-        close((torch.stack(gradients) * directions).sum(), difference, tol=1e-9)
-
-
 @each("name", NAMES)
 def test_at_the_old_policy_it_has_the_policy_gradient(make, full_step, scale_of, loss_of, close, name):
     outputs, batch = full_step()

@@ -29,23 +29,6 @@ def loss_of(algorithm, outputs, batch, scale):
 # --- credit ---------------------------------------------------------------------------------------------------------
 
 
-def test_advantages_are_the_group_zscore_on_every_completion_token_and_0_elsewhere(make, hand_batch):
-    # Group 5: rewards 1, 2, 6, mean 3, deviations -2, -1, 3, sample variance 14/2. Group 8: 0, 4, sample variance 8/1.
-    batch = hand_batch([2, 1, 0, 2, 1], [1, 0, 2, 4, 6], [5, 8, 5, 8, 5])
-    a, b = math.sqrt(7) + 1e-6, math.sqrt(8) + 1e-6
-    advantages = make("grpo").credit(batch).advantages
-    close(
-        advantages,
-        [
-            [0, -2 / a, -2 / a, 0],
-            [0, -2 / b, 0, 0],
-            [0, 0, 0, 0],
-            [0, 2 / b, 2 / b, 0],
-            [0, 3 / a, 0, 0],
-        ],
-    )
-
-
 def steps_of(batch, steps):
     """The batch with steps scored: for each row {token of the completion, from 0: score}."""
     scores, ends = torch.zeros_like(batch.old_logprobs), torch.zeros_like(batch.loss_mask)
@@ -86,59 +69,37 @@ def test_process_supervision_asks_for_steps_and_has_no_place_for_a_kl_in_the_rew
     assert make("grpo_process", kl_coef=0.0, kl_in="reward").needs_steps
 
 
-# --- loss by hand ---------------------------------------------------------------------------------------------------
+# --- metrics by hand -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two_rows(hand_batch):
-    """Row 0: A = 1, token ratios 3 and 1.1. Row 1: A = -2, token ratio 0.5, 1.5 and 1."""
-    batch = hand_batch([2, 3], [0, 0], [0, 0], advantages=[1, -2])
-    r = torch.tensor([[1, 3, 1.1, 1, 1], [1, 0.5, 1.5, 1, 1]], dtype=torch.float64)
-    return Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_()), batch
-
-
-@pytest.mark.parametrize(
-    ("aggregate", "w0", "w1"),
-    [
-        # The weight of a token of row 0 (2 tokens) and of row 1 (3 tokens).
-        ("sequence_mean_token_mean", 1 / 4, 1 / 6),
-        ("token_mean", 1 / 5, 1 / 5),
-        ("sequence_mean_token_sum", 1 / 2, 1 / 2),
-        ("constant", 1 / 12, 1 / 12),  # 2 sequences * 6 tokens
-    ],
-)
-def test_loss_and_gradient_by_hand(make, two_rows, scale_of, aggregate, w0, w1):
-    outputs, batch = two_rows
-    loss, (gradient, *_) = loss_of(make("grpo", aggregate=aggregate), outputs, batch, scale_of(batch))
-    # -min(3, 1.2) = -1.2, -1.1; -min(-2 * 0.5, -2 * 0.8) = 1.6, -(-2 * 1.5) = 3, 2. Gradient: -r A where not clipped.
-    close(loss.total.detach(), w0 * (-1.2 - 1.1) + w1 * (1.6 + 3 + 2))
-    close(gradient, [[0, 0, -1.1 * w0, 0, 0], [0, 0, 3 * w1, 2 * w1, 0]])
-    close(loss.metrics["ratio/clip_high_fraction"], 1 / 5)
-    close(loss.metrics["ratio/clip_low_fraction"], 1 / 5)
+def test_metrics_of_kl_are_k3_whatever_the_loss_takes(make, hand_batch, scale_of):
+    batch = hand_batch([2], [0], [0], advantages=[0])
+    outputs = Outputs(logprobs=(batch.old_logprobs + math.log(2)).requires_grad_())
+    metrics = make("grpo", kl_coef=0.5, kl_estimator="k1").loss(outputs, batch, scale_of(batch)).metrics
+    close(metrics["loss/kl"], 0.5 * math.log(2))
+    close(metrics["kl/reference"], math.log(2) - 0.5)
+    # KL(old || current) at lp_old - lp = -log 2: exp(log 2) - 1 - log 2.
+    close(metrics["kl/old"], 1 - math.log(2))
 
 
 @each(
-    ("estimator", "value", "slope"),
-    [
-        # At d = log 2, with ratio r = 2 to the old policy: value, and gradient in lp.
-        ("k1", math.log(2), 1),
-        ("k2", math.log(2) ** 2 / 2, math.log(2)),
-        ("k3", math.log(2) - 0.5, 0.5),
-        ("auto", math.log(2) - 0.5, 0.5),
-        ("k3_unbiased", 2 * (math.log(2) - 0.5), 2 * math.log(2)),
-    ],
+    ("mode", "dropped", "capped"),
+    # Trainer over generator: 4 and 1 on row 0 (geometric mean 2), 0.25 on row 1; gaps |log 4|, 0, |log 0.25|.
+    [("off", 0, None), ("token_truncate", 0, 1 / 3), ("token_mask", 2 / 3, None), ("sequence_mask", 1 / 3, None)],
 )
-def test_kl_in_the_loss_is_added_with_a_plus(make, hand_batch, scale_of, estimator, value, slope):
-    batch = hand_batch([2], [0], [0], advantages=[0])
-    outputs = Outputs(logprobs=(batch.old_logprobs + math.log(2)).requires_grad_())
-    algorithm = make("grpo", kl_coef=0.5, kl_estimator=estimator)
-    loss, (gradient, *_) = loss_of(algorithm, outputs, batch, scale_of(batch))
-    close(loss.total.detach(), 0.5 * value)
-    close(loss.metrics["loss/kl"], 0.5 * value)
-    close(gradient, [[0, 0.5 * slope / 2, 0.5 * slope / 2, 0]])
-    close(loss.metrics["kl/reference"], math.log(2) - 0.5)  # always k3
-    # KL(old || current) at lp_old - lp = -log 2: exp(log 2) - 1 - log 2.
-    close(loss.metrics["kl/old"], 1 - math.log(2))
+def test_metrics_of_the_mismatch_are_shares_of_tokens_and_gaps_in_nats(
+    make, hand_batch, scale_of, mode, dropped, capped
+):
+    batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[1, -2])
+    w = torch.tensor([[1, 4, 1, 1], [1, 0.25, 1, 1]], dtype=torch.float64)
+    batch = replace(batch, sampled_logprobs=batch.old_logprobs - w.log())
+    algorithm = make("grpo", mismatch=mode, mismatch_high=3.0)
+    assert algorithm.corrects_mismatch is (mode != "off")
+    metrics = algorithm.loss(Outputs(logprobs=batch.old_logprobs.clone()), batch, scale_of(batch)).metrics
+    close(metrics["waste/importance_dropped_fraction"], dropped)
+    assert metrics.get("sampler/importance_capped_fraction") == (None if capped is None else pytest.approx(capped))
+    close(metrics["sampler/logprob_gap_mean"], 2 * math.log(4) / 3)
+    close(metrics["sampler/logprob_gap_max"], math.log(4))
 
 
 def test_entropy_bonus_lowers_the_loss(make, hand_batch, scale_of):
@@ -151,44 +112,6 @@ def test_entropy_bonus_lowers_the_loss(make, hand_batch, scale_of):
     close(loss.metrics["loss/entropy"], -0.35)
     close(loss.metrics["policy/entropy"], 3.0)
     close(gradient, [[0, -0.025, -0.025, 0], [0, -0.05, 0, 0]])
-
-
-@each(
-    ("mode", "weights", "dropped"),
-    [
-        # Trainer over generator: 4 and 1 on row 0 (geometric mean 2), 0.25 on row 1.
-        ("off", [1, 1, 1], 0),
-        ("token_truncate", [3, 1, 0.25], 0),
-        ("token_mask", [0, 1, 0], 2 / 3),
-        ("sequence_truncate", [2, 2, 0.25], 0),
-        ("sequence_mask", [2, 2, 0], 1 / 3),
-    ],
-)
-def test_mismatch_weight_multiplies_the_policy_term_only(make, hand_batch, scale_of, mode, weights, dropped):
-    batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[1, -2])
-    w = torch.tensor([[1, 4, 1, 1], [1, 0.25, 1, 1]], dtype=torch.float64)
-    batch = replace(batch, sampled_logprobs=batch.old_logprobs - w.log())
-    outputs = Outputs(logprobs=batch.old_logprobs.clone().requires_grad_())
-    algorithm = make("grpo", mismatch=mode, mismatch_high=3.0, kl_coef=0.5, kl_estimator="k1", aggregate="token_mean")
-    loss, (gradient, *_) = loss_of(algorithm, outputs, batch, scale_of(batch))
-    a, b, c = weights
-    # At the old policy, -w A a token; the KL is 0 with gradient 0.5, unweighted.
-    close(loss.total.detach(), (-a - b + 2 * c) / 3)
-    close(gradient, [[0, (0.5 - a) / 3, (0.5 - b) / 3, 0], [0, (0.5 + 2 * c) / 3, 0, 0]])
-    close(loss.metrics["waste/importance_dropped_fraction"], dropped)
-    # Gaps: |log 4|, 0, |log 0.25|.
-    close(loss.metrics["sampler/logprob_gap_mean"], 2 * math.log(4) / 3)
-    close(loss.metrics["sampler/logprob_gap_max"], math.log(4))
-
-
-def test_capped_share_is_told_apart_from_the_dropped(make, hand_batch, scale_of):
-    batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[1, -2])
-    batch = replace(batch, sampled_logprobs=batch.old_logprobs - math.log(4))
-    loss = make("grpo", mismatch="token_truncate").loss(
-        Outputs(logprobs=batch.old_logprobs.clone().requires_grad_()), batch, scale_of(batch)
-    )
-    close(loss.metrics["sampler/importance_capped_fraction"], 1.0)
-    close(loss.metrics["waste/importance_dropped_fraction"], 0.0)
 
 
 # --- what it reports and asks for -----------------------------------------------------------------------------------
@@ -227,11 +150,6 @@ def test_it_asks_only_for_what_its_coefficients_use(make, overrides, reference, 
     assert algorithm.needs_old_in_credit is old_in_credit
     assert algorithm.needs_values is False
     assert algorithm.min_group_size == 2
-
-
-def test_mismatch_correction_asks_for_undistorted_sampling(make):
-    assert not make("grpo").corrects_mismatch
-    assert make("grpo", mismatch="token_mask").corrects_mismatch
 
 
 def test_a_missing_tensor_is_named(make, random_step, scale_of):

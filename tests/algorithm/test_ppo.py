@@ -3,60 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlft.types import LossScale, Outputs
-
 nan, inf = float("nan"), float("inf")
 
 
-@pytest.fixture
-def valued(hand_batch):
-    """Builds a batch of one row with these old values of its tokens, anything elsewhere, and reward R."""
-
-    def build(values, reward, *, truncated=False):
-        batch = hand_batch([len(values)], [reward], [0])
-        old_values = torch.tensor([[nan, *values, inf]], dtype=torch.float64)
-        return replace(batch, old_values=old_values, truncated=torch.tensor([truncated]))
-
-    return build
-
-
 # --- the critic's loss ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def critic_step(hand_batch):
-    """Three tokens with returns 3, old values 0 and values 1, 0.1 and 5; nothing for the policy to do."""
-    batch = hand_batch([3], [0], [0], advantages=[0])
-    mask = batch.loss_mask.double()
-    batch = replace(batch, returns=3 * mask, old_values=0 * mask)
-    values = torch.tensor([[nan, 1, 0.1, 5, inf]], dtype=torch.float64, requires_grad=True)
-    return Outputs(logprobs=batch.old_logprobs.clone().requires_grad_(), values=values), batch
-
-
-@pytest.mark.parametrize(
-    ("clip", "value_scale", "losses", "slopes", "binds"),
-    [
-        # Errors -2, -2.9, 2: half their squares.
-        (None, 1, [2, 4.205, 2], [-2, -2.9, 2], None),
-        # The clip brings 1 and 5 to 0.2, the error -2.8 is the larger one: 3.92, without gradient. 0.1 is inside.
-        (0.2, 1, [3.92, 4.205, 3.92], [0, -2.9, 0], 2 / 3),
-        # In units of 2 the clip reaches 0.4: -2.6 for both, squares over 4.
-        (0.2, 2, [0.845, 4.205 / 4, 0.845], [0, -2.9 / 4, 0], 2 / 3),
-        (None, 2, [0.5, 4.205 / 4, 0.5], [-0.5, -2.9 / 4, 0.5], None),
-    ],
-)
-def test_value_loss_by_hand(make, critic_step, close, clip, value_scale, losses, slopes, binds):
-    outputs, batch = critic_step
-    scale = LossScale(num_tokens=3, num_sequences=1, max_completion_tokens=6, value_scale=value_scale)
-    algorithm = make("ppo", value_clip=clip, value_coef=0.5)
-    loss = algorithm.loss(outputs, batch, scale)
-    (gradient,) = torch.autograd.grad(loss.total, outputs.values)
-    close(loss.total.detach(), 0.5 * sum(losses) / 3)
-    close(loss.metrics["loss/value"], 0.5 * sum(losses) / 3)
-    close(gradient, [[0, *(0.5 * slope / 3 for slope in slopes), 0]])
-    assert ("value/clip_fraction" in loss.metrics) is (binds is not None)
-    if binds is not None:
-        close(loss.metrics["value/clip_fraction"], binds)
 
 
 def test_value_loss_alone_is_the_losss_term_with_its_gradient(make, full_step, scale_of, close):
@@ -108,8 +58,8 @@ def test_variants_differ_from_ppo_in_the_keys_they_say(make):
     assert make("a2c") == make("ppo", entropy_coef=0.01, **keys)
 
 
-def test_no_row_has_zero_gradient_and_no_siblings_are_needed(make, valued):
-    assert not make("ppo").zero_gradient_rows(valued([0, 0], 0)).any()
+def test_no_row_has_zero_gradient_and_no_siblings_are_needed(make, hand_batch):
+    assert not make("ppo").zero_gradient_rows(hand_batch([2], [0], [0])).any()
     assert make("ppo").min_group_size == 1
 
 

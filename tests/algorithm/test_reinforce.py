@@ -1,37 +1,7 @@
-import math
 from dataclasses import replace
 
 import torch
 from in_one_test import each
-
-from rlft.types import Outputs
-
-
-def test_rloo_by_hand(make, hand_batch, scale_of, close):
-    # Rewards 1, 2, 6: less the mean of the other two, -3, -1.5, 4.5. Gradient -A / 3 on every token.
-    batch = make("rloo").credit(hand_batch([2, 1, 1], [1, 2, 6], [0, 0, 0]))
-    close(batch.advantages, [[0, -3, -3, 0], [0, -1.5, 0, 0], [0, 4.5, 0, 0]])
-    outputs = Outputs(logprobs=batch.old_logprobs.clone().requires_grad_())
-    loss = make("rloo").loss(outputs, batch, scale_of(batch))
-    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
-    close(loss.total.detach(), (-6 - 1.5 + 4.5) / 3)
-    close(gradient, -batch.advantages / 3)
-
-
-def test_reinforce_pp_by_hand(make, hand_batch, scale_of, close):
-    # Returns 1, 1 and -1, -1: mean 0, deviation sqrt(4/3), so A = a, a, -a, -a with a = sqrt(3)/2. Ratios 1.5, 1 and
-    # 0.5, 1 with the clip at 0.8 .. 1.2: terms -1.2 a, -a, 0.8 a, a over 4 tokens; gradient where nothing binds.
-    batch = make("reinforce_pp").credit(hand_batch([2, 2], [1, -1], [0, 1]))
-    a = math.sqrt(3) / 2
-    close(batch.advantages, [[0, a, a, 0], [0, -a, -a, 0]], 1e-8)
-    r = torch.tensor([[1, 1.5, 1, 1], [1, 0.5, 1, 1]], dtype=torch.float64)
-    outputs = Outputs(logprobs=(batch.old_logprobs + r.log()).requires_grad_())
-    loss = make("reinforce_pp").loss(outputs, batch, scale_of(batch))
-    (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
-    close(loss.total.detach(), (-1.2 - 1 + 0.8 + 1) * a / 4, 1e-8)
-    close(gradient, [[0, 0, -a / 4, 0], [0, 0, a / 4, 0]], 1e-8)
-    close(loss.metrics["ratio/clip_high_fraction"], 1 / 4)
-    close(loss.metrics["ratio/clip_low_fraction"], 1 / 4)
 
 
 @each("baseline", ["group", "leave_one_out"])
