@@ -29,7 +29,7 @@ class TeacherEngine(Protocol):
         """Of each row of T tokens: log-probs of its tokens but the first `[T - 1]`, the top_k most likely tokens in the
         place of each (int64 `[T - 1, K]`), and theirs `[T - 1, K]`; at temperature 1, float32, on the CPU.
 
-        vocabulary: tokens from this one on are not among the most likely.
+        vocabulary: tokens from this one on are not among the most likely; a model may have more than its tokenizer.
         """
         ...
 

@@ -277,9 +277,7 @@ class VLLMGenerator(Generator):
         return adapter if stacked else one_by_one(adapter, self._model_path, **self._base)
 
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
-        """Draws n completions of each prompt; completion i of prompt p is drawn with seed `seeds[p] + i`.
-
-        At temperature 0 all n are the same, drawn once, with log-probs at temperature 1.
+        """As of any generator; at temperature 0 all n are the same, drawn once, with log-probs at temperature 1.
 
         Raises:
             ValueError: a temperature between 0 and 0.01, or a request longer than `max_sequence_tokens`.

@@ -102,14 +102,7 @@ class VLLMTeacher:
     def logprobs(
         self, rows: Sequence[Sequence[int]], top_k: int, vocabulary: int
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each row of T tokens: log-probs of its tokens but the first `[T - 1]`, the top_k most likely tokens in the
-        place of each (int64 `[T - 1, K]`), and theirs `[T - 1, K]`; natural log, float32, on the CPU.
-
-        Args:
-            rows: token ids, 2 .. `row_tokens` of each.
-            top_k: 0 for none.
-            vocabulary: tokens from this one on are not among the most likely; a model may have more than its tokenizer.
-        """
+        """As of `rlft.model.teacher.TeacherEngine`, for rows of 2 .. `row_tokens` token ids."""
         if self._llm is None:
             raise ValueError("this teacher is closed")
         for row in rows:

@@ -54,7 +54,7 @@ def packed_attention(
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
-        return _row_attention(query, key, value, attention_mask, scaling, softcap, s_aux), None
+        return _row_attention(query, key, value, attention_mask, Scoring(scaling, softcap), s_aux), None
     assert dropout == 0, "dropout is set to 0 where models are loaded"
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
     window, size = window_of(attention_mask), value.shape[-1]
@@ -75,13 +75,7 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _row_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, sinks: Tensor | None
 ) -> Tensor:
     """`[B, N, H, D]` of rows as transformers has them, by plain products; the mask is SDPA's, True where a key is seen.
 
@@ -89,10 +83,10 @@ def _row_attention(
     """
     heads, (width, reach) = query.shape[1], (query.shape[2], key.shape[2])
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     scores = (query * scale @ key.transpose(-1, -2)).to(wide(query))
-    if softcap is not None:
-        scores = (scores / softcap).tanh() * softcap
+    if scoring.cap is not None:
+        scores = (scores / scoring.cap).tanh() * scoring.cap
     if mask is None:  # left out by transformers where all is causal
         mask = torch.ones(width, reach, dtype=torch.bool, device=query.device).tril(reach - width)
     # A query without keys, in the padding, gives no NaN.

@@ -252,18 +252,13 @@ def one_call(
 
 
 def attention_gradients(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    random: Tensor,
-    unused: Tensor,
-    lengths: RowLengths,
-    scale: float | None,
+    grad: Tensor, kept: Sequence[Tensor], lengths: RowLengths, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value (new tensors) from that of `out`; `out` to `unused` are results of `attend`."""
+    """Gradients of query, key and value (new tensors) from that of the attention.
+
+    `kept` are query, key, value and the results of `attend`.
+    """
+    query, key, value, out, lse, random, unused = kept
 
     def call(own: Index, keys: Index, *runs: Runs, is_causal: bool = True, **window: int) -> tuple[Tensor, ...]:
         tensors = (grad[own], query[own], key[keys], value[keys], out[own], lse[:, own].contiguous())

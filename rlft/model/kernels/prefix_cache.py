@@ -108,7 +108,7 @@ class PrefixCache:
         key: Tensor,
         value: Tensor,
         scoring: Scoring,
-        window: int | None = None,
+        window: int | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """`[N, H, D]` from the query `[N, H, D]` and the key and value `[N, K, D]` of the tokens that just came in.
@@ -254,7 +254,7 @@ class FlashPrefixCache(PrefixCache):
         key: Tensor,
         value: Tensor,
         scoring: Scoring,
-        window: int | None = None,
+        window: int | None,
         sinks: Tensor | None = None,
         heads: Heads | None = None,
     ) -> Tensor:

@@ -97,17 +97,16 @@ def attention_gradients(
 
     `kept` are query, key, value and the results of `attend`.
     """
-    query, key, value, out, lse, random, unused = kept
     if isinstance(spans, SharedSpans):
+        query, key, value, out, lse, random, unused = kept
         *of_heads, grad = spans.to_heads(query, key, value, out, grad)
         gradients = attention_gradients(grad, [*of_heads, lse, random, unused], spans.whole, scoring)
         heads = [x.shape[1] for x in (query, key, value)]
         query_grad, key_grad, value_grad = spans.share.to_tokens(*gradients, heads=heads)
         return query_grad, key_grad, value_grad
     if isinstance(spans, RowLengths):
-        of_kernel = (out, lse, random, unused, spans, scoring.scale)
-        return flash_attention.attention_gradients(grad, query, key, value, *of_kernel)
-    return split_attention.attention_gradients(grad, query, key, value, out, lse, spans, scoring)
+        return flash_attention.attention_gradients(grad, kept, spans, scoring.scale)
+    return split_attention.attention_gradients(grad, kept[:5], spans, scoring)
 
 
 class RowAttention(torch.autograd.Function):

@@ -356,16 +356,13 @@ def attend(
 
 
 def attention_gradients(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    blocks: Sequence[Block],
-    scoring: Scoring,
+    grad: Tensor, kept: Sequence[Tensor], blocks: Sequence[Block], scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value (new tensors) from that of `out`; `out` and `lse` are results of `attend`."""
+    """Gradients of query, key and value (new tensors) from that of the attention.
+
+    `kept` are query, key, value and the results of `attend`.
+    """
+    query, key, value, out, lse = kept
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     for block in blocks:
         q, k, v = _gathered(block, query, key, value)

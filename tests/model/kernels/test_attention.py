@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 
 from rlft.model.kernels import block_attention, flash_attention, split_attention
 from rlft.model.kernels.attention import NAME, _row_attention, install, packed_attention
+from rlft.model.kernels.block_attention import Scoring
 from rlft.model.kernels.layer_attention import NotPackableError, attention_of_layers, packed_mask
 from rlft.model.packing import pack
 
@@ -89,7 +90,7 @@ def test_large_keys_overflow_no_score_in_float16(make_batch, monkeypatch):
     value = torch.ones_like(large)
     for softcap in (None, 50.0):
         row = packed_attention(nn.Module(), large, large, value, None, packed=packed, softcap=softcap)[0]
-        plain = _row_attention(large, large, value, None, None, softcap, None)
+        plain = _row_attention(large, large, value, None, Scoring(None, softcap), None)
         torch.testing.assert_close(row, torch.ones_like(row), rtol=2**-9, atol=0)
         torch.testing.assert_close(plain, torch.ones_like(plain), rtol=2**-9, atol=0)
 
