@@ -130,11 +130,6 @@ class MergedWeights:
             tensors |= {stem + DOWN: delta.down, stem + UP: delta.up * delta.scale}
         return tensors
 
-    @property
-    def num_kept(self) -> int:
-        """Number of elements whose bits are kept now, because subtraction does not restore them."""
-        return sum(added.index.numel() for added in self._added)
-
     def take_back(self) -> None:
         """Makes the shared weights the base's again, wherever merging was interrupted. Ctrl-C waits until it is done.
 

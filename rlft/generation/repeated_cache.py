@@ -103,14 +103,11 @@ class RepeatedCache:
         cache = getattr(output, self.cache_argument, None)
         if isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache):
             return cache
-        config = self.model.config
-        raise UserError(
-            "model.path",
-            f"a {config.model_type} keeps what it has read in {'no cache' if cache is None else type(cache).__name__}, "
-            "whose rows cannot be repeated for the completions of a prompt",
-            got=config.name_or_path or config.model_type,
-            remedy="use generation.engine=vllm if vLLM serves this model, or another model",
-        )
+        config, kept_in = self.model.config, "no cache" if cache is None else type(cache).__name__
+        repeated = "whose rows cannot be repeated for the completions of a prompt"
+        problem = f"a {config.model_type} keeps what it has read in {kept_in}, {repeated}"
+        remedy = "use generation.engine=vllm if vLLM serves this model, or another model"
+        raise UserError("model.path", problem, got=config.name_or_path or config.model_type, remedy=remedy)
 
 
 def forward_arguments(model: Any) -> Collection[str]:

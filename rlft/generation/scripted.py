@@ -24,12 +24,8 @@ class Scripted(Engine):
 
     def check(self, *, plain_kernels: bool) -> None:
         if not (self.answers and all(isinstance(texts, list) and texts for texts in self.answers.values())):
-            raise UserError(
-                "answers",
-                "must give a list of strings for prompt ids, or for * (every other prompt)",
-                got=dict(self.answers),
-                remedy="give for instance {*: [yes, no]}",
-            )
+            problem = "must give a list of strings for prompt ids, or for * (every other prompt)"
+            raise UserError("answers", problem, got=dict(self.answers), remedy="give for instance {*: [yes, no]}")
 
     def open(self, args: EngineArgs) -> ScriptedGenerator:
         return ScriptedGenerator(self.answers, args.tokenizer, args.ends)
@@ -76,12 +72,9 @@ class ScriptedGenerator(Generator):
     def _rollout(self, prompt: Prompt, seed: int, sampling: Sampling) -> Rollout:
         texts = self.answers.get(prompt.id) or self.answers.get("*")
         if not texts:
-            raise UserError(
-                "generation.scripted.answers",
-                'has no answers for this prompt and none for "*"',
-                got=prompt.id,
-                remedy='add "*": [text, ..] for every other prompt',
-            )
+            problem = 'has no answers for this prompt and none for "*"'
+            remedy = 'add "*": [text, ..] for every other prompt'
+            raise UserError("generation.scripted.answers", problem, got=prompt.id, remedy=remedy)
         turn = prompt.next_turn
         script = texts[(seed if turn is None or turn.turn == 0 else turn.seed) % len(texts)]
         if not isinstance(script, str):

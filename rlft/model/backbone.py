@@ -244,12 +244,6 @@ Adopt = Callable[[PreTrainedModel, torch.device], None]
 """Puts a model that was read into main memory on its device."""
 
 
-@functools.lru_cache(maxsize=1)  # a sweep over models must not hold them all
-def load_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
-    """The base, which must not be written to: jobs of a sweep with the same base share it."""
-    return read_backbone(config, adopt)
-
-
 def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     """Loads a base that nobody else uses.
 
@@ -290,6 +284,10 @@ def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:
     tokenizer = _read_tokenizer(config)  # the plan has checked it
     images = ImageEncoder(read_config(config), source(config), dtype, device, partial(processor_of, tokenizer))
     return Backbone(model=model, tokenizer=tokenizer, device=device, path=config.path, kernels=kernels, images=images)
+
+
+load_backbone = functools.lru_cache(maxsize=1)(read_backbone)  # a sweep over models must not hold them all
+"""The base, which must not be written to: jobs of a sweep with the same base share it."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -77,10 +77,8 @@ class WholeModel(Networks):
             self._set_critic(POLICY, path, normalize=critic.normalize_values)
         self._open_routing(Routing(self.model, mixture_of(self.model)))
 
-    def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
-        own = self._own if role in OWN else []
-        head = self.heads[role].named_parameters() if role in self.heads else ()
-        return [*own, *((f"{role}.head.{name}", parameter) for name, parameter in head)]
+    def network_parameters(self, role: str) -> list[tuple[str, Parameter]]:
+        return self._own if role in OWN else []
 
     def tensors(self, role: str | None) -> dict[str, Tensor]:
         """{name: tensor} of the role's weights; writing into them changes it."""

@@ -85,8 +85,13 @@ class Networks(ABC):
 
     # -- what networks are made of -------------------------------------------------------------------------------------
     @abstractmethod
+    def network_parameters(self, role: str) -> list[tuple[str, Parameter]]:
+        """The parameters of the role's own network by the model's names, in a fixed order; none if it has none."""
+
     def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
         """The role's trainable parameters in a fixed order: its network's own, if it has any, and its head's."""
+        head = self.heads[role].named_parameters() if role in self.heads else ()
+        return [*self.network_parameters(role), *((f"{role}.head.{name}", parameter) for name, parameter in head)]
 
     @abstractmethod
     def tensors(self, role: str) -> dict[str, Tensor]:

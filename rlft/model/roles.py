@@ -129,12 +129,8 @@ class Roles(Networks):
         return fields | {"base_model_name_or_path": self.backbone.path, "inference_mode": True}
 
     # -- what learns -------------------------------------------------------------------------------------------------
-    def named_parameters(self, role: str = POLICY) -> list[tuple[str, Parameter]]:
-        head = self.heads[role].named_parameters() if role in self.heads else ()
-        return [*self._adapter(role), *((f"{role}.head.{name}", parameter) for name, parameter in head)]
-
-    def _adapter(self, role: str) -> list[tuple[str, Parameter]]:
-        """The adapter's parameters by the model's names, in PEFT's order; none if the role has no adapter."""
+    def network_parameters(self, role: str) -> list[tuple[str, Parameter]]:
+        """As of all networks: the adapter's, in PEFT's order."""
         # They are cached: adapters are never replaced, only written into. A search through all modules takes longer
         # than the check of a micro-batch's gradients, and PEFT's own search longer than the rest of a publish.
         parameters = self._adapters.get(role)
@@ -147,7 +143,7 @@ class Roles(Networks):
 
     def tensors(self, role: str) -> dict[str, Tensor]:
         """{PEFT's name on the trained model: tensor} of the role's adapter; writing into them changes it."""
-        return {_of_peft(name, role): parameter.detach() for name, parameter in self._adapter(role)}
+        return {_of_peft(name, role): parameter.detach() for name, parameter in self.network_parameters(role)}
 
     @contextmanager
     def learning(self, role: str) -> Iterator[None]:

@@ -299,13 +299,15 @@ def guest_while_starting(batch_invariant: bool = False) -> Iterator[None]:
     environment, excepthook = dict(os.environ), sys.excepthook
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
-        with _random_state_kept(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _random_state_kept(), warnings.catch_warnings(action="ignore"):
             # It also logs before it has set its own level.
             logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
             import vllm  # noqa: F401  # pyright: ignore[reportMissingImports]
 
-            with guest(runs_on_cpu()), _memory_not_bound():
+            # It would bind all memory of the process, also the trainer's, to one NUMA node. The attribute hides vLLM's
+            # operation of that name, which may not be registered yet.
+            not_bound = mock.patch.object(torch.ops._C, "init_cpu_memory_env", create=True, return_value=None)
+            with guest(runs_on_cpu()), not_bound if runs_on_cpu() else nullcontext():
                 yield
     finally:
         torch.set_num_threads = set_num_threads
@@ -320,20 +322,3 @@ def _restore_environment(before: dict[str, str]) -> None:
         if not name.startswith("VLLM_"):
             del os.environ[name]
     os.environ.update({name: value for name, value in before.items() if not name.startswith("VLLM_")})
-
-
-@contextmanager
-def _memory_not_bound() -> Iterator[None]:
-    """Keeps vLLM on a CPU from binding all memory of the process, also the trainer's, to one NUMA node."""
-    import torch
-
-    if not runs_on_cpu():
-        yield
-        return
-    # The attribute hides vLLM's operation of that name, which may not be registered yet.
-    operations: Any = torch.ops._C
-    operations.init_cpu_memory_env = lambda nodes: None
-    try:
-        yield
-    finally:
-        del operations.init_cpu_memory_env
