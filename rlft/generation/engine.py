@@ -307,7 +307,7 @@ class Engine(ABC):
         return False
 
     def base_sharing_obstacle(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
-        """Why it holds a base of its own beside the trainer's; None where one copy serves both, "" where it has none.
+        """Why it holds a base of its own next to the trainer's; None where one copy serves both, "" where it has none.
 
         An engine that shares is `shared`, and its generator has `adopt`.
 

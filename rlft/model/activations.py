@@ -49,7 +49,7 @@ class LayerSizes:
         keys: of all heads' keys, and of their values; 0 in a model without attention.
         mlp: of the MLP's gate; in a mixture of experts of the gates of all experts that a token has, with half of
             their inputs and outputs, which are kept for each of them.
-        state: of what a recurrent layer keeps beside that, in float32 whatever the model's dtype is.
+        state: of what a recurrent layer keeps besides, in float32 whatever the model's dtype is.
         heads: number of the heads that have queries; 0 in a model without attention.
     """
 

@@ -223,7 +223,7 @@ def adapted_modules(tensors: Iterable[str]) -> set[str]:
 
 
 ROUTER = re.compile(r"(.*_)?router|gate|(.*_)?experts?_gate")
-"""Names of routers, beside the experts that they choose; also of the gate that weighs a shared expert."""
+"""Names of routers, next to the experts that they choose; also of the gate that weighs a shared expert."""
 
 
 def switches_of(fields: Mapping[str, Any]) -> dict[str, bool]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from rlft.model.offload import HostCopies
 
 MLP_TILE = 4096
-"""Tokens of a gated MLP that are computed at a time: few enough that its activations are small beside those of a long
+"""Tokens of a gated MLP that are computed at a time: few enough that its activations are small next to those of a long
 row, and enough that its products fill a GPU."""
 
 

@@ -144,7 +144,7 @@ class Forward:
         this batch, if it exists already.
 
         Raises:
-            UserError: a row is so long that its numbers would depend on those beside it (`rlft.model.positions`).
+            UserError: a row is so long that its numbers would depend on others of its batch (`rlft.model.positions`).
         """
         self._check_lengths(batch)
         if self.packed:

@@ -123,7 +123,7 @@ class ImageEncoder:
 
     @torch.no_grad()
     def _encode(self, image: Image) -> Encoded:
-        """The vectors of an image, which do not depend on others that are computed beside it."""
+        """The vectors of an image, which do not depend on others that are computed with it."""
         if image.digest in self._kept:
             self._kept.move_to_end(image.digest)
             return self._kept[image.digest]

@@ -1,6 +1,6 @@
 """How long a row may be for a model, and the lengths at which its attention begins to compute in another way.
 
-Some models compute a row differently beside a longer one. `longrope` has other factors beyond
+Some models compute a row differently next to a longer one. `longrope` has other factors beyond
 `original_max_position_embeddings`, and `dynamic` (NTK) grows its base beyond `max_position_embeddings`, for all rows of
 a batch with a longer one (transformers' `dynamic_rope_update`); Llama 4 scales queries by their place in the batch,
 padding included, from `floor_scale` on. Up to that length nothing of this has an effect, and rows are limited to it:
@@ -29,7 +29,7 @@ class Limit(NamedTuple):
 
 
 def limit_of(model: PreTrainedConfig) -> Limit | None:
-    """The longest row that this model computes, whatever is beside it; None if its config.json sets no limit."""
+    """The longest row that this model computes, whatever is in its batch; None if its config.json sets no limit."""
     context = getattr(model.get_text_config(), "max_position_embeddings", None)
     limits = [] if context is None else [Limit(context, f"context of {context} tokens")]
     # of equal ones the first
@@ -37,7 +37,7 @@ def limit_of(model: PreTrainedConfig) -> Limit | None:
 
 
 def independent_limit(model: PreTrainedConfig) -> Limit | None:
-    """The limit up to which rows do not depend on those beside them; None if no row ever does."""
+    """The limit up to which rows do not depend on the others of a batch; None if no row ever does."""
     return min(_limits_of_a_batch(model), key=lambda limit: limit.tokens, default=None)
 
 

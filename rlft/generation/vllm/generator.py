@@ -62,7 +62,7 @@ class VLLMGenerator(Generator):
 
     Args:
         keys: the engine's keys. With `weights: merged`, adapters are added to the base that the trainer shares
-            (`adopt`), instead of lying beside it.
+            (`adopt`), instead of lying next to it.
         args: what it is opened with. A completion also ends with the tokens that model and tokenizer name.
 
     Raises:

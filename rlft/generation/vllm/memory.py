@@ -15,13 +15,13 @@ CPU_CACHE_BYTES = 4 * 2**30
 """The KV cache on a CPU is as large as `max_num_seqs` full sequences need, but at most this."""
 
 CPU_LIBRARIES = 300 * 2**20
-"""Bytes of vLLM's libraries and what it compiles on a CPU, beside base and cache: 240 to 400 MiB were measured."""
+"""Bytes of vLLM's libraries and what it compiles on a CPU, besides base and cache: 240 to 400 MiB were measured."""
 
 LEAST_SHARE = 0.1
 """The smallest share of a GPU's memory in which vLLM can do something."""
 
 MOST_SHARE = 0.95
-"""The largest share of a GPU's memory for vLLM, beside the CUDA context."""
+"""The largest share of a GPU's memory for vLLM, besides the CUDA context."""
 
 BATCHED_TOKENS, LARGE_BATCHED_TOKENS, LARGE_DEVICE = 8192, 16384, 70 * 2**30
 """Tokens of one forward pass on a GPU, and on one with more memory, unless max_num_batched_tokens says otherwise."""
@@ -72,7 +72,7 @@ def teacher_on_a_cpu(model: ModelSizes, row_tokens: int, *, libraries: bool) -> 
 
 
 def teacher_on_a_gpu(model: ModelSizes, row_tokens: int, device_memory: int, share: float) -> EngineMemory:
-    """A teacher's share of a GPU's memory, or the least that it needs where that is more, and its log-probs beside it.
+    """A teacher's share of a GPU's memory, or the least that it needs where that is more, and its log-probs next to it.
 
     Args:
         device_memory: bytes of the device's memory; 0 where they are not known.

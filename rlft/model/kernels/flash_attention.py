@@ -299,7 +299,7 @@ def attention_gradients(
 def backward_scratch(
     queries: int, keys: int, runs: int, *, heads: int, key_heads: int, head_size: int, multiprocessors: int
 ) -> int:
-    """Bytes that a backward in 16 bits holds beside its arguments and results, where it adds up in a fixed order.
+    """Bytes that a backward in 16 bits holds besides its arguments and results, where it adds up in a fixed order.
 
     The multiprocessors are divided among the heads of all runs, and each has float32 sums of its own for the gradients
     of a head's queries; keys and values have a gradient for each head that shares them (torch 2.11 to 2.14,

@@ -82,7 +82,7 @@ class LayerAttention:
 
 
 KNOWN = frozenset({"sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions", "seq_idx"})
-"""Arguments of an attention function that change nothing beside the mask, or nothing at all."""
+"""Arguments of an attention function that change nothing besides the mask, or nothing at all."""
 
 
 class AttentionProbe:
@@ -162,8 +162,8 @@ class NotPackableError(Exception):
 
 
 MIXED = 0.05
-"""By which share of its norm a token's hidden state may differ beside other tokens: experts that compute it beside
-other tokens round it otherwise."""
+"""By which share of its norm a token's hidden state may differ among other tokens: experts that compute it together
+with others round it otherwise."""
 
 
 MIXES_TOKENS = "has layers in which a token sees those before it, and which are not those of packed rows"

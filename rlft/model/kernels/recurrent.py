@@ -31,7 +31,7 @@ CACHES = ("cache", "cache_params", "past_key_values")
 """The names that the argument for a cache has in transformers' modules; only the first since 5.24."""
 
 KINDS = ("linear_attention", "conv", "hybrid", "moe", "mlp")
-"""Kinds of layers (`layer_types` of a config) with a state, with a state and full attention, and without either."""
+"""Kinds of layers (`layer_types` of a config) that are recurrent, recurrent with full attention, and neither."""
 
 
 def install(model: PreTrainedModel) -> None:
@@ -55,8 +55,8 @@ def parts_that_ranks_divide(model: PreTrainedModel) -> set[Parts] | None:
 
 def obstacle(model: PreTrainedModel) -> str | None:
     """Which layers of this model, loaded or empty, cannot be computed in a packed row, and why; None if all can."""
-    stateful = (module for module in model.modules() if _cache_argument(module) is not None)
-    wrong = next((module for module in stateful if not _begins_with_state(module)), None)
+    layers = (module for module in model.modules() if _cache_argument(module) is not None)
+    wrong = next((module for module in layers if not _begins_with_state(module)), None)
     return None if wrong is None else f"{type(wrong).__name__} cannot begin several tokens with a given state"
 
 

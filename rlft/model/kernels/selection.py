@@ -68,7 +68,7 @@ def decide(setting: KernelChoice, model_type: str) -> Decision:
 
 
 def family_of(model_type: str) -> Family:
-    """What can be replaced in this model type beside what is known by what it does."""
+    """What can be replaced in this model type besides what is known by what it does."""
     return FAMILIES.get(model_type, Family())
 
 
