@@ -37,6 +37,7 @@ from rlft.generation.vllm.options import VLLMKeys, engine_rank
 from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots, write_slots
 from rlft.generation.vllm.whole_model import Arriving, load_some, load_whole, read_whole
 from rlft.tokens.images import ImageProcessor, processor_of
+from rlft.tokens.text import RunTokenizer
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class VLLMGenerator(Generator):
         self._can_sleep = keys.sleep and not self._on_cpu
         self._asleep = False
         self._merged_weights: MergedWeights | None = None
-        self._tokenizer = self._llm.get_tokenizer()
+        self._tokenizer = RunTokenizer(self._llm.get_tokenizer())
         self._files = AdapterFiles()
         self._model_path = args.model_path
         self._base = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}

@@ -526,7 +526,7 @@ def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_
     assert all(sampling.stop)
     groups = bench.sample(4, sampling)
     tokenizer = bench.generator._tokenizer
-    decode, by_string, num_ended = plain_decoder(RunTokenizer(tokenizer)), 0, 0
+    decode, by_string, num_ended = plain_decoder(tokenizer), 0, 0
     for ours, whole in zip(completions(groups), completions(free), strict=True):
         prompt = bench.prompts[completions(groups).index(ours) // 4].token_ids
         watch = StopStrings(sampling.stop or ["never said"], decode, [prompt])
@@ -537,7 +537,7 @@ def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_
         assert ours.token_ids == tuple(whole.token_ids[:end])
         assert ours.logprobs == whole.logprobs[:end]
         assert ours.finish_reason == (whole.finish_reason if end is None else FinishReason.stop)
-        assert [ours.text] == shown_texts(RunTokenizer(tokenizer), [whole.token_ids[:end]], [end is not None], sampling)
+        assert [ours.text] == shown_texts(tokenizer, [whole.token_ids[:end]], [end is not None], sampling)
     assert by_string >= 3 or by_token
     assert num_ended >= 3
     assert bench.trainer.gap(groups, 1.0) < TOLERANCE
