@@ -640,6 +640,11 @@ def are(number: float) -> str:
     return "is" if number == 1 else "are"
 
 
+def well_formed(text: str) -> str:
+    """The text with `?` for lone surrogates, see `lone_surrogate`."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def lone_surrogate(text: str) -> str | None:
     r"""The first lone surrogate (half of a UTF-16 pair) in a text, as JSON escapes it; None if there is none.
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from rlft.environment.arguments import is_text
 from rlft.environment.protocol import Call
 from rlft.environment.template_calls import (
     NOT_JSON,
@@ -17,15 +16,14 @@ from rlft.environment.template_calls import (
     call_of,
     decoded,
     is_call_of,
-    json_or_text,
+    listed_arguments,
     names_of,
     properties_of,
     unreadable,
-    well_formed,
 )
 from rlft.tokens.reasoning import search_outside, without_reasoning
 from rlft.tokens.text import RunTokenizer
-from rlft.types import NOTHING, Schema, Shown, UserError
+from rlft.types import NOTHING, Schema, Shown, UserError, well_formed
 
 Syntax = Literal["template", "json", "xml"]
 
@@ -113,6 +111,7 @@ class XmlCalls(CallReader):
     """Calls as `<call tool="name"><argument>value</argument></call>`; values other than strings are JSON."""
 
     START = re.compile(r'<call(?:\s+tool="(?P<name>[^"]*)")?[^>]*>(?P<body>.*?)(?P<end></call>|$)', re.DOTALL)
+    ARGUMENT = re.compile(r"<(?P<key>\w+)>(?P<value>.*?)</(?P=key)>", re.DOTALL)
     EXAMPLE = '<call tool="<tool>"><argument>value</argument></call>'
 
     def __init__(self, schemas: Sequence[Schema]) -> None:
@@ -131,11 +130,7 @@ class XmlCalls(CallReader):
         if name is None or not match["end"]:
             problem = "names no tool" if name is None else "has no </call>"
             return unreadable(body, f"this call {problem}; write it as {self.EXAMPLE}", name or "")
-        arguments, rest, properties = {}, body, self.properties.get(name, {})
-        for argument in re.finditer(r"<(\w+)>(.*?)</\1>", body, re.DOTALL):
-            value, schema = argument[2], properties.get(argument[1], {})
-            arguments[argument[1]] = value if is_text(schema) else json_or_text(value)
-            rest = rest.replace(argument[0], "", 1)
+        arguments, rest = listed_arguments(body, self.ARGUMENT, self.properties.get(name, {}))
         if rest.strip():
             return unreadable(body, f"this call has text outside of arguments; write it as {self.EXAMPLE}", name)
         return Call(name=well_formed(name), arguments=arguments, written=well_formed(body))
@@ -148,21 +143,21 @@ class DescribedCalls(CallReader):
         self.tokenizer, self.schemas = tokenizer, [dict(schema) for schema in schemas]
 
     def calls(self, text: str) -> list[Call]:
-        tokenizer: Any = self.tokenizer  # whose type does not say that it has parse_response
         try:
-            message = tokenizer.parse_response(text, prefix="", tools=self.schemas)
-            calls = [each.get("function", each) for each in message.get("tool_calls") or []]
+            calls = [each.get("function", each) for each in self._message(text).get("tool_calls") or []]
         except Exception as error:  # the parser follows a description, and may raise anything
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             return [unreadable(text, f"this call cannot be read ({first_line[:200]})")]
         return [call_of(each, "name", "arguments", "the template does") for each in calls]
 
     def before(self, text: str) -> str:
-        tokenizer: Any = self.tokenizer
         try:
-            return str(tokenizer.parse_response(text, prefix="", tools=self.schemas).get("content") or "")
+            return str(self._message(text).get("content") or "")
         except Exception:  # as in `calls`
             return text
+
+    def _message(self, text: str) -> Mapping[str, Any]:
+        return self.tokenizer.parse_response(text, prefix="", tools=self.schemas)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

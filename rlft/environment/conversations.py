@@ -56,8 +56,13 @@ class Transcript:
         self.experts: ndarray | None = None
         """As `Completion.experts`, of the opening and all tokens after it, as far as an engine has noted them."""
 
-    def say(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self._add(token_ids, logprobs, sampled=True)
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Adds tokens: those that the policy has said, with their log-probs, or else those that it reads."""
+        self._places += range(len(self.token_ids), len(self.token_ids) + len(token_ids))
+        self.context += token_ids
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids) if logprobs is None else logprobs
+        self.mask += [logprobs is not None] * len(token_ids)
 
     def note_experts(self, experts: ndarray) -> None:
         """Notes the experts `[tokens, layers, k]` of the context's tokens; those that are known already stay."""
@@ -71,9 +76,6 @@ class Transcript:
         new = (noted[places] == unknown).all((1, 2))
         noted[places[new]] = experts[new]
         self.experts = noted
-
-    def add_unsampled(self, token_ids: Sequence[int]) -> None:
-        self._add(token_ids, [0.0] * len(token_ids), sampled=False)
 
     def added_by(self, context: Sequence[int]) -> int:
         """The number of tokens that `set_context` would add."""
@@ -92,18 +94,11 @@ class Transcript:
             if self.branches and self.branches[-1].start == len(self.token_ids):  # the branch is empty
                 self.branches.pop()
             self.branches.append(Branch(start=len(self.token_ids), after=self._places[-1]))
-        self.add_unsampled(context[shared:])
+        self.add(context[shared:])
 
     def _shared(self, context: Sequence[int]) -> int:
         pairs = zip(self.context, context, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
-        self._places += range(len(self.token_ids), len(self.token_ids) + len(token_ids))
-        self.context += token_ids
-        self.token_ids += token_ids
-        self.logprobs += logprobs
-        self.mask += [sampled] * len(token_ids)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -401,7 +396,7 @@ def say(conversation: Conversation, rollout: Rollout, limit: int) -> None:
     ids = [int(token) for token in completion.token_ids[:limit]]
     is_cut = len(completion.token_ids) > limit or completion.finish_reason.is_limit
     transcript = conversation.transcript
-    transcript.say(ids, completion.logprobs[:limit])
+    transcript.add(ids, completion.logprobs[:limit])
     if completion.experts is not None:
         transcript.note_experts(completion.experts[: len(transcript.context)])
     conversation.turns.append(Turn(end=len(transcript.token_ids), text=completion.text))

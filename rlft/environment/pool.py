@@ -26,7 +26,7 @@ from rlft.environment.arguments import Checker
 from rlft.environment.protocol import Cause, Environment, Malformed, Play
 from rlft.reward.workers.worker import Alarm, OutOfTime, place_of
 from rlft.system.process.child import GRACE_S, READY, Beside, Child, Children, Ended
-from rlft.types import EnvironmentFailure, Schema, counted
+from rlft.types import EnvironmentFailure, Schema, counted, well_formed
 
 SPENT = "Error: the time for all calls is used up"
 MAX_ERROR = 500
@@ -325,7 +325,7 @@ def answered(value: Any, max_answer: int) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     more = len(text) - max_answer
     text = text if more <= 0 else f"{text[:max_answer]} [cut: {counted(more, 'more character')}]"
-    return text.encode("utf-8", "replace").decode()
+    return well_formed(text)
 
 
 def finite(reward: Any) -> float | None:
@@ -354,4 +354,4 @@ def _error_text(error: BaseException) -> str:
         text = str(error)
     except Exception:  # an exception whose text cannot be made
         text = ""
-    return f"Error: {type(error).__name__}: {text}"[:MAX_ERROR].encode("utf-8", "replace").decode()
+    return well_formed(f"Error: {type(error).__name__}: {text}"[:MAX_ERROR])

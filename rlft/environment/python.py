@@ -13,7 +13,7 @@ from rlft.system.sandbox import bubblewrap, trials
 from rlft.system.sandbox.bubblewrap import Limits, Reason
 from rlft.system.sandbox.trials import Required, check_isolation
 from rlft.tokens.fences import unfenced
-from rlft.types import UserError
+from rlft.types import UserError, well_formed
 
 SECTION = "environment"
 SPARE_S = 2.0
@@ -89,7 +89,7 @@ class Python(Environment):
 
 def printed(code: str, limits: Limits) -> str:
     """What a program, which may be in a fence, prints in the sandbox, what it raised, and whether a limit ended it."""
-    files = {"run.py": RUNNER, "program.py": unfenced(code).encode("utf-8", "replace").decode()}
+    files = {"run.py": RUNNER, "program.py": well_formed(unfenced(code))}
     result = bubblewrap.run(files, ["run.py"], limits, trials.available()[0])
     if result.reason is Reason.deadline:
         return f"{result.stdout}[ended after {limits.seconds:g} s]"

@@ -24,7 +24,7 @@ import ast
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ from rlft.environment.protocol import Call
 from rlft.tokens.ends import num_common, special_pattern, special_tokens
 from rlft.tokens.reasoning import search_outside, without_reasoning
 from rlft.tokens.text import CALL_ID, RunTokenizer, rendered_if_taken
-from rlft.types import Schema
+from rlft.types import Schema, well_formed
 
 MAX_DEPTH = 64
 """The deepest nesting of JSON that the policy may write. Python's pickle and json fail some hundred levels down."""
@@ -193,15 +193,12 @@ class ListedCalls(CallReader):
         return re.compile(re.escape(self.prefix) + NAME + r"(?![\w.-])")
 
     def _call(self, name: str, body: str) -> Call:
-        arguments, rest, properties = {}, body, self.properties.get(name, {})
-        for match in self._argument().finditer(body):
-            value = match["value"]
+        def bare(value: str) -> str:
             value = value.removeprefix("\n") if self.separator.endswith("\n") else value
             value = value.removesuffix("\n") if self.closing.startswith("\n") else value
-            value = cdata[1] if (cdata := CDATA.fullmatch(value)) else value
-            schema = properties.get(match["key"], {})
-            arguments[match["key"]] = well_formed(value) if is_text(schema) else json_or_text(value)
-            rest = rest.replace(match[0], "", 1)
+            return cdata[1] if (cdata := CDATA.fullmatch(value)) else value
+
+        arguments, rest = listed_arguments(body, self._argument(), self.properties.get(name, {}), bare)
         if self.opening in (rest.partition(self.end)[0] if self.end else rest):
             example = f"{self.opening}<argument>{self.separator}<value>{self.closing}".replace("\n", "")
             return unreadable(body, f"an argument of this call has no end; write it as {example}", name)
@@ -216,6 +213,25 @@ class ListedCalls(CallReader):
         key = r"(?P<key>[^\s<>\"'=]+)"
         closing = re.escape(self.closing.strip())
         return re.compile(f"{re.escape(self.opening)}{key}{separator}(?P<value>.*?){closing}", re.DOTALL)
+
+
+def listed_arguments(
+    body: str, pattern: re.Pattern[str], properties: Mapping[str, Any], bare: Callable[[str], str] = str
+) -> tuple[dict[str, Any], str]:
+    """(the arguments of a call, each with its `key` and `value` where the pattern matches; what else the body says).
+
+    `bare` is what a value says of the text that stands for it; by its schema it is a text, or JSON.
+
+    >>> listed_arguments("<a>1</a> <b>2</b>!", re.compile("<(?P<key>.)>(?P<value>.)</.>"), {"a": {"type": "integer"}})
+    ({'a': 1, 'b': '2'}, ' !')
+    """
+    arguments, rest = {}, body
+    for match in pattern.finditer(body):
+        value = bare(match["value"])
+        is_said = is_text(properties.get(match["key"], {}))
+        arguments[match["key"]] = well_formed(value) if is_said else json_or_text(value)
+        rest = rest.replace(match[0], "", 1)
+    return arguments, rest
 
 
 # -- finding the form --------------------------------------------------------------------------------------------------
@@ -419,11 +435,6 @@ def depth(value: Any) -> int:
             deepest = max(deepest, level)
             waiting += [(inner, level + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
     return deepest
-
-
-def well_formed(text: str) -> str:
-    """The text with `?` for lone surrogates, which JSON can express but no tokenizer or file accepts."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call:

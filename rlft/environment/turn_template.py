@@ -31,7 +31,7 @@ from rlft.environment.protocol import Call, Environment
 from rlft.environment.template_calls import CallTemplate
 from rlft.tokens.ends import closing_of, num_common, special_pattern, special_tokens
 from rlft.tokens.plain import PlainText
-from rlft.tokens.text import CALL_ID, RunTokenizer, decode, render
+from rlft.tokens.text import CALL_ID, RunTokenizer, decode, render, rendered_if_taken
 from rlft.types import UserError
 
 Role = Literal["tool", "user"]
@@ -204,10 +204,11 @@ class TurnTemplate:
         try:
             text = self._rendered([*self._opening, self._turn(role, _mark(0)), _answer(role)], start=True)
             if READING in self._after(text, _mark(0), role)[1]:
-                eos, rendered = str(self._tokenizer.eos_token or ""), partial(self._rendered, start=False)
-                asked, turn, answer = self._opening, self._turn(role, _mark(0)), _answer(role)
-                closing = closing_of(rendered, asked, turn, answer, _mark(0), READING, self._special, eos)
-                _, self._runs[role], _ = closing
+                rendered = partial(rendered_if_taken, self._tokenizer, tools=self._tools)
+                eos = str(self._tokenizer.eos_token or "")
+                turn, answer = self._turn(role, _mark(0)), _answer(role)
+                closing = closing_of(rendered, self._opening, turn, answer, _mark(0), READING, self._special, eos)
+                self._runs[role] = closing[1]
                 return
         except UserError:
             raise

@@ -15,12 +15,11 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from rlft.tokens.text import CALL_ID, TOOL, RunTokenizer
-from rlft.tokens.text import render as chat_template_text
+from rlft.tokens.text import CALL_ID, TOOL, RunTokenizer, rendered_if_taken
 
 Message = Mapping[str, Any]
-Render = Callable[[Sequence[Message]], str]
-"""The chat template's text of messages, without the start of a next turn."""
+Render = Callable[[Sequence[Message]], str | None]
+"""The chat template's text of messages, without the start of a next turn; None if it does not take them."""
 
 NO_TEMPLATE_NOTE = "The tokenizer has no chat template: prompts are the plain texts of their messages."
 QUESTION = {"role": "user", "content": "question"}
@@ -73,7 +72,7 @@ def turn_ends(tokenizer: RunTokenizer, style: str, eos_token_id: Any = None) -> 
     elif style == "chat":
         eos = str(tokenizer.eos_token) if own else ""
         pattern = special_pattern(special_tokens(tokenizer))
-        render = partial(chat_template_text, tokenizer)
+        render = partial(rendered_if_taken, tokenizer)
         turn, answer = {"role": "assistant", "content": SAID}, {"role": "user", "content": REPLY}
         lead, run, last = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, pattern, eos)
         called = _end_of_calls(tokenizer, pattern, eos)
@@ -177,23 +176,15 @@ def num_common(first: str, second: str) -> int:
     return next((n for n, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second))
 
 
-def _rendered(render: Render, messages: Sequence[Message]) -> str:
-    """The text of the messages; "" if the template does not take them: it is a program of somebody else's."""
-    try:
-        return render(messages)
-    except Exception:
-        return ""
-
-
 def _tail(render: Render, messages: Sequence[Message], said: str) -> str | None:
     """The text after what was said; None if the template does not write it."""
-    _, found, after = _rendered(render, messages).rpartition(said)
+    _, found, after = (render(messages) or "").rpartition(said)
     return after if found else None
 
 
 def _leading(render: Render, opening: Sequence[Message], special: re.Pattern[str]) -> Iterator[str]:
     """The special tokens that a conversation begins with: the beginning of the text, and of a turn."""
-    text = _rendered(render, opening)
+    text = render(opening) or ""
     position = 0
     while match := special.match(text, position):
         yield match[0]
@@ -203,22 +194,22 @@ def _leading(render: Render, opening: Sequence[Message], special: re.Pattern[str
 def _inside(render: Render, special: re.Pattern[str]) -> set[str]:
     """The special tokens that the template puts between an assistant's thoughts and its answer."""
     thinking = {"role": "assistant", "content": SAID, "reasoning_content": THOUGHT}
-    text = _rendered(render, [QUESTION, thinking])
+    text = render([QUESTION, thinking]) or ""
     between = text.partition(THOUGHT)[2].rpartition(SAID)[0]
     return set(special.findall(between))
 
 
 def _end_of_calls(tokenizer: RunTokenizer, special: re.Pattern[str], eos: str) -> list[int]:
     """The token that ends a turn with a call of a tool; none if the template shows no tools."""
-    render = partial(chat_template_text, tokenizer, tools=[TOOL])
+    render = partial(rendered_if_taken, tokenizer, tools=[TOOL])
     call = {"type": "function", "id": CALL_ID, "function": {"name": "tool", "arguments": {"argument": SAID}}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     answer = {"role": "tool", "name": "tool", "tool_call_id": CALL_ID, "content": REPLY}
-    before, found, _ = _rendered(render, [QUESTION, turn]).rpartition(SAID)
+    before, found, _ = (render([QUESTION, turn]) or "").rpartition(SAID)
     if not found:
         return []
     _, run, _ = closing_of(render, [QUESTION], turn, answer, SAID, REPLY, special, eos)
-    own = before[num_common(before, _rendered(render, [QUESTION])) :]
+    own = before[num_common(before, render([QUESTION]) or "") :]
     if run and (end := special.findall(run)[-1]) not in special.findall(own):
         return [special_tokens(tokenizer)[end]]
     return []

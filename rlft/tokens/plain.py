@@ -36,7 +36,7 @@ from rlft.tokens.text import (
     said_special_ids,
     written_special_tokens,
 )
-from rlft.types import UserError
+from rlft.types import UserError, well_formed
 
 GAPS = range(0xE000, 0xF8FF)
 """Characters for private use, one of which cuts."""
@@ -70,8 +70,8 @@ class PlainText:
         self, conversations: Sequence[Conversation], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]], str]:
         """(the messages, the tools, the character that cuts the special tokens in them; "" if they spell none)."""
-        plain = [[_well_formed(message) for message in conversation] for conversation in conversations]
-        schemas = [_well_formed(tool) for tool in tools]
+        plain = [[_mapped(message, well_formed) for message in conversation] for conversation in conversations]
+        schemas = [_mapped(tool, well_formed) for tool in tools]
         spells = any(self._of(m).search(text) for c in plain for m in c for text in _texts(m))
         if not spells and not self.spelled(_texts(schemas)):
             return plain, schemas, ""
@@ -166,11 +166,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping | list | tuple):
         for each in chain(value, value.values()) if isinstance(value, Mapping) else value:
             yield from _texts(each)
-
-
-def _well_formed(value: Any) -> Any:
-    """The value with `?` for lone surrogates, which no tokenizer accepts."""
-    return _mapped(value, lambda text: text.encode("utf-8", "replace").decode())
 
 
 def _unused(texts: Sequence[str]) -> str:

@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rlft.tokens.text import (
-    CALL_ID,
-    THINKING_FIELDS,
-    TOOL,
-    WITH_TOOLS,
-    Conversation,
-    RunTokenizer,
-    rendered_if_taken,
-)
+from rlft.tokens.text import CALL_ID, THINKING_FIELDS, TOOL, WITH_TOOLS, Conversation, RunTokenizer, rendered_if_taken
 from rlft.types import IMAGE
 
 WORD = re.compile(r"\w+")

@@ -172,11 +172,7 @@ def rendered(
 
 
 def _applied(
-    tokenizer: RunTokenizer,
-    conversations: Sequence[list[dict[str, Any]]],
-    tools: list[Any] | None,
-    *,
-    start: bool,
+    tokenizer: RunTokenizer, conversations: Sequence[list[dict[str, Any]]], tools: list[Any] | None, *, start: bool
 ) -> list[str]:
     date = datetime.date.fromisoformat(tokenizer.date)
     variables = {**tokenizer.variables, "strftime_now": partial(formatted, date)}
@@ -189,11 +185,7 @@ def _applied(
 
 
 def render(
-    tokenizer: RunTokenizer,
-    conversation: Conversation,
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    start: bool = False,
+    tokenizer: RunTokenizer, conversation: Conversation, *, tools: Sequence[Mapping[str, Any]] = (), start: bool = False
 ) -> str:
     """The text of one conversation, see `rendered`."""
     return rendered(tokenizer, [conversation], tools=tools, start=start)[0]

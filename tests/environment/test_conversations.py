@@ -418,9 +418,9 @@ def rollout_of(transcript: Transcript, prompt: Sequence[int]) -> Rollout:
 
 def test_what_goes_on_is_put_behind_what_was_said() -> None:
     transcript = Transcript([1, 2])
-    transcript.say([10, 11], [-1.0, -2.0])
+    transcript.add([10, 11], [-1.0, -2.0])
     transcript.set_context([1, 2, 10, 11, 3, 4])
-    transcript.say([12], [-3.0])
+    transcript.add([12], [-3.0])
     assert transcript.token_ids == [10, 11, 3, 4, 12]
     assert transcript.mask == [True, True, False, False, True]
     assert transcript.logprobs == [-1.0, -2.0, 0.0, 0.0, -3.0]
@@ -435,10 +435,10 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first() -> No
         return experts
 
     transcript = Transcript([1, 2])
-    transcript.say([10, 11, 12], [-1.0] * 3)
+    transcript.add([10, 11, 12], [-1.0] * 3)
     transcript.note_experts(noted(0, 5))
     transcript.set_context([1, 2, 10, 12, 3])  # 11 is dropped
-    transcript.say([13, 14], [-1.0] * 2)
+    transcript.add([13, 14], [-1.0] * 2)
     transcript.note_experts(noted(1, 7))
     assert transcript.token_ids == [10, 11, 12, 12, 3, 13, 14]
     assert transcript.experts is not None
@@ -447,9 +447,9 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first() -> No
 
 def test_history_that_is_written_anew_makes_a_branch_of_what_differs() -> None:
     transcript = Transcript([1, 2])
-    transcript.say([10, 11, 12], [-1.0] * 3)
+    transcript.add([10, 11, 12], [-1.0] * 3)
     transcript.set_context([1, 2, 10, 12, 3])  # 11 is dropped: shared are 1, 2 and 10, the completion's token 0
-    transcript.say([13], [-1.0])
+    transcript.add([13], [-1.0])
     assert transcript.token_ids == [10, 11, 12, 12, 3, 13]
     assert transcript.mask == [True, True, True, False, False, True]
     assert transcript.branches == [Branch(start=3, after=0)]
@@ -458,7 +458,7 @@ def test_history_that_is_written_anew_makes_a_branch_of_what_differs() -> None:
 
 def test_a_branch_may_begin_inside_the_prompt() -> None:
     transcript = Transcript([1, 2, 3])
-    transcript.say([10], [-1.0])
+    transcript.add([10], [-1.0])
     transcript.set_context([1, 5])  # shared is the prompt's first token, which is -3
     assert transcript.branches == [Branch(start=1, after=-3)]
     assert transcript.context == [1, 5]
@@ -466,9 +466,9 @@ def test_a_branch_may_begin_inside_the_prompt() -> None:
 
 def test_a_branch_goes_on_from_a_branch() -> None:
     transcript = Transcript([1])
-    transcript.say([10, 11], [-1.0] * 2)
+    transcript.add([10, 11], [-1.0] * 2)
     transcript.set_context([1, 20, 21])
-    transcript.say([12], [-1.0])
+    transcript.add([12], [-1.0])
     transcript.set_context([1, 20, 30])  # 20 is the completion's token 2
     assert transcript.token_ids == [10, 11, 20, 21, 12, 30]
     assert transcript.branches == [Branch(start=2, after=-1), Branch(start=5, after=2)]
@@ -476,16 +476,16 @@ def test_a_branch_goes_on_from_a_branch() -> None:
 
 def test_the_same_request_again_begins_with_what_is_sampled() -> None:
     transcript = Transcript([1, 2])
-    transcript.say([10], [-1.0])
+    transcript.add([10], [-1.0])
     transcript.set_context([1, 2])
-    transcript.say([11], [-2.0])
+    transcript.add([11], [-2.0])
     assert (transcript.token_ids, transcript.mask) == ([10, 11], [True, True])
     assert transcript.branches == [Branch(start=1, after=-1)]
 
 
 def test_a_branch_in_which_nothing_stands_is_none() -> None:
     transcript = Transcript([1, 2])
-    transcript.say([10], [-1.0])
+    transcript.add([10], [-1.0])
     transcript.set_context([1, 2])
     transcript.set_context([1])
     assert transcript.branches == [Branch(start=1, after=-2)]
@@ -513,7 +513,7 @@ def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
 ) -> None:
     """Each step keeps the first so many tokens of the context, reads others behind them, and says something."""
     transcript = Transcript([7, 8, 9])
-    transcript.say([0], [-1.0])
+    transcript.add([0], [-1.0])
     for kept, heard, said in steps:
         context = [*transcript.context[:kept], *heard]
         added = transcript.added_by(context)
@@ -521,5 +521,5 @@ def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
         transcript.set_context(context)
         assert transcript.context == context
         assert len(transcript.token_ids) - before == added <= len(heard)
-        transcript.say(said, [-1.0] * len(said))
+        transcript.add(said, [-1.0] * len(said))
         assert list(rollout_of(transcript, [7, 8, 9]).last_path()) == transcript.context

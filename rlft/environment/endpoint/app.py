@@ -130,13 +130,10 @@ def make_app(
 
     async def list_models(http: HttpRequest) -> Response:
         key_of(http)
-        return JSONResponse(list_of_models(model, most_tokens))
-
-    async def one_model(http: HttpRequest) -> Response:
-        key_of(http)
-        if http.path_params["name"] != model:
+        models, name = list_of_models(model, most_tokens), http.path_params.get("name")
+        if name not in (None, model):
             raise Refusal(404, f"there is no such model; there is {model!r}", "model_not_found")
-        return JSONResponse(list_of_models(model, most_tokens)["data"][0])
+        return JSONResponse(models if name is None else models["data"][0])
 
     async def healthy(http: HttpRequest) -> Response:
         return JSONResponse({})
@@ -160,7 +157,7 @@ def make_app(
         routes=[
             Route("/health", healthy),
             route("/v1/models", list_models),
-            route("/v1/models/{name:path}", one_model),
+            route("/v1/models/{name:path}", list_models),
             *(route(path, answering(kind), ["POST"]) for path, kind in bodies.items()),
         ],
         exception_handlers=handlers,

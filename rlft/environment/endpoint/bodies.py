@@ -101,7 +101,23 @@ class Drawn(Fields):
         return replace(usual, max_tokens=max_tokens, stop=stop, stop_token_ids=stop_ids)
 
 
-class Chat(Body, Drawn):
+class Shows(Body):
+    """What a request shows of tools, and the variables of its chat template."""
+
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        return [tool.plain for tool in self.tools or []]
+
+    @property
+    def variables(self) -> dict[str, dict[str, Any]]:
+        """Variables of the chat template, by the beginning of their fields in the request."""
+        return {VARIABLES: self.chat_template_kwargs} if self.chat_template_kwargs else {}
+
+
+class Chat(Shows, Drawn):
     """`POST /v1/chat/completions`."""
 
     without_effect = LABELS
@@ -118,7 +134,6 @@ class Chat(Body, Drawn):
     }
 
     messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
@@ -126,7 +141,6 @@ class Chat(Body, Drawn):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
 
     @model_validator(mode="after")
@@ -154,13 +168,12 @@ class Chat(Body, Drawn):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else [tool.plain for tool in self.tools or []]
+        return [] if self.tool_choice == "none" else super().shown_tools
 
     @property
     def variables(self) -> dict[str, dict[str, Any]]:
-        """Variables of the chat template, by the beginning of their fields in the request."""
-        effort = {"": {"reasoning_effort": self.reasoning_effort}} if self.reasoning_effort is not None else {}
-        return {VARIABLES: self.chat_template_kwargs} | effort if self.chat_template_kwargs else effort
+        effort = {} if self.reasoning_effort is None else {"": {"reasoning_effort": self.reasoning_effort}}
+        return super().variables | effort
 
 
 class DrawnTokens(Drawn):
@@ -236,7 +249,7 @@ class Complete(Body, Drawn):
         return several or [[token for token in self.prompt if isinstance(token, int)]]
 
 
-class Tokenize(Body):
+class Tokenize(Shows):
     """`POST /tokenize`: the tokens of a text, or of messages."""
 
     neutral: ClassVar[Neutral] = {
@@ -247,8 +260,6 @@ class Tokenize(Body):
 
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1)
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -265,14 +276,6 @@ class Tokenize(Body):
         if self.messages is not None and self.add_special_tokens:
             raise refused("add_special_tokens", "goes with a text, since the chat template writes them; leave it out")
         return self
-
-    @property
-    def shown_tools(self) -> list[dict[str, Any]]:
-        return [tool.plain for tool in self.tools or []]
-
-    @property
-    def variables(self) -> dict[str, dict[str, Any]]:
-        return {VARIABLES: self.chat_template_kwargs} if self.chat_template_kwargs else {}
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

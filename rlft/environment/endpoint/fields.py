@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from rlft.config.choices import closest
 from rlft.tokens.messages import FIELDS
 from rlft.tokens.text import THINKING_FIELDS
+from rlft.types import well_formed
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """{field: its values that ask for nothing, beside null}. Other values would change an answer, and are refused."""
@@ -173,7 +174,7 @@ class Message(Fields):
         """The message as chat templates take it: content is a text, arguments of calls are objects if they are JSON."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        made: dict[str, Any] = {"role": self.plain_role, "content": text.encode("utf-8", "replace").decode()}
+        made: dict[str, Any] = {"role": self.plain_role, "content": well_formed(text)}
         if thoughts := next((value for field in THINKING_FIELDS if (value := getattr(self, field))), ""):
             made[THINKING_FIELDS[0]] = thoughts
         made |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}

@@ -37,7 +37,7 @@ from rlft.generation.engine import Generator
 from rlft.generation.stops import ShownText, plain_decoder
 from rlft.system.seeds import derive
 from rlft.tokens.text import RunTokenizer
-from rlft.types import Completion, Group, NextTurn, Prompt, Sampling, counted
+from rlft.types import Completion, Group, NextTurn, Prompt, Sampling, counted, well_formed
 
 TICK_S = 0.01
 """How long a request waits for others to be sampled with it: short in comparison with sampling."""
@@ -342,8 +342,7 @@ def scored_prompt(generator: Generator, tokenizer: RunTokenizer, ids: Sequence[i
 
 def ids_of_text(text: str, speech: Speech, *, with_special: bool = True) -> list[int]:
     """The tokens of a text of a request, which may hold a lone surrogate."""
-    plain = text.encode("utf-8", "replace").decode()
-    return speech.tokenizer(plain, add_special_tokens=with_special)["input_ids"]
+    return speech.tokenizer(well_formed(text), add_special_tokens=with_special)["input_ids"]
 
 
 def check_ids(ids: Sequence[int], vocabulary: int, field: str = "token_ids") -> tuple[int, ...]:

@@ -123,7 +123,7 @@ class Trajectory:
         if reply.cause is Cause.time:
             conversation.end = FinishReason.time
         if not conversation.turns:
-            conversation.transcript.add_unsampled([end_token])
+            conversation.transcript.add([end_token])
             conversation.end = conversation.end or FinishReason.stop
             return
         last = conversation.turns[-1]
