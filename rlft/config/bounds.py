@@ -1,4 +1,4 @@
-"""Bounded numbers as types of config fields (`rlft.config.compose` checks the bounds)."""
+"""Bounded numbers as types of config fields (`rlft.config.instantiate` checks the bounds)."""
 
 from typing import Annotated
 

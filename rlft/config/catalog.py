@@ -119,7 +119,10 @@ def first_comment(file: Path) -> str:
 
 @cache
 def entries(file: Path) -> dict[str, Entry]:
-    """{dotted key: entry} of a YAML file, in order. A key's comment may be on its line, below it, or above it."""
+    """{dotted key: entry} of a YAML file, in order. Its comment is on its line, below it, above it, or all of these.
+
+    Comments above the first key are the file's; they are also that key's where it has no other.
+    """
     result: dict[str, Entry] = {}
     path: list[tuple[int, str]] = []
     above, key = "", ""
@@ -141,8 +144,8 @@ def entries(file: Path) -> dict[str, Entry]:
                 continue
             key = ".".join(name for _, name in path)
             default, comment = (value["value"].strip(), value["comment"] or "") if value else ("", "")
-            result[key] = Entry(default=default, comment=comment or above)
-            above = ""
+            both = f"{comment}; {above}" if comment and above and result else comment or above
+            above, result[key] = "", Entry(default=default, comment=both)
     return result
 
 

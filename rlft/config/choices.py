@@ -1,4 +1,4 @@
-"""What a value that is none of a key's choices probably meant."""
+"""Values in refusals: as they would be typed, and what one that is none of a key's choices probably meant."""
 
 from __future__ import annotations
 
@@ -39,3 +39,11 @@ def choice_remedy(name: object, choices: Iterable[str]) -> str:
     known = list(choices)
     close = closest(name, known)
     return (f"did you mean {close}? All: " if close else "choose one of ") + ", ".join(known)
+
+
+def as_typed(value: object) -> str:
+    """The value as it would be typed, cut: strings in quotes, and YAML's words for None, True and False."""
+    words = {None: "null", True: "true", False: "false"}
+    is_word = value is None or value is True or value is False
+    text = words[value] if is_word else repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

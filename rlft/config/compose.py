@@ -85,8 +85,6 @@ def compose_run(
                 empties = f"{group}=[]" in choices and group not in SEVERAL
                 if empties and not any(key.key_or_group.startswith(f"{group}.") for key in keys):
                     composed.pop(group, None)
-    except UnicodeDecodeError as error:
-        raise _not_utf8(config_dir) or error from None
     except Exception as error:
         raise refusal(error, command) or error from None
     return Composed(plain=plain(composed), folder=folder)
@@ -168,18 +166,6 @@ def _unknown(key: str, config: Any, command: str, got: str | None, *, recorded: 
     return UserError(with_keys.key, with_keys.problem, got=got, remedy=with_keys.remedy)
 
 
-def _not_utf8(config_dir: str | Path | None) -> UserError | None:
-    """The refusal of the first of the user's YAML files that is not UTF-8 text; None if all are."""
-    for file in sorted(Path(config_dir).rglob("*.yaml")) if config_dir else ():
-        try:
-            file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            return UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8")
-        except OSError:
-            continue
-    return None
-
-
 def new_folder(name: str, below: str = "runs") -> str:
     """The default folder, which does not exist yet, of a run (or of a sweep, below `sweeps`) that starts now."""
     from datetime import datetime
@@ -209,7 +195,11 @@ def extend_hydra(*, requires: bool = True) -> None:
         requires_keys: ClassVar[bool] = requires
 
         def load_config(self, config_path: str) -> ConfigResult:
-            loaded = super().load_config(config_path)
+            try:
+                loaded = super().load_config(config_path)
+            except UnicodeDecodeError as error:
+                file = Path(self.path, self._normalize_file_name(config_path))
+                raise UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8") from None
             if not self.requires_keys:
                 return loaded
             for key in loaded.config if isinstance(loaded.config, DictConfig) else ():

@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 from rlft.config import catalog
-from rlft.config.choices import choice_remedy, closest
-from rlft.config.keys import ABSENT, options, without_key, written_at
-from rlft.config.suggest import as_typed, joined, unknown_in_section
+from rlft.config.choices import as_typed, choice_remedy, closest
+from rlft.config.keys import ABSENT, fields_of, joined, options
+from rlft.config.suggest import unknown_in_section
 from rlft.types import UserError, require
 
 ALLOW_UNSCORABLE = "allow_unscorable"
@@ -104,26 +104,26 @@ def from_mapping(cls: Any, values: Any, prefix: str, command: str = "train") -> 
         raise UserError(prefix, "must be a section of keys", got=as_typed(values), remedy=remedy)
     if hasattr(cls, "with_sections_read"):  # a class with sections whose names decide their classes
         values = cls.with_sections_read(values, prefix, command)
-    names = [f.name for f in dataclasses.fields(cls)]
-    values = {**{name: before for name, before in _values_before(cls).items() if name not in values}, **values}
-    for key in (key for key in values if key not in names):
-        raise unknown_in_section(key, values[key], names, prefix, command)
-    for field in dataclasses.fields(cls):
-        has_default = not (field.default is field.default_factory is dataclasses.MISSING)
-        require(has_default or field.name in values, joined(prefix, field.name), "is missing", remedy="give it a value")
-    hints = _hints(cls)
-    return cls(**{name: convert(hints[name], value, joined(prefix, name), command) for name, value in values.items()})
+    fields = {field.name: field for field in fields_of(cls)}
+    values = {**{name: field.key.before for name, field in fields.items() if field.key.before is not ABSENT}, **values}
+    for key in (key for key in values if key not in fields):
+        raise unknown_in_section(key, values[key], list(fields), prefix, command)
+    for name in (name for name, field in fields.items() if not (field.has_default or name in values)):
+        raise UserError(joined(prefix, name), "is missing", remedy="give it a value")
+    keys = {name: joined(prefix, name) for name in values}
+    return cls(**{name: convert(fields[name].hint, value, keys[name], command) for name, value in values.items()})
 
 
 def convert(hint: Any, value: Any, key: str, command: str = "train") -> Any:
     """The value in its field's type, checked by pydantic in strict mode (no "5" for 5, no True for 1)."""
-    sections = [kind for kind in options(hint) if dataclasses.is_dataclass(kind)]
-    if sections and not (value is None and type(None) in options(hint)):
+    kinds = options(hint)
+    may_be_null, sections = type(None) in kinds, [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    if sections and not (value is None and may_be_null):
         return from_mapping(sections[0], value, key, command)
     from pydantic import ValidationError
     from pydantic.errors import PydanticSchemaGenerationError
 
-    enums = [kind for kind in options(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
+    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
     for kind in enums:
         values = [member.value for member in kind]
         value = "off" if value is False and "off" in values else value  # a bare off is YAML's false
@@ -136,7 +136,7 @@ def convert(hint: Any, value: Any, key: str, command: str = "train") -> Any:
     except ValidationError as error:
         problem = _either(list(dict.fromkeys(_in_our_words(e["msg"]) for e in error.errors())))
         choices = [str(m.value) for kind in enums for m in kind]
-        choices += ["null"] if choices and type(None) in options(hint) else []
+        choices += ["null"] if choices and may_be_null else []
         remedy = choice_remedy(value, choices) if choices else _remedy(hint, value, key, command)
         problem = "is not one of its choices" if choices else problem
         raise UserError(key, problem, got=as_typed(value), remedy=remedy) from None
@@ -150,19 +150,6 @@ def _adapter(hint: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(hint)
-
-
-@cache
-def _values_before(cls: Any) -> dict[str, Any]:
-    """{key: its value before it existed} of the keys that say so."""
-    befores = {k: written_at(hint).before for k, hint in typing.get_type_hints(cls, include_extras=True).items()}
-    return {name: before for name, before in befores.items() if before is not ABSENT}
-
-
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {name: without_key(hint) for name, hint in hints.items()}
 
 
 def _in_our_words(message: str) -> str:

@@ -52,6 +52,33 @@ class Key:
         return replace(self, **{name: value for name, value in inherited.items() if getattr(self, name) is None})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypedField:
+    """A field of a config's dataclass: its type without its `Key`, and the class of a typed section."""
+
+    name: str
+    hint: Any
+    key: Key
+    section: type | None
+    has_default: bool
+
+
+@cache
+def fields_of(cls: type) -> tuple[TypedField, ...]:
+    """The fields of a config's dataclass, in order."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple(
+        TypedField(
+            name=f.name,
+            hint=(hint := without_key(hints[f.name])),
+            key=written_at(hints[f.name]),
+            section=next((kind for kind in options(hint) if dataclasses.is_dataclass(kind)), None),
+            has_default=not (f.default is f.default_factory is dataclasses.MISSING),
+        )
+        for f in fields(cls)
+    )
+
+
 @cache
 def keys_of(root: type) -> Mapping[str, Key]:
     """{key with its sections: what is known} of every section and key of a command's root, in order."""
@@ -95,18 +122,19 @@ def options(hint: Any) -> tuple[Any, ...]:
 
 
 def _keys(cls: type, prefix: str, section: Key) -> Iterator[tuple[str, Key]]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    for name in (f.name for f in dataclasses.fields(cls)):
-        hint = hints[name]
-        written = written_at(hint)
-        key = section.inside.get(name, Key()).over(written).over(section)
+    for field_of in fields_of(cls):
+        name, written = f"{prefix}{field_of.name}", field_of.key
+        key = section.inside.get(field_of.name, Key()).over(written).over(section)
         key = replace(key, before=written.before, roles=key.roles or written.roles, inside=written.inside)
-        yield f"{prefix}{name}", key
-        kinds: list[Any] = [kind for kind in options(without_key(hint)) if dataclasses.is_dataclass(kind)]
-        if kinds:
-            yield from _keys(kinds[0], f"{prefix}{name}.", key)
+        yield name, key
+        if field_of.section is not None:
+            yield from _keys(field_of.section, f"{name}.", key)
         else:
-            yield from ((f"{prefix}{name}.{inner}", inner_key.over(key)) for inner, inner_key in key.inside.items())
+            yield from ((f"{name}.{inner}", inner_key.over(key)) for inner, inner_key in key.inside.items())
+
+
+def joined(section: str, name: object) -> str:
+    return f"{section}.{name}" if section else str(name)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

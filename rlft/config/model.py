@@ -204,18 +204,6 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotConfig:
-    """The `snapshot` section.
-
-    Attributes:
-        reference: `none`, `base`, `copy`, `ema`, or the folder of a PEFT adapter.
-        routing: whose choice of experts the policy's passes take, in a mixture of experts.
-        teacher: `none`, `base`, the folder of a PEFT adapter, or another model (a folder, a hub id, `embedded:<name>`).
-        teacher_engine: what computes a teacher that is a separate model.
-        teacher_dtype: of its weights; None: that of the base.
-        teacher_quantization: likewise; "none" for weights that are not quantised.
-        teacher_gpu_memory_utilization: share of a GPU's memory that vLLM gets for the teacher.
-    """
-
     reference: Annotated[str, Key(roles=("policy",))]
     refresh_every: NonNegativeInt
     ema_decay: PositiveFraction | None
@@ -269,12 +257,6 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticConfig:
-    """The `critic` section.
-
-    Attributes:
-        init: `base`, `reward` (the learned reward's adapter), or the folder of a reward or critic adapter.
-    """
-
     kind: Annotated[CriticKind, Key(in_state=True)]
     init: Annotated[str, Key(in_state=True, roles=("critic", "reward"))]
     lr: PositiveFloat
@@ -284,12 +266,6 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig:
-    """The training of the learned reward's adapter between steps.
-
-    Attributes:
-        labels: name of the rule reward that ranks siblings.
-    """
-
     refresh_every: NonNegativeInt
     labels: str | None
     pairs: PositiveInt

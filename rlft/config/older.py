@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Mapping
-from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
-from rlft.config.keys import ABSENT, options, without_key, written_at
+from rlft.config.keys import ABSENT, fields_of
 from rlft.config.schema import engine_classes
 
 OPEN = ("data", "reward", "logger", "algorithm", "demonstrations", "preferences", "loss", "environment")
@@ -35,13 +34,13 @@ def completed(recorded: Mapping[str, Any], root: type) -> dict[str, Any]:
 
 def _completed(recorded: Mapping[str, Any], cls: type) -> dict[str, Any]:
     values = dict(recorded)
-    for name, before, section in _fields(cls):
-        value = values.get(name, before)
-        if section is not None and isinstance(inner := values.get(name, {}), Mapping):
-            section_now = _section(inner, section)
+    for field in fields_of(cls):
+        value = values.get(field.name, field.key.before)
+        if field.section is not None and isinstance(inner := values.get(field.name, {}), Mapping):
+            section_now = _section(inner, field.section)
             value = value if section_now is ABSENT else section_now
         if value is not ABSENT:
-            values[name] = value
+            values[field.name] = value
     return values
 
 
@@ -49,20 +48,6 @@ def _section(recorded: Mapping[str, Any], cls: type) -> Any:
     """The completed section; ABSENT if the config has none of its keys, and they cannot all be completed."""
     values = _completed(recorded, cls)
     return values if recorded or len(values) == len(dataclasses.fields(cls)) > 0 else ABSENT
-
-
-@cache
-def _fields(cls: type) -> tuple[tuple[str, Any, type | None], ...]:
-    """(name, value before the key existed, the class of a typed section) of each field."""
-    hints = get_type_hints(cls, include_extras=True)
-    return tuple(
-        (field.name, written_at(hints[field.name]).before, _class_of_section(hints[field.name]))
-        for field in dataclasses.fields(cls)
-    )
-
-
-def _class_of_section(hint: Any) -> type | None:
-    return next((kind for kind in options(without_key(hint)) if dataclasses.is_dataclass(kind)), None)  # type: ignore[return-value]
 
 
 def _with_components(value: Any) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config import catalog, suggest
-from rlft.config.choices import choice_remedy, closest
+from rlft.config.choices import LIKE, choice_remedy, closest
 from rlft.types import UserError, require
 
 CFG = ("--cfg", "-c")
@@ -296,7 +296,7 @@ def _check_own_keys(overrides: Sequence[str], own: Sequence[str], command: str) 
         key, _, value = override.lstrip("+~").partition("=")
         alike = {name: difflib.SequenceMatcher(None, name, key).ratio() for name in by_name}
         most = max(alike, key=alike.__getitem__, default="")
-        if not alike or alike[most] < suggest.LIKE or key in suggest.known_keys(command):
+        if not alike or alike[most] < LIKE or key in suggest.known_keys(command):
             continue
         others = [difflib.SequenceMatcher(None, meant.key, key).ratio() for meant in suggest.suggestions(key, command)]
         if alike[most] >= max(others, default=0):

@@ -71,8 +71,6 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumConfig:
-    """The `curriculum` section; its YAML, with meanings and defaults, is in configs/train.yaml."""
-
     running: bool
     path: Annotated[str | None, Key(free=True)]
     weight: typing.Literal["variance", "uniform"]
@@ -122,8 +120,6 @@ class EvalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmsConfig:
-    """The `alarms` section; its YAML, with meanings and defaults, is in configs/train.yaml."""
-
     patience: PositiveInt
     accuracy_drop: PositiveFloat | None
     kl: PositiveFloat | None
@@ -140,13 +136,6 @@ class AlarmsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsConfig:
-    """The `rollouts` section: which completions are written.
-
-    Attributes:
-        every: number of steps from one file to the next; 0 for no files.
-        keep: number of the newest files that are kept; None for all.
-    """
-
     every: NonNegativeInt
     keep: PositiveInt | None
 
@@ -183,7 +172,6 @@ class GenerationConfig:
     """The `generation` section of a config.
 
     Attributes:
-        engine: auto, the name of an engine's section, or `module.Class` of an engine outside the tree.
         engines: {section: engine} for the engines in the tree and the one that is chosen.
     """
 

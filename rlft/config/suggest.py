@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config import catalog
+from rlft.config.choices import LIKE, as_typed
+from rlft.config.keys import joined
 from rlft.types import UserError
 
 ASSETS = Path(__file__).parents[1] / "assets"
 PEER_NAMES = ASSETS / "peer_names.yaml"
 SEVERAL = ("reward", "logger")
 """Groups that take several choices at once, whose keys are below the name of a choice: reward.format.weight."""
-LIKE, VERY_LIKE = 0.6, 0.8
-"""The least similarity (difflib's ratio) of a suggested name, and a stricter one."""
+VERY_LIKE = 0.8
+"""The least similarity (difflib's ratio) of a suggested name where a wrong one would mislead; elsewhere `LIKE`."""
 MOST_KEYS = 6
 """If more keys than this end in the same word, none of them is suggested."""
 
@@ -42,18 +44,12 @@ class Suggestion:
     value: str | None = None
     note: str = ""
 
-    def written(self, value: str = "") -> str:
-        """The override with the user's value, or with `<value>` if the user's may mean something else there."""
-        shown_value = self.value or ("" if self.note else value) or "<value>"
-        return f"{_typed(self.key)}={shown_value}{self._explained}"
-
-    def __str__(self) -> str:
-        key = _typed(self.key)
-        return f"{key if self.value is None else f'{key}={self.value}'}{self._explained}"
-
-    @property
-    def _explained(self) -> str:
-        return f" ({self.note})" if self.note else ""
+    def written(self, value: str | None = None) -> str:
+        """The key; with a value the override, or `<value>` in its place if it may mean something else there."""
+        key = "+recipe" if self.key == "recipe" else self.key
+        if self.value is not None or value is not None:
+            key += f"={self.value or ('' if self.note else value) or '<value>'}"
+        return f"{key} ({self.note})" if self.note else key
 
 
 def suggestions(name: str, command: str, known: Collection[str] | None = None) -> list[Suggestion]:
@@ -61,9 +57,7 @@ def suggestions(name: str, command: str, known: Collection[str] | None = None) -
 
     `known` are the existing keys; None means all keys of the command.
 
-    >>> [str(meant) for meant in suggestions("lr", "train")]
-    ['trainer.lr']
-    >>> [str(meant) for meant in suggestions("max_rounds", "train")]
+    >>> [meant.key for meant in suggestions("max_rounds", "train")]
     ['dynamic_sampling.max_rounds']
     """
     keys = list(known_keys(command) if known is None else known)
@@ -92,8 +86,8 @@ def suggestions(name: str, command: str, known: Collection[str] | None = None) -
 
 def remedy(meant: Sequence[Suggestion], value: str | None = None) -> str:
     """The question "did you mean ..?" with the suggestions, and with the user's value if there is one; else ""."""
-    words = [str(suggestion) if value is None else suggestion.written(value) for suggestion in meant]
-    return f"did you mean {_joined(words)}?" if meant else ""
+    *others, last = [suggestion.written(value) for suggestion in meant] or [""]
+    return f"did you mean {' or '.join(filter(None, [', '.join(others), last]))}?" if meant else ""
 
 
 def of_peers(name: str, command: str, known: Collection[str]) -> Suggestion | None:
@@ -168,18 +162,6 @@ def unknown_in_section(
     return UserError(key, "there is no such key", got=as_typed(value), remedy=meant)
 
 
-def joined(section: str, name: object) -> str:
-    return f"{section}.{name}" if section else str(name)
-
-
-def as_typed(value: object) -> str:
-    """The value as it would be typed, cut: strings in quotes, and YAML's words for None, True and False."""
-    words = {None: "null", True: "true", False: "false"}
-    is_word = value is None or value is True or value is False
-    text = words[value] if is_word else repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _like(name: str, keys: Sequence[str]) -> str | None:
     """The key most similar to the name: within the named section if it exists, else by the whole name."""
     section, dot, last = name.rpartition(".")
@@ -200,14 +182,6 @@ def _same_end(last: str, keys: Sequence[str]) -> list[str]:
         for parts in matches
     ]
     return list(dict.fromkeys(".".join(parts) for parts in shown))
-
-
-def _typed(key: str) -> str:
-    return "+recipe" if key == "recipe" else key
-
-
-def _joined(words: Sequence[str]) -> str:
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 SECTIONS = ("", "generation", "eval", "sampling", "sampling_params")

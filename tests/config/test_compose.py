@@ -381,13 +381,16 @@ def test_the_catalog_reads_the_keys_and_defaults_that_yaml_reads(file: Path) -> 
             assert yaml.safe_load(entry.default) == value, key
 
 
-def test_a_key_means_what_stands_beside_it() -> None:
+def test_a_key_means_what_its_comments_say() -> None:
     meaning = catalog.meaning("prompts_per_step")
     assert meaning is not None
     assert (meaning.default, meaning.comment) == ("16", "prompts sampled in a step")
     below = catalog.meaning("snapshot.old")
     assert below is not None
     assert below.comment.endswith("| sampled (trust the engine's) | recompute (always) | copy (an adapter of its own)")
+    both = catalog.meaning("algorithm.value_coef")  # a line above it, and one on its own line
+    assert both is not None
+    assert both.comment.startswith("weight of the critic's loss, 0.5 .. 1 is usual; Critic: + value_coef * 0.5 (V - ret")
     assert catalog.meaning("data.path") is None  # each data set means something else by it
 
 
