@@ -46,7 +46,9 @@ TOLD = {
 
 
 def command_of(recipe: str) -> str:
-    return catalog.command_of(recipe)
+    command = catalog.command_of(recipe)
+    assert command is not None
+    return command
 
 
 def composed(recipe: str, *words: str):

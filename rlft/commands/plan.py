@@ -20,7 +20,7 @@ from rich.text import Text
 from rlft.commands.launch import import_libraries, settled
 from rlft.config import catalog
 from rlft.config import command as commands
-from rlft.config.compose import compose_run
+from rlft.config.compose import USUAL, compose_run
 from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
 from rlft.generation.memory import MemoryPart, busiest, in_words, peak
@@ -101,8 +101,8 @@ def command(arguments: list[str]) -> int:
 
 def command_of(words: Sequence[str]) -> str:
     """The command of the named recipe, or `train`."""
-    recipe = next((word.partition("=")[2] for word in words if word.startswith("+recipe=")), None)
-    return catalog.command_of(recipe) if recipe in catalog.choices("recipe") else "train"
+    recipe = next((word.partition("=")[2] for word in words if word.startswith("+recipe=")), "")
+    return catalog.command_of(recipe) or USUAL
 
 
 def read_bytes(text: str) -> int:

@@ -79,8 +79,10 @@ def _chosen(command: str) -> dict[str, str]:
     return dict(_CHOSEN.findall(root_files(command)[-1].read_text()))
 
 
-def command_of(recipe: str) -> str:
-    return _command_in(recipe_folder() / f"{recipe}.yaml")
+def command_of(recipe: str) -> str | None:
+    """The command of one of rlft's recipes; None if there is none of that name."""
+    file = files("recipe").get(recipe)
+    return None if file is None else _command_in(file)
 
 
 def _command_in(recipe: Path) -> str:

@@ -110,8 +110,8 @@ def from_mapping(cls: Any, values: Any, prefix: str, command: str = "train") -> 
         raise unknown_in_section(key, values[key], list(fields), prefix, command)
     for name in (name for name, field in fields.items() if not (field.has_default or name in values)):
         raise UserError(joined(prefix, name), "is missing", remedy="give it a value")
-    keys = {name: joined(prefix, name) for name in values}
-    return cls(**{name: convert(fields[name].hint, value, keys[name], command) for name, value in values.items()})
+    start = joined(prefix, "")
+    return cls(**{name: convert(fields[name].hint, value, f"{start}{name}", command) for name, value in values.items()})
 
 
 def convert(hint: Any, value: Any, key: str, command: str = "train") -> Any:

@@ -72,7 +72,7 @@ def fields_of(cls: type) -> tuple[TypedField, ...]:
             name=f.name,
             hint=(hint := without_key(hints[f.name])),
             key=written_at(hints[f.name]),
-            section=next((kind for kind in options(hint) if dataclasses.is_dataclass(kind)), None),
+            section=next((k for k in options(hint) if isinstance(k, type) and dataclasses.is_dataclass(k)), None),
             has_default=not (f.default is f.default_factory is dataclasses.MISSING),
         )
         for f in fields(cls)

@@ -233,13 +233,15 @@ def _check_recipe(value: str, override: str, command: str, config_dir: Path | No
             if folder.name != "recipe":
                 remedy = f"put it into {folder}/recipe and write --config-dir {folder} +recipe={name}"
             raise UserError("+recipe", problem, got=override, remedy=remedy)
-        close = closest(name, catalog.choices("recipe"))
-        remedy = f"write +recipe={close}" if close else "see rlft recipes for the names"
-        require(value == name, "+recipe", problem, got=override, remedy=remedy)
+        if value != name:
+            close = closest(name, catalog.choices("recipe"))
+            remedy = f"write +recipe={close}" if close else "see rlft recipes for the names"
+            raise UserError("+recipe", problem, got=override, remedy=remedy)
     remedy = f"write +recipe={value or '<name>'}"
     require(override[0] == "+", "recipe", "a recipe is added, so it takes a plus", got=override, remedy=remedy)
-    require(value, "+recipe", "has no name", remedy=f"choose one of {', '.join(catalog.choices('recipe', command))}")
-    other = catalog.command_of(value) if value in catalog.choices("recipe") else command
+    if not value:
+        raise UserError("+recipe", "has no name", remedy=choose_one("recipe", command))
+    other = catalog.command_of(value) or command
     remedy = f"write rlft {other} +recipe={value}"
     require(other == command, "+recipe", f"is for rlft {other}", got=value, remedy=remedy)
 
@@ -379,24 +381,26 @@ def of_one_run(overrides: Sequence[str], command: str) -> list[Any]:
 
 def _of_one_run(parsed: Any, command: str) -> Any:
     key, got = key_of(parsed.input_line), parsed.input_line.partition("=")[2]
-    group, value, groups = parsed.key_or_group, parsed.value(), catalog.groups(command)
+    group, value = parsed.key_or_group, parsed.value()
     if parsed.is_sweep_override():
         remedy = f"give one value, sweep with rlft {command} -m, or write a list as '[a,b]'"
         remedy += "" if group in catalog.groups() else f"; if it is one text, {_quoted_twice(key, got)}"
         raise UserError(key, "has several values but this is no sweep", got=got, remedy=remedy)
+    groups = catalog.groups(command)
     chooses = group in (*groups, "base") or "/" in group
     if parsed.is_delete() or not chooses or isinstance(value, Mapping):  # a mapping sets keys of the chosen file
         return parsed
-    shown, remedy = "+recipe" if key == "recipe" else key, choose_one(group, command)
+    shown = "+recipe" if key == "recipe" else key
     if value is None:
         may_be_none = group in suggest.SEVERAL or (group in groups and catalog.may_be_absent(group, command))
-        require(may_be_none, shown, "something must be chosen", got="null", remedy=remedy)
+        if not may_be_none:
+            raise UserError(shown, "something must be chosen", got="null", remedy=choose_one(group, command))
         [nothing] = parse_overrides([OWN_FILES if group == "logger" else f"{group}=[]"], command)
         return nothing
     names = value if isinstance(value, list) else [value]
-    are_names = all(isinstance(name, str) and name for name in names)
-    kind = "a name or a list of names" if group in suggest.SEVERAL else "a name"
-    require(are_names, shown, f"must be {kind}", got=got or "nothing", remedy=remedy)
+    if not all(isinstance(name, str) and name for name in names):
+        kind = "a name or a list of names" if group in suggest.SEVERAL else "a name"
+        raise UserError(shown, f"must be {kind}", got=got or "nothing", remedy=choose_one(group, command))
     if isinstance(value, list) and value and group in groups and group not in suggest.SEVERAL:
         remedy = f"write {shown}={names[0]}"
         remedy += f", or for a run of each rlft {command} -m {shown}={','.join(names)}" if len(names) > 1 else ""

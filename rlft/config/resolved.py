@@ -22,6 +22,7 @@ from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.command import Command
 from rlft.config.instantiate import from_mapping
+from rlft.config.keys import joined
 from rlft.config.schema import AUTO, Root, RunConfig
 from rlft.types import UserError, lone_surrogate
 
@@ -98,8 +99,9 @@ def resolve(plain: Mapping[str, Any], name: str | None = None, check: Callable[[
     """
     command = commands.named(plain["command"] if name is None else name)
     config = build(plain, command.root, command.name)
-    for key in _keys_with_escapes(plain):
-        _warn_of_escape(key)
+    for key, text in _texts(plain):
+        if not key.endswith(_NO_TEXT) and _ESCAPE.search(text):
+            _warn_of_escape(key)
     check = check or command.check
     return Resolved(command=command, plain=plain, config=config, parts=None if check is None else check(config))
 
@@ -126,40 +128,31 @@ def build(config: Mapping[str, Any], root: type[Any] = RunConfig, command: str =
     for group in ("algorithm", "data", "demonstrations", "preferences", "loss"):
         if group in names and group not in config and not catalog.may_be_absent(group, command):
             raise UserError(group, "is missing", remedy=f"choose {group}={' or '.join(catalog.choices(group))}")
-    _check_text(config, "")
+    for key, text in _texts(config):
+        if surrogate := lone_surrogate(text):  # which YAML may hold as "\ud800"
+            problem = f"holds the lone surrogate {surrogate}, which is not text"
+            raise UserError(key or "config", problem, remedy="remove it, or write the whole character")
     # An empty list of rewards or loggers composes to no section at all, and so does a group without a choice.
     empty = {name: {} for name in ("reward", "logger", "data") if name in names}
     return from_mapping(root, {**empty, **_with_trainable_dtype(with_token_budget(config))}, "", command)
 
 
-def _check_text(value: Any, key: str) -> None:
-    """Refuses strings and keys with a lone surrogate, which a recipe's YAML may hold as `"\\ud800"`."""
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """(key, text) of all texts in a config; of the name of a key, the key of its section."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            _check_text(str(name), key)
-            _check_text(inner, f"{key}.{name}".lstrip("."))
+            yield key, str(name)
+            yield from _texts(inner, joined(key, name))
     elif isinstance(value, list | tuple):
         for inner in value:
-            _check_text(inner, key)
-    elif isinstance(value, str) and (surrogate := lone_surrogate(value)):
-        problem = f"holds the lone surrogate {surrogate}, which is not text"
-        raise UserError(key or "config", problem, remedy="remove it, or write the whole character")
-
-
-def _keys_with_escapes(value: Any, key: str = "") -> Iterator[str]:
-    """The keys whose texts hold a backslash and an n or t where a line break or a tab was probably meant."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _keys_with_escapes(inner, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _keys_with_escapes(inner, key)
-    elif isinstance(value, str) and not key.endswith(_NO_TEXT) and _ESCAPE.search(value):
-        yield key
+            yield from _texts(inner, key)
+    elif isinstance(value, str):
+        yield key, value
 
 
 @cache
 def _warn_of_escape(key: str) -> None:
+    """Says once that a backslash and an n or t stand where a line break or a tab was probably meant."""
     logger.warning(
         "%s: holds a backslash and a letter, not a line break or tab; write $'%s=\"..\\n..\"' in bash, with the $ and "
         "both kinds of quotes, and double quotes in YAML",

@@ -272,13 +272,14 @@ def engine_classes(section: Mapping[str, Any]) -> dict[str, Any]:
 
 def _targets(values: Mapping[str, Any]) -> dict[str, str | None]:
     """{section: the class that it names} of each engine in the tree (None), and of a chosen one from outside it."""
-    chosen, targets = str(values.get("engine")), dict.fromkeys(own_engines())
+    targets: dict[str, str | None] = dict.fromkeys(own_engines())
+    chosen = str(values.get("engine"))
     section = values.get(chosen)
     if "." in chosen:
-        return {**targets, section_of(chosen): chosen}
-    return (
-        {**targets, chosen: section["_target_"]} if isinstance(section, Mapping) and "_target_" in section else targets
-    )
+        targets[section_of(chosen)] = chosen
+    elif isinstance(section, Mapping) and "_target_" in section:
+        targets[chosen] = section["_target_"]
+    return targets
 
 
 def _class(name: str, target: str | None, key: str) -> Any:

@@ -390,7 +390,7 @@ def test_a_key_means_what_its_comments_say() -> None:
     assert below.comment.endswith("| sampled (trust the engine's) | recompute (always) | copy (an adapter of its own)")
     both = catalog.meaning("algorithm.value_coef")  # a line above it, and one on its own line
     assert both is not None
-    assert both.comment.startswith("weight of the critic's loss, 0.5 .. 1 is usual; Critic: + value_coef * 0.5 (V - ret")
+    assert both.comment.startswith("weight of the critic's loss, 0.5 .. 1 is usual; Critic: + value_coef * 0.5")
     assert catalog.meaning("data.path") is None  # each data set means something else by it
 
 

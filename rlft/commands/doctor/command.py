@@ -119,7 +119,7 @@ def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, op
 def check_recipe(words: Sequence[str], example: str) -> None:
     """Refuses a recipe of another command, whose runs have other parts than those that the checks try."""
     for name in (word.partition("=")[2] for word in words if word.startswith("+recipe=")):
-        if name in catalog.choices("recipe") and (command := catalog.command_of(name)) != COMMAND:
+        if (command := catalog.command_of(name) or COMMAND) != COMMAND:
             remedy = f"give the keys that matter, as in {example}, or a recipe of rlft {COMMAND}"
             problem = f"is for rlft {command}, and a run of rlft {COMMAND} is tried"
             raise UserError("+recipe", problem, got=name, remedy=remedy)
