@@ -293,11 +293,6 @@ def test_in_bfloat16_10000_publishes_of_a_healthy_engine_raise_nothing_whatever_
         assert LIMITS_IN_16_BITS.allow(Gap.between(row, zeros))
 
 
-def test_in_bfloat16_single_tokens_may_differ_by_more_than_a_nat():
-    gaps = bfloat16_gaps(FIXED_TOKENS, 0)
-    assert Freshness(SEQUENCES, LIMITS_IN_16_BITS, 1).check(0, *scored(gaps)) == pytest.approx(1.56, abs=1e-9)
-
-
 def test_limits_follow_from_the_dtype():
     """float16 has three more bits than bfloat16, so that it rounds 8 times as finely."""
     sixteen, finer = limits_of(torch.bfloat16), limits_of(torch.float16)

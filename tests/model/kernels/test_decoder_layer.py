@@ -67,14 +67,14 @@ def results(model, batch, parameters):
     return outputs.logprobs.detach(), torch.autograd.grad(weighted(outputs.logprobs), parameters)
 
 
-def both(random_model, batch, kind, targets="all-linear", **settings):
+def both(random_model, batch, kind, targets="all-linear", keys=None, **settings):
     """Results of transformers' layers, all on all positions, and of ours.
 
-    Both with the norms that test_fused.py holds to their formula: transformers' are in float32 whatever the model is.
+    Both with the norms that test_elementwise.py holds to their formula: transformers' are in float32 in any model.
     """
     found = []
     for install in (elementwise.install, installed):
-        model = random_model(kind, dtype=torch.float64)
+        model = random_model(kind, dtype=torch.float64, **(keys or {}))
         install(model)
         wrapped, parameters = adapted(model, targets, **settings)
         found.append(results(wrapped.base_model.model, batch, parameters))
@@ -119,27 +119,18 @@ def test_a_second_backward_gives_the_same(random_model, awkward_batch):
 
 
 # -- what is left alone ------------------------------------------------------------------------------------------------
-def test_gemma_keeps_its_mlp_whose_gate_is_a_gelu(random_model, awkward_batch, calls):
-    theirs, ours = both(random_model, awkward_batch, "gemma")
+@pytest.mark.parametrize(
+    ("kind", "keys", "left"),
+    [
+        ("gemma", {}, {"attention": LAYERS}),  # its MLP's gate is a GELU
+        ("llama", {"hidden_act": "gelu"}, {"attention": LAYERS}),
+        ("smollm3", {}, {"mlp": LAYERS}),  # layers without rotary positions
+    ],
+)
+def test_a_part_that_computes_something_else_is_its_own(kind, keys, left, random_model, awkward_batch, calls):
+    theirs, ours = both(random_model, awkward_batch, kind, keys=keys)
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    assert calls == {"attention": LAYERS}
-
-
-def test_layers_without_rotary_positions_keep_their_attention(random_model, awkward_batch, calls):
-    theirs, ours = both(random_model, awkward_batch, "smollm3")
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    assert calls == {"mlp": LAYERS}
-
-
-def test_an_mlp_with_another_activation_is_its_own(random_model, awkward_batch, calls):
-    found = []
-    for install in (elementwise.install, installed):
-        model = random_model("llama", dtype=torch.float64, hidden_act="gelu")
-        install(model)
-        wrapped, parameters = adapted(model)
-        found.append(results(wrapped.base_model.model, awkward_batch, parameters))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-11)
-    assert calls == {"attention": LAYERS}
+    assert calls == left
 
 
 @each("kind", ["granite", "gemma2_full", "gpt_oss", "gpt2", "falcon"])
@@ -167,22 +158,15 @@ def test_adapters_that_do_more_have_their_branch_called_by_modules(settings, lef
         ("input_layernorm", {"attention": LAYERS - 1, "mlp": LAYERS}),
         ("self_attn.q_norm", {"attention": LAYERS - 1, "mlp": LAYERS}),
         ("post_attention_layernorm", {"attention": LAYERS, "mlp": LAYERS - 1}),
+        ("mlp.up_proj", {"attention": LAYERS, "mlp": LAYERS - 1}),
     ],
 )
-def test_a_norm_that_learns_has_its_gradient(name, left, random_model, awkward_batch, calls):
+def test_a_weight_that_learns_has_its_gradient(name, left, random_model, awkward_batch, calls):
     model = installed(random_model("qwen3"))
-    norm = model.model.layers[1].get_submodule(name).weight.requires_grad_(True)
-    [gradient] = torch.autograd.grad(packed_forward(model, awkward_batch, 1.0, False).logprobs.sum(), norm)
-    assert gradient.abs().sum() > 0
-    assert calls == left
-
-
-def test_a_base_that_learns_has_its_gradient(random_model, awkward_batch, calls):
-    model = installed(random_model("llama"))
-    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
+    weight = model.model.layers[1].get_submodule(name).weight.requires_grad_(True)
     [gradient] = torch.autograd.grad(packed_forward(model, awkward_batch, 1.0, False).logprobs.sum(), weight)
     assert gradient.abs().sum() > 0
-    assert calls == {"attention": LAYERS, "mlp": LAYERS - 1}
+    assert calls == left
 
 
 def test_in_16_bits_the_modules_round_as_they_always_did(random_model, awkward_batch, calls):

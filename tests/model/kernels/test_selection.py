@@ -26,7 +26,6 @@ from rlft.model.kernels.attention import NAME
 from rlft.model.kernels.decoder_layer import FAMILIES, TESTED
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.kernels.selection import decide
-from rlft.model.reward_model import open_learned, reward_role, score_rows
 from rlft.model.roles import POLICY, Roles
 from rlft.types import Batch, Sampling
 
@@ -162,19 +161,6 @@ def test_values_and_their_gradients_are_the_same(family, kind, build, make_roles
         assert annotated.old_logprobs is not None
         made = {"values": values.detach(), "old values": annotated.old_values, "old": annotated.old_logprobs}
         found.append(learned | made)
-    close(*found)
-
-
-def test_a_rewards_scores_are_the_same(build, make_roles) -> None:
-    rows = [(0, [3, 17, 5], [9, 30, 2]), (0, [3, 17, 5], [8]), (1, [11, 4], [70, 71, 72, 73])]
-    found = []
-    for choice in BOTH:
-        roles: Roles = make_roles(backbone=build("qwen2", choice))
-        open_learned("taste", None, roles, token_budget=99, center=0.0, scale=1.0, learns=True)
-        dice, role = torch.Generator().manual_seed(2), reward_role("taste")
-        for _, parameter in roles.named_parameters(role):
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=dice)
-        found.append({"scores": torch.tensor(score_rows(roles, role, rows, 12))})
     close(*found)
 
 
