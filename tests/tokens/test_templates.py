@@ -84,101 +84,69 @@ AS_JSON = '{"a": 2, "say": "a \\"b\\" <c>\\nd"}'
 THINKING = ({"enable_thinking": True}, {"enable_thinking": False})
 FAMILIES = {
     "qwen3-coder": Family(
-        special=CHATML,
-        end="<|im_end|>",
-        eos="<|im_end|>",
-        call=LISTED,
+        special=CHATML, end="<|im_end|>", eos="<|im_end|>", call=LISTED,
         answered=f"{RESPONSE}\n<|im_end|>\n<|im_start|>assistant\n",
     ),
     "qwen3.5": Family(
-        special=CHATML,
-        end="<|im_end|>",
-        eos="<|im_end|>",
-        call=LISTED,
-        answered=f"{RESPONSE}<|im_end|>\n<|im_start|>assistant\n<think>\n",
-        thinks=THINKING,
-        begun=("<think>\n", ""),
+        special=CHATML, end="<|im_end|>", eos="<|im_end|>", call=LISTED,
+        answered=f"{RESPONSE}<|im_end|>\n<|im_start|>assistant\n<think>\n", thinks=THINKING, begun=("<think>\n", ""),
         note="learned inside <think>, opened by the prompt and never closed",
     ),
     "gpt-oss": Family(
-        special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
-        end="<|return|>",
-        eos="<|return|>",
-        call=f" to=functions.add<|channel|>commentary json<|message|>{AS_JSON}",
+        special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"), end="<|return|>",
+        eos="<|return|>", call=f" to=functions.add<|channel|>commentary json<|message|>{AS_JSON}",
         answered="<|call|><|start|>functions.add to=assistant<|channel|>commentary<|message|>"
         '"5"<|end|><|start|>assistant',
-        thinks=({"reasoning_effort": "high"}, {"reasoning_effort": "low"}),
-        begun=("", ""),
+        thinks=({"reasoning_effort": "high"}, {"reasoning_effort": "low"}), begun=("", ""),
     ),
     "kimi-k2": Family(
-        special=KIMI,
-        end="<|im_end|>",
-        eos="<|im_end|>",
+        special=KIMI, end="<|im_end|>", eos="<|im_end|>",
         call="<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>" + AS_JSON,
         answered="<|tool_call_end|><|tool_calls_section_end|><|im_end|><|im_system|>tool<|im_middle|>"
         "## Return of functions.add:0\n5<|im_end|><|im_assistant|>assistant<|im_middle|>",
     ),
     "hermes": Family(
-        special=("<|begin_of_text|>", *CHATML),
-        end="<|im_end|>",
-        eos="<|im_end|>",
+        special=("<|begin_of_text|>", *CHATML), end="<|im_end|>", eos="<|im_end|>",
         call=f'<tool_call>\n{{"name": "add", "arguments": {AS_JSON}}}\n</tool_call>',
         answered="<|im_end|>\n<|im_start|>tool\n<tool_response>\n5\n</tool_response><|im_end|><|im_start|>assistant\n",
     ),
     "smollm3": Family(
-        special=CHATML,
-        end="<|im_end|>",
-        eos="<|im_end|>",
+        special=CHATML, end="<|im_end|>", eos="<|im_end|>",
         call=f'<tool_call>\n{{"name": "add", "arguments": {AS_JSON}}}\n</tool_call>',
-        answered="<|im_end|>\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n",
-        thinks=THINKING,
-        begun=("", ""),
+        answered="<|im_end|>\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n", thinks=THINKING, begun=("", ""),
     ),
     "deepseek-v3.1": Family(
-        special=DEEPSEEK,
-        end="<｜end▁of▁sentence｜>",
-        eos="<｜end▁of▁sentence｜>",
+        special=DEEPSEEK, end="<｜end▁of▁sentence｜>", eos="<｜end▁of▁sentence｜>",
         call=f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{AS_JSON}",
         answered="<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁output▁begin｜>5"
         "<｜tool▁output▁end｜>",
-        thinks=({"thinking": True}, {"thinking": False}),
-        begun=("<think>", ""),
+        thinks=({"thinking": True}, {"thinking": False}), begun=("<think>", ""),
     ),
     "mistral-small": Family(
-        special=MISTRAL,
-        end="</s>",
-        eos="</s>",
-        call=f"[TOOL_CALLS]add[CALL_ID]000000000[ARGS]{AS_JSON}",
+        special=MISTRAL, end="</s>", eos="</s>", call=f"[TOOL_CALLS]add[CALL_ID]000000000[ARGS]{AS_JSON}",
         answered="</s>[TOOL_RESULTS]000000000[TOOL_CONTENT]5[/TOOL_RESULTS]",
     ),
     "glm": Family(
         special=("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
-        end="<|endoftext|>",
-        eos="<|endoftext|>",
+        end="<|endoftext|>", eos="<|endoftext|>",
         call="<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>say</arg_key>\n"
         '<arg_value>a "b" <c>\nd</arg_value>\n</tool_call>',
-        answered="<|observation|><tool_response>\n5\n</tool_response><|assistant|>",
-        thinks=THINKING,
-        begun=("", ""),
+        answered="<|observation|><tool_response>\n5\n</tool_response><|assistant|>", thinks=THINKING, begun=("", ""),
     ),
     "llama-3.1": Family(
         special=("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        end="<|eot_id|>",
-        eos="<|eot_id|>",
-        call=f'{{"name": "add", "parameters": {AS_JSON}}}',
+        end="<|eot_id|>", eos="<|eot_id|>", call=f'{{"name": "add", "parameters": {AS_JSON}}}',
         answered='<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"5"<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     "phi-3": Family(
-        special=("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"),
-        end="<|end|>",
-        eos="<|endoftext|>",
+        special=("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"), end="<|end|>", eos="<|endoftext|>",
         system=False,
     ),
     "gemma-2": Family(
         special=("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), end="<end_of_turn>", eos="<eos>", system=False
     ),
-}
+}  # fmt: skip
 BOS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>", "<bos>", "[BOS]")
 DATED = ("gpt-oss", "llama-3.1", "smollm3")
 ADD = {
