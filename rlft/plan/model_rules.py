@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
@@ -41,27 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-BYTES_OF_16_BITS = 2
-
-
-def check_engine(generation: GenerationConfig, model: ModelConfig) -> None:
-    """Checks that the engine exists and that its keys fit together."""
-    engine = ANYWHERE if generation.engine == AUTO else generation.engine
-    section = section_of(engine)
-    if section not in generation.engines:
-        remedy = f"{choice_remedy(engine, ('auto', *own_engines()))}, or one of your own (docs/engines.md)"
-        raise UserError("generation.engine", "is not an engine", got=engine, remedy=remedy)
-    with _keys_of(engine):
-        generation.named(engine).check(plain_kernels=model.kernels == "plain")
-
-
-def check_apart(config: RunConfig, engine: str) -> None:
-    """Checks that this engine can run in processes of its own, with `cluster.gpus_per_engine` GPUs each."""
-    with _keys_of(engine):
-        separate = config.generation.named(engine).standalone()
-    separate.with_gpus(config.cluster.gpus_per_engine)
-
-
+# -- the model and its device ------------------------------------------------------------------------------------------
 def check_model(settings: ModelConfig) -> None:
     """Checks the model's keys by themselves: the folder exists, the device and the dtype are possible."""
     check_local(settings.path)
@@ -110,20 +90,6 @@ def check_optimizer(optimizer: OptimizerKind, settings: ModelConfig, *, runs_her
     _check_bitsandbytes(key, got if runs_here else None)
 
 
-def _check_bitsandbytes(key: str, got: str | None) -> None:
-    """Refuses what needs bitsandbytes, unless it is None or that is installed."""
-    remedy = pip_install("rlft[quantization]")
-    require(got is None or has_bitsandbytes(), key, "bitsandbytes is not installed", got=got, remedy=remedy)
-
-
-FLASH_ATTENTION = {
-    "flash_attention_2": ("flash_attn", "flash-attn"),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-    "flash_attention_4": ("flash_attn", "flash-attn-4"),
-}
-"""{value of model.attn_implementation: (the module that it needs, the package that installs this module)}."""
-
-
 def check_device(settings: ModelConfig, device: str) -> None:
     """Checks that a device of this type supports quantised weights, and that layers' inputs can leave it."""
     check_quantized_on(settings.quantization, device)
@@ -143,64 +109,45 @@ def _may_be_cuda(device: str) -> bool:
     return device.partition(":")[0] in ("cuda", "auto")
 
 
-def notes_of_tiles(settings: ModelConfig, lora: LoraSettings | None, model: PreTrainedConfig) -> list[str]:
-    """A note where gradient checkpointing cannot compute MLPs in tiles, though its value says so; else nothing."""
-    from rlft.model.kernels.selection import decide
-
-    how, kind = settings.gradient_checkpointing, model.get_text_config().model_type
-    if how not in (TILES, OFFLOAD):
-        return []
-    if lora is None:
-        why = "all weights are trained"
-    elif lora.dropout or lora.use_dora:
-        why = f"{'lora.dropout' if lora.dropout else 'lora.use_dora'} is set"
-    elif not decide(settings.kernels, kind).fused_layers:
-        why = f"the layers of a {kind} are not fused"
-    else:
-        return []
-    effect = "is the same as true" if how == TILES else "keeps their inputs in main memory and nothing else"
-    return [f"model.gradient_checkpointing: MLPs are not computed in tiles, since {why}; {how} {effect}"]
+FLASH_ATTENTION = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+    "flash_attention_4": ("flash_attn", "flash-attn-4"),
+}
+"""{value of model.attn_implementation: (the module that it needs, the package that installs this module)}."""
 
 
-def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
-    """Checks that the named engine serves adapters of this rank and kind."""
-    check_pattern(lora)
-    if generation.engine == AUTO:
-        return
-    problems = unserved(generation.named(generation.engine), lora)
-    for key, got, remedy in (
-        ("lora.rank", lora.rank, "lower it, or choose generation=transformers"),
-        ("lora.use_dora", "true", "use generation=transformers, or lora.use_rslora=true instead"),
-        ("lora.target_modules", HEAD, "leave it out, or use generation=transformers"),
-    ):
-        require(key not in problems, key, problems.get(key, ""), got=got, remedy=remedy)
+def _check_bitsandbytes(key: str, got: str | None) -> None:
+    """Refuses what needs bitsandbytes, unless it is None or that is installed."""
+    remedy = pip_install("rlft[quantization]")
+    require(got is None or has_bitsandbytes(), key, "bitsandbytes is not installed", got=got, remedy=remedy)
 
 
-def check_pattern(lora: LoraSettings) -> None:
-    """Refuses a lora.target_modules that names nothing, or is no regular expression; a list is none."""
-    names_any = lora.target_modules or lora.experts or lora.router
-    remedy = "use all-linear, or a list of layers' names; lora=null trains all weights"
-    require(names_any, "lora.target_modules", "names no layer to adapt", got=lora.target_modules or "[]", remedy=remedy)
-    if isinstance(lora.target_modules, str):
-        try:
-            re.compile(lora.target_modules)
-        except re.error as error:
-            problem, remedy = f"is not a regular expression ({error})", "use all-linear, or a list of layers' names"
-            raise UserError("lora.target_modules", problem, got=lora.target_modules, remedy=remedy) from None
+def has_bitsandbytes() -> bool:
+    """Whether bitsandbytes is installed; does not import it."""
+    return importlib.util.find_spec("bitsandbytes") is not None
 
 
-def unserved(engine: Engine, lora: LoraSettings) -> dict[str, str]:
-    """{key: why the engine cannot serve such adapters}; empty if it can."""
-    limit, problems = engine.largest_rank, dict[str, str]()
-    if lora.use_dora and not engine.serves_dora:
-        problems["lora.use_dora"] = f"{engine.title} serves no DoRA adapters"
-    if lora.adapts_head and not engine.serves_head:
-        problems["lora.target_modules"] = f"{engine.title} serves no adapters of {HEAD}"
-    if limit is not None and lora.rank > limit:
-        problems["lora.rank"] = f"{engine.title} takes adapters up to rank {limit}"
-    return problems
+def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:
+    """The base with its modules and shapes, but without weights.
+
+    Raises:
+        UserError: transformers has no causal language model of this type, or its code does not take the config.
+    """
+    from rlft.model import text_model
+
+    try:
+        return text_model.empty_model(model, trust_remote_code=config.trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the code of a model raises for a config
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        problem = f"no causal language model can be built from its config.json, of type {model.model_type}"
+        remedy = "use a model that transformers loads with AutoModelForCausalLM"
+        raise UserError("model.path", f"{problem} ({first_line[:200]})", got=config.path, remedy=remedy) from None
 
 
+# -- the length of rows ------------------------------------------------------------------------------------------------
 def check_context(config: RunConfig, model: PreTrainedConfig) -> None:
     """Checks that the longest row and text are within the model's limit, according to its config.json."""
     check_row(config.prompts.max_tokens, config.generation.max_tokens, "generation.max_tokens", model)
@@ -225,95 +172,157 @@ def check_row(prompt_tokens: int, completion_tokens: int, key: str, model: PreTr
     raise UserError(key, problem, got=completion_tokens, remedy=remedy)
 
 
-def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> None:
-    """Checks that lora.target_modules names linear layers that can learn, with weights of their own; loads no weights.
+# -- the engine --------------------------------------------------------------------------------------------------------
+def check_engine(generation: GenerationConfig, model: ModelConfig) -> None:
+    """Checks that the engine exists and that its keys fit together."""
+    engine = ANYWHERE if generation.engine == AUTO else generation.engine
+    section = section_of(engine)
+    if section not in generation.engines:
+        remedy = f"{choice_remedy(engine, ('auto', *own_engines()))}, or one of your own (docs/engines.md)"
+        raise UserError("generation.engine", "is not an engine", got=engine, remedy=remedy)
+    with _keys_of(engine):
+        generation.named(engine).check(plain_kernels=model.kernels == "plain")
 
-    An adapter on a weight that another module shares could not be exported as a model, and engines do not serve it.
+
+def choose_engine(
+    generation: GenerationConfig,
+    model: ModelConfig,
+    lora: LoraSettings | None = None,
+    *,
+    runs_here: bool = True,
+    whole: bool = False,
+) -> tuple[str, str]:
+    """(engine, reason), with `auto` resolved: vLLM if it is installed and there is a GPU, else transformers.
+
+    Args:
+        model: the settings of the trainer's base; the engine's keys are checked against them if `runs_here`.
+        lora: the shape of the adapters that the engine will load; None if it loads none.
+        runs_here: False if the run is only planned, which needs no engine.
+        whole: whether a whole model is trained.
     """
-    import torch
+    name, reason, quantized = generation.engine, "as configured", model.quantization is not None
+    if name == AUTO:
+        import torch
 
-    from rlft.model.lora_config import linear_layers, without_adapter
+        why_not = "no GPU here"
+        if torch.cuda.is_available():
+            why_not = why_not_on_a_gpu(generation, lora, whole=whole, quantized=quantized)
+        name, reason = (ANYWHERE, why_not) if why_not else (ON_A_GPU, "installed, with a GPU")
+    elif runs_here and (missing := generation.named(name).missing()) is not None:
+        raise UserError("generation.engine", missing.problem, got=name, remedy=missing.remedy)
+    if runs_here:
+        from rlft.system.device import resolve_device, resolve_dtype
 
-    targets = lora.target_modules
-    check_pattern(lora)
-    empty = empty_model(settings, model)
-    if lora.experts or lora.router or lora.use_dora:
-        check_mixture(lora, empty)
-    without = without_adapter(empty, lora)
-    if targets == ALL_LINEAR:
-        problem = f"a {model.model_type} has no linear layer that an adapter can learn on"
-        can_learn, remedy = bool(linear_layers(empty).keys() - without.keys()), "use another model"
-        require(can_learn, "model.path", problem, got=settings.path, remedy=remedy)
+        device = resolve_device(model.device)
+        itemsize = resolve_dtype(model.dtype, device).itemsize
+        check_engine_on(generation, name, str(device), itemsize=itemsize, quantized=quantized)
+    return name, reason
+
+
+def why_not_on_a_gpu(
+    generation: GenerationConfig,
+    lora: LoraSettings | None,
+    *,
+    whole: bool = False,
+    quantized: bool = False,
+    is_absent: bool = False,
+) -> str | None:
+    """Why `auto` does not choose the engine for GPUs on a GPU; None if it does.
+
+    With `is_absent`, the GPU is in another machine, on which that engine is assumed to be installed.
+    """
+    engine = generation.named(ON_A_GPU)
+    if whole:
+        return f"{engine.title} would hold all weights a second time"
+    if lora is not None and (problems := unserved(engine, lora)):
+        return next(iter(problems.values()))
+    if quantized and (problem := engine.quantization_obstacle()) is not None:
+        return problem
+    missing = None if is_absent else engine.missing()
+    return None if missing is None else missing.problem
+
+
+def check_engine_on(generation: GenerationConfig, engine: str, device: str, *, itemsize: int, quantized: bool) -> None:
+    """Checks the engine's keys against the trainer's device, such as "cuda:1", and the bytes of its base's weights."""
+    with _keys_of(engine):
+        generation.named(engine).check_device(device=device, itemsize=itemsize, quantized=quantized)
+
+
+def check_apart(config: RunConfig, engine: str) -> None:
+    """Checks that this engine can run in processes of its own, with `cluster.gpus_per_engine` GPUs each."""
+    with _keys_of(engine):
+        separate = config.generation.named(engine).standalone()
+    separate.with_gpus(config.cluster.gpus_per_engine)
+
+
+def _keys_of(engine: str) -> AbstractContextManager[None]:
+    """Prefixes the keys of UserErrors raised inside with the engine's section, but for those of the model's."""
+    return with_keys(lambda key: key if key.startswith("model.") else f"generation.{section_of(engine)}.{key}")
+
+
+@contextmanager
+def with_keys(key: Callable[[str], str], remedy: Callable[[str], str] = str) -> Iterator[None]:
+    """Replaces the keys of UserErrors raised inside, and what their remedies say."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(key(error.key), error.problem, got=error.got, remedy=remedy(error.remedy)) from None
+
+
+BYTES_OF_16_BITS = 2
+
+
+def resolve_mismatch(config: RunConfig, algorithm: Objective, engine: str, *, itemsize: int) -> Objective:
+    """The algorithm with `algorithm.mismatch: auto` resolved for this engine.
+
+    It is off where sampling is distorted, which a correction cannot undo, and with `snapshot.old: sampled`, which takes
+    the engine's log-probs for the trainer's. `itemsize` is the bytes of a weight of the trainer's base.
+    """
+    generation, chosen = config.generation, config.generation.named(engine)
+    differs = chosen.rounds_apart and (itemsize <= BYTES_OF_16_BITS or chosen.rounds)
+    undistorted = generation.top_p == 1 and generation.top_k == 0 and config.snapshot.old != "sampled"
+    return algorithm.with_mismatch_of(rounds_apart=differs and undistorted)
+
+
+def check_routing(snapshot: SnapshotConfig, engine: Engine, settings: ModelConfig, model: PreTrainedConfig) -> None:
+    """Checks that the model has experts whose choice can be imposed, and that the engine can say what it has chosen."""
+    from rlft.model.routing import obstacle
+
+    source, key = snapshot.routing, "snapshot.routing"
+    if source is RoutingSource.free:
         return
-    modules = dict(empty.named_modules())
-    layers = {*linear_layers(empty), *(name for name, module in modules.items() if isinstance(module, torch.nn.Linear))}
-    names = sorted({name.rpartition(".")[2] for name in linear_layers(empty).keys() - without.keys()})
-    remedy = f"use all-linear, or a list of {', '.join(names)}"
-    weights = {name: id(weight) for name, x in modules.items() if (weight := getattr(x, "weight", None)) is not None}
-    of_weight: dict[int, list[str]] = defaultdict(list)
-    for name, weight in weights.items():
-        of_weight[weight].append(name)
-    for target in [targets] if isinstance(targets, str) else targets:
-        named = [name for name in modules if _is_target(name, target, targets)]
-        if named and without.keys() >= (layers.intersection(named) or set(named)):
-            why = next(without[name] for name in named if name in without)
-            problem = f"names no layer that an adapter can learn on: {why}"
-            raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
-        problem = "the model has no linear layer of that name"
-        require(layers.intersection(named), "lora.target_modules", problem, got=target, remedy=remedy)
-        for name in named:
-            problem = f"{name or 'the model'} would be adapted, too, which is no linear layer"
-            require(name in layers, "lora.target_modules", problem, got=target, remedy=remedy)
-            if sharing := [other for other in of_weight[weights[name]] if other != name]:
-                problem = f"the weights of {name} are those of {sharing[0]}, so that its adapter could not be exported"
-                raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
+    problem = obstacle(empty_model(settings, model))
+    problem = problem or recorded_family(model.model_type, model.get_text_config().model_type).routing
+    require(problem is None, key, problem or "", got=source, remedy="set it to free")
+    problem, remedy = f"{engine.title} does not say which experts it chooses", "use old, or generation=transformers"
+    require(source is not RoutingSource.engine or engine.notes_experts, key, problem, got=source, remedy=remedy)
 
 
-def check_mixture(lora: LoraSettings, empty: PreTrainedModel) -> None:
-    """Checks that the model has the experts and routers that `lora.experts` and `lora.router` ask for, and that LoRA
-    can be on them: with stacked matrices there is neither dropout nor DoRA, nor where PEFT reads MLPs as such."""
-    from rlft.model.experts import is_mistaken, mixture_of
-    from rlft.model.lora_config import left_out, linear_layers
-
-    mixture, kind = mixture_of(empty), empty.config.model_type
-    if lora.experts:
-        has_experts, remedy = bool(mixture.stacked or mixture.linear), "leave it out"
-        require(has_experts, "lora.experts", f"a {kind} has no experts", got="true", remedy=remedy)
-        takes = not mixture.linear and all(mixture.stacked.values())
-        problem, remedy = f"adapters of experts are not supported in a {kind}", "set lora.experts=false"
-        require(takes, "lora.experts", problem, got="true", remedy=remedy)
-    if lora.router:
-        require(bool(mixture.routers), "lora.router", f"a {kind} has no routers", got="true", remedy="leave it out")
-        why = next((left_out(empty)[name] for name in mixture.routers if name in left_out(empty)), None)
-        problem, remedy = f"the routers of a {kind} cannot learn: {why}", "set lora.router=false"
-        require(why is None, "lora.router", problem, got="true", remedy=remedy)
-    if mixture.parameters(experts=lora.experts, router=lora.router):
-        keys = " and ".join(f"lora.{name}=false" for name in ("experts", "router") if getattr(lora, name))
-        problem = f"adapters of a {kind}'s experts or routers have none"
-        require(lora.dropout == 0, "lora.dropout", problem, got=lora.dropout, remedy=f"set it to 0, or {keys}")
-        problem, remedy = f"adapters of a {kind}'s experts or routers have no magnitudes", f"set it to false, or {keys}"
-        require(not lora.use_dora, "lora.use_dora", problem, got="true", remedy=remedy)
-    if lora.use_dora and lora.target_modules == ALL_LINEAR:
-        mistaken = sorted(name for name in linear_layers(empty) if is_mistaken(name, kind))
-        problem, remedy = f"PEFT takes the MLPs of a {kind} for experts", "set it to false, or name other layers"
-        require(not mistaken, "lora.use_dora", f"{problem} and could not read them", got="true", remedy=remedy)
+# -- adapters that the engine serves -----------------------------------------------------------------------------------
+def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
+    """Checks that the named engine serves adapters of this rank and kind."""
+    check_pattern(lora)
+    if generation.engine == AUTO:
+        return
+    problems = unserved(generation.named(generation.engine), lora)
+    for key, got, remedy in (
+        ("lora.rank", lora.rank, "lower it, or choose generation=transformers"),
+        ("lora.use_dora", "true", "use generation=transformers, or lora.use_rslora=true instead"),
+        ("lora.target_modules", HEAD, "leave it out, or use generation=transformers"),
+    ):
+        require(key not in problems, key, problems.get(key, ""), got=got, remedy=remedy)
 
 
-def check_shared_tokens(config: RunConfig, model: PreTrainedConfig) -> None:
-    """Checks that ranks can share the tokens of a pass (`cluster.sequence_ranks`); loads no weights."""
-    from rlft.model.forward import possible_shares
-
-    ranks = config.cluster.sequence_ranks
-    if ranks > 1:
-        possible, problem = possible_shares(empty_model(config.model, model))
-        numbers = ", ".join(map(str, possible))
-        remedy = f"use one of {numbers}" if len(possible) > 1 else "set it to 1, or use another model"
-        require(ranks in possible, "cluster.sequence_ranks", problem, got=ranks, remedy=remedy)
-
-
-def _is_target(name: str, target: str, targets: str | Sequence[str]) -> bool:
-    """As in PEFT, a text is a regular expression over whole names, and a list holds ends of names."""
-    return bool(re.fullmatch(target, name)) if isinstance(targets, str) else f".{name}".endswith(f".{target}")
+def unserved(engine: Engine, lora: LoraSettings) -> dict[str, str]:
+    """{key: why the engine cannot serve such adapters}; empty if it can."""
+    limit, problems = engine.largest_rank, dict[str, str]()
+    if lora.use_dora and not engine.serves_dora:
+        problems["lora.use_dora"] = f"{engine.title} serves no DoRA adapters"
+    if lora.adapts_head and not engine.serves_head:
+        problems["lora.target_modules"] = f"{engine.title} serves no adapters of {HEAD}"
+    if limit is not None and lora.rank > limit:
+        problems["lora.rank"] = f"{engine.title} takes adapters up to rank {limit}"
+    return problems
 
 
 def check_adapted(
@@ -353,130 +362,109 @@ def check_whole(engine: Engine, settings: ModelConfig, model: PreTrainedConfig) 
         raise UserError("generation.engine", problem, got=engine.title, remedy="use transformers, or train an adapter")
 
 
-def check_routing(snapshot: SnapshotConfig, engine: Engine, settings: ModelConfig, model: PreTrainedConfig) -> None:
-    """Checks that the model has experts whose choice can be imposed, and that the engine can say what it has chosen."""
-    from rlft.model.routing import obstacle
+# -- the layers that adapters are on -----------------------------------------------------------------------------------
+def check_pattern(lora: LoraSettings) -> None:
+    """Refuses a lora.target_modules that names nothing, or is no regular expression; a list is none."""
+    names_any = lora.target_modules or lora.experts or lora.router
+    remedy = "use all-linear, or a list of layers' names; lora=null trains all weights"
+    require(names_any, "lora.target_modules", "names no layer to adapt", got=lora.target_modules or "[]", remedy=remedy)
+    if isinstance(lora.target_modules, str):
+        try:
+            re.compile(lora.target_modules)
+        except re.error as error:
+            problem, remedy = f"is not a regular expression ({error})", "use all-linear, or a list of layers' names"
+            raise UserError("lora.target_modules", problem, got=lora.target_modules, remedy=remedy) from None
 
-    source, key = snapshot.routing, "snapshot.routing"
-    if source is RoutingSource.free:
+
+def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> None:
+    """Checks that lora.target_modules names linear layers that can learn, with weights of their own; loads no weights.
+
+    An adapter on a weight that another module shares could not be exported as a model, and engines do not serve it.
+    """
+    from rlft.model.lora_config import linear_layers, without_adapter
+
+    check_pattern(lora)
+    empty = empty_model(settings, model)
+    if lora.experts or lora.router or lora.use_dora:
+        check_mixture(lora, empty)
+    without = without_adapter(empty, lora)
+    can_learn = linear_layers(empty).keys() - without.keys()
+    if lora.target_modules == ALL_LINEAR:
+        problem = f"a {model.model_type} has no linear layer that an adapter can learn on"
+        require(can_learn, "model.path", problem, got=settings.path, remedy="use another model")
         return
-    problem = obstacle(empty_model(settings, model))
-    problem = problem or recorded_family(model.model_type, model.get_text_config().model_type).routing
-    require(problem is None, key, problem or "", got=source, remedy="set it to free")
-    problem, remedy = f"{engine.title} does not say which experts it chooses", "use old, or generation=transformers"
-    require(source is not RoutingSource.engine or engine.notes_experts, key, problem, got=source, remedy=remedy)
+    remedy = f"use all-linear, or a list of {', '.join(sorted({name.rpartition('.')[2] for name in can_learn}))}"
+    names = [name for name, _ in empty.named_modules()]
+    if isinstance(pattern := lora.target_modules, str):  # as in PEFT, a regular expression over whole names
+        named = {pattern: [name for name in names if re.fullmatch(pattern, name)]}
+    else:  # ends of names
+        named = {end: [name for name in names if f".{name}".endswith(f".{end}")] for end in pattern}
+    for target, problem in _bad_targets(named, empty, without):
+        raise UserError("lora.target_modules", problem, got=target, remedy=remedy)
 
 
-def has_bitsandbytes() -> bool:
-    """Whether bitsandbytes is installed; does not import it."""
-    return importlib.util.find_spec("bitsandbytes") is not None
-
-
-def choose_engine(
-    generation: GenerationConfig,
-    model: ModelConfig,
-    lora: LoraSettings | None = None,
-    *,
-    runs_here: bool = True,
-    whole: bool = False,
-) -> tuple[str, str]:
-    """(engine, reason), with `auto` resolved: vLLM if it is installed and there is a GPU, else transformers.
+def _bad_targets(
+    named: Mapping[str, Sequence[str]], empty: PreTrainedModel, without: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """(target, why no adapter can be on the modules that it names).
 
     Args:
-        model: the settings of the trainer's base; the engine's keys are checked against them if `runs_here`.
-        lora: the shape of the adapters that the engine will load; None if it loads none.
-        runs_here: False if the run is only planned, which needs no engine.
-        whole: whether a whole model is trained.
+        named: {target: names of modules}.
+        without: {name of a layer that takes no adapter: why}.
     """
-    name, reason, quantized = generation.engine, "as configured", model.quantization is not None
-    if name == AUTO:
-        import torch
+    import torch
 
-        why_not = "no GPU here"
-        if torch.cuda.is_available():
-            why_not = why_not_on_a_gpu(generation, lora, whole=whole, quantized=quantized)
-        name, reason = (ANYWHERE, why_not) if why_not else (ON_A_GPU, "installed, with a GPU")
-    elif runs_here and (missing := generation.named(name).missing()) is not None:
-        raise UserError("generation.engine", missing.problem, got=name, remedy=missing.remedy)
-    if runs_here:
-        from rlft.system.device import resolve_device, resolve_dtype
+    from rlft.model.lora_config import linear_layers
 
-        device = resolve_device(model.device)
-        itemsize = resolve_dtype(model.dtype, device).itemsize
-        check_engine_on(generation, name, str(device), itemsize=itemsize, quantized=quantized)
-    return name, reason
-
-
-def resolve_mismatch(config: RunConfig, algorithm: Objective, engine: str, *, itemsize: int) -> Objective:
-    """The algorithm with `algorithm.mismatch: auto` resolved for this engine.
-
-    It is off where sampling is distorted, which a correction cannot undo, and with `snapshot.old: sampled`, which takes
-    the engine's log-probs for the trainer's. `itemsize` is the bytes of a weight of the trainer's base.
-    """
-    generation, chosen = config.generation, config.generation.named(engine)
-    differs = chosen.rounds_apart and (itemsize <= BYTES_OF_16_BITS or chosen.rounds)
-    undistorted = generation.top_p == 1 and generation.top_k == 0 and config.snapshot.old != "sampled"
-    return algorithm.with_mismatch_of(rounds_apart=differs and undistorted)
+    modules = dict(empty.named_modules())
+    layers = {*linear_layers(empty), *(name for name, module in modules.items() if isinstance(module, torch.nn.Linear))}
+    of_weight: dict[int, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        of_weight[id(getattr(module, "weight", None))].append(name)
+    for target, names in named.items():
+        linear = layers.intersection(names)
+        if names and without.keys() >= (linear or set(names)):
+            why = next(without[name] for name in names if name in without)
+            yield target, f"names no layer that an adapter can learn on: {why}"
+        if not linear:
+            yield target, "the model has no linear layer of that name"
+        for name in names:
+            if name not in layers:
+                yield target, f"{name or 'the model'} would be adapted, too, which is no linear layer"
+            for other in of_weight[id(modules[name].weight)]:
+                if other != name:
+                    why = f"the weights of {name} are those of {other}"
+                    yield target, f"{why}, so that its adapter could not be exported"
 
 
-def check_engine_on(generation: GenerationConfig, engine: str, device: str, *, itemsize: int, quantized: bool) -> None:
-    """Checks the engine's keys against the trainer's device, such as "cuda:1", and the bytes of its base's weights."""
-    with _keys_of(engine):
-        generation.named(engine).check_device(device=device, itemsize=itemsize, quantized=quantized)
+def check_mixture(lora: LoraSettings, empty: PreTrainedModel) -> None:
+    """Checks that the model has the experts and routers that `lora.experts` and `lora.router` ask for, and that LoRA
+    can be on them: with stacked matrices there is neither dropout nor DoRA, nor where PEFT reads MLPs as such."""
+    from rlft.model.experts import is_mistaken, mixture_of
+    from rlft.model.lora_config import left_out, linear_layers
 
-
-@contextmanager
-def _keys_of(engine: str) -> Iterator[None]:
-    """Prefixes the keys of UserErrors raised inside with the engine's section, but for those of the model's."""
-    try:
-        yield
-    except UserError as error:
-        if error.key.startswith("model."):
-            raise
-        key = f"generation.{section_of(engine)}.{error.key}"
-        raise UserError(key, error.problem, got=error.got, remedy=error.remedy) from None
-
-
-def why_not_on_a_gpu(
-    generation: GenerationConfig,
-    lora: LoraSettings | None,
-    *,
-    whole: bool = False,
-    quantized: bool = False,
-    is_absent: bool = False,
-) -> str | None:
-    """Why `auto` does not choose the engine for GPUs on a GPU; None if it does.
-
-    With `is_absent`, the GPU is in another machine, on which that engine is assumed to be installed.
-    """
-    engine = generation.named(ON_A_GPU)
-    if whole:
-        return f"{engine.title} would hold all weights a second time"
-    if lora is not None and (problems := unserved(engine, lora)):
-        return next(iter(problems.values()))
-    if quantized and (problem := engine.quantization_obstacle()) is not None:
-        return problem
-    missing = None if is_absent else engine.missing()
-    return None if missing is None else missing.problem
-
-
-def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:
-    """The base with its modules and shapes, but without weights.
-
-    Raises:
-        UserError: transformers has no causal language model of this type, or its code does not take the config.
-    """
-    from rlft.model import text_model
-
-    try:
-        return text_model.empty_model(model, trust_remote_code=config.trust_remote_code)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the code of a model raises for a config
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problem = f"no causal language model can be built from its config.json, of type {model.model_type}"
-        remedy = "use a model that transformers loads with AutoModelForCausalLM"
-        raise UserError("model.path", f"{problem} ({first_line[:200]})", got=config.path, remedy=remedy) from None
+    mixture, kind = mixture_of(empty), empty.config.model_type
+    if lora.experts:
+        has_experts, remedy = bool(mixture.stacked or mixture.linear), "leave it out"
+        require(has_experts, "lora.experts", f"a {kind} has no experts", got="true", remedy=remedy)
+        takes = not mixture.linear and all(mixture.stacked.values())
+        problem, remedy = f"adapters of experts are not supported in a {kind}", "set lora.experts=false"
+        require(takes, "lora.experts", problem, got="true", remedy=remedy)
+    if lora.router:
+        require(bool(mixture.routers), "lora.router", f"a {kind} has no routers", got="true", remedy="leave it out")
+        why = next((left_out(empty)[name] for name in mixture.routers if name in left_out(empty)), None)
+        problem, remedy = f"the routers of a {kind} cannot learn: {why}", "set lora.router=false"
+        require(why is None, "lora.router", problem, got="true", remedy=remedy)
+    if mixture.parameters(experts=lora.experts, router=lora.router):
+        keys = " and ".join(f"lora.{name}=false" for name in ("experts", "router") if getattr(lora, name))
+        problem = f"adapters of a {kind}'s experts or routers have none"
+        require(lora.dropout == 0, "lora.dropout", problem, got=lora.dropout, remedy=f"set it to 0, or {keys}")
+        problem, remedy = f"adapters of a {kind}'s experts or routers have no magnitudes", f"set it to false, or {keys}"
+        require(not lora.use_dora, "lora.use_dora", problem, got="true", remedy=remedy)
+    if lora.use_dora and lora.target_modules == ALL_LINEAR:
+        mistaken = sorted(name for name in linear_layers(empty) if is_mistaken(name, kind))
+        problem, remedy = f"PEFT takes the MLPs of a {kind} for experts", "set it to false, or name other layers"
+        require(not mistaken, "lora.use_dora", f"{problem} and could not read them", got="true", remedy=remedy)
 
 
 def modules_to_adapt(lora: LoraSettings, settings: ModelConfig, model: PreTrainedConfig) -> set[str]:
@@ -498,3 +486,35 @@ def fresh_shapes(empty: PreTrainedModel, lora: LoraConfig) -> Shapes:
         model = PeftModel(empty, lora, adapter_name=POLICY)
     state = get_peft_model_state_dict(model, adapter_name=POLICY, save_embedding_layers=False)
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+# -- how the model is computed -----------------------------------------------------------------------------------------
+def notes_of_tiles(settings: ModelConfig, lora: LoraSettings | None, model: PreTrainedConfig) -> list[str]:
+    """A note where gradient checkpointing cannot compute MLPs in tiles, though its value says so; else nothing."""
+    from rlft.model.kernels.selection import decide
+
+    how, kind = settings.gradient_checkpointing, model.get_text_config().model_type
+    if how not in (TILES, OFFLOAD):
+        return []
+    if lora is None:
+        why = "all weights are trained"
+    elif lora.dropout or lora.use_dora:
+        why = f"{'lora.dropout' if lora.dropout else 'lora.use_dora'} is set"
+    elif not decide(settings.kernels, kind).fused_layers:
+        why = f"the layers of a {kind} are not fused"
+    else:
+        return []
+    effect = "is the same as true" if how == TILES else "keeps their inputs in main memory and nothing else"
+    return [f"model.gradient_checkpointing: MLPs are not computed in tiles, since {why}; {how} {effect}"]
+
+
+def check_shared_tokens(config: RunConfig, model: PreTrainedConfig) -> None:
+    """Checks that ranks can share the tokens of a pass (`cluster.sequence_ranks`); loads no weights."""
+    from rlft.model.forward import possible_shares
+
+    ranks = config.cluster.sequence_ranks
+    if ranks > 1:
+        possible, problem = possible_shares(empty_model(config.model, model))
+        numbers = ", ".join(map(str, possible))
+        remedy = f"use one of {numbers}" if len(possible) > 1 else "set it to 1, or use another model"
+        require(ranks in possible, "cluster.sequence_ranks", problem, got=ranks, remedy=remedy)

@@ -15,9 +15,8 @@ from rlft.config.schema import DpoConfig, RmConfig
 from rlft.data.examples import RankedTokens, Rankings, scan_rankings
 from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
-from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.plan.demand import Demand, Loss, Networks, Rows
-from rlft.plan.identity import fingerprints
+from rlft.plan.inputs import read_base, read_tokenizer
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, check_targets, notes_of_tiles
 from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork, Work
@@ -193,14 +192,12 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> PreferencePlan:
     used = uses_of_preferences(config, loss)
     check_machine(config.model, runs_here=runs_here)
     check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
-    model_config, base = read_config(config.model), fingerprints(config.model)
-    check_weights(config.model)
+    model_config, base = read_base(config.model)
     limit = config.max_completion_tokens
     check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
     check_targets(config.lora, config.model, model_config)
     check_adapters(used, config.lora, config.model, base, model_config)
-    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
-    ends = ends_of(config.model, config.prompts.style, tokenizer)
+    tokenizer, ends = read_tokenizer(config, model_config)
     train, train_notes = _scanned(config, config.preferences, tokenizer, Split.train)
     held_out, held_out_notes = _scanned(config, config.preferences, tokenizer, Split.held_out)
     replay, replay_notes = None, list[str]()

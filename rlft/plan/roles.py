@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -60,6 +60,7 @@ from rlft.plan.model_rules import (
     check_whole,
     empty_model,
     fresh_shapes,
+    with_keys,
 )
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.runs.fingerprints import OF_SAMPLES, PARTS, Changed, differing, name_of
@@ -73,9 +74,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-NO_ADAPTER = "is an adapter, which stands on a frozen base, and lora=null changes that"
-
-
+# -- what learns -------------------------------------------------------------------------------------------------------
 def check_learner(config: RunConfig | SftConfig) -> None:
     """Checks what learns by the config alone: that the engine serves the adapter, or what all weights rule out."""
     if config.lora is None:
@@ -116,6 +115,9 @@ def check_learner_on(
 def start_of(lora: LoraSettings | None) -> str | None:
     """The adapter folder that the policy starts from; None if it starts as the base."""
     return None if lora is None else lora.path
+
+
+NO_ADAPTER = "is an adapter, which stands on a frozen base, and lora=null changes that"
 
 
 def _check_all_weights(config: RunConfig | SftConfig) -> None:
@@ -175,6 +177,7 @@ def _check_roles(config: RunConfig) -> None:
     require(not config.overlap.lag, "overlap.lag", problem, got=config.overlap.lag, remedy=remedy)
 
 
+# -- the roles that an algorithm needs ---------------------------------------------------------------------------------
 def check_roles(
     config: RunConfig, algorithm: Objective, rewards: Mapping[str, RewardSpec], *, trains: bool = True
 ) -> None:
@@ -214,6 +217,108 @@ def _reference(config: RunConfig, algorithm: Objective) -> None:
     problem = "all of the reference stays, so it never moves"
     remedy = "use for instance 0.99, or snapshot.reference=copy for one that stays where the run began"
     require(snapshot.ema_decay != 1, "snapshot.ema_decay", problem, got=snapshot.ema_decay, remedy=remedy)
+
+
+def _critic(config: RunConfig, algorithm: Objective) -> None:
+    critic = config.critic
+    if algorithm.needs_values and critic.kind is CriticKind.none:
+        problem = "this algorithm needs values, and only a critic gives them"
+        remedy = "set critic.kind=adapter (its own LoRA), or shared (a value head on the policy's features)"
+        raise UserError("critic.kind", problem, got="none", remedy=remedy)
+    if critic.kind is not CriticKind.none and not algorithm.needs_values:
+        problem = "this algorithm has no use for a critic's values"
+        raise UserError("critic.kind", problem, got=critic.kind, remedy="set critic.kind=none, or algorithm=ppo or a2c")
+    if critic.kind is CriticKind.none:
+        unused = {"init": "base", "warmup_steps": 0, "normalize_values": False}
+        for name in (name for name, unset in unused.items() if getattr(critic, name) != unset):
+            got = str(getattr(critic, name)).lower() if name == "normalize_values" else getattr(critic, name)
+            remedy = "set critic.kind=adapter or shared, or leave it out"
+            raise UserError(f"critic.{name}", "has no effect with critic.kind=none", got=got, remedy=remedy)
+    elif critic.warmup_steps >= config.steps:
+        problem = f"the policy would never learn, the run has steps={config.steps}"
+        raise UserError("critic.warmup_steps", problem, got=critic.warmup_steps, remedy="use fewer, or more steps")
+
+
+def _critic_init(config: RunConfig, learned: Mapping[str, RewardSpec]) -> None:
+    if config.critic.init != "reward":
+        return
+    problem = f"`reward` is the adapter of the one learned reward, and there are {len(learned)}"
+    remedy = "set reward=[...,learned] reward.learned.path=<folder>, or critic.init=<that folder>"
+    require(len(learned) == 1, "critic.init", problem, got="reward", remedy=remedy)
+    [(name, spec)] = learned.items()
+    path = spec.kwargs["path"]
+    problem = f"`reward` is an adapter's folder, and reward.{name}.path={'null' if path is None else path} is none"
+    remedy = f"set reward.{name}.path=<folder of a reward adapter>, or critic.init=base"
+    require(path is not None and is_adapter(path), "critic.init", problem, got="reward", remedy=remedy)
+
+
+def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned: Mapping[str, RewardSpec]) -> None:
+    """A learned reward that the run trains must be an adapter with labels; a new one must be trained."""
+    refresh_every, labels = config.reward_model.refresh_every, config.reward_model.labels
+    if not refresh_every:
+        for name in (name for name, spec in learned.items() if spec.kwargs["path"] is None):
+            problem = "an untrained head scores every completion 0, and reward_model.refresh_every=0 never trains it"
+            remedy = "give it a folder, or set for instance reward_model.refresh_every=10"
+            remedy += " reward_model.labels=<a rule reward>"
+            raise UserError(f"reward.{name}.path", problem, got="null", remedy=remedy)
+        return
+    if not learned:
+        return  # a recipe may say how a learned reward would be trained, if the command line adds one
+    problem = f"trains the one learned reward, and there are {len(learned)}"
+    remedy = "leave all but one out, or set reward_model.refresh_every=0"
+    require(len(learned) <= 1, "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
+    [(name, spec)] = learned.items()
+    path = spec.kwargs["path"]
+    problem = f"only an adapter is trained, and reward.{name}.path={path} is a network of its own"
+    remedy = f"set reward.{name}.path=null or the folder of a reward adapter, or reward_model.refresh_every=0"
+    require(is_adapter(path), "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
+    rules = [other for other in rewards if other not in learned]
+    problem = "must name the rule reward that says which of two siblings is better"
+    remedy = f"use {' or '.join(rules)}" if rules else "put one in: reward=[exact_match,...]"
+    require(labels in rules, "reward_model.labels", problem, got="null" if labels is None else labels, remedy=remedy)
+    problem = "learns from pairs of siblings, and group_size=1 has none"
+    remedy = "set group_size=8, or reward_model.refresh_every=0"
+    require(config.group_size != 1, "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
+
+
+def _steps(config: RunConfig, algorithm: Objective, rewards: Mapping[str, RewardSpec]) -> None:
+    engine = config.generation.engines.get(section_of(config.generation.engine))
+    environment = read_environment(config.environment)
+    if (engine is not None and engine.rewards_turns) or (environment is not None and environment.rewards_turns):
+        return
+    if algorithm.needs_steps and not any(spec.scores_steps and spec.weight for spec in rewards.values()):
+        problem = "this algorithm learns from scores of single steps, and no reward with a weight gives any"
+        remedy = f"add one, for instance reward=[{','.join([*rewards, 'equations'])}]"
+        raise UserError("reward", problem, got=f"[{','.join(rewards)}]", remedy=remedy)
+
+
+def _text(config: RunConfig, algorithm: Objective) -> None:
+    """Text that the algorithm does not use is allowed: its loss is measured, but not trained on."""
+    if algorithm.needs_text and config.pretrain.path is None:
+        problem = "this algorithm mixes pretraining text in, and none is given"
+        remedy = "set pretrain.path=<JSONL with a text a line>, or embedded:arithmetic-text pretrain.given_field=given"
+        raise UserError("pretrain.path", problem, got="null", remedy=remedy)
+
+
+# -- the teacher -------------------------------------------------------------------------------------------------------
+TEACHER, TEACHER_ENGINE = "snapshot.teacher", "snapshot.teacher_engine"
+TEACHERS_KEYS = {
+    "model.path": TEACHER,
+    "model.dtype": "snapshot.teacher_dtype",
+    "model.quantization": "snapshot.teacher_quantization",
+}
+"""{key of the base: that of a teacher which is a separate model}."""
+
+
+def teacher_is_meant() -> AbstractContextManager[None]:
+    """Replaces the base's keys by the teacher's in UserErrors raised inside, also in their remedies."""
+
+    def of_teacher(text: str) -> str:
+        for base, own in TEACHERS_KEYS.items():
+            text = text.replace(base, own)
+        return text
+
+    return with_keys(of_teacher, of_teacher)
 
 
 def _teacher(config: RunConfig, algorithm: Objective) -> None:
@@ -294,108 +399,6 @@ def _teacher_engine(config: RunConfig) -> None:
     require(config.cluster.ranks <= 1, key, problem, got=snapshot.teacher_engine, remedy=remedy)
 
 
-def _steps(config: RunConfig, algorithm: Objective, rewards: Mapping[str, RewardSpec]) -> None:
-    engine = config.generation.engines.get(section_of(config.generation.engine))
-    environment = read_environment(config.environment)
-    if (engine is not None and engine.rewards_turns) or (environment is not None and environment.rewards_turns):
-        return
-    if algorithm.needs_steps and not any(spec.scores_steps and spec.weight for spec in rewards.values()):
-        problem = "this algorithm learns from scores of single steps, and no reward with a weight gives any"
-        remedy = f"add one, for instance reward=[{','.join([*rewards, 'equations'])}]"
-        raise UserError("reward", problem, got=f"[{','.join(rewards)}]", remedy=remedy)
-
-
-def _text(config: RunConfig, algorithm: Objective) -> None:
-    """Text that the algorithm does not use is allowed: its loss is measured, but not trained on."""
-    if algorithm.needs_text and config.pretrain.path is None:
-        problem = "this algorithm mixes pretraining text in, and none is given"
-        remedy = "set pretrain.path=<JSONL with a text a line>, or embedded:arithmetic-text pretrain.given_field=given"
-        raise UserError("pretrain.path", problem, got="null", remedy=remedy)
-
-
-def _critic(config: RunConfig, algorithm: Objective) -> None:
-    critic = config.critic
-    if algorithm.needs_values and critic.kind is CriticKind.none:
-        problem = "this algorithm needs values, and only a critic gives them"
-        remedy = "set critic.kind=adapter (its own LoRA), or shared (a value head on the policy's features)"
-        raise UserError("critic.kind", problem, got="none", remedy=remedy)
-    if critic.kind is not CriticKind.none and not algorithm.needs_values:
-        problem = "this algorithm has no use for a critic's values"
-        raise UserError("critic.kind", problem, got=critic.kind, remedy="set critic.kind=none, or algorithm=ppo or a2c")
-    if critic.kind is CriticKind.none:
-        unused = {"init": "base", "warmup_steps": 0, "normalize_values": False}
-        for name in (name for name, unset in unused.items() if getattr(critic, name) != unset):
-            got = str(getattr(critic, name)).lower() if name == "normalize_values" else getattr(critic, name)
-            remedy = "set critic.kind=adapter or shared, or leave it out"
-            raise UserError(f"critic.{name}", "has no effect with critic.kind=none", got=got, remedy=remedy)
-    elif critic.warmup_steps >= config.steps:
-        problem = f"the policy would never learn, the run has steps={config.steps}"
-        raise UserError("critic.warmup_steps", problem, got=critic.warmup_steps, remedy="use fewer, or more steps")
-
-
-def _critic_init(config: RunConfig, learned: Mapping[str, RewardSpec]) -> None:
-    if config.critic.init != "reward":
-        return
-    problem = f"`reward` is the adapter of the one learned reward, and there are {len(learned)}"
-    remedy = "set reward=[...,learned] reward.learned.path=<folder>, or critic.init=<that folder>"
-    require(len(learned) == 1, "critic.init", problem, got="reward", remedy=remedy)
-    [(name, spec)] = learned.items()
-    path = spec.kwargs["path"]
-    problem = f"`reward` is an adapter's folder, and reward.{name}.path={'null' if path is None else path} is none"
-    remedy = f"set reward.{name}.path=<folder of a reward adapter>, or critic.init=base"
-    require(path is not None and is_adapter(path), "critic.init", problem, got="reward", remedy=remedy)
-
-
-def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned: Mapping[str, RewardSpec]) -> None:
-    """A learned reward that the run trains must be an adapter with labels; a new one must be trained."""
-    refresh_every, labels = config.reward_model.refresh_every, config.reward_model.labels
-    if not refresh_every:
-        for name in (name for name, spec in learned.items() if spec.kwargs["path"] is None):
-            problem = "an untrained head scores every completion 0, and reward_model.refresh_every=0 never trains it"
-            remedy = "give it a folder, or set for instance reward_model.refresh_every=10"
-            remedy += " reward_model.labels=<a rule reward>"
-            raise UserError(f"reward.{name}.path", problem, got="null", remedy=remedy)
-        return
-    if not learned:
-        return  # a recipe may say how a learned reward would be trained, if the command line adds one
-    problem = f"trains the one learned reward, and there are {len(learned)}"
-    remedy = "leave all but one out, or set reward_model.refresh_every=0"
-    require(len(learned) <= 1, "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
-    [(name, spec)] = learned.items()
-    path = spec.kwargs["path"]
-    problem = f"only an adapter is trained, and reward.{name}.path={path} is a network of its own"
-    remedy = f"set reward.{name}.path=null or the folder of a reward adapter, or reward_model.refresh_every=0"
-    require(is_adapter(path), "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
-    rules = [other for other in rewards if other not in learned]
-    problem = "must name the rule reward that says which of two siblings is better"
-    remedy = f"use {' or '.join(rules)}" if rules else "put one in: reward=[exact_match,...]"
-    require(labels in rules, "reward_model.labels", problem, got="null" if labels is None else labels, remedy=remedy)
-    problem = "learns from pairs of siblings, and group_size=1 has none"
-    remedy = "set group_size=8, or reward_model.refresh_every=0"
-    require(config.group_size != 1, "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
-
-
-TEACHER, TEACHER_ENGINE = "snapshot.teacher", "snapshot.teacher_engine"
-TEACHERS_KEYS = {
-    "model.path": TEACHER,
-    "model.dtype": "snapshot.teacher_dtype",
-    "model.quantization": "snapshot.teacher_quantization",
-}
-"""{key of the base: that of a teacher which is a separate model}."""
-
-
-@contextmanager
-def teacher_is_meant() -> Iterator[None]:
-    """Replaces the base's keys by the teacher's in UserErrors raised inside, also in their remedies."""
-    try:
-        yield
-    except UserError as error:
-        key, remedy = error.key, error.remedy
-        for base, own in TEACHERS_KEYS.items():
-            key, remedy = key.replace(base, own), remedy.replace(base, own)
-        raise UserError(key, error.problem, got=error.got, remedy=remedy) from None
-
-
 def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
     """A note that a planned run lacks its teacher's engine, or None; refuses that in a run that starts here."""
     missing = obstacle() if config.snapshot.teacher_engine == "vllm" else None
@@ -470,10 +473,7 @@ def check_vocabulary(student: RunTokenizer, teacher: RunTokenizer, path: str) ->
         raise UserError(TEACHER, problem, got=path, remedy=remedy)
 
 
-VARIANTS = ("lora_bias", "rank_pattern", "alpha_pattern")
-"""Fields of adapter_config.json with which tensors compute a different function from that of a role made by rlft."""
-
-
+# -- the folders that roles start from ---------------------------------------------------------------------------------
 class AdapterUse(Enum):
     """How a run uses a folder.
 
@@ -532,16 +532,6 @@ def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
     return [*adapter_uses, *uses_of_rewards(rewards)]
 
 
-def changed_base(use: Use, base: Mapping[str, str]) -> Changed:
-    """What differs between the base that rlft.json records and this one; nothing where rlft did not make the folder."""
-    return differing(read_record(use.path, use.key), base)
-
-
-def fingerprints_of(used: Sequence[Use]) -> dict[str, str]:
-    """{<key>_fingerprint: fingerprint of the content of the folder that it names}."""
-    return {f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used}
-
-
 def use_of_policy(key: str, path: str | None) -> list[Use]:
     """The adapter folder that a policy starts from, in a list; an empty one if none is named."""
     return [] if path is None else [Use(key=key, path=path, accepts=AdapterUse.policy)]
@@ -554,6 +544,11 @@ def uses_of_rewards(rewards: Mapping[str, RewardSpec]) -> list[Use]:
         for spec in rewards.values()
         if spec.runs_in_trainer and spec.kwargs["path"] is not None and is_adapter(spec.kwargs["path"])
     ]
+
+
+def fingerprints_of(used: Sequence[Use]) -> dict[str, str]:
+    """{<key>_fingerprint: fingerprint of the content of the folder that it names}."""
+    return {f"{use.key}_fingerprint": content_fingerprint(use.path) for use in used}
 
 
 def check_folders(used: Sequence[Use], lora: LoraSettings | None) -> None:
@@ -586,6 +581,10 @@ def _check_exists(use: Use) -> None:
     raise UserError(use.key, problem, got=use.path or "nothing", remedy=remedy)
 
 
+VARIANTS = ("lora_bias", "rank_pattern", "alpha_pattern")
+"""Fields of adapter_config.json with which tensors compute a different function from that of a role made by rlft."""
+
+
 def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> None:
     """Compares adapter_config.json with the run's `lora` section."""
     check_shape(fields, use.path, use.key)
@@ -608,6 +607,7 @@ def _check_fields(lora: LoraSettings, use: Use, fields: Mapping[str, Any]) -> No
     require(alpha == lora.alpha, "lora.alpha", problem, got=lora.alpha, remedy=remedy)
 
 
+# -- whether adapters are for this base --------------------------------------------------------------------------------
 def check_adapters(
     used: Sequence[Use],
     lora: LoraSettings | None,
@@ -630,11 +630,7 @@ def check_adapters(
         if changed := changed_base(use, base).without(() if use.key == "adapter" else OF_SAMPLES):
             raise _other_base(use, f"its rlft.json says it was made for a base with other {changed.both}")
         if use.has_head:
-            shapes = head_shapes(use.path, use.key)
-            for name, shape in {"weight": (1, model.get_text_config().hidden_size), "bias": (1,)}.items():
-                if shapes.get(name) != shape:
-                    actual = f"{name} {shapes[name]}" if name in shapes else f"no {name}"
-                    raise _other_base(use, f"its head has {actual}, and this base takes {shape}")
+            _check_head(use, model)
         if lora is not None and use.has_adapter:
             others = _check_tensors(lora, settings, use, model)
             if names and others and names != others:  # which PEFT does not take on one base
@@ -642,6 +638,19 @@ def check_adapters(
                 remedy = "use one that adapts the same (lora.experts and lora.router), or none"
                 raise UserError(use.key, problem, got=use.path, remedy=remedy)
             names = names or others
+
+
+def _check_head(use: Use, model: PreTrainedConfig) -> None:
+    shapes = head_shapes(use.path, use.key)
+    for name, shape in {"weight": (1, model.get_text_config().hidden_size), "bias": (1,)}.items():
+        if shapes.get(name) != shape:
+            actual = f"{name} {shapes[name]}" if name in shapes else f"no {name}"
+            raise _other_base(use, f"its head has {actual}, and this base takes {shape}")
+
+
+def changed_base(use: Use, base: Mapping[str, str]) -> Changed:
+    """What differs between the base that rlft.json records and this one; nothing where rlft did not make the folder."""
+    return differing(read_record(use.path, use.key), base)
 
 
 def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> frozenset[str]:
@@ -680,6 +689,19 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
     return frozenset(config.target_parameters or ())
 
 
+def _lora_config(lora: LoraSettings, use: Use, empty: PreTrainedModel) -> LoraConfig:
+    """The PEFT config of the role that the adapter is loaded into."""
+    from rlft.model.lora_config import folder_config, lora_config
+
+    if use.starts_role:
+        return lora_config(lora, empty)
+    try:
+        return folder_config(check_adapter_folder(use.path, use.key), empty)
+    except (TypeError, ValueError) as error:
+        problem = f"PEFT does not take its adapter_config.json ({str(error).splitlines()[0][:200]})"
+        raise UserError(use.key, problem, got=use.path, remedy="save it again") from None
+
+
 def targets_of(modules: Collection[str], layers: Iterable[str]) -> list[str] | str:
     r"""A lora.target_modules that stands for these modules alone, among these linear layers of a model.
 
@@ -704,19 +726,6 @@ def targets_of(modules: Collection[str], layers: Iterable[str]) -> list[str] | s
 
 def _other_base(use: Use, problem: str) -> UserError:
     return UserError(use.key, problem, got=use.path, remedy="use the base it was made for, or an adapter for this one")
-
-
-def _lora_config(lora: LoraSettings, use: Use, empty: PreTrainedModel) -> LoraConfig:
-    """The PEFT config of the role that the adapter is loaded into."""
-    from rlft.model.lora_config import folder_config, lora_config
-
-    if use.starts_role:
-        return lora_config(lora, empty)
-    try:
-        return folder_config(check_adapter_folder(use.path, use.key), empty)
-    except (TypeError, ValueError) as error:
-        problem = f"PEFT does not take its adapter_config.json ({str(error).splitlines()[0][:200]})"
-        raise UserError(use.key, problem, got=use.path, remedy="save it again") from None
 
 
 def notes_of_adapters(used: Sequence[Use], settings: ModelConfig, base: Mapping[str, str]) -> list[str]:

@@ -6,8 +6,8 @@ check of this room, they raise a UserError with the key, what is wrong and what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from rlft.generation.pool import units_of
 from rlft.logger.interface import Logger
 from rlft.logger.loggers import declares, loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
-from rlft.plan.model_rules import check_apart, check_engine, check_model
+from rlft.plan.model_rules import check_apart, check_engine, check_model, with_keys
 from rlft.plan.roles import (
     AdapterUse,
     Use,
@@ -60,12 +60,7 @@ if TYPE_CHECKING:
     from rlft.data.prompts import PromptSet
 
 
-REFERENCE = "snapshot.reference"
-MOVING = "ema"
-"""A reference that only `rlft train` has: its log-probs would have to be recomputed in every step."""
-FIXED = "copy, base or an adapter's folder"
-
-
+# -- what each command refuses in its config ---------------------------------------------------------------------------
 def check_train(config: RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
     """The algorithm and the loggers of a run, which is only evaluated unless it `trains`."""
     components = check_components(config, trains=trains)
@@ -89,6 +84,27 @@ def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Objecti
     check_stops_and_rewards(config.generation, rewards)
     check_folders(uses(config, rewards), config.lora)
     return algorithm, checked_loggers(config) if trains else loggers_of(config.logger)
+
+
+def check_run(config: RunConfig, algorithm: Objective, *, trains: bool = True) -> None:
+    """Checks the rules that need no rewards, model config or data; rules for roles are in `rlft.plan.roles`.
+
+    trains: False if the policy is only evaluated, so that it may be sampled in any way.
+    """
+    check_name(config.name)
+    _sizes(config, algorithm)
+    if trains:
+        _weights(config, algorithm)
+        _sampling(config, algorithm)
+        _overlap(config, algorithm)
+        _curriculum(config)
+    check_evaluation(config.eval, config.generation)
+    check_time_limits(config.reward, config.scoring)
+    check_engine(config.generation, config.model)
+    _resampling(config, algorithm)
+    check_cluster(config)
+    check_model(config.model)
+    check_learner(config)
 
 
 def check_sft(config: SftConfig) -> tuple[Logger, ...]:
@@ -134,28 +150,6 @@ def check_sample(config: SampleConfig) -> None:
     check_data(config.data)
 
 
-def uses_of_sample(config: SampleConfig) -> list[Use]:
-    """The adapter folders that the config names: the policy's, and those of learned rewards."""
-    return [*use_of_policy("adapter", config.adapter), *uses_of_rewards(specs(config.reward))]
-
-
-def lora_of(config: SampleConfig) -> LoraSettings:
-    """The shape of the named adapter, of the policy or of a reward; the smallest shape if none is named."""
-    for use in uses_of_sample(config):
-        if use.path and Path(use.path).expanduser().is_dir():  # otherwise `check_folders` says what is wrong
-            fields = check_adapter_folder(use.path, use.key)
-            check_shape(fields, use.path, use.key)
-            return LoraSettings(
-                rank=fields["r"],
-                alpha=fields["lora_alpha"],
-                dropout=0.0,
-                target_modules=layers_of(fields),
-                path=config.adapter,
-                **switches_of(fields),
-            )
-    return LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=config.adapter)
-
-
 def check_preferences(config: RmConfig | DpoConfig) -> tuple[RankingLoss, tuple[Logger, ...]]:
     """The loss and the loggers of `rlft rm` and `rlft dpo`."""
     check_name(config.name)
@@ -173,96 +167,7 @@ def check_preferences(config: RmConfig | DpoConfig) -> tuple[RankingLoss, tuple[
     return loss, checked_loggers(config)
 
 
-def checked_loggers(config: RunConfig | SftConfig | RmConfig | DpoConfig) -> tuple[Logger, ...]:
-    """The loggers of a run that trains, which write what stop.when needs."""
-    loggers = loggers_of(config.logger)
-    if config.stop.when == FLAT:
-        problem, got = "ends a run by its evaluations, and there are none", config.stop.when
-        require(config.eval.every, "stop.when", problem, got=got, remedy="set eval.every to a number of steps")
-        problem = "ends a run by eval.jsonl, which no logger writes"
-        writes = any(declares(logger, "writes_metrics") for logger in loggers)
-        require(writes, "stop.when", problem, got=got, remedy="add jsonl to logger")
-    return loggers
-
-
-def _loss_of(config: RmConfig | DpoConfig) -> RankingLoss:
-    """The loss that the config describes, with a reference if it needs one. Raises UserError."""
-    if isinstance(config, RmConfig):
-        return BradleyTerry(margin=config.margin)
-    loss = instantiate(config.loss, "loss", "dpo")
-    if not isinstance(loss, PreferenceLoss):
-        problem, got = "is no rlft.algorithm.preference.PreferenceLoss", config.loss["_target_"]
-        raise UserError("loss._target_", problem, got=got, remedy="derive it from that class")
-    configured, reference = config.snapshot.reference, reference_of(config, loss)
-    problem, remedy = "its log-probs are computed once for each completion, so it cannot move", f"use {FIXED}"
-    require(configured != MOVING, REFERENCE, problem, got=configured, remedy=remedy)
-    is_given = reference != "none"
-    problem, remedy = "this loss compares the policy with a reference", f"use {FIXED}, or loss=simpo or orpo"
-    require(is_given or not loss.needs_reference, REFERENCE, problem, got=configured, remedy=remedy)
-    problem, remedy = "this loss uses no reference", "leave it out, or use loss=dpo or ipo"
-    require(not is_given or loss.needs_reference, REFERENCE, problem, got=configured, remedy=remedy)
-    return loss
-
-
-def reference_of(config: RmConfig | DpoConfig, loss: RankingLoss) -> str:
-    """What the loss compares the policy with: `none`, `base`, or the folder of an adapter."""
-    configured = "auto" if isinstance(config, RmConfig) else config.snapshot.reference
-    if configured == "auto":
-        configured = "copy" if loss.needs_reference else "none"
-    return (config.lora.path or "base") if configured == "copy" else configured
-
-
-def uses_of_preferences(config: RmConfig | DpoConfig, loss: RankingLoss) -> list[Use]:
-    """The adapter folders that the config names: the one that training starts from, and the reference's."""
-    path, reference = config.lora.path, reference_of(config, loss)
-    used = use_of_policy("lora.path", path)
-    if path is not None and isinstance(config, RmConfig):
-        used = [Use(key="lora.path", path=path, accepts=AdapterUse.scalar if has_head(path) else AdapterUse.any)]
-    if reference not in ("none", "base", path):
-        words = "auto, none, base or copy"
-        used.append(Use(key=REFERENCE, path=reference, accepts=AdapterUse.frozen, words=words))
-    return used
-
-
-@contextmanager
-def replay_is_meant() -> Iterator[None]:
-    """Gives UserErrors raised inside the key of earlier rounds' preferences."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError("replay.path", error.problem, got=error.got, remedy=error.remedy) from None
-
-
-def replayed(config: RmConfig) -> Mapping[str, Any]:
-    """The section that reads the earlier rounds' preferences.
-
-    Their held-out rankings stay held out: those files are split by the same hash.
-    """
-    no_held_out = {key: None for key in ("held_out_path", "held_out_split") if key in config.preferences}
-    return {**config.preferences, "path": config.replay.path, **no_held_out}
-
-
-def check_run(config: RunConfig, algorithm: Objective, *, trains: bool = True) -> None:
-    """Checks the rules that need no rewards, model config or data; rules for roles are in `rlft.plan.roles`.
-
-    trains: False if the policy is only evaluated, so that it may be sampled in any way.
-    """
-    check_name(config.name)
-    _sizes(config, algorithm)
-    if trains:
-        _weights(config, algorithm)
-        _sampling(config, algorithm)
-        _overlap(config, algorithm)
-        _curriculum(config)
-    check_evaluation(config.eval, config.generation)
-    check_time_limits(config.reward, config.scoring)
-    check_engine(config.generation, config.model)
-    _resampling(config, algorithm)
-    check_cluster(config)
-    check_model(config.model)
-    check_learner(config)
-
-
+# -- names, data, loggers ----------------------------------------------------------------------------------------------
 def check_name(name: str) -> None:
     """Refuses a run's name that cannot be a folder's name."""
     if not name.strip() or name == ".." or Path(name).name != name:
@@ -277,6 +182,19 @@ def check_data(section: Mapping[str, Any], key: str = "data") -> None:
         check()
 
 
+def checked_loggers(config: RunConfig | SftConfig | RmConfig | DpoConfig) -> tuple[Logger, ...]:
+    """The loggers of a run that trains, which write what stop.when needs."""
+    loggers = loggers_of(config.logger)
+    if config.stop.when == FLAT:
+        problem, got = "ends a run by its evaluations, and there are none", config.stop.when
+        require(config.eval.every, "stop.when", problem, got=got, remedy="set eval.every to a number of steps")
+        problem = "ends a run by eval.jsonl, which no logger writes"
+        writes = any(declares(logger, "writes_metrics") for logger in loggers)
+        require(writes, "stop.when", problem, got=got, remedy="add jsonl to logger")
+    return loggers
+
+
+# -- the sizes of a step -----------------------------------------------------------------------------------------------
 def _sizes(config: RunConfig, algorithm: Objective) -> None:
     problem = f"this algorithm compares siblings and needs at least {algorithm.min_group_size}"
     remedy = f"set group_size={max(8, algorithm.min_group_size)}"
@@ -296,19 +214,48 @@ def _sizes(config: RunConfig, algorithm: Objective) -> None:
         raise UserError("token_budget", problem, got=config.token_budget, remedy=remedy)
 
 
-def _weights(config: RunConfig, algorithm: Objective) -> None:
-    rewards = config.reward
-    if not rewards or not all(isinstance(keys, Mapping) and keys.get("weight") == 0 for keys in rewards.values()):
-        return
-    remedy = f"set for instance reward.{next(iter(rewards))}.weight=1"
-    if not algorithm.needs_teacher:
-        problem = "has no weight but 0: nothing would be learned"
-        raise UserError("reward", problem, got=f"[{','.join(rewards)}]", remedy=remedy)
-    if of_rewards := config.algorithm.get("reward_coef", 0):
-        problem = f"multiplies the advantages of rewards, and [{','.join(rewards)}] has no weight but 0"
-        raise UserError("algorithm.reward_coef", problem, got=of_rewards, remedy=f"use 0, or {remedy}")
+def check_budget(token_budget: int, longest: int, of_what: str) -> None:
+    """Checks that the longest possible row of a supervised run fits the token budget."""
+    problem = f"the longest row may have {counted(longest, 'token')} ({of_what})"
+    remedy = f"set token_budget={longest} or more"
+    require(token_budget >= longest, "token_budget", problem, got=token_budget, remedy=remedy)
 
 
+def check_enough(key: str, configured: int, needed: int, available: int, of_what: str) -> None:
+    """Checks that there are enough examples for one update, whose number the key sets."""
+    remedy = f"use at most {available}" if available else "name other data"
+    problem = f"there {are(available)} only {counted(available, of_what)} to train on"
+    require(available >= needed, key, problem, got=configured, remedy=remedy)
+
+
+def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
+    """Checks that dynamic sampling has train prompts besides those of the step."""
+    if config.dynamic_sampling.max_rounds and num_prompts <= config.prompts_per_step:
+        problem = f"samples fresh prompts, and all {num_prompts} train prompts are in each step"
+        remedy = "use a lower prompts_per_step or more data, or dynamic_sampling.max_rounds=0"
+        raise UserError("dynamic_sampling.max_rounds", problem, got=config.dynamic_sampling.max_rounds, remedy=remedy)
+
+
+def warnings_of_sizes(config: RunConfig, num_train: int | None, num_held_out: int | None) -> tuple[str, ...]:
+    """Warnings about a run that needs more prompts than exist; a number is None if no such prompts are sampled."""
+    texts = []
+    if num_train is not None and config.prompts_per_step > num_train:
+        problem = f"there {are(num_train)} only {counted(num_train, 'train prompt')}"
+        problem += f", so that each step has some of them more than once, got {config.prompts_per_step}"
+        texts.append(f"prompts_per_step: {problem}; use at most {num_train}, or more data")
+    if num_held_out is not None and config.eval.num_prompts > num_held_out:
+        problem = f"there {are(num_held_out)} only {counted(num_held_out, 'held-out prompt')}"
+        problem += ", and an evaluation samples each of them once"
+        texts.append(f"eval.num_prompts: {problem}, got {config.eval.num_prompts}; use at most {num_held_out}")
+    return tuple(texts)
+
+
+def divisors_of(number: int, factor: int = 1) -> str:
+    """The divisors of a number, each times the factor, in words."""
+    return ", ".join(str(divisor * factor) for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
 def _sampling(config: RunConfig, algorithm: Objective) -> None:
     generation = config.generation
     if generation.temperature == 0:
@@ -349,60 +296,6 @@ def _overlap(config: RunConfig, algorithm: Objective) -> None:
     require(config.snapshot.old != "sampled", "snapshot.old", problem, got="sampled", remedy=remedy)
 
 
-def check_lag_has_devices(config: RunConfig, device: str) -> None:
-    """Refuses a lag where engine and trainer share a GPU (`device` is the trainer's), which gains nothing."""
-    if config.overlap.lag and device != "cpu" and (not config.cluster.engines or config.cluster.placement == "pairs"):
-        problem = "samples beside the update, and the engine shares the trainer's GPU, so that nothing would be gained"
-        remedy = "give engines GPUs of their own (cluster.engines=1 cluster.placement=divided), or set overlap.lag=0"
-        raise UserError("overlap.lag", problem, got=config.overlap.lag, remedy=remedy)
-
-
-def check_cluster_has_devices(cluster: ClusterConfig, device: torch.device) -> None:
-    """Refuses engines and ranks in other processes on devices whose processes cannot exchange tensors."""
-    kind = kind_of(device)
-    for key, number, alone in (("cluster.ranks", cluster.ranks, 1), ("cluster.engines", cluster.engines, 0)):
-        problem = f"other processes need CPUs or CUDA devices, and model.device is {kind.title}"
-        require(kind.collective or number <= alone, key, problem, got=number, remedy=f"set {key}={alone}")
-
-
-def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None:
-    """Checks how held-out prompts are sampled, and that eval.kl_base can be estimated from those samples."""
-    temperature = settings.temperature
-    if temperature is not None and temperature < 0:
-        remedy = "use 0 for the most likely token"
-        raise UserError("eval.temperature", "must not be negative", got=temperature, remedy=remedy)
-    if not settings.kl_base or not settings.every:
-        return
-    own_samples = "is estimated from the policy's own samples, and"
-    if temperature not in (None, generation.temperature):
-        problem = f"{own_samples} eval.temperature={temperature:g} samples another one"
-        remedy = "set eval.temperature=null, or eval.kl_base=false"
-        raise UserError("eval.kl_base", problem, got="true", remedy=remedy)
-    is_truncated = generation.top_p < 1 or generation.top_k > 0 or generation.min_p > 0
-    problem = f"{own_samples} generation.top_p, top_k and min_p leave some of them out"
-    remedy = "use generation.top_p=1 generation.top_k=0 generation.min_p=0, or eval.kl_base=false"
-    require(not is_truncated, "eval.kl_base", problem, got="true", remedy=remedy)
-
-
-def check_cluster(config: RunConfig) -> None:
-    """Checks the keys of `cluster` that are about engines in processes of their own, and about Ray."""
-    cluster, engine = config.cluster, config.generation.engine
-    if cluster.address is not None and cluster.kind == "local":
-        remedy = "set cluster=ray, or leave it out"
-        raise UserError("cluster.address", "is the address of a Ray cluster", got=cluster.address, remedy=remedy)
-    if cluster.gpus_per_engine > 1 and not cluster.engines:
-        problem = "applies to engines in processes of their own, and there are none"
-        remedy = "set cluster.engines=1 or more, or leave it out"
-        raise UserError("cluster.gpus_per_engine", problem, got=cluster.gpus_per_engine, remedy=remedy)
-    problem, remedy = (
-        "scoring.workers=0 scores in the run's own process",
-        "set scoring.workers=1 or more, or leave it out",
-    )
-    require(not cluster.scoring or config.scoring.workers, "cluster.scoring", problem, got="true", remedy=remedy)
-    if cluster.engines and engine != AUTO:
-        check_apart(config, engine)
-
-
 def _resampling(config: RunConfig, algorithm: Objective) -> None:
     rounds, key = config.dynamic_sampling.max_rounds, "dynamic_sampling.max_rounds"
     if rounds:
@@ -431,6 +324,25 @@ def _curriculum(config: RunConfig) -> None:
     require(not settings.is_on or has_reward, key, problem, got=got, remedy="set reward=[exact_match]")
 
 
+def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None:
+    """Checks how held-out prompts are sampled, and that eval.kl_base can be estimated from those samples."""
+    temperature = settings.temperature
+    if temperature is not None and temperature < 0:
+        remedy = "use 0 for the most likely token"
+        raise UserError("eval.temperature", "must not be negative", got=temperature, remedy=remedy)
+    if not settings.kl_base or not settings.every:
+        return
+    own_samples = "is estimated from the policy's own samples, and"
+    if temperature not in (None, generation.temperature):
+        problem = f"{own_samples} eval.temperature={temperature:g} samples another one"
+        remedy = "set eval.temperature=null, or eval.kl_base=false"
+        raise UserError("eval.kl_base", problem, got="true", remedy=remedy)
+    is_truncated = generation.top_p < 1 or generation.top_k > 0 or generation.min_p > 0
+    problem = f"{own_samples} generation.top_p, top_k and min_p leave some of them out"
+    remedy = "use generation.top_p=1 generation.top_k=0 generation.min_p=0, or eval.kl_base=false"
+    require(not is_truncated, "eval.kl_base", problem, got="true", remedy=remedy)
+
+
 def warnings_of_config(config: RunConfig, algorithm: Objective) -> tuple[str, ...]:
     """Warnings about valid settings that are usually mistakes, which the run prints at its start."""
     texts, keys, generation = [*algorithm.warnings], config.algorithm, config.generation
@@ -457,98 +369,25 @@ def warnings_of_config(config: RunConfig, algorithm: Objective) -> tuple[str, ..
     return tuple(texts)
 
 
-def warnings_of_sizes(config: RunConfig, num_train: int | None, num_held_out: int | None) -> tuple[str, ...]:
-    """Warnings about a run that needs more prompts than exist; a number is None if no such prompts are sampled."""
-    texts = []
-    if num_train is not None and config.prompts_per_step > num_train:
-        problem = f"there {are(num_train)} only {counted(num_train, 'train prompt')}"
-        problem += f", so that each step has some of them more than once, got {config.prompts_per_step}"
-        texts.append(f"prompts_per_step: {problem}; use at most {num_train}, or more data")
-    if num_held_out is not None and config.eval.num_prompts > num_held_out:
-        problem = f"there {are(num_held_out)} only {counted(num_held_out, 'held-out prompt')}"
-        problem += ", and an evaluation samples each of them once"
-        texts.append(f"eval.num_prompts: {problem}, got {config.eval.num_prompts}; use at most {num_held_out}")
-    return tuple(texts)
+# -- rewards -----------------------------------------------------------------------------------------------------------
+def check_rewarded(config: SamplingRoot) -> None:
+    """Refuses a run in which neither rewards nor the environment would score completions."""
+    environment = read_environment(config.environment)
+    if not config.reward and (environment is None or not environment.rewards_turns):
+        raise UserError("reward", "is empty: nothing would be learned", remedy="try reward=[exact_match,format]")
 
 
-def check_budget(token_budget: int, longest: int, of_what: str) -> None:
-    """Checks that the longest possible row of a supervised run fits the token budget."""
-    problem = f"the longest row may have {counted(longest, 'token')} ({of_what})"
-    remedy = f"set token_budget={longest} or more"
-    require(token_budget >= longest, "token_budget", problem, got=token_budget, remedy=remedy)
-
-
-def check_enough(key: str, configured: int, needed: int, available: int, of_what: str) -> None:
-    """Checks that there are enough examples for one update, whose number the key sets."""
-    remedy = f"use at most {available}" if available else "name other data"
-    problem = f"there {are(available)} only {counted(available, of_what)} to train on"
-    require(available >= needed, key, problem, got=configured, remedy=remedy)
-
-
-def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
-    """Checks that dynamic sampling has train prompts besides those of the step."""
-    if config.dynamic_sampling.max_rounds and num_prompts <= config.prompts_per_step:
-        problem = f"samples fresh prompts, and all {num_prompts} train prompts are in each step"
-        remedy = "use a lower prompts_per_step or more data, or dynamic_sampling.max_rounds=0"
-        raise UserError("dynamic_sampling.max_rounds", problem, got=config.dynamic_sampling.max_rounds, remedy=remedy)
-
-
-def check_ranks(config: RunConfig) -> None:
-    """Refuses ranks that cannot share the tokens of a pass, divide the lanes evenly, or divide the base's layers."""
-    cluster = config.cluster
-    ranks, lanes, sharing = cluster.ranks, cluster.num_lanes, cluster.sequence_ranks
-    problem = f"does not divide cluster.ranks={ranks}"
-    remedy = f"use one of {divisors_of(ranks)}, or set cluster.ranks={sharing} or a multiple of that"
-    require(ranks % sharing == 0, "cluster.sequence_ranks", problem, got=sharing, remedy=remedy)
-    problem, packs = "divides packed rows, and model.kernels=plain has none", config.model.kernels != "plain"
-    require(sharing == 1 or packs, "cluster.sequence_ranks", problem, got=sharing, remedy="set it to 1")
-    of_ranks = f" times cluster.sequence_ranks={sharing}" * (sharing > 1)
-    problem = f"does not divide cluster.lanes={lanes}{of_ranks}, which a run keeps from its first step"
-    remedy = f"use one of {divisors_of(lanes, sharing)}, or begin a run with other lanes"
-    require(lanes % (ranks // sharing) == 0, "cluster.ranks", problem, got=ranks, remedy=remedy)
-    if cluster.shard_base and (why := why_whole(config)) is not None:
-        problem, remedy = why
-        raise UserError("cluster.shard_base", problem, got="true", remedy=f"{remedy}, or leave it out")
-
-
-def divisors_of(number: int, factor: int = 1) -> str:
-    """The divisors of a number, each times the factor, in words."""
-    return ", ".join(str(divisor * factor) for divisor in range(1, number + 1) if number % divisor == 0)
-
-
-def idle_engines(config: RunConfig, name: str) -> str | None:
-    """A warning that a step has fewer parts than there are engines; None where every engine gets one."""
-    cluster, num_prompts, group_size = config.cluster, config.prompts_per_step, config.group_size
-    if not cluster.engines:
-        return None
-    engine = config.generation.named(name)
-    size = units_of(engine.at_once, divisible=engine.divisible, num_engines=cluster.engines)(group_size, num_prompts)
-    parts = -(-num_prompts // size)
-    if parts >= cluster.engines:
-        return None
-    if num_prompts < cluster.engines:
-        why = f"a step has {counted(num_prompts, 'prompt')}"
-        remedy = f"raise prompts_per_step, or use at most {num_prompts}"
-    else:
-        why = f"{engine.title} computes {counted(engine.at_once, 'completion')} of a step together"
-        remedy = f"use generation.{section_of(name)}.{engine.at_once_key}={num_prompts // cluster.engines * group_size}"
-    problem = f"only {parts} of them will have something to sample: {why}"
-    return f"cluster.engines: {problem}, got {cluster.engines}; {remedy}"
-
-
-def why_whole(config: RunConfig) -> tuple[str, str] | None:
-    """Why ranks cannot divide the layers of this run's base, and what to change; None where they can."""
-    if not config.cluster.engines:
-        return "an engine in the run's own process needs the whole base", "set cluster.engines=1 or more"
-    if config.cluster.num_parts == 1:  # the policy then learns on sums of base and adapter, which need all weights
-        return "is for ranks that share lanes, and there is one lane", "set cluster.ranks=2 or cluster.lanes=2, or more"
-    if config.model.quantization is not None:
-        return "layers in 4 bits are not divided", "set model.quantization=null"
-    if config.lora is None:
-        return "what is divided is frozen, and lora=null trains it", "train an adapter"
-    if config.lora.use_dora:
-        return "DoRA asks for the lengths of all weights before there are ranks", "set lora.use_dora=false"
-    return None
+def _weights(config: RunConfig, algorithm: Objective) -> None:
+    rewards = config.reward
+    if not rewards or not all(isinstance(keys, Mapping) and keys.get("weight") == 0 for keys in rewards.values()):
+        return
+    remedy = f"set for instance reward.{next(iter(rewards))}.weight=1"
+    if not algorithm.needs_teacher:
+        problem = "has no weight but 0: nothing would be learned"
+        raise UserError("reward", problem, got=f"[{','.join(rewards)}]", remedy=remedy)
+    if of_rewards := config.algorithm.get("reward_coef", 0):
+        problem = f"multiplies the advantages of rewards, and [{','.join(rewards)}] has no weight but 0"
+        raise UserError("algorithm.reward_coef", problem, got=of_rewards, remedy=f"use 0, or {remedy}")
 
 
 def check_time_limits(rewards: Mapping[str, Any], scoring: ScoringConfig) -> None:
@@ -583,6 +422,30 @@ def _tags(kwargs: Mapping[str, Any]) -> Sequence[str]:
     return [kwargs["tag"]] if location == "tag" and isinstance(kwargs.get("tag"), str) else []
 
 
+def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
+    """Refuses a learned reward without a folder, in a run that does not train it."""
+    for spec in rewards.values():
+        if spec.runs_in_trainer and spec.kwargs["path"] is None:
+            problem = "an untrained head scores every completion 0, and nothing trains it here"
+            remedy = "give it a folder, such as a run of rlft rm"
+            raise UserError(f"reward.{spec.name}.path", problem, got="null", remedy=remedy)
+
+
+def check_classifiers(rewards: Mapping[str, RewardSpec]) -> dict[str, str]:
+    """The fingerprints of reward models with a network of their own; refuses one whose
+    output is not a single score, or that lacks tensors."""
+    from rlft.model.reward_model import check_classifier, classifier_source, read_classifier
+    from rlft.plan.identity import of_source
+
+    found: dict[str, str] = {}
+    for spec in rewards.values():
+        if spec.runs_in_trainer and not is_adapter(path := spec.kwargs["path"]):
+            key = f"reward.{spec.name}.path"
+            check_classifier(path, key)
+            found |= of_source(classifier_source(path), read_classifier(path, key), key, key)
+    return found
+
+
 def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
     """Checks that the prompt's metadata have the fields that a reward reads (`needs_metadata`, `metadata_keys`)."""
     kept = f"the data keep no such field with their prompts, only {list(prompt.metadata) or 'none'}"
@@ -603,13 +466,7 @@ def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
                 raise UserError(f"reward.{name}.{key}", kept, got=field, remedy=remedy)
 
 
-def check_rewarded(config: SamplingRoot) -> None:
-    """Refuses a run in which neither rewards nor the environment would score completions."""
-    environment = read_environment(config.environment)
-    if not config.reward and (environment is None or not environment.rewards_turns):
-        raise UserError("reward", "is empty: nothing would be learned", remedy="try reward=[exact_match,format]")
-
-
+# -- environments and images -------------------------------------------------------------------------------------------
 def check_environment(config: SamplingRoot) -> None:
     """Refuses an environment whose keys are wrong, or whose limits do not fit those of the run."""
     environment = read_environment(config.environment)
@@ -658,30 +515,6 @@ def prompt_additions(environment: Environment | None, tokenizer: RunTokenizer, p
     return Dialect(environment, tokenizer, prompts[0].messages).shown
 
 
-def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
-    """Refuses a learned reward without a folder, in a run that does not train it."""
-    for spec in rewards.values():
-        if spec.runs_in_trainer and spec.kwargs["path"] is None:
-            problem = "an untrained head scores every completion 0, and nothing trains it here"
-            remedy = "give it a folder, such as a run of rlft rm"
-            raise UserError(f"reward.{spec.name}.path", problem, got="null", remedy=remedy)
-
-
-def check_classifiers(rewards: Mapping[str, RewardSpec]) -> dict[str, str]:
-    """The fingerprints of reward models with a network of their own; refuses one whose
-    output is not a single score, or that lacks tensors."""
-    from rlft.model.reward_model import check_classifier, classifier_source, read_classifier
-    from rlft.plan.identity import of_source
-
-    found: dict[str, str] = {}
-    for spec in rewards.values():
-        if spec.runs_in_trainer and not is_adapter(path := spec.kwargs["path"]):
-            key = f"reward.{spec.name}.path"
-            check_classifier(path, key)
-            found |= of_source(classifier_source(path), read_classifier(path, key), key, key)
-    return found
-
-
 def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None) -> None:
     """Refuses what does not go with images, if a prompt of the sets has any.
 
@@ -715,3 +548,175 @@ def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None
     is_apart = snapshot.teacher_model is not None or snapshot.teacher_hint is not None
     problem = "reads no images: it is another model, or reads other prompts"
     require(not is_apart, "snapshot.teacher", problem, got=snapshot.teacher, remedy=remedy)
+
+
+# -- engines, ranks and their devices ----------------------------------------------------------------------------------
+def check_cluster(config: RunConfig) -> None:
+    """Checks the keys of `cluster` that are about engines in processes of their own, and about Ray."""
+    cluster, engine = config.cluster, config.generation.engine
+    if cluster.address is not None and cluster.kind == "local":
+        remedy = "set cluster=ray, or leave it out"
+        raise UserError("cluster.address", "is the address of a Ray cluster", got=cluster.address, remedy=remedy)
+    if cluster.gpus_per_engine > 1 and not cluster.engines:
+        problem = "applies to engines in processes of their own, and there are none"
+        remedy = "set cluster.engines=1 or more, or leave it out"
+        raise UserError("cluster.gpus_per_engine", problem, got=cluster.gpus_per_engine, remedy=remedy)
+    problem, remedy = (
+        "scoring.workers=0 scores in the run's own process",
+        "set scoring.workers=1 or more, or leave it out",
+    )
+    require(not cluster.scoring or config.scoring.workers, "cluster.scoring", problem, got="true", remedy=remedy)
+    if cluster.engines and engine != AUTO:
+        check_apart(config, engine)
+
+
+def check_cluster_has_devices(cluster: ClusterConfig, device: torch.device) -> None:
+    """Refuses engines and ranks in other processes on devices whose processes cannot exchange tensors."""
+    kind = kind_of(device)
+    for key, number, alone in (("cluster.ranks", cluster.ranks, 1), ("cluster.engines", cluster.engines, 0)):
+        problem = f"other processes need CPUs or CUDA devices, and model.device is {kind.title}"
+        require(kind.collective or number <= alone, key, problem, got=number, remedy=f"set {key}={alone}")
+
+
+def check_lag_has_devices(config: RunConfig, device: str) -> None:
+    """Refuses a lag where engine and trainer share a GPU (`device` is the trainer's), which gains nothing."""
+    if config.overlap.lag and device != "cpu" and (not config.cluster.engines or config.cluster.placement == "pairs"):
+        problem = "samples beside the update, and the engine shares the trainer's GPU, so that nothing would be gained"
+        remedy = "give engines GPUs of their own (cluster.engines=1 cluster.placement=divided), or set overlap.lag=0"
+        raise UserError("overlap.lag", problem, got=config.overlap.lag, remedy=remedy)
+
+
+def check_ranks(config: RunConfig) -> None:
+    """Refuses ranks that cannot share the tokens of a pass, divide the lanes evenly, or divide the base's layers."""
+    cluster = config.cluster
+    ranks, lanes, sharing = cluster.ranks, cluster.num_lanes, cluster.sequence_ranks
+    problem = f"does not divide cluster.ranks={ranks}"
+    remedy = f"use one of {divisors_of(ranks)}, or set cluster.ranks={sharing} or a multiple of that"
+    require(ranks % sharing == 0, "cluster.sequence_ranks", problem, got=sharing, remedy=remedy)
+    problem, packs = "divides packed rows, and model.kernels=plain has none", config.model.kernels != "plain"
+    require(sharing == 1 or packs, "cluster.sequence_ranks", problem, got=sharing, remedy="set it to 1")
+    of_ranks = f" times cluster.sequence_ranks={sharing}" * (sharing > 1)
+    problem = f"does not divide cluster.lanes={lanes}{of_ranks}, which a run keeps from its first step"
+    remedy = f"use one of {divisors_of(lanes, sharing)}, or begin a run with other lanes"
+    require(lanes % (ranks // sharing) == 0, "cluster.ranks", problem, got=ranks, remedy=remedy)
+    if cluster.shard_base and (why := why_whole(config)) is not None:
+        problem, remedy = why
+        raise UserError("cluster.shard_base", problem, got="true", remedy=f"{remedy}, or leave it out")
+
+
+def why_whole(config: RunConfig) -> tuple[str, str] | None:
+    """Why ranks cannot divide the layers of this run's base, and what to change; None where they can."""
+    if not config.cluster.engines:
+        return "an engine in the run's own process needs the whole base", "set cluster.engines=1 or more"
+    if config.cluster.num_parts == 1:  # the policy then learns on sums of base and adapter, which need all weights
+        return "is for ranks that share lanes, and there is one lane", "set cluster.ranks=2 or cluster.lanes=2, or more"
+    if config.model.quantization is not None:
+        return "layers in 4 bits are not divided", "set model.quantization=null"
+    if config.lora is None:
+        return "what is divided is frozen, and lora=null trains it", "train an adapter"
+    if config.lora.use_dora:
+        return "DoRA asks for the lengths of all weights before there are ranks", "set lora.use_dora=false"
+    return None
+
+
+def idle_engines(config: RunConfig, name: str) -> str | None:
+    """A warning that a step has fewer parts than there are engines; None where every engine gets one."""
+    cluster, num_prompts, group_size = config.cluster, config.prompts_per_step, config.group_size
+    if not cluster.engines:
+        return None
+    engine = config.generation.named(name)
+    size = units_of(engine.at_once, divisible=engine.divisible, num_engines=cluster.engines)(group_size, num_prompts)
+    parts = -(-num_prompts // size)
+    if parts >= cluster.engines:
+        return None
+    if num_prompts < cluster.engines:
+        why = f"a step has {counted(num_prompts, 'prompt')}"
+        remedy = f"raise prompts_per_step, or use at most {num_prompts}"
+    else:
+        why = f"{engine.title} computes {counted(engine.at_once, 'completion')} of a step together"
+        remedy = f"use generation.{section_of(name)}.{engine.at_once_key}={num_prompts // cluster.engines * group_size}"
+    problem = f"only {parts} of them will have something to sample: {why}"
+    return f"cluster.engines: {problem}, got {cluster.engines}; {remedy}"
+
+
+# -- rlft sample -------------------------------------------------------------------------------------------------------
+def uses_of_sample(config: SampleConfig) -> list[Use]:
+    """The adapter folders that the config names: the policy's, and those of learned rewards."""
+    return [*use_of_policy("adapter", config.adapter), *uses_of_rewards(specs(config.reward))]
+
+
+def lora_of(config: SampleConfig) -> LoraSettings:
+    """The shape of the named adapter, of the policy or of a reward; the smallest shape if none is named."""
+    for use in uses_of_sample(config):
+        if use.path and Path(use.path).expanduser().is_dir():  # otherwise `check_folders` says what is wrong
+            fields = check_adapter_folder(use.path, use.key)
+            check_shape(fields, use.path, use.key)
+            return LoraSettings(
+                rank=fields["r"],
+                alpha=fields["lora_alpha"],
+                dropout=0.0,
+                target_modules=layers_of(fields),
+                path=config.adapter,
+                **switches_of(fields),
+            )
+    return LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=config.adapter)
+
+
+# -- rlft rm and rlft dpo ----------------------------------------------------------------------------------------------
+REFERENCE = "snapshot.reference"
+MOVING = "ema"
+"""A reference that only `rlft train` has: its log-probs would have to be recomputed in every step."""
+FIXED = "copy, base or an adapter's folder"
+
+
+def _loss_of(config: RmConfig | DpoConfig) -> RankingLoss:
+    """The loss that the config describes, with a reference if it needs one. Raises UserError."""
+    if isinstance(config, RmConfig):
+        return BradleyTerry(margin=config.margin)
+    loss = instantiate(config.loss, "loss", "dpo")
+    if not isinstance(loss, PreferenceLoss):
+        problem, got = "is no rlft.algorithm.preference.PreferenceLoss", config.loss["_target_"]
+        raise UserError("loss._target_", problem, got=got, remedy="derive it from that class")
+    configured, reference = config.snapshot.reference, reference_of(config, loss)
+    problem, remedy = "its log-probs are computed once for each completion, so it cannot move", f"use {FIXED}"
+    require(configured != MOVING, REFERENCE, problem, got=configured, remedy=remedy)
+    is_given = reference != "none"
+    problem, remedy = "this loss compares the policy with a reference", f"use {FIXED}, or loss=simpo or orpo"
+    require(is_given or not loss.needs_reference, REFERENCE, problem, got=configured, remedy=remedy)
+    problem, remedy = "this loss uses no reference", "leave it out, or use loss=dpo or ipo"
+    require(not is_given or loss.needs_reference, REFERENCE, problem, got=configured, remedy=remedy)
+    return loss
+
+
+def reference_of(config: RmConfig | DpoConfig, loss: RankingLoss) -> str:
+    """What the loss compares the policy with: `none`, `base`, or the folder of an adapter."""
+    configured = "auto" if isinstance(config, RmConfig) else config.snapshot.reference
+    if configured == "auto":
+        configured = "copy" if loss.needs_reference else "none"
+    return (config.lora.path or "base") if configured == "copy" else configured
+
+
+def uses_of_preferences(config: RmConfig | DpoConfig, loss: RankingLoss) -> list[Use]:
+    """The adapter folders that the config names: the one that training starts from, and the reference's."""
+    path, reference = config.lora.path, reference_of(config, loss)
+    used = use_of_policy("lora.path", path)
+    if path is not None and isinstance(config, RmConfig):
+        used = [Use(key="lora.path", path=path, accepts=AdapterUse.scalar if has_head(path) else AdapterUse.any)]
+    if reference not in ("none", "base", path):
+        words = "auto, none, base or copy"
+        used.append(Use(key=REFERENCE, path=reference, accepts=AdapterUse.frozen, words=words))
+    return used
+
+
+def replay_is_meant() -> AbstractContextManager[None]:
+    """Gives UserErrors raised inside the key of earlier rounds' preferences."""
+    return with_keys(lambda key: "replay.path")
+
+
+def replayed(config: RmConfig) -> Mapping[str, Any]:
+    """The section that reads the earlier rounds' preferences.
+
+    Their held-out rankings stay held out: those files are split by the same hash.
+    """
+    no_held_out = {key: None for key in ("held_out_path", "held_out_split") if key in config.preferences}
+    return {**config.preferences, "path": config.replay.path, **no_held_out}

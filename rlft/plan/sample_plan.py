@@ -9,13 +9,11 @@ from rlft.config.instantiate import instantiate
 from rlft.config.model import HEAD, LoraSettings, Recompute
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, GenerationConfig, SampleConfig
-from rlft.data.prompts import PromptSet, scan, tokenizer_fingerprint
+from rlft.data.prompts import PromptSet, tokenizer_fingerprint
 from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import Decoding, ModelSizes
-from rlft.generation.stops import check_stops
-from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.plan.demand import Demand, Networks, Rows
-from rlft.plan.identity import fingerprints
+from rlft.plan.inputs import read_base, read_tokenizer, scan_prompts
 from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine, unserved
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
@@ -130,21 +128,18 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     )
     if config.adapter is not None:
         _check_served(config.generation, lora, config.adapter)
-    model_config, base = read_config(config.model), fingerprints(config.model)
-    check_weights(config.model)
-    limits = config.prompts
-    check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
+    model_config, base = read_base(config.model)
+    check_row(config.prompts.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
     check_adapters(used, lora, config.model, base, model_config)
     if config.adapter is not None:
         check_adapted(config.generation.named(engine), lora, config.model, model_config, config.adapter)
     classifiers = check_classifiers(rewards)
-    tokenizer, split = load_tokenizer(config.model, limits.template_variables), Split(config.split)
-    ends = ends_of(config.model, limits.style, tokenizer)
-    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
+    tokenizer, ends = read_tokenizer(config, model_config)
+    split = Split(config.split)
     data = instantiate(config.data, "data").load(split)
     environment = read_environment(config.environment)
     shown = prompt_additions(environment, tokenizer, data)
-    prompts = scan(data, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
+    prompts = scan_prompts(config, data, tokenizer, split, shown)
     check_images(config, model_config.model_type, config.generation.named(engine), prompts)
     num_chosen = len(prompts.prompts[: config.num_prompts])
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))

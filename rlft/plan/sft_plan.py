@@ -11,12 +11,10 @@ from rlft.config.model import Recompute
 from rlft.config.resolved import Resolved
 from rlft.config.schema import SftConfig
 from rlft.data.examples import Examples, scan_demonstrations
-from rlft.data.prompts import PromptSet, scan
+from rlft.data.prompts import PromptSet
 from rlft.generation.memory import ModelSizes
-from rlft.generation.stops import check_stops
-from rlft.model.backbone import check_weights, ends_of, load_tokenizer, read_config
 from rlft.plan.demand import Demand, Networks, Rows
-from rlft.plan.identity import fingerprints
+from rlft.plan.inputs import read_base, read_tokenizer, scan_prompts
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roles import (
@@ -151,14 +149,11 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     engine, _ = choose_engine(
         config.generation, config.model, config.lora, runs_here=runs_here, whole=config.lora is None
     )
-    model_config, base = read_config(config.model), fingerprints(config.model)
-    check_weights(config.model)
+    model_config, base = read_base(config.model)
     limits = config.prompts
     check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
     used = use_of_policy("lora.path", start_of(config.lora))
-    tokenizer = load_tokenizer(config.model, limits.template_variables)
-    ends = ends_of(config.model, limits.style, tokenizer)
-    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
+    tokenizer, ends = read_tokenizer(config, model_config)
     held_out, data_notes, classifiers = None, (), dict[str, str]()
     if config.data and config.eval.every:
         check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
@@ -166,7 +161,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
         used += uses_of_rewards(rewards)
         classifiers = check_classifiers(rewards)
         prompts = instantiate(config.data, "data").load(Split.held_out)
-        held_out = scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, Split.held_out, limits.style)
+        held_out = scan_prompts(config, prompts, tokenizer, Split.held_out)
         data_notes = (*notes(rewards), *check_scoring(config, rewards, held_out, tokenizer, ends))
     sampling = None if held_out is None else config.generation.named(engine)
     check_learner_on(config, sampling, used, base, model_config)

@@ -16,19 +16,18 @@ from rlft.config.model import CriticKind, Old, Recompute, RoutingSource, Snapsho
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, RunConfig
 from rlft.data.curriculum import Curriculum, PassRates, read_pass_rates
-from rlft.data.prompts import PromptSet, scan, untokenised
+from rlft.data.prompts import PromptSet, untokenised
 from rlft.data.texts import PretrainText, load_texts, longest_with_hint, scan_texts
 from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import ModelSizes
-from rlft.generation.stops import check_stops
 from rlft.logger.jsonl import Rollouts
 from rlft.model.adapter_folder import num_parameters
-from rlft.model.backbone import check_weights, decoder_layers, ends_of, load_tokenizer, read_config
+from rlft.model.backbone import decoder_layers, read_config
 from rlft.model.full_weights import copied_roles
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
 from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand
-from rlft.plan.identity import fingerprints
+from rlft.plan.inputs import read_base, read_tokenizer, scan_prompts
 from rlft.plan.model_rules import (
     check_apart,
     check_context,
@@ -92,6 +91,7 @@ from rlft.trainer.optimizer import largest_share
 from rlft.types import Split, UserError, counted, require
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
 
@@ -396,70 +396,46 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     """
     config: RunConfig = resolved.config
     algorithm, loggers = resolved.parts
-    check_machine(config.model, runs_here=runs_here)
-    check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
-    if trains:
-        if (separate := teacher_settings(config.snapshot, config.model)) is not None:
-            with teacher_is_meant():
-                check_machine(separate, runs_here=runs_here)
-        device = resolve_device(config.model.device)
-        check_cluster_has_devices(config.cluster, device)
-        check_lag_has_devices(config, device.type)
-    teacher_note = missing_engine(config, runs_here=runs_here) if trains else None
     rewards = specs(config.reward)
     used = uses(config, rewards)
-    engine, reason = choose_engine(
-        config.generation, config.model, config.lora, runs_here=runs_here, whole=config.lora is None
-    )
-    if trains:
-        check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
+
+    teacher_note = _check_devices(config, runs_here=runs_here, trains=trains)
+    engine, reason = _choose_engine(config, runs_here=runs_here, trains=trains)
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
     algorithm = resolve_mismatch(config, algorithm, engine, itemsize=dtype.itemsize)
-    if config.cluster.engines:
-        check_apart(config, engine)
-    if runs_here and (address := config.cluster.joined_address) is not None:
-        check_installed()
-        check_address(address)
-    model_config = read_config(config.model)
-    base = fingerprints(config.model)
-    check_weights(config.model)
-    check_context(config, model_config)
-    if trains:
-        check_routing(config.snapshot, config.generation.named(engine), config.model, model_config)
-    if trains and config.cluster.shard_base:
-        problem = f"the layers of a {model_config.model_type} are not one list, or have weights in common"
-        layers, remedy = decoder_layers(empty_model(config.model, model_config)), "leave it out, or use another model"
-        require(layers, "cluster.shard_base", problem, got="true", remedy=remedy)
-    check_learner_on(config, config.generation.named(engine), used, base, model_config)
+
+    model, base = read_base(config.model)
+    _check_model(config, model, engine, trains=trains)
+    check_learner_on(config, config.generation.named(engine), used, base, model)
     classifiers = check_classifiers(rewards)
-    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
-    ends = ends_of(config.model, config.prompts.style, tokenizer)
-    check_stops(config.generation, tokenizer, model_config.get_text_config().vocab_size, ends.ids)
-    data = instantiate(config.data, "data")
-    limit, over_limit = config.prompts.max_tokens, config.prompts.over_limit
-    environment = read_environment(config.environment)
-    texts = data.load(Split.train)
-    shown = prompt_additions(environment, tokenizer, texts)
-    style = config.prompts.style
-    train_prompts = scan(texts, tokenizer, limit, over_limit, Split.train, style, shown)
-    held_out = None
-    if config.eval.every:
-        held_out = scan(data.load(Split.held_out), tokenizer, limit, over_limit, Split.held_out, style, shown)
-    check_images(config, model_config.model_type, config.generation.named(engine), train_prompts, held_out)
+
+    tokenizer, ends = read_tokenizer(config, model)
+    environment, train_prompts, held_out = _read_prompts(config, tokenizer)
+    check_images(config, model.model_type, config.generation.named(engine), train_prompts, held_out)
     data_notes = check_scoring(config, rewards, train_prompts, tokenizer, ends, held_out)
     check_fresh_prompts(config, len(train_prompts.prompts))
+
     pass_rates = known_pass_rates(config, train_prompts) if trains else None
     pretrain_text = scan_pretrain_text(config, tokenizer)
     teacher, teacher_row_tokens = dict[str, str](), 0
     if trains and config.snapshot.teacher != "none":
-        vocabulary = model_config.get_text_config().vocab_size
-        problem, top_k = f"is more than the model's vocabulary of {vocabulary} tokens", algorithm.teacher_top_k
-        require(top_k <= vocabulary, "algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
-        longest = longest_read_by_the_teacher(config, train_prompts, tokenizer, model_config)
-        teacher = check_teacher(config, tokenizer, longest, vocabulary)
-        teacher_row_tokens = longest + config.generation.max_tokens
-    num_read = min(len(train_prompts.prompts), config.steps * config.prompts_per_step)
-    num_read += 0 if held_out is None else min(len(held_out.prompts), config.eval.num_prompts)
+        teacher, teacher_row_tokens = _read_teacher(config, algorithm, train_prompts, tokenizer, model)
+
+    of_training: tuple[str, ...] = ()
+    if trains:
+        of_training = (
+            *warnings_of_config(config, algorithm),
+            *notes_of_tiles(config.model, config.lora, model),
+            *notes_of_adapters(used, config.model, base),
+        )
+    num_train, num_held_out = len(train_prompts.prompts), None if held_out is None else len(held_out.prompts)
+    notes_of_data = (
+        idle_engines(config, engine) if trains else None,
+        teacher_note,
+        *(train_prompts.notes if trains else ()),
+        *(held_out.notes if held_out is not None else ()),
+        pretrain_text.note if trains and pretrain_text is not None else None,
+    )
     return TrainPlan(
         config=config,
         plain=resolved.plain,
@@ -471,9 +447,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         loggers=(Rollouts(config.rollouts), *loggers) if trains else loggers,
         fingerprints={
             "data_fingerprint": train_prompts.fingerprint,
-            **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
-            **({} if pass_rates is None else {"curriculum_fingerprint": pass_rates.fingerprint}),
-            **({} if pretrain_text is None else {"pretrain_fingerprint": pretrain_text.fingerprint}),
+            **fingerprint_of("held_out", held_out),
+            **fingerprint_of("curriculum", pass_rates),
+            **fingerprint_of("pretrain", pretrain_text),
             **base,
             **teacher,
             **classifiers,
@@ -484,26 +460,105 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         ends=ends,
         pass_rates=pass_rates,
         teacher_row_tokens=teacher_row_tokens,
-        tower=tower_demand(model_config, dtype, (train_prompts, held_out), num_read, tokenizer) if trains else None,
+        tower=_tower(config, model, dtype, (train_prompts, held_out), tokenizer) if trains else None,
         notes=(
-            *(warnings_of_config(config, algorithm) if trains else ()),
-            *(notes_of_tiles(config.model, config.lora, model_config) if trains else ()),
-            *(notes_of_adapters(used, config.model, base) if trains else ()),
-            *warnings_of_sizes(
-                config,
-                len(train_prompts.prompts) if trains else None,
-                None if held_out is None else len(held_out.prompts),
-            ),
-            *([idle] if trains and (idle := idle_engines(config, engine)) else ()),
-            *([teacher_note] if teacher_note else ()),
-            *(train_prompts.notes if trains else ()),
-            *(held_out.notes if held_out is not None else ()),
-            *([pretrain_text.note] if trains and pretrain_text is not None and pretrain_text.note else ()),
+            *of_training,
+            *warnings_of_sizes(config, num_train if trains else None, num_held_out),
+            *filter(None, notes_of_data),
             *notes(rewards),
             *data_notes,
             *ends.notes,
         ),
     )
+
+
+def _check_devices(config: RunConfig, *, runs_here: bool, trains: bool) -> str | None:
+    """Checks what the run needs of this machine; returns a note if its teacher's engine is missing."""
+    check_machine(config.model, runs_here=runs_here)
+    check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
+    if not trains:
+        return None
+    if (teacher := teacher_settings(config.snapshot, config.model)) is not None:
+        with teacher_is_meant():
+            check_machine(teacher, runs_here=runs_here)
+    device = resolve_device(config.model.device)
+    check_cluster_has_devices(config.cluster, device)
+    check_lag_has_devices(config, device.type)
+    return missing_engine(config, runs_here=runs_here)
+
+
+def _choose_engine(config: RunConfig, *, runs_here: bool, trains: bool) -> tuple[str, str]:
+    """(engine, reason), once it can run where the config says; a Ray cluster is asked for."""
+    whole = config.lora is None
+    engine, reason = choose_engine(config.generation, config.model, config.lora, runs_here=runs_here, whole=whole)
+    if trains:
+        check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
+    if config.cluster.engines:
+        check_apart(config, engine)
+    if runs_here and (address := config.cluster.joined_address) is not None:
+        check_installed()
+        check_address(address)
+    return engine, reason
+
+
+def _check_model(config: RunConfig, model: PreTrainedConfig, engine: str, *, trains: bool) -> None:
+    """Checks what the config asks of this model: its context, its experts, and layers that ranks can divide."""
+    check_context(config, model)
+    if not trains:
+        return
+    check_routing(config.snapshot, config.generation.named(engine), config.model, model)
+    if config.cluster.shard_base:
+        problem = f"the layers of a {model.model_type} are not one list, or have weights in common"
+        layers, remedy = decoder_layers(empty_model(config.model, model)), "leave it out, or use another model"
+        require(layers, "cluster.shard_base", problem, got="true", remedy=remedy)
+
+
+def _read_prompts(
+    config: RunConfig, tokenizer: RunTokenizer
+) -> tuple[Environment | None, PromptSet, PromptSet | None]:
+    """(the environment, the train prompts, those held out if there are evaluations)."""
+    data, environment = instantiate(config.data, "data"), read_environment(config.environment)
+    texts = data.load(Split.train)
+    shown = prompt_additions(environment, tokenizer, texts)
+    train = scan_prompts(config, texts, tokenizer, Split.train, shown)
+    if not config.eval.every:
+        return environment, train, None
+    held_out = scan_prompts(config, data.load(Split.held_out), tokenizer, Split.held_out, shown)
+    return environment, train, held_out
+
+
+def _read_teacher(
+    config: RunConfig,
+    algorithm: Objective,
+    prompts: PromptSet,
+    tokenizer: RunTokenizer,
+    model: PreTrainedConfig,
+) -> tuple[dict[str, str], int]:
+    """(fingerprints of a teacher that is a separate model, number of tokens of the longest row that a teacher reads)"""
+    vocabulary, top_k = model.get_text_config().vocab_size, algorithm.teacher_top_k
+    problem = f"is more than the model's vocabulary of {vocabulary} tokens"
+    require(top_k <= vocabulary, "algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
+    longest = longest_read_by_the_teacher(config, prompts, tokenizer, model)
+    return check_teacher(config, tokenizer, longest, vocabulary), longest + config.generation.max_tokens
+
+
+def _tower(
+    config: RunConfig,
+    model: PreTrainedConfig,
+    dtype: torch.dtype,
+    sets: tuple[PromptSet, PromptSet | None],
+    tokenizer: RunTokenizer,
+) -> TowerDemand | None:
+    """The demand of the images in the prompts that the run reads."""
+    train, held_out = sets
+    num_read = min(len(train.prompts), config.steps * config.prompts_per_step)
+    num_read += 0 if held_out is None else min(len(held_out.prompts), config.eval.num_prompts)
+    return tower_demand(model, dtype, sets, num_read, tokenizer)
+
+
+def fingerprint_of(section: str, read: Any) -> dict[str, str]:
+    """{key: fingerprint} of what was read for a section; empty if nothing was."""
+    return {} if read is None else {f"{section}_fingerprint": read.fingerprint}
 
 
 def known_pass_rates(config: RunConfig, train_prompts: PromptSet) -> PassRates | None:
