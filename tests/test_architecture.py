@@ -64,7 +64,7 @@ LIGHT_COMMANDS = (
 SEEN_IN_USE = {
     "commands": {"dpo", "recipes", "rm", "sft", "train"},
     "environment": {"endpoint/trajectory"},
-    "plan": {"sample_plan"},
+    "plan": {"inputs", "sample_plan"},
 }  # fmt: skip
 
 

@@ -513,9 +513,7 @@ def _check_model(config: RunConfig, model: PreTrainedConfig, engine: str, *, tra
         require(layers, "cluster.shard_base", problem, got="true", remedy=remedy)
 
 
-def _read_prompts(
-    config: RunConfig, tokenizer: RunTokenizer
-) -> tuple[Environment | None, PromptSet, PromptSet | None]:
+def _read_prompts(config: RunConfig, tokenizer: RunTokenizer) -> tuple[Environment | None, PromptSet, PromptSet | None]:
     """(the environment, the train prompts, those held out if there are evaluations)."""
     data, environment = instantiate(config.data, "data"), read_environment(config.environment)
     texts = data.load(Split.train)
