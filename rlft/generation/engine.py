@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from rlft.generation.memory import EngineMemory, Load, ModelSizes
+from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, TeacherLoad, When
 from rlft.types import Adapter, Group, Prompt, Sampling, UserError
 
 if TYPE_CHECKING:
@@ -227,6 +227,28 @@ class EngineArgs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSettings:
+    """What a teacher is started with.
+
+    Attributes:
+        model_path: folder or hub name.
+        dtype: of its weights, as "bfloat16".
+        quantization: None or "4bit" (bitsandbytes, CUDA only).
+        row_tokens: of the longest row that it will read.
+        gpu_memory_utilization: share of the GPU's memory for weights and KV cache.
+        batch_invariant: results do not depend on what is computed together (CUDA only).
+    """
+
+    model_path: str
+    dtype: str
+    trust_remote_code: bool
+    quantization: str | None
+    row_tokens: int
+    gpu_memory_utilization: float
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(ABC):
     """A generation engine. Subclasses are frozen dataclasses; their fields are its keys, with types and bounds.
 
@@ -263,6 +285,11 @@ class Engine(ABC):
     """Whether its completions can say to which experts their tokens went (`Sampling.notes_experts`)."""
     rewards_turns: ClassVar[bool] = False
     """Whether the turns of its completions may have rewards (`Turn.reward`), which count as rewards of steps."""
+    teaches: ClassVar[bool] = False
+    """Whether it computes a teacher that is a separate model, and samples a token after each row that it reads; else
+    the trainer's own forward does."""
+    dead: ClassVar[str | None] = None
+    """The name of the error after which none of its calls succeeds any more, although its process lives on."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Distributions whose versions are recorded in a run that uses it."""
     grows: ClassVar[Mapping[str, tuple[str, str]]] = {}
@@ -361,6 +388,38 @@ class Engine(ABC):
             room: bytes that the rest of the run leaves.
         """
         yield from ()
+
+    def check_teacher(  # noqa: B027
+        self, *, device: str, quantized: bool, share: float, samples_here: bool, runs_here: bool
+    ) -> None:
+        """Checks that it can compute the teacher on the trainer's device.
+
+        Args:
+            quantized: whether the teacher's weights are.
+            share: share of a GPU's memory for the teacher.
+            samples_here: whether it samples in this process, too.
+            runs_here: False if the run is only planned.
+
+        Raises:
+            UserError: by the whole key.
+        """
+
+    def teacher_memory(self, model: ModelSizes, load: TeacherLoad) -> EngineMemory:
+        """What a teacher of these sizes takes of the trainer's device; its parts have their whole keys."""
+        part = MemoryPart(name="teacher", bytes=model.base_bytes, when=When.always, key="snapshot.teacher")
+        return EngineMemory(parts=(part,))
+
+    def least_teacher_share(self, model: ModelSizes, load: TeacherLoad) -> float | None:
+        """The smallest share of a GPU's memory in which it starts with this teacher; None where it takes no share."""
+        return None
+
+    def teacher_settings(self, settings: TeacherSettings) -> TeacherSettings:
+        """The settings with those of its own keys that a teacher has as well."""
+        return settings
+
+    def open_teacher(self, settings: TeacherSettings) -> Any:
+        """The live teacher (`rlft.model.teacher.TeacherEngine`); whoever opens it closes it."""
+        raise NotImplementedError(f"{self.title} computes no teacher")
 
     @abstractmethod
     def open(self, args: EngineArgs) -> Generator:

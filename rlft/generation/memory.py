@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+TEACHER_SHARE = "snapshot.teacher_gpu_memory_utilization"
+
 
 class When(StrEnum):
     """When a part is in use; all but `always` are never at the same time.
@@ -181,6 +183,24 @@ class Load:
     device: str
     device_memory: int = 0
     tower: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherLoad:
+    """What a run has an engine do as its teacher, and where.
+
+    Attributes:
+        row_tokens: the most tokens of a row.
+        device, device_memory: as in `Load`.
+        share: share of a GPU's memory that the engine gets for it (TEACHER_SHARE).
+        libraries: whether the engine's libraries are counted here, and not with the one that samples.
+    """
+
+    row_tokens: int
+    device: str
+    device_memory: int
+    share: float
+    libraries: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

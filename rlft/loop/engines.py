@@ -13,13 +13,13 @@ from rlft.environment.conversations import Conversations
 from rlft.environment.endpoint.agents import Endpoint
 from rlft.environment.endpoint.played import AgentGenerator, Traces
 from rlft.environment.protocol import Environment
-from rlft.generation.engine import Engine, EngineArgs, Generator
-from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher
+from rlft.generation.engine import Engine, EngineArgs, Generator, TeacherSettings
 from rlft.model.adapter_folder import POLICY, adapted_modules
 from rlft.model.backbone import Adopt, ends_of, load_tokenizer, read_backbone, read_config, resolve_path
 from rlft.model.forward import Forward, choose
 from rlft.model.networks import Networks
 from rlft.model.roles import Roles
+from rlft.model.teacher import TeacherEngine
 from rlft.plan.model_rules import modules_to_adapt
 from rlft.plan.roles import teacher_is_meant
 from rlft.plan.run_plan import Plan
@@ -34,7 +34,7 @@ class Engines:
     """Opens generators and closes each of them once: those that several jobs share at the end of the context."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[object, Generator | VLLMTeacher]] = {}
+        self._kept: dict[str, tuple[object, Any]] = {}
 
     def __enter__(self) -> Engines:
         return self
@@ -49,17 +49,18 @@ class Engines:
         for what in ("teacher", "generator"):
             self._close(what)
 
-    def teacher(self, settings: TeacherSettings | None) -> VLLMTeacher | None:
-        """The teacher in vLLM with these settings, an earlier job's if it has the same; None if `settings` is None.
+    def teacher(self, engine: Engine, settings: TeacherSettings | None) -> TeacherEngine | None:
+        """The teacher that the engine computes, an earlier job's if that has the same settings; None without settings.
 
         A teacher that the job does not use is closed, to free its memory.
         """
         if settings is None:
             self._close("teacher")
             return None
-        return cast(VLLMTeacher, self._keep("teacher", settings, lambda: VLLMTeacher(settings)))
+        settings = engine.teacher_settings(settings)
+        return self._keep("teacher", settings, lambda: engine.open_teacher(settings))
 
-    def _keep(self, what: str, key: object, open_it: Callable[[], Generator | VLLMTeacher]) -> Generator | VLLMTeacher:
+    def _keep(self, what: str, key: object, open_it: Callable[[], Any]) -> Any:
         """The open one with this key; one with another key is closed first, as two would not fit at the same time."""
         if what in self._kept and self._kept[what][0] != key:
             self._close(what)
@@ -136,17 +137,19 @@ def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None
     return choose(backbone.model, backbone.kernels)
 
 
-def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forward | VLLMTeacher | None:
-    """The teacher of this run if it is a separate model: its forward in transformers, or the vLLM that computes it.
+def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forward | TeacherEngine | None:
+    """The teacher of this run if it is a separate model: its forward, or the engine that computes it.
 
     row_tokens: number of tokens of the longest row that it will read.
     """
     settings = teacher_settings(config.snapshot, config.model)
-    if settings is None or config.snapshot.teacher_engine == "transformers":
-        engines.teacher(None)
+    engine = config.generation.named(config.snapshot.teacher_engine)
+    if settings is None or not engine.teaches:
+        engines.teacher(engine, None)
         return load_teacher(config.snapshot, config.model)
     device = resolve_device(settings.device)
     return engines.teacher(
+        engine,
         TeacherSettings(
             model_path=str(resolve_path(settings.path)),
             dtype=str(resolve_dtype(settings.dtype, device)).removeprefix("torch."),
@@ -154,8 +157,7 @@ def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forw
             quantization=settings.quantization,
             row_tokens=row_tokens,
             gpu_memory_utilization=config.snapshot.teacher_gpu_memory_utilization,
-            batch_invariant=config.generation.engines["vllm"].batch_invariant,
-        )
+        ),
     )
 
 

@@ -19,7 +19,6 @@ from rlft.environment.protocol import Environment
 from rlft.generation.engine import Engine, EngineArgs
 from rlft.generation.loaded_adapter import LoadedAdapter
 from rlft.generation.sending import Incoming, parts_of
-from rlft.generation.vllm.guest import DEAD_ENGINE
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.engines import engine_args, load_teacher, wrap_with_environment
 from rlft.loop.parts import layers_of_rank, open_roles
@@ -48,7 +47,7 @@ class EngineWorker:
         self._stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
         chosen: Engine = config.generation.named(engine).standalone().with_gpus(config.cluster.gpus_per_engine)
         args = self._args(chosen, config, images)
-        self._engine = chosen.open(args)
+        self._engine, self._dead = chosen.open(args), chosen.dead
         # Conversations are held here: each group continues with its own engine, without waiting for other engines.
         self._generator = wrap_with_environment(self._engine, chosen, environment, args)
         self._version: int | None = None
@@ -93,7 +92,7 @@ class EngineWorker:
 
         Completions are plain tuples, which are sent faster than objects.
         """
-        with _ending_if_dead():
+        with _ending_if_dead(self._dead):
             groups = self._generator.sample(prompts, n, seeds, sampling)
         versions = {rollout.policy_version for group in groups for rollout in group.rollouts}
         [version] = versions or {self._version}
@@ -105,16 +104,16 @@ class EngineWorker:
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> list[list[tuple[Any, ...]]]:
         """The completions of each prompt, as plain tuples, by the engine without conversations over it."""
-        with _ending_if_dead():
+        with _ending_if_dead(self._dead):
             groups = self._engine.sample(prompts, n, seeds, sampling)
         return [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        with _ending_if_dead():
+        with _ending_if_dead(self._dead):
             return self._generator.score(sequences)
 
     def loaded_adapter(self) -> LoadedAdapter | str:
-        with _ending_if_dead():
+        with _ending_if_dead(self._dead):
             return self._engine.loaded_adapter()
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
@@ -148,12 +147,12 @@ class EngineWorker:
 
 
 @contextmanager
-def _ending_if_dead() -> Iterator[None]:
+def _ending_if_dead(dead: str | None) -> Iterator[None]:
     """Ends the process if its engine turns out to be dead: an actor of Ray would live on, and fail every call."""
     try:
         yield
     except Exception as error:
-        if any(kind.__name__ == DEAD_ENGINE for kind in type(error).__mro__):
+        if any(kind.__name__ == dead for kind in type(error).__mro__):
             traceback.print_exception(error)
             sys.stderr.flush()
             os._exit(1)

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field, replace
 from rlft.config.model import Recompute
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
-from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
-from rlft.generation.vllm import memory as vllm_memory
+from rlft.generation.memory import Decoding, Load, ModelSizes, TeacherLoad
 from rlft.plan.tower import TowerDemand
 from rlft.system.device import MULTIPROCESSORS, type_of
-
-TEACHER_SHARE = vllm_memory.TEACHER_SHARE_KEY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,42 +78,24 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherDemand:
-    """A teacher that is a separate model.
-
-    Attributes:
-        model: the sizes of its model.
-        row_tokens: number of tokens of the longest row that it may read.
-        prompt_tokens: number of prompt tokens, the hint included, of the longest row that it reads.
-        share: the share of a GPU's memory that vLLM gets for it; None where transformers computes it.
-    """
+    """A teacher that is a separate model."""
 
     model: ModelSizes
-    row_tokens: int
-    prompt_tokens: int
-    share: float | None
+    engine: Engine  # what computes it
+    section: str  # the engine's section in `generation`
+    row_tokens: int  # number of tokens of the longest row that it may read
+    prompt_tokens: int  # number of prompt tokens, the hint included, of the longest row that it reads
+    share: float  # the share of a GPU's memory that the engine gets for it, where it takes one
 
-    def memory(self, device: str, device_memory: int, *, beside_vllm: bool) -> EngineMemory:
-        """The parts of its memory, with their full keys; `beside_vllm`, where vLLM's libraries are counted, samples.
-
-        device_memory: bytes of a GPU's memory; 0 if unknown.
-        """
-        if self.share is None:
-            weights = MemoryPart(name="teacher", bytes=self.model.base_bytes, when=When.always, key="snapshot.teacher")
-            return EngineMemory(parts=(weights,))
-        if device == "cpu":
-            return vllm_memory.teacher_on_a_cpu(self.model, self.row_tokens, libraries=not beside_vllm)
-        return vllm_memory.teacher_on_a_gpu(self.model, self.row_tokens, device_memory, self.share)
-
-    def other_shares(self, device_memory: int, room: int) -> Iterator[TeacherDemand]:
-        """The same teacher with a share in which vLLM starts, or with a smaller one that leaves room for the rest.
+    def other_shares(self, load: TeacherLoad, room: int) -> Iterator[TeacherDemand]:
+        """The same teacher with a share in which its engine starts, or with a smaller one that leaves room for others.
 
         room: bytes of the device's memory that the rest of the run leaves free.
         """
-        if self.share is None or not device_memory:
+        least = self.engine.least_teacher_share(self.model, load) if load.device_memory else None
+        if least is None:
             return
-        least_bytes = vllm_memory.teacher_least_bytes(self.model, self.row_tokens, device_memory)
-        least = vllm_memory.share_of(least_bytes, device_memory)
-        fitting = int(100 * room / device_memory) / 100
+        fitting = int(100 * room / load.device_memory) / 100
         if self.share < least:
             yield replace(self, share=least)
         elif least <= fitting < self.share:
@@ -164,4 +143,16 @@ class Demand:
             device=type_of(self.device),
             device_memory=self.device_memory,
             tower=0 if self.tower is None else self.tower.weights,
+        )
+
+    @property
+    def teacher_load(self) -> TeacherLoad:
+        """The teacher's work on this device."""
+        assert self.teacher is not None, "there is one"
+        return TeacherLoad(
+            row_tokens=self.teacher.row_tokens,
+            device=self.device,
+            device_memory=self.device_memory,
+            share=self.teacher.share,
+            libraries=self.teacher.section != self.work.section,
         )

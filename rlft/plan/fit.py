@@ -16,9 +16,9 @@ from rlft.config.model import LESS_MEMORY, Recompute
 from rlft.config.resolved import with_number
 from rlft.config.schema import AUTO, RunConfig
 from rlft.generation.engine import Engine
-from rlft.generation.memory import ModelSizes, in_words, peak
+from rlft.generation.memory import TEACHER_SHARE, ModelSizes, in_words, peak
 from rlft.model.activations import activation_bytes
-from rlft.plan.demand import TEACHER_SHARE, Demand, TeacherDemand
+from rlft.plan.demand import Demand, TeacherDemand
 from rlft.plan.memory_parts import engine_memory, memory_shortfall, parts, teacher_memory
 from rlft.plan.rules import why_whole
 from rlft.plan.run_plan import Plan
@@ -128,7 +128,7 @@ def _other_teachers(model: ModelSizes, demand: Demand, process: int, limit: int)
     teacher_bytes = sum(part.bytes for part in teacher_memory(demand).parts if part.key == TEACHER_SHARE)
     if demand.teacher is not None and teacher_bytes:
         rest = peak(parts(model, demand, process)) - teacher_bytes
-        yield from demand.teacher.other_shares(demand.device_memory, max(0, limit - rest))
+        yield from demand.teacher.other_shares(demand.teacher_load, max(0, limit - rest))
 
 
 def _changed_fields(before: Engine, after: Engine) -> dict[str, Any]:

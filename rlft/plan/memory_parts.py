@@ -224,10 +224,8 @@ def engine_memory(model: ModelSizes, demand: Demand) -> EngineMemory:
 
 def teacher_memory(demand: Demand) -> EngineMemory:
     """The memory of a teacher that is a separate model."""
-    if demand.teacher is None:
-        return EngineMemory()
-    beside_vllm = demand.work.section == "vllm"
-    return demand.teacher.memory(demand.device, demand.device_memory, beside_vllm=beside_vllm)
+    teacher = demand.teacher
+    return EngineMemory() if teacher is None else teacher.engine.teacher_memory(teacher.model, demand.teacher_load)
 
 
 def memory_shortfall(model: ModelSizes, demand: Demand) -> int:
@@ -381,9 +379,9 @@ def bytes_of_a_logit(model: ModelSizes, demand: Demand) -> int:
 
 # -- around an update ----------------------------------------------------------------------------------------------
 def teacher_pass_bytes(run: Run) -> int | None:
-    """The largest pass, without gradient, through a teacher that transformers computes."""
+    """The largest pass, without gradient, through a teacher that no engine computes."""
     teacher, demand = run.demand.teacher, run.demand
-    if teacher is None or teacher.share is not None:
+    if teacher is None or teacher.engine.teaches:
         return None
     model, rows = teacher.model, replace(demand.rows, prompt_tokens=teacher.prompt_tokens)
     tokens, predicted = largest_micro_batch(replace(demand, rows=rows), packed=model.packed)

@@ -32,7 +32,6 @@ from rlft.config.model import (
 from rlft.config.schema import AUTO, RunConfig, SftConfig, section_of
 from rlft.environment.protocol import read_environment
 from rlft.generation.engine import Engine
-from rlft.generation.vllm.engine import NO_BITSANDBYTES, obstacle, reads_bitsandbytes, why_not_invariant
 from rlft.model.adapter_folder import (
     OLD,
     POLICY,
@@ -65,7 +64,7 @@ from rlft.plan.model_rules import (
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.runs.fingerprints import OF_SAMPLES, PARTS, Changed, differing, name_of
 from rlft.runs.fork import MOVING_REFERENCES
-from rlft.system.terminal import override, pip_install
+from rlft.system.terminal import override
 from rlft.tokens.text import RunTokenizer
 from rlft.types import UserError, counted, require
 
@@ -389,44 +388,39 @@ def _teacher_engine(config: RunConfig) -> None:
             problem = f"applies only to a teacher that is a separate model, and snapshot.teacher is {what}"
             remedy = "leave it out, or name a model's folder or hub id in snapshot.teacher"
             raise UserError(f"snapshot.{name}", problem, got=value, remedy=remedy)
-    if snapshot.teacher_engine == "transformers":
+    engine = config.generation.named(snapshot.teacher_engine)
+    if not engine.teaches:
         return
     problem = f"computes a teacher that is a separate model, and snapshot.teacher is {what}"
     remedy = "set it to transformers, or name a model's folder or hub id in snapshot.teacher"
     require(snapshot.teacher_model is not None, key, problem, got=snapshot.teacher_engine, remedy=remedy)
-    problem = f"the teacher would be started in each of the {config.cluster.ranks} ranks, and vLLM serves one process"
+    ranks = config.cluster.ranks
+    problem = f"the teacher would be started in each of the {ranks} ranks, and {engine.title} serves one process"
     remedy = "set it to transformers, or cluster.ranks=1"
-    require(config.cluster.ranks <= 1, key, problem, got=snapshot.teacher_engine, remedy=remedy)
+    require(ranks <= 1, key, problem, got=snapshot.teacher_engine, remedy=remedy)
 
 
 def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
     """A note that a planned run lacks its teacher's engine, or None; refuses that in a run that starts here."""
-    missing = obstacle() if config.snapshot.teacher_engine == "vllm" else None
+    name = config.snapshot.teacher_engine
+    missing = config.generation.named(name).missing()
     if missing is None:
         return None
     remedy = missing.remedy.replace("generation=transformers", f"{TEACHER_ENGINE}=transformers")
-    require(not runs_here, TEACHER_ENGINE, missing.problem, got="vllm", remedy=remedy)
+    require(not runs_here, TEACHER_ENGINE, missing.problem, got=name, remedy=remedy)
     return f"{missing.problem} here, and the teacher needs it where the run is: {remedy}"
 
 
 def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_here: bool) -> None:
-    """Checks that the trainer's device can compute as vLLM does for a teacher, beside the engine that samples."""
-    snapshot, vllm = config.snapshot, config.generation.engines["vllm"]
-    if snapshot.teacher_engine != "vllm":
-        return
-    settings = teacher_settings(snapshot, config.model)
-    quantized = settings is not None and settings.quantization is not None
-    if runs_here and quantized and not reads_bitsandbytes():
-        remedy = f"use transformers, or snapshot.teacher_quantization=none, or {pip_install('vllm<0.30')}"
-        raise UserError("snapshot.teacher_engine", NO_BITSANDBYTES, got="vllm", remedy=remedy)
-    if vllm.batch_invariant and runs_here and (why := why_not_invariant(device)) is not None:
-        raise UserError("generation.vllm.batch_invariant", why, got="true", remedy="set it to false")
-    shares = snapshot.teacher_gpu_memory_utilization + vllm.gpu_memory_utilization
-    if device.startswith("cuda") and section_of(engine) == "vllm" and not config.cluster.engines and shares > 1:
-        key, got = "snapshot.teacher_gpu_memory_utilization", snapshot.teacher_gpu_memory_utilization
-        policys = f"generation.vllm.gpu_memory_utilization={vllm.gpu_memory_utilization:g}"
-        remedy = "lower both, so that the trainer has room beside them"
-        raise UserError(key, f"with {policys} it is more than a device has", got=got, remedy=remedy)
+    """Checks that the teacher's engine can compute it on the trainer's device, beside the engine that samples."""
+    snapshot, settings = config.snapshot, teacher_settings(config.snapshot, config.model)
+    config.generation.named(snapshot.teacher_engine).check_teacher(
+        device=device,
+        quantized=settings is not None and settings.quantization is not None,
+        share=snapshot.teacher_gpu_memory_utilization,
+        samples_here=section_of(engine) == snapshot.teacher_engine and not config.cluster.engines,
+        runs_here=runs_here,
+    )
 
 
 def check_teacher(config: RunConfig, tokenizer: RunTokenizer, longest_prompt: int, vocabulary: int) -> dict[str, str]:
@@ -451,7 +445,8 @@ def check_teacher(config: RunConfig, tokenizer: RunTokenizer, longest_prompt: in
     remedy = "use a teacher whose config.json has a vocab_size as large as the student's"
     require(vocabulary <= rows, TEACHER, problem, got=settings.path, remedy=remedy)
     limit, longest = limit_of(model), longest_prompt + config.generation.max_tokens
-    and_sampled = " and the token that vLLM samples after it" if config.snapshot.teacher_engine == "vllm" else ""
+    engine = config.generation.named(config.snapshot.teacher_engine)
+    and_sampled = f" and the token that {engine.title} samples after it" if engine.teaches else ""
     if limit is not None and longest + bool(and_sampled) > limit.tokens:
         problem = f"the longest row of {counted(longest, 'token')}{and_sampled} exceeds its {limit.words}"
         remedy = "lower prompts.max_tokens or generation.max_tokens, or use another teacher"

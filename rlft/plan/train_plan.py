@@ -321,14 +321,15 @@ class TrainPlan(Plan):
         snapshot = self.config.snapshot
         if snapshot.teacher_model is None:
             return None
-        share = snapshot.teacher_gpu_memory_utilization if snapshot.teacher_engine == "vllm" else None
         unhinted = max(self.train_prompts.num_tokens)
         hinted = self.teacher_row_tokens - self.config.generation.max_tokens
         return TeacherDemand(
             model=teacher_sizes(self.config),
+            engine=self.config.generation.named(snapshot.teacher_engine),
+            section=snapshot.teacher_engine,
             row_tokens=self.teacher_row_tokens,
             prompt_tokens=unhinted if snapshot.teacher_hint is None else hinted,
-            share=share,
+            share=snapshot.teacher_gpu_memory_utilization,
         )
 
     def step_work(self) -> StepWork:
@@ -662,7 +663,8 @@ def roles_text(plan: TrainPlan) -> str:
         text += f", decay {snapshot.ema_decay:g} a step" if snapshot.ema_decay is not None else ""
     if snapshot.teacher != "none":
         text += f"; teacher = {snapshot.teacher}" + " with a hint" * (snapshot.teacher_hint is not None)
-        text += " in vLLM" * (snapshot.teacher_engine == "vllm")
+        engine = plan.config.generation.named(snapshot.teacher_engine)
+        text += f" in {engine.title}" * engine.teaches
     if critic.kind != "none":
         text += f"; critic = {'adapter' if critic.kind == 'adapter' else 'head on the policy'} from {critic.init}"
     return text

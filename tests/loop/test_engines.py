@@ -10,11 +10,9 @@ from typing import Any, ClassVar
 import pytest
 
 from rlft.config.schema import RunConfig
-from rlft.generation.engine import Engine, EngineArgs
+from rlft.generation.engine import Engine, EngineArgs, TeacherSettings
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
-from rlft.generation.vllm.teacher import TeacherSettings
-from rlft.loop import engines as loop_engines
 from rlft.loop.engines import Engines, engine_args, opened_teacher
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
@@ -162,7 +160,7 @@ def teachers(monkeypatch: pytest.MonkeyPatch) -> list[Taught]:
         begun.append(Taught(settings))
         return begun[-1]
 
-    monkeypatch.setattr(loop_engines, "VLLMTeacher", start)
+    monkeypatch.setattr("rlft.generation.vllm.teacher.VLLMTeacher", start)
     return begun
 
 

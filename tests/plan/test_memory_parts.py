@@ -15,12 +15,12 @@ from rlft.algorithm.ops.kl import Divergence, top_k_divergence
 from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
 from rlft.config.resolved import resolve
-from rlft.generation.memory import MemoryPart, ModelSizes, When, busiest, peak
+from rlft.generation.memory import TEACHER_SHARE, EngineMemory, MemoryPart, ModelSizes, TeacherLoad, When, busiest, peak
 from rlft.generation.vllm.memory import CPU_LIBRARIES
 from rlft.model.activations import LayerModules, logit_rows
 from rlft.model.backbone import load_backbone
 from rlft.model.kernels.lm_head import Head, top_k_logprobs
-from rlft.plan.demand import TEACHER_SHARE, Demand, Networks, Rows, TeacherDemand
+from rlft.plan.demand import Demand, Networks, Rows, TeacherDemand
 from rlft.plan.fit import remedies
 from rlft.plan.memory_parts import (
     OF_AN_UPDATE,
@@ -201,14 +201,31 @@ MODEL = ModelSizes(
     config=SimpleNamespace(vocab_size=152_064, hidden_size=3584, intermediate_size=18944),
     modules=LayerModules(),
 )  # fmt: skip
-IN_VLLM = TeacherDemand(model=MODEL, row_tokens=1023, prompt_tokens=300, share=0.3)
+GENERATION = resolve(compose(["+recipe=grpo_arithmetic"])).config.generation
+IN_VLLM = TeacherDemand(
+    model=MODEL, engine=GENERATION.named("vllm"), section="vllm", row_tokens=1023, prompt_tokens=300, share=0.3
+)
+BY_TRANSFORMERS = replace(IN_VLLM, engine=GENERATION.named("transformers"), section="transformers")
+
+
+def taken_by(teacher: TeacherDemand, device: str, device_memory: int = 0, *, libraries: bool = True) -> EngineMemory:
+    return teacher.engine.teacher_memory(teacher.model, load_of(teacher, device, device_memory, libraries=libraries))
+
+
+def load_of(teacher: TeacherDemand, device: str, device_memory: int, *, libraries: bool = True) -> TeacherLoad:
+    return TeacherLoad(
+        row_tokens=teacher.row_tokens, device=device, device_memory=device_memory, share=teacher.share,
+        libraries=libraries,
+    )  # fmt: skip
+
+
 # Weights; 1,024 tokens x (3 x 18,944 + 3 x 3,584) x 2 bytes; logits of 32 rows twice in float32; the keys and values of
 # 1,023 tokens and the one that is sampled, 28,672 elements of 2 bytes each.
 LEAST = 15_200_000_000 + 1024 * 67584 * 2 + 2 * 32 * 152064 * 4 + 1024 * 28672 * 2
 
 
 def test_by_transformers_it_is_its_weights() -> None:
-    [part] = replace(IN_VLLM, share=None).memory("cuda", 80 * GIB, beside_vllm=True).parts
+    [part] = taken_by(BY_TRANSFORMERS, "cuda", 80 * GIB).parts
     assert (part.name, part.bytes, part.when, part.key) == (
         "teacher", 15_200_000_000, When.always, "snapshot.teacher",
     )  # fmt: skip
@@ -222,13 +239,13 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     demand = Demand(
         networks=Networks(adapters=1, trainable=0, matrices=0),
         rows=Rows(prompt_tokens=100, completion_tokens=200, group=4, number=16, in_update=16),
-        token_budget=1100, recompute=False, device="cuda", teacher=replace(IN_VLLM, share=None),
+        token_budget=1100, recompute=False, device="cuda", teacher=BY_TRANSFORMERS,
     )  # fmt: skip
     [row] = [row for row in OF_AN_UPDATE if row.name == "teacher's pass"]
     part = row.part(Run(MODEL, demand))
     assert part is not None
     assert (part.bytes, part.when) == (1100 * 67_584 * 2 + 384 * 152_064 * 8, When.annotating)
-    padded = replace(IN_VLLM, share=None, model=replace(MODEL, padded="why"))
+    padded = replace(BY_TRANSFORMERS, model=replace(MODEL, padded="why"))
     of_rows = teacher_pass_bytes(Run(MODEL, replace(demand, token_budget=2000, teacher=padded)))
     assert of_rows == 2000 * 67_584 * 2 + 2000 * 152_064 * 10
     assert teacher_pass_bytes(Run(MODEL, replace(demand, teacher=IN_VLLM))) is None
@@ -241,33 +258,35 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
 
 def test_on_a_gpu_it_is_its_share_and_the_log_probs_of_a_forwards_tokens_beside_it() -> None:
     """1,023 tokens of at most 1,024: logits of 2 bytes, log-probs of 4, and 4 to sort them, of 152,064 each."""
-    taken = IN_VLLM.memory("cuda", 80 * GIB, beside_vllm=False)
+    taken = taken_by(IN_VLLM, "cuda", 80 * GIB)
     assert [(part.bytes, part.when, part.key) for part in taken.parts] == [
         (int(0.3 * 80 * GIB), When.always, TEACHER_SHARE),
         (1023 * 152_064 * 10, When.updating, "snapshot.teacher"),
     ]
     assert taken.lacks == 0
-    long = replace(IN_VLLM, row_tokens=9000).memory("cuda", 80 * GIB, beside_vllm=False)
+    long = taken_by(replace(IN_VLLM, row_tokens=9000), "cuda", 80 * GIB)
     assert long.parts[1].bytes == 1024 * 152_064 * 10
 
 
 def test_a_share_in_which_vllm_does_not_start_is_told_and_so_is_one_in_which_it_does() -> None:
     """0.3 of 24 GiB are 7.73 GB; weights and the rest are 15.44 GB, of 25.77 GB the share 0.599."""
-    taken = IN_VLLM.memory("cuda", 24 * GIB, beside_vllm=False)
+    taken = taken_by(IN_VLLM, "cuda", 24 * GIB)
     assert taken.lacks == LEAST - int(0.3 * 24 * GIB)
     assert taken.parts[0].bytes == LEAST
-    assert [other.share for other in IN_VLLM.other_shares(24 * GIB, 0)] == [0.6]
-    assert replace(IN_VLLM, share=0.6).memory("cuda", 24 * GIB, beside_vllm=False).lacks == 0
+    assert [other.share for other in IN_VLLM.other_shares(load_of(IN_VLLM, "cuda", 24 * GIB), 0)] == [0.6]
+    assert taken_by(replace(IN_VLLM, share=0.6), "cuda", 24 * GIB).lacks == 0
     # With room for 16 GiB of 24 a share of 0.8 goes down to 0.66; with 12 there is none that is large enough.
-    assert [other.share for other in replace(IN_VLLM, share=0.8).other_shares(24 * GIB, 16 * GIB)] == [0.66]
-    assert list(replace(IN_VLLM, share=0.8).other_shares(24 * GIB, 12 * GIB)) == []
+    assert [
+        other.share for other in replace(IN_VLLM, share=0.8).other_shares(load_of(IN_VLLM, "cuda", 24 * GIB), 16 * GIB)
+    ] == [0.66]
+    assert list(replace(IN_VLLM, share=0.8).other_shares(load_of(IN_VLLM, "cuda", 24 * GIB), 12 * GIB)) == []
 
 
 def test_on_a_cpu_it_is_weights_and_cache_and_libraries_that_are_counted_once() -> None:
     """Of 32 rows of 1,024 tokens and a block of 32 the cache would be 1.9 GB; it is at most 4 GiB."""
     cache = 28672 * 2 * (1024 + 32) * 32
     for beside, libraries in ((False, CPU_LIBRARIES), (True, 0)):
-        [part] = IN_VLLM.memory("cpu", 0, beside_vllm=beside).parts
+        [part] = taken_by(IN_VLLM, "cpu", libraries=not beside).parts
         assert part.bytes == 15_200_000_000 + cache + libraries
 
 

@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from packaging.version import InvalidVersion, Version
 
-from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
-from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, When
+from rlft.generation.engine import Engine, EngineArgs, Generator, Missing, TeacherSettings
+from rlft.generation.memory import TEACHER_SHARE, EngineMemory, Load, MemoryPart, ModelSizes, TeacherLoad, When
 from rlft.generation.vllm.memory import (
     CPU_LIBRARIES,
     GRAPHS,
@@ -22,9 +22,13 @@ from rlft.generation.vllm.memory import (
     cpu_cache_bytes,
     least_bytes,
     least_share,
+    share_of,
     taken,
+    teacher_least_bytes,
+    teacher_on_a_cpu,
+    teacher_on_a_gpu,
 )
-from rlft.generation.vllm.options import ENGINE_RANKS, VLLMKeys, check_options, source_of
+from rlft.generation.vllm.options import DEAD_ENGINE, ENGINE_RANKS, VLLMKeys, check_options, source_of
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
@@ -84,6 +88,8 @@ class VLLM(VLLMKeys, Engine):
     serves_head: ClassVar[bool] = False
     largest_rank: ClassVar[int | None] = ENGINE_RANKS[-1]
     shared: ClassVar[bool] = True
+    teaches: ClassVar[bool] = True
+    dead: ClassVar[str | None] = DEAD_ENGINE
     may_change: ClassVar[tuple[str, ...]] = (
         "gpu_memory_utilization",
         "max_num_seqs",
@@ -186,6 +192,33 @@ class VLLM(VLLMKeys, Engine):
     def quantization_obstacle(self) -> str | None:
         quantized = self.options.get("quantization") or self.options.get("quantization_config")
         return None if quantized or reads_bitsandbytes() else NO_BITSANDBYTES
+
+    def check_teacher(self, *, device: str, quantized: bool, share: float, samples_here: bool, runs_here: bool) -> None:
+        if runs_here and quantized and not reads_bitsandbytes():
+            remedy = f"use transformers, or snapshot.teacher_quantization=none, or {pip_install('vllm<0.30')}"
+            raise UserError("snapshot.teacher_engine", NO_BITSANDBYTES, got="vllm", remedy=remedy)
+        if self.batch_invariant and runs_here and (why := why_not_invariant(device)) is not None:
+            raise UserError("generation.vllm.batch_invariant", why, got="true", remedy="set it to false")
+        if device.startswith("cuda") and samples_here and share + self.gpu_memory_utilization > 1:
+            policys = f"generation.vllm.gpu_memory_utilization={self.gpu_memory_utilization:g}"
+            remedy = "lower both, so that the trainer has room beside them"
+            raise UserError(TEACHER_SHARE, f"with {policys} it is more than a device has", got=share, remedy=remedy)
+
+    def teacher_memory(self, model: ModelSizes, load: TeacherLoad) -> EngineMemory:
+        if load.device == "cpu":
+            return teacher_on_a_cpu(model, load.row_tokens, libraries=load.libraries)
+        return teacher_on_a_gpu(model, load.row_tokens, load.device_memory, load.share)
+
+    def least_teacher_share(self, model: ModelSizes, load: TeacherLoad) -> float | None:
+        return share_of(teacher_least_bytes(model, load.row_tokens, load.device_memory), load.device_memory)
+
+    def teacher_settings(self, settings: TeacherSettings) -> TeacherSettings:
+        return replace(settings, batch_invariant=self.batch_invariant)
+
+    def open_teacher(self, settings: TeacherSettings) -> Any:
+        from rlft.generation.vllm.teacher import VLLMTeacher
+
+        return VLLMTeacher(settings)
 
     def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
         """On a GPU its share of the memory, or the least that it needs where that is more.

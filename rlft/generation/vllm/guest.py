@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 from rlft.generation.engine import TokenCallback
+from rlft.generation.vllm.options import DEAD_ENGINE
 from rlft.system.interrupt import Deferred
 from rlft.system.memory import is_memory_error
 from rlft.types import UserError
@@ -33,9 +34,6 @@ ENVIRONMENT = {
     "FLASHINFER_LOGGING_LEVEL": "error",  # a library of vLLM's on CUDA, which says when it tunes a kernel
 }
 """Set before vLLM is imported, unless the user has set them."""
-
-DEAD_ENGINE = "EngineDeadError"
-"""The error of vLLM after which no call succeeds any more, although this process lives on."""
 
 ELSEWHERE = "choose generation=transformers, or transformers for a teacher"
 """What to do where vLLM cannot compute."""

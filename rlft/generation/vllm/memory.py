@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, When
+from rlft.generation.memory import TEACHER_SHARE, EngineMemory, Load, MemoryPart, ModelSizes, When
 
 CPU_BLOCK_SIZE = 32
 """Tokens of a prefix-cache block on a CPU. The default is 128: shorter prompts would never be shared by their group."""
@@ -36,7 +36,6 @@ These are few tokens, since for each of them vLLM makes log-probs of the whole v
 """
 
 FLOAT32 = 4
-TEACHER_SHARE_KEY = "snapshot.teacher_gpu_memory_utilization"
 
 
 def taken(least: int, share: float, device_memory: int) -> tuple[int, int]:
@@ -83,7 +82,7 @@ def teacher_on_a_gpu(model: ModelSizes, row_tokens: int, device_memory: int, sha
     # The logits of a forward pass's tokens, their log-probs, and room to sort these.
     vocabulary = tokens * model.vocabulary * (model.itemsize + 2 * FLOAT32)
     parts = (
-        MemoryPart(name="teacher in vLLM", bytes=size, when=When.always, key=TEACHER_SHARE_KEY),
+        MemoryPart(name="teacher in vLLM", bytes=size, when=When.always, key=TEACHER_SHARE),
         MemoryPart(name="teacher's log-probs", bytes=vocabulary, when=When.updating, key="snapshot.teacher"),
     )
     return EngineMemory(parts=parts, lacks=lacks)

@@ -8,37 +8,15 @@ together follow from the rows of a call alone. Read in vLLM 0.33.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlft.generation.engine import TeacherSettings
 from rlft.generation.vllm.guest import answers, end, explained, guest_while_starting, of_tokens, runs_on_cpu, start
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, TEACHER_BATCHED_TOKENS, TEACHER_SEQS, cpu_cache_of
 from rlft.types import UserError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherSettings:
-    """What a teacher is started with.
-
-    Attributes:
-        model_path: folder or hub name.
-        dtype: of its weights, as "bfloat16".
-        quantization: None or "4bit" (bitsandbytes, CUDA only).
-        row_tokens: of the longest row that it will read.
-        gpu_memory_utilization: share of the GPU's memory for weights and KV cache.
-        batch_invariant: results do not depend on what is computed together (CUDA only).
-    """
-
-    model_path: str
-    dtype: str
-    trust_remote_code: bool
-    quantization: str | None
-    row_tokens: int
-    gpu_memory_utilization: float
-    batch_invariant: bool
 
 
 class VLLMTeacher:

@@ -26,7 +26,6 @@ from rlft.generation.vllm import memory as vllm_memory
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.model.activations import LayerModules
-from rlft.plan import roles as plan_roles
 from rlft.plan.model_rules import choose_engine
 from rlft.plan.roles import check_teacher_engine
 from rlft.types import Adapter, UserError
@@ -109,7 +108,7 @@ def test_a_teacher_in_4_bits_is_refused_where_vllm_has_none(
     monkeypatch: pytest.MonkeyPatch, run_config: Callable[..., RunConfig]
 ) -> None:
     of_teacher = ("snapshot.teacher=embedded:tiny-student", "snapshot.teacher_engine=vllm")
-    monkeypatch.setattr(plan_roles, "reads_bitsandbytes", lambda: False)
+    monkeypatch.setattr(vllm_module, "reads_bitsandbytes", lambda: False)
     config = run_config(*of_teacher, "snapshot.teacher_quantization=4bit")
     with pytest.raises(
         UserError, match=r"^snapshot\.teacher_engine: vLLM .*; use transformers, or snapshot\.teacher_q"
