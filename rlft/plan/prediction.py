@@ -157,7 +157,6 @@ def predict(resolved: Resolved, limit: int | None, card: str | None = None) -> P
     """Predicts the run of this config, which may run on another machine.
 
     Args:
-        resolved: the config.
         limit: bytes of the device's memory; None for the free memory of this machine's device.
         card: the GPU that it is to run on, a name in `rlft.plan.roofline.CARDS`; None: the one that is here.
 

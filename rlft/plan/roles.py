@@ -91,9 +91,7 @@ def check_learner_on(
 ) -> None:
     """Checks what learns on the base of these fingerprints and config; loads no weights.
 
-    Args:
-        engine: the one that samples; None if nothing is sampled.
-        used: the folders that the config names.
+    engine: the one that samples; None if nothing is sampled.
     """
     lora, settings = config.lora, config.model
     if isinstance(config, RunConfig):

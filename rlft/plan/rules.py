@@ -516,16 +516,7 @@ def prompt_additions(environment: Environment | None, tokenizer: RunTokenizer, p
 
 
 def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None) -> None:
-    """Refuses what does not go with images, if a prompt of the sets has any.
-
-    Args:
-        config: a root that samples.
-        kind: the type of its model.
-        engine: what samples.
-        sets: its prompts.
-
-    Raises UserError.
-    """
+    """Refuses what does not go with images, if a prompt of the sets has any; kind: the type of the config's model."""
     from rlft.model.backbone import read_config, source
     from rlft.model.images import network_of_tower
     from rlft.model.network_files import check_files

@@ -91,7 +91,6 @@ from rlft.trainer.optimizer import largest_share
 from rlft.types import Split, UserError, counted, require
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
 
@@ -420,7 +419,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     pretrain_text = scan_pretrain_text(config, tokenizer)
     teacher, teacher_row_tokens = dict[str, str](), 0
     if trains and config.snapshot.teacher != "none":
-        teacher, teacher_row_tokens = _read_teacher(config, algorithm, train_prompts, tokenizer, model)
+        teacher, teacher_row_tokens = _read_teacher(config, algorithm.teacher_top_k, train_prompts, tokenizer, model)
 
     of_training: tuple[str, ...] = ()
     if trains:
@@ -430,6 +429,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
             *notes_of_adapters(used, config.model, base),
         )
     num_train, num_held_out = len(train_prompts.prompts), None if held_out is None else len(held_out.prompts)
+    num_read = min(num_train, config.steps * config.prompts_per_step) + min(num_held_out or 0, config.eval.num_prompts)
     notes_of_data = (
         idle_engines(config, engine) if trains else None,
         teacher_note,
@@ -461,7 +461,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         ends=ends,
         pass_rates=pass_rates,
         teacher_row_tokens=teacher_row_tokens,
-        tower=_tower(config, model, dtype, (train_prompts, held_out), tokenizer) if trains else None,
+        tower=tower_demand(model, dtype, (train_prompts, held_out), num_read, tokenizer) if trains else None,
         notes=(
             *of_training,
             *warnings_of_sizes(config, num_train if trains else None, num_held_out),
@@ -527,32 +527,14 @@ def _read_prompts(config: RunConfig, tokenizer: RunTokenizer) -> tuple[Environme
 
 
 def _read_teacher(
-    config: RunConfig,
-    algorithm: Objective,
-    prompts: PromptSet,
-    tokenizer: RunTokenizer,
-    model: PreTrainedConfig,
+    config: RunConfig, top_k: int, prompts: PromptSet, tokenizer: RunTokenizer, model: PreTrainedConfig
 ) -> tuple[dict[str, str], int]:
     """(fingerprints of a teacher that is a separate model, number of tokens of the longest row that a teacher reads)"""
-    vocabulary, top_k = model.get_text_config().vocab_size, algorithm.teacher_top_k
+    vocabulary = model.get_text_config().vocab_size
     problem = f"is more than the model's vocabulary of {vocabulary} tokens"
     require(top_k <= vocabulary, "algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
     longest = longest_read_by_the_teacher(config, prompts, tokenizer, model)
     return check_teacher(config, tokenizer, longest, vocabulary), longest + config.generation.max_tokens
-
-
-def _tower(
-    config: RunConfig,
-    model: PreTrainedConfig,
-    dtype: torch.dtype,
-    sets: tuple[PromptSet, PromptSet | None],
-    tokenizer: RunTokenizer,
-) -> TowerDemand | None:
-    """The demand of the images in the prompts that the run reads."""
-    train, held_out = sets
-    num_read = min(len(train.prompts), config.steps * config.prompts_per_step)
-    num_read += 0 if held_out is None else min(len(held_out.prompts), config.eval.num_prompts)
-    return tower_demand(model, dtype, sets, num_read, tokenizer)
 
 
 def fingerprint_of(section: str, read: Any) -> dict[str, str]:
