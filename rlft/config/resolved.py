@@ -22,7 +22,6 @@ from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.command import Command
 from rlft.config.instantiate import from_mapping
-from rlft.config.keys import joined
 from rlft.config.schema import AUTO, Root, RunConfig
 from rlft.types import UserError, lone_surrogate
 
@@ -142,7 +141,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield key, str(name)
-            yield from _texts(inner, joined(key, name))
+            yield from _texts(inner, f"{key}.{name}".lstrip("."))
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner, key)
