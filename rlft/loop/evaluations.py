@@ -52,20 +52,12 @@ def _reads_answers(config: Config) -> bool:
     return _samples(config) and bool(targets) and getattr(locate(targets[0], "reward"), "reads_answers", False)
 
 
-def _ranks(config: Config) -> bool:
-    return config["command"] in ("rm", "dpo")
-
-
-def _is_rm(config: Config) -> bool:
-    return config["command"] == "rm"
-
-
-def _is_dpo(config: Config) -> bool:
-    return config["command"] == "dpo"
+def _of(*commands: str) -> Callable[[Config], bool]:
+    return lambda config: config["command"] in commands
 
 
 METRICS = (
-    Metric(name="accuracy", when=lambda config: _samples(config) or _ranks(config), has_error=True),
+    Metric(name="accuracy", when=lambda config: _samples(config) or _of("rm", "dpo")(config), has_error=True),
     Metric(
         name="eval/<name>",
         when=_samples,
@@ -89,17 +81,16 @@ METRICS = (
         of_answers=True,
         sizes=lambda num_samples: [num_samples] if num_samples > 1 else [],
     ),
-    Metric(name="eval/loss", when=lambda config: config["command"] == "sft" or _ranks(config)),
-    Metric(name="eval/pairs", when=_ranks, has_error=True, is_compared=False),  # it is the accuracy
-    Metric(name="eval/margin", when=_is_dpo),
-    Metric(name="eval/chosen_logprob", when=_is_dpo),
-    Metric(name="eval/rejected_logprob", when=_is_dpo, is_compared=False),
-    Metric(name="eval/chosen_reward", when=_is_dpo, is_compared=False),
-    Metric(name="eval/rejected_reward", when=_is_dpo, is_compared=False),
-    Metric(name="eval/loss/preference", when=_is_dpo, is_compared=False),
-    Metric(name="eval/loss/sft", when=_is_dpo, is_compared=False),
-    Metric(name="eval/score_best", when=_is_rm, is_compared=False),
-    Metric(name="eval/score_worst", when=_is_rm, is_compared=False),
+    Metric(name="eval/loss", when=_of("sft", "rm", "dpo")),
+    Metric(name="eval/pairs", when=_of("rm", "dpo"), has_error=True, is_compared=False),  # it is the accuracy
+    Metric(name="eval/margin", when=_of("dpo")),
+    Metric(name="eval/chosen_logprob", when=_of("dpo")),
+    *(
+        Metric(name=f"eval/{name}", when=_of("dpo"), is_compared=False)
+        for name in ("rejected_logprob", "chosen_reward", "rejected_reward", "loss/preference", "loss/sft")
+    ),
+    Metric(name="eval/score_best", when=_of("rm"), is_compared=False),
+    Metric(name="eval/score_worst", when=_of("rm"), is_compared=False),
     Metric(name="eval/reward/<name>", when=_samples),
     Metric(name="eval/length/mean", when=_samples, is_compared=False),
     Metric(name="eval/length/truncated_fraction", when=_samples, is_compared=False),

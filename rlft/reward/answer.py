@@ -145,7 +145,7 @@ class AnswerKeys:
 
     def is_right(self, answer: str, reference: str) -> bool | None:
         """Whether an answer is the reference answer, by this reward's own comparison; None if that took too long."""
-        raise NotImplementedError(f"{type(self).__name__} compares no answers: it has no is_right()")
+        return self.normal(answer) == self.normal(reference)
 
     def _answers(self, text: str) -> Iterator[str]:
         match self.answer_in:

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import ClassVar
 
 from rlft.reward.answer import AnswerKeys, composed, reference_answers
-from rlft.reward.exact_match import matches
+from rlft.reward.exact_match import normal
 from rlft.reward.notation import unwrapped
 from rlft.tokens.options import LABEL, letters, options_of, placed_options
 from rlft.types import Group, Prompt, Unscorable, UserError
@@ -245,7 +245,8 @@ def _bare(answer: str) -> str:
 def _is_text_of(label: str, text: str, choices: Mapping[str, str], ignore_case: bool) -> bool:
     if label not in choices:
         return False
-    return matches(unwrapped(text), unwrapped(choices[label]), numeric=True, ignore_case=ignore_case)
+    own, its = (normal(unwrapped(each), numeric=True, ignore_case=ignore_case) for each in (text, choices[label]))
+    return own == its
 
 
 def _at_index(reference: str, placed: Sequence[str | None], first: int = 0) -> str | None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from rlft.config.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys, reference_answers
-from rlft.reward.exact_match import matches
+from rlft.reward.exact_match import normal
 from rlft.types import Group, StepScores
 
 MAX_EQUATION_CHARS = 100
@@ -63,8 +63,8 @@ class Equations(AnswerKeys):
         references = reference_answers(group.prompt)
         return [self._steps(rollout.completion.text, references) for rollout in group.rollouts]
 
-    def is_right(self, answer: str, reference: str) -> bool:
-        return matches(answer, reference, numeric=True, ignore_case=False)
+    def normal(self, answer: str) -> str:
+        return normal(answer, numeric=True, ignore_case=False)
 
     def _steps(self, text: str, references: Sequence[str]) -> StepScores:
         steps = islice(equations(text), self.max_equations)

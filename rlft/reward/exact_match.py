@@ -22,22 +22,12 @@ def normal(answer: str, *, numeric: bool, ignore_case: bool) -> str:
     return text.casefold() if ignore_case else text
 
 
-def matches(answer: str, reference: str, *, numeric: bool, ignore_case: bool) -> bool:
-    """Whether two answers are the same text, up to the length of white space, or with `numeric` the same number."""
-    return normal(answer, numeric=numeric, ignore_case=ignore_case) == normal(
-        reference, numeric=numeric, ignore_case=ignore_case
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch(AnswerKeys):
     """1.0 for each completion whose answer is the reference answer, else 0.0."""
 
     numeric: bool
     ignore_case: bool
-
-    def is_right(self, answer: str, reference: str) -> bool:
-        return matches(answer, reference, numeric=self.numeric, ignore_case=self.ignore_case)
 
     def normal(self, answer: str) -> str:
         return normal(answer, numeric=self.numeric, ignore_case=self.ignore_case)
