@@ -22,7 +22,7 @@ from rlft.data.sampled import is_sampled, sampled_line
 from rlft.logger.console import open_terminal
 from rlft.runs import run_folder, run_status
 from rlft.runs.config_file import FORMAT
-from rlft.runs.lines import DamagedLines, complete_lines, encode, lost_text, warn
+from rlft.runs.lines import DamagedLines, complete_lines, encode, lost_text
 from rlft.runs.run_status import PROGRESS
 from rlft.system.disk import writing
 from rlft.system.files import append, write_atomically
@@ -274,7 +274,7 @@ def after_sampling(
         for _, line in complete_lines(lines, lost, is_scored):
             rewards.setdefault(identity(line["prompt"]), []).append(line["reward"])
     if lost:
-        warn(lost_text(file, lost))
+        say(lost_text(file, lost))
     ranked = [question for question, scores in rewards.items() if len({r for r in scores if r is not None}) > 1]
     limits = [f"prompts.max_tokens={max_prompt_tokens}", f"max_completion_tokens={max_completion_tokens}"]
     shared = [override("model.path", model), *limits]

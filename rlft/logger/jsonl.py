@@ -27,10 +27,10 @@ from rlft.runs.lines import (
     rollout_files,
     rollout_lines,
     silent,
-    warn,
 )
 from rlft.system.disk import writing
 from rlft.system.files import append, flush, write_atomically
+from rlft.system.terminal import say
 from rlft.types import Evaluation
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Jsonl(Logger):
         for name in (METRICS, EVALUATIONS, ALARMS):
             self.files[name] = open_after(self.folder / name, run.step)
         if missing := missing_at_the_end(self.folder / METRICS, run.step):
-            warn(missing)
+            say(missing)
 
     def stage(self, name: str) -> None:
         """Flushes the files to disk before a checkpoint, so that a power cut leaves no gap in a resumed run's files."""

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import string
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlft.system.disk import writing
-from rlft.system.terminal import Say
+from rlft.system.terminal import Say, say
 from rlft.types import Branch, Completion, Evaluation, FinishReason, Group, Prompt, ToolCall, Turn, UserError
 
 METRICS = "metrics.jsonl"
@@ -214,10 +213,6 @@ def encode(line: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8", errors="backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
 
 
-def warn(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def silent(text: str) -> None:
     """Prints nothing: for a reader of a file about which another reader prints the same line."""
 
@@ -298,7 +293,7 @@ def lost_text(path: Path, lost: Sequence[DamagedLines]) -> str:
     return f"{path}: {', '.join(map(str, lost))} {verb} damaged and left out"
 
 
-def read_lines(path: Path, say: Say = warn) -> list[dict[str, Any]]:
+def read_lines(path: Path, say: Say = say) -> list[dict[str, Any]]:
     """The undamaged lines of a JSONL file, without a torn last line; empty if there is no file.
 
     `say` is called with a line about damaged ones and their steps. Raises UserError: the file cannot be read.
@@ -317,7 +312,7 @@ def read_lines(path: Path, say: Say = warn) -> list[dict[str, Any]]:
     return lines
 
 
-def last_line(path: Path, say: Say = warn) -> dict[str, Any]:
+def last_line(path: Path, say: Say = say) -> dict[str, Any]:
     """The last undamaged line of a JSONL file of numbers; {} if there is none. `say` and errors are as in `read_lines`.
 
     If every line has the quotes, colons, commas and braces of such a file, only the last one is parsed; checking for
@@ -345,7 +340,7 @@ def holds_numbers(line: bytes) -> bool:
     return line.startswith(b'{"step": ') and marks == b"{" + b", ".join([b'"": '] * marks.count(b":")) + b"}\n"
 
 
-def open_after(path: Path, step: int, say: Say = warn) -> BinaryIO:
+def open_after(path: Path, step: int, say: Say = say) -> BinaryIO:
     """The file opened to append, unbuffered, cut after the last undamaged line of this step or an earlier one.
 
     Damaged lines before that are left as they are. `say` is called with a line about damaged lines that may be of this

@@ -24,7 +24,6 @@ from rlft.runs.lines import (
     read_lines,
     rollout_files,
     silent,
-    warn,
 )
 from rlft.system.terminal import say
 from rlft.tokens.images import picture
@@ -162,7 +161,7 @@ def groups_of(file: Path, step: int, first: set[str], only: set[str] | None) -> 
         if name in only if only is not None else len(by_kind[kind]) < MAX_GROUPS_PER_STEP:
             by_kind[0 if only is not None else kind].append(group)
     if lost:
-        warn(lost_text(file, lost))
+        say(lost_text(file, lost))
     groups = [group for of_kind in by_kind for group in of_kind]
     return groups if only is not None else groups[:MAX_GROUPS_PER_STEP]
 

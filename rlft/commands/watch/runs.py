@@ -25,7 +25,7 @@ from rlft.logger.text import duration, visible
 from rlft.runs import run_status
 from rlft.runs.config_file import NewerError
 from rlft.runs.find import named_folder, run_folders
-from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, warn
+from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, last_line, read_lines
 from rlft.runs.run_folder import CONFIG, whole_config
 from rlft.runs.run_status import Status
 from rlft.system.disk import size_text
@@ -125,7 +125,7 @@ def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
     return sorted(chosen, key=lambda row: _sort_key(row, words.get("sort", "age")))
 
 
-def read(folder: Path, say: Say = warn) -> RunRow | None:
+def read(folder: Path, say: Say = say) -> RunRow | None:
     """The row of the run in a folder; None if its config.yaml is not that of a run. `say` reports damaged lines.
 
     A run that cannot be read has the status damaged, with the reason.
