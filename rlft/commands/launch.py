@@ -12,7 +12,6 @@ from typing import Any
 from rlft.config.command import Command
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import AUTO, Resolved, resolve
-from rlft.data.first_rows import with_guessed_fields
 from rlft.logger.interface import Logger
 from rlft.runs import changed_since, checkpoint, run_folder, run_status
 from rlft.runs import fork as forks
@@ -86,6 +85,8 @@ def resolve_in(folder: Path, plain: Mapping[str, Any], name: str | None = None) 
 
 def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The composed config with what its words mean here: folders of runs that are named, fields that the data have."""
+    from rlft.data.first_rows import with_guessed_fields  # not imported for what is refused before
+
     return with_guessed_fields(with_named_runs(plain))
 
 

@@ -73,6 +73,10 @@ class RowSource(ABC):
     def read(self, split: Split, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         """The rows of a split in the order of the data. Raises UserError."""
 
+    @abstractmethod
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> Sequence[RecordRow[Any]]:
+        """What is made of a row: a `Parse`. Raises RowError."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedKeys(PromptKeys, RowSource):
