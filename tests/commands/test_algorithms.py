@@ -210,28 +210,6 @@ def test_a_class_that_states_no_loss_is_said_to_state_none(mine: Path, shown: Sh
     sys.modules.pop("mine_of_a_test", None)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("grpoo", "algorithms: there is no such algorithm, got grpoo; did you mean grpo? All: a2c, cispo, "),
-        ("GSPO", "did you mean gspo?"),
-        ("zzz", "got zzz; choose one of a2c, "),
-        ("grpo ppo", "algorithms: takes one name, got grpo ppo; write rlft algorithms grpo"),
-        ("+recipe=grpo_arithmetic", "recipe: is not a key of rlft algorithms, got +recipe=grpo_arithmetic; write rlft"),
-        ("grpo steps=3", "steps: is not a key of rlft algorithms, got steps=3"),
-        ("algorithm=gspo", "algorithm: is named without its group here, got gspo; write rlft algorithms gspo"),
-        ("algorithm.kl_coef=1", "is a key of an algorithm, and none is named, got algorithm.kl_coef=1; write rlft alg"),
-        ("grpo algorithm.kl_coff=1", "algorithm.kl_coff: there is no such key, got 1; did you mean algorithm.kl_coef?"),
-        ("grpo algorithm.kl_coef=-1", "algorithm.kl_coef: must be greater than or equal to 0, got -1"),
-        ("grpo -m", "this command has no such option"),
-        ("grpo --jsn", "command line: there is no such option, got --jsn"),
-        ("--config-dir nowhere", "--config-dir: there is no such folder, got nowhere"),
-    ],
-)  # fmt: skip
-def test_wrong_words_are_refused(words: str, told: str, refused: Shown) -> None:
-    assert told in refused(*words.split())
-
-
 def test_a_file_of_the_users_that_cannot_be_read_is_named(mine: Path, refused: Shown) -> None:
     (mine / "algorithm" / "wider.yaml").write_text("a: [1\nb: 2\n")
     assert re.match(r"rlft: \S+wider\.yaml: line 2 is not YAML ", refused("--config-dir", str(mine)))

@@ -124,36 +124,6 @@ def test_json_is_alone_on_standard_output_whatever_a_reward_prints(
         assert printed in done.err
 
 
-@each(
-    ("words", "message"),
-    [
-        (["reward"], "reward: needs a word for what to do; write rlft reward try"),
-        (["reward", "+recipe=grpo_arithmetic"], "reward: needs a word for what to do; write rlft reward try"),
-        (["reward", "tri"], "tri: there is no such command; did you mean rlft reward try?"),
-        (["reward", "score"], "score: there is no such command; use rlft reward try"),
-        ([*WORDS[:3], "row=4"], "row: there is no such key, got 4; did you mean rows?"),
-        ([*WORDS[:3], "rows=0"], "rows: must be a number of rows of the data, at least 1, got 0; try rows=4"),
-        ([*WORDS[:3], "rows=all"], "rows: must be a number of rows of the data, at least 1, got all; try rows=4"),
-        ([*WORDS[:2], "+recipe=sft_arithmetic"], "+recipe: is for rlft sft, and a run of rlft train is tried"),
-        (
-            [*WORDS, "reward=[learned]", "reward.learned.path=mine"],
-            "reward: has none that can be tried without weights, got ['learned']; ",
-        ),
-        ([*WORDS, "environment=calculator"], "environment: holds conversations, and single completions are tried here"),
-        ([*WORDS, "reward.exact_match.numerc=true"], "reward.exact_match.numerc: "),
-        ([*WORDS, "reward=[exact_match]", "reward.exact_match.weight=high"], "reward.exact_match.weight: "),
-    ],
-)
-def test_a_wrong_word_is_refused_in_one_line(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(reward, "try_rewards", lambda *args: pytest.fail("something was tried"))
-    assert cli.run(words) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith(f"rlft: {message}")
-    assert (told.out, told.err.count("\n")) == ("", 1)
-
-
 def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_command_gives(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

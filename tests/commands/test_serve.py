@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -20,7 +19,6 @@ from rlft import cli
 from rlft.commands import chat, serve
 from rlft.runs import checkpoint
 from rlft.runs.find import find
-from rlft.system.terminal import pip_install
 from rlft.types import Prompt
 
 MODEL = "model.path=embedded:tiny-arithmetic"
@@ -80,27 +78,13 @@ def taken() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-def test_what_is_wrong_with_its_keys_is_refused_before_a_weight_is_loaded(
-    taken: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_an_address_that_it_cannot_have_is_refused_before_a_weight_is_loaded(
+    taken: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "opened", lambda *_: pytest.fail("nothing is opened"))
     for words, message in {
         (MODEL, f"serve.port={taken}"): f"serve.port: is in use by another process, got {taken}; end that, or choose",
         (MODEL, "serve.host=203.0.113.1"): "serve.host: is no address of this machine",
-        (MODEL, "serve.port=70000"): "serve.port: must be less than or equal to 65535",
-        (MODEL, "serve.prot=1"): "serve.prot: there is no such key",
-        (MODEL, "port=1"): "port: there is no such key, got 1; did you mean serve.port?",
-        (MODEL, "environment.port=1"): "environment.port: is not read by rlft serve, whose clients bring their own",
-        (MODEL, "+environment=tools"): "environment: is not read by rlft serve",
-        (MODEL, "serve.token=short"): "serve.token: is too short, or cannot stand in a header, got ***",
-        (MODEL, "serve.requests=0"): "serve.requests: must be greater than 0",
-        (MODEL, "serve.syntax=yaml"): "serve.syntax: ",
-        ("serve.port=0",): "run: is missing: there is no model to serve",
-        (f"run={tmp_path}",): "run: ",
     }.items():
         assert cli.run(["serve", *words]) == 2
         assert message in capsys.readouterr().err
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
-    assert cli.run(["serve", MODEL]) == 2
-    assert f"serve: needs uvicorn, which is not installed; {pip_install('rlft[serve]')}" in capsys.readouterr().err

@@ -12,20 +12,6 @@ from rlft.config.model import check_local, looks_local, resolve_path
 from rlft.types import UserError
 
 
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [
-        ("", "is empty"),
-        ("embedded:big", "there is no such embedded model"),
-        ("/nowhere", "there is no such folder"),
-        ("./nowhere", "there is no such folder"),
-    ],
-)
-def test_what_is_no_model_is_refused_by_its_key(path: str, problem: str) -> None:
-    with pytest.raises(UserError, match=f"^model.path: {problem}"):
-        check_local(path)
-
-
 def test_a_recipes_folder_that_nothing_brings_is_refused_with_the_page_that_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

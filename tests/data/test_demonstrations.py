@@ -205,27 +205,6 @@ def test_a_row_with_nothing_to_learn_is_left_out_and_named(learned, caplog, prob
         learned(row, row, good)
 
 
-@pytest.mark.parametrize(
-    ("keys", "key"),
-    [
-        ({"path": "missing.jsonl"}, "demonstrations.path"),
-        ({"held_out_path": "missing.jsonl"}, "demonstrations.held_out_path"),
-        ({"held_out_fraction": 1.0}, "demonstrations.held_out_fraction"),
-        ({"prompt_template": "x"}, "demonstrations.prompt_template"),
-        ({"turns": "first"}, "demonstrations.turns"),
-        ({"token_ids": "both"}, "demonstrations.token_ids"),
-    ],
-)
-def test_files_and_keys_that_cannot_work_are_refused_by_their_key(
-    make_demonstrations, write, tmp_path: Path, monkeypatch, keys, key: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "good.jsonl", *({"prompt": f"{i}?", "completion": "x"} for i in range(5)))
-    with pytest.raises(UserError) as refusal:
-        make_demonstrations("jsonl", **{"path": "good.jsonl"} | keys).load(Split.train)
-    assert refusal.value.key == key
-
-
 # -- the hub -----------------------------------------------------------------------------------------------------------
 def test_a_hub_set_without_a_held_out_split_is_split_by_hash(make_demonstrations, hub_sets) -> None:
     hub_sets["train"] = [{"messages": [user(f"{i}?"), says(f"{i}!")], "source": None} for i in range(200)]

@@ -159,45 +159,6 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read(make_data, tmp_path: P
     assert [p.id for p in data.load(Split.held_out)] == ["a.jsonl:1", "a.jsonl:2"]
 
 
-@pytest.mark.parametrize(
-    ("keys", "key"),
-    [
-        ({"path": "missing.jsonl"}, "data.path"),
-        ({"path": "folder"}, "data.path"),
-        ({"path": "empty.jsonl"}, "data.path"),
-        ({"path": "blank.jsonl"}, "data.path"),
-        ({"held_out_path": "missing.jsonl"}, "data.held_out_path"),
-        ({"held_out_path": "./good.jsonl"}, "data.held_out_path"),
-        ({"held_out_fraction": 1.0}, "data.held_out_fraction"),  # nothing left to train on
-        ({"held_out_fraction": 0.0}, "data.held_out_fraction"),
-        ({"held_out_fraction": 1.5}, "data.held_out_fraction"),
-        ({"held_out_path": "same_questions.jsonl"}, "data.path"),
-        ({"answer_pattern": "("}, "data.answer_pattern"),
-        ({"few_shot": -1}, "data.few_shot"),
-        ({"few_shot": 5, "held_out_fraction": 1e-9}, "data.few_shot"),  # a question of 5 has 4 others
-        ({"few_shot_template": "{anwser}"}, "data.few_shot_template"),
-        ({"answer_field": None, "few_shot": 1}, "data.answer_field"),
-        ({"prompt_template": "{question} {answer}"}, "data.prompt_template"),
-        ({"prompt_template": r"\\boxed{question}"}, "data.prompt_template"),
-        ({"prompt_template": "{qestion}"}, "data.prompt_template"),
-        ({"promt_field": "x"}, "data.promt_field"),
-        ({"prompt_field": 3}, "data.prompt_field"),
-    ],
-)
-def test_files_and_keys_that_cannot_work_are_refused(
-    make_data, write, tmp_path: Path, monkeypatch, keys, key: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "good.jsonl", *sums(5))
-    write(tmp_path / "same_questions.jsonl", *sums(9))
-    (tmp_path / "folder").mkdir(exist_ok=True)
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "blank.jsonl").write_text("\n \n")
-    with pytest.raises(UserError) as refusal:
-        make_data("jsonl", **{"path": "good.jsonl"} | keys).load(Split.train)
-    assert refusal.value.key == key
-
-
 # -- worked examples ---------------------------------------------------------------------------------------------------
 WORKED = {"answer_pattern": "#### (.*)", "prompt_template": "Q: {question}"}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import build
@@ -92,8 +91,3 @@ def test_half_a_character_in_a_recipe_is_refused_by_its_key(yaml: str, key: str,
         build(composed)
     assert refused.value.key == key
     assert "holds the lone surrogate" in refused.value.problem
-
-
-def test_on_the_command_line_it_is_refused_by_its_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", f"data.system_prompt=a{HALF}"]) == 2
-    assert capsys.readouterr().err.startswith("rlft: data.system_prompt: is not UTF-8 text, got 'a\\ud800'; ")

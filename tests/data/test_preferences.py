@@ -251,28 +251,6 @@ def test_pairs_without_a_prompt_of_their_own_have_it_in_their_texts(scan) -> Non
         scan(PAIR, format="hh")
 
 
-@pytest.mark.parametrize(
-    ("keys", "key"),
-    [
-        ({"path": "missing.jsonl"}, "preferences.path"),
-        ({"held_out_path": "missing.jsonl"}, "preferences.held_out_path"),
-        ({"held_out_fraction": 1.0}, "preferences.held_out_fraction"),
-        ({"prompt_template": "x"}, "preferences.prompt_template"),
-        ({"token_ids": "both"}, "preferences.token_ids"),
-        ({"format": "HH"}, "preferences.format"),
-        ({"prompt_template": "{chosen}"}, "preferences.prompt_template"),
-    ],
-)
-def test_files_and_keys_that_cannot_work_are_refused_by_their_key(
-    make_preferences, write, tmp_path: Path, monkeypatch, keys, key: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "good.jsonl", *(PAIR | {"prompt": f"{i}?"} for i in range(5)))
-    with pytest.raises(UserError) as refusal:
-        make_preferences("jsonl", **{"path": "good.jsonl"} | keys).load(Split.train)
-    assert refusal.value.key == key
-
-
 def test_a_hub_set_is_read_as_a_file_is(make_preferences, hub_sets) -> None:
     rows = [{"chosen": [user(f"{i}"), says("a")], "rejected": [user(f"{i}"), says("b")]} for i in range(3)]
     hub_sets.update(train_prefs=rows, test_prefs=rows[:1])

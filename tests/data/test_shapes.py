@@ -17,12 +17,8 @@ def task(**keys: int) -> Shapes:
     return Shapes(**{"most": 9, "size": 60, "held_out_size": 30, "seed": 0, **keys})
 
 
-def test_pictures_are_those_of_their_names_and_no_split_has_one_of_the_other() -> None:
-    train, held_out = (task().load(split) for split in Split)
-    assert (len(train), len(held_out)) == (60, 30)
-    assert not {p.id for p in train} & {p.id for p in held_out}
-    assert train == task().load(Split.train)
-    assert train != task(seed=1).load(Split.train)
+def test_pictures_are_those_of_their_names() -> None:
+    train = task().load(Split.train)
     assert {int(p.answer) for p in train} == set(range(1, 10))
     for prompt in train[:5]:
         assert prompt.images == (drawing(prompt.id),)
@@ -38,11 +34,6 @@ def test_a_picture_has_as_many_cells_with_a_shape_as_its_name_says(number: int) 
     dark = next(color for color, _ in background if max(color) <= 60)
     cells = pixels.reshape(CELLS, CELL, CELLS, CELL, 3).swapaxes(1, 2).reshape(CELLS**2, -1, 3)
     assert sum((cell != dark).any() for cell in cells) == number
-
-
-def test_more_shapes_than_cells_are_refused() -> None:
-    with pytest.raises(UserError, match=r"^data\.most: must be 1 to 9, got 10"):
-        task(most=10).load(Split.train)
 
 
 def test_without_pillow_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

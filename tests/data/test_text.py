@@ -102,17 +102,6 @@ def test_one_key_cannot_be_both_given_and_learned(tmp_path: Path) -> None:
     )
 
 
-def test_an_embedded_text_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(UserError) as refusal:
-        files_at("embedded:books", "pretrain.path")
-    assert str(refusal.value) == (
-        "pretrain.path: there is no such embedded file, got embedded:books; "
-        "use embedded:arithmetic-cold-start, embedded:arithmetic-demonstrations, "
-        "embedded:arithmetic-preferences, embedded:arithmetic-text, "
-        "or the path of a file"
-    )
-
-
 # -- the text that ships -----------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def maker():

@@ -184,19 +184,6 @@ def test_tools_that_cannot_be_called_are_refused(tools: list[dict[str, Any]], fr
         checked(tools, "serve")
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"command": ()}, r"environment.command: is empty, .*environment.command=\[python,server.py\]"),
-        ({"command": ("no-such-program",)}, r"environment.command: there is no such program, got no-such-program; "),
-        ({"env": {"PORT": 5}}, r"environment.env.PORT: must be a string, got 5; "),
-    ],
-)
-def test_keys_that_start_no_server_are_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        replace(SERVER, **changed).check()
-
-
 # -- a run -------------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_a_policy_calls_a_servers_tools(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from reward_groups import TAGGED, sized_group
 from rlft.reward.cosine import Cosine
 from rlft.reward.length import Length, LengthMode
 from rlft.reward.overlong import Overlong
-from rlft.reward.workers.reward_spec import specs
-from rlft.types import UserError
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
@@ -61,15 +59,6 @@ def test_only_kimis_reward_needs_a_reference_answer(keys):
     assert length(**keys)(made) == [0.0]
     with pytest.raises(ValueError, match="'p0' has no reference answer"):
         length()(made)
-
-
-@pytest.mark.parametrize("mode", ["target", "limit"])
-def test_a_mode_without_its_number_is_refused(mode):
-    config = {"_target_": "rlft.reward.length.Length", "weight": 1.0, "mode": mode, "target": None, "limit": None}
-    answer = {"answer_in": "tag", "tag": "answer", "pattern": None, "which": "only"}
-    rest = {"penalty": 0.1, "numeric": True, "ignore_case": False}
-    with pytest.raises(UserError, match=rf"reward.length.{mode}: is null, and mode={mode} needs it"):
-        specs({"length": config | answer | rest})
 
 
 COSINE = {"right_at_0": 2.0, "right_at_max": 1.0, "wrong_at_0": -10.0, "wrong_at_max": 0.0, "exceeded": -12.0}

@@ -1,9 +1,6 @@
-import pytest
 from reward_groups import sized_group
 
 from rlft.reward.overlong import Overlong
-from rlft.reward.workers.reward_spec import specs
-from rlft.types import UserError
 
 
 def scores(lengths, **keys):
@@ -28,12 +25,3 @@ def test_without_a_cache_the_penalty_grows_over_a_fifth_of_the_limit():
 
 def test_a_cache_as_long_as_the_limit_charges_every_token():
     assert scores([0, 1, 2, 4], max_tokens=4, cache=4) == [0, -0.25, -0.5, -1]
-
-
-@pytest.mark.parametrize("cache", [0, -1, 101])
-def test_a_cache_that_is_none_or_longer_than_the_limit_is_refused(cache):
-    config = {"_target_": "rlft.reward.overlong.Overlong", "weight": 1.0, "max_tokens": 100, "cache": cache}
-    with pytest.raises(
-        UserError, match=rf"reward.overlong.cache: must be from 1 to max_tokens=100 tokens, got {cache}"
-    ):
-        specs({"overlong": config})

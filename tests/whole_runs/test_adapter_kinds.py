@@ -69,17 +69,6 @@ def test_merged_it_says_what_the_trainer_says(run: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_its_parts_are_refused_where_they_would_be_other_functions(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = ["train", "+recipe=grpo_arithmetic", "lora.rank=4", "lora.alpha=8", "model.device=cpu", f"lora.path={run}"]
-    assert cli.run(plain) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("rlft: lora.use_rslora: the adapter at lora.path was trained with use_rslora=true")
-    assert "got false; set lora.use_rslora=true" in told
-
-
-@pytest.mark.slow
 def test_it_samples_and_is_evaluated_as_itself(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["generation.max_tokens=24", "scoring.workers=0"]
     assert cli.run(["eval", f"run={run}", "eval.num_prompts=3", "eval.num_samples=2", *few]) == 0

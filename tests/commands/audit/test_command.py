@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from audited_runs import WORDS, audited, edited, key_set, lines_of, noisy, saved, wrong
-from in_one_test import each
 from slow_cases import slow
 
 from rlft import cli
@@ -30,22 +29,6 @@ def test_the_table_the_json_and_the_exit_code(copies: Callable[[], Path], capsys
     table = capsys.readouterr().out
     assert "wrong  step 2 is missing" in table
     assert table.rstrip().endswith("3 wrong"), "a step is missing, another is new, and their order is wrong"
-
-
-@each(
-    ("words", "expected"),
-    [
-        ([], "audit: takes one run; write rlft audit <run>"),
-        (["a", "b"], "audit: takes one run, got a b; write rlft audit <run>"),
-        (["nowhere"], "run: there is no such folder, got nowhere; rlft runs lists all runs"),
-        ([str(Path(__file__).parent)], "run: has no chain.jsonl that can be read (No such file or directory)"),
-        (["nowhere", "replay=x"], "replay: must be a number of steps, got x; try replay=1"),
-        (["nowhere", "recompute="], "recompute: must be a number of steps; try recompute=16"),
-    ],
-)
-def test_mistakes_are_refused(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["audit", *words]) == 2
-    assert f"rlft: {expected}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["curriculum.running=true", slow("dynamic_sampling.max_rounds=1")])

@@ -90,21 +90,6 @@ def test_ctrl_c_ends_it_soon_and_leaves_nothing(tmp_path: Path) -> None:
     assert happens(lambda: not marked(started.mark), within_s=60)
 
 
-def test_a_wrong_word_is_refused_before_anything_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "run_checks", lambda *args: pytest.fail("something was looked at"))
-    for words, message in {
-        "lora.rank=0": "lora.rank: must be greater than 0, got 0; ",
-        "+recipe=sft_arithmetic": "+recipe: is for rlft sft, and a run of rlft train is tried, got sft_arithmetic; ",
-    }.items():
-        assert cli.run(["doctor", words]) == 2
-        told = capsys.readouterr()
-        assert told.err.startswith(f"rlft: {message}")
-        assert (told.out, told.err.count("\n")) == ("", 1)
-
-
 def test_a_recipes_model_adapter_and_engine_are_tried_and_nothing_else_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Settings] = []
     monkeypatch.setattr(doctor, "report", lambda settings, *, as_json: taken.append(settings) or 0)

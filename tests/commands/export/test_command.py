@@ -281,12 +281,6 @@ def test_words_that_cannot_be_done_are_refused(
         assert sorted(tmp_path.rglob("*")) == before, words
 
 
-def test_a_run_without_a_checkpoint_is_refused(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:
-    place = policy_run()
-    shutil.rmtree(run_folder.checkpoints(place.run))
-    assert refusal(place, str(tmp_path / "out"), None, None).startswith("run: there is no checkpoint in that run yet")
-
-
 def test_damaged_checkpoints_are_passed_over_or_refused(trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained, run)

@@ -239,26 +239,6 @@ def test_a_living_run_is_running(made: Path, capsys: pytest.CaptureFixture[str])
         assert names(listed(capsys, str(made), "status=running"), made) == ["first/b"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "runs: there is no such folder, got nowhere; "),
-        (["status=asleep"], "status: is not one of its choices, got asleep; choose one of running, finished"),
-        (["command=traine"], "command: is not one of its choices, got traine; did you mean train? All: dpo, rm"),
-        (["sort=luck"], "sort: is not one of its choices, got luck; choose one of age"),
-        (["stat=killed"], "stat: is not a key of rlft runs, got killed; use status="),
-        (["x" * 300 + "=1"], "x" * 300 + ": is not a key of rlft runs, got 1; use status="),
-        (["--all"], "command line: there is no such option, got --all; use --json or --help"),
-    ],
-)
-def test_wrong_words_are_refused(
-    words: list[str], message: str, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(made.parent)
-    assert cli.run(["runs", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"rlft: {message}")
-
-
 # -- diff --------------------------------------------------------------------------------------------------------------
 def test_what_differs_is_the_key_that_was_changed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
@@ -329,17 +309,6 @@ def test_it_is_said_at_which_steps_runs_are_compared(
     assert sentence in capsys.readouterr().out
 
 
-def test_another_point_of_comparison_is_refused(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["diff", str(made), str(made), "at=first"]) == 2
-    assert capsys.readouterr().err == "rlft: at: is not one of its choices, got first; choose one of common, last\n"
-
-
-@pytest.mark.parametrize("words", [[], ["one"], ["one", "two", "three"]])
-def test_a_difference_is_between_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["diff", *words]) == 2
-    assert capsys.readouterr().err.startswith("rlft: diff: compares two runs, got ")
-
-
 # -- watch -------------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def going_on(made: Path, tmp_path: Path) -> Any:
@@ -401,18 +370,3 @@ def test_one_that_has_ended_shows_its_closing_page(made: Path, capsys: pytest.Ca
     assert "\x1b" not in page
     assert "stopped: " in page
     assert run_status.read(made / "second" / "c")[0] is Status.stopped
-
-
-@each(
-    ("words", "message"),
-    [
-        ([], "watch: takes one run, got none; write rlft watch runs/<name>/<time>"),
-        (["nowhere"], "watch: there is no such folder, got nowhere"),
-        (["nowhere", "--json"], "command line: there is no such option, got --json; use --help"),
-        (["a=b"], "a: is not a key of rlft watch, got b; use price="),
-        (["nowhere", "price=cheap"], "price: must be an amount per hour, got cheap; write it as 2.5/h or 2.5EUR/h"),
-    ],
-)
-def test_what_cannot_be_watched_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["watch", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"rlft: {message}")
