@@ -349,14 +349,6 @@ class Rollouts:
     num_sampled: int
 
 
-class ImageMasks(Protocol):
-    """Which tokens see the rest of their image (`rlft.model.image_masks`)."""
-
-    kinds: frozenset[str]
-
-    def of_rows(self, model: Any, embedded: Tensor, is_image: Tensor, mask: Tensor) -> Mapping[str, Tensor | None]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRows:
     """What a model reads in rows of tokens `[B, T]`, some of which are images'.
@@ -366,14 +358,15 @@ class ImageRows:
         deep: `[L, K, hidden]`, what the first L layers add to their results at these tokens (Qwen3-VL); None: nothing.
         rows: int64 `[B, T]`, which of the vectors is in the place of each token; TEXT: none, it is a token's embedding.
         positions: int64 `[B, T, 3]`, of each token in time, height and width; None: the model has ordinary ones.
-        masks: which tokens see the rest of their image; None: each token sees only those before it.
+        masks: a `rlft.model.image_masks.ImageMasks`, which tokens see the rest of their image; None: each token sees
+            only those before it.
     """
 
     vectors: Tensor
     deep: Tensor | None
     rows: Tensor
     positions: Tensor | None
-    masks: ImageMasks | None = None
+    masks: Any = None
 
     TEXT: ClassVar[int] = -1
 

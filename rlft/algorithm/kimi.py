@@ -37,7 +37,7 @@ from rlft.algorithm.ops.aggregate import keep
 from rlft.algorithm.ops.ratio import Mismatch
 from rlft.algorithm.ops.surrogate import Surrogate, mirror_descent
 from rlft.config.bounds import NonNegativeFloat
-from rlft.system.lazy import no_grad, torch
+from rlft.system.lazy import no_grad
 from rlft.types import Batch, require
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ class Kimi(Objective):
 
     def policy_term(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Surrogate:
         """The row's squared log-ratio spread over its tokens, without a clip."""
-        nowhere = torch.zeros_like(mask)
-        loss_BT = mirror_descent(logprobs, old_logprobs, advantages, mask, self.tau)
-        return Surrogate(loss=loss_BT, low=nowhere, high=nowhere, dual=nowhere)
+        return Surrogate.unclipped(mirror_descent(logprobs, old_logprobs, advantages, mask, self.tau))
 
 
 def soft_mean(scores: Tensor, group_ids: Tensor, tau: float) -> Tensor:

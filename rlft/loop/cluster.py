@@ -178,7 +178,6 @@ def make_trainer(
         lanes=cluster.num_lanes,
         sequence=cluster.sequence_ranks,
         timeout=cluster.timeout,
-        host=ranks.launcher.address,
         note=note,
         again=again,
     )

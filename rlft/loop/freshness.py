@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, cycle, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,6 +36,7 @@ from rlft.model.backbone import Backbone
 from rlft.model.networks import Networks
 from rlft.model.rounding import rounded_once_more
 from rlft.system.device import fork_rng
+from rlft.trainer.local import Trainer
 from rlft.types import Adapter, Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError, counted
 
 REMEDY = "freshness.threshold=<nats> loosens the check"
@@ -56,12 +57,6 @@ class StaleAdapterError(RuntimeError):
     """The engine's log-probs are not those of the adapter version that it was given."""
 
 
-class SequenceScorer(Protocol):
-    def score(self, sequences: list[list[int]], *, rounded: bool = False) -> list[list[float]]:
-        """Log-probs of every token but the first; `rounded`: with one more rounding in each layer."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     """How far log-probs of the same tokens lie apart, in nats; inf if one of them is NaN or infinite.
@@ -78,7 +73,7 @@ class Gap:
 
     @classmethod
     def between(cls, first: Sequence[float], second: Sequence[float]) -> Gap:
-        gaps = sorted(gap if math.isfinite(gap := abs(x - y)) else math.inf for x, y in zip(first, second, strict=True))
+        gaps = sorted(distance(x, y) for x, y in zip(first, second, strict=True))
         enough = len(gaps) >= MIN_TOKENS_OF_PERCENTILE
         percentile = gaps[math.ceil(0.99 * len(gaps)) - 1] if enough else None
         return cls(mean=math.fsum(gaps) / len(gaps), largest=gaps[-1], percentile_99=percentile)
@@ -100,10 +95,6 @@ class Limits:
     mean: float = math.inf
     percentile_99: float = math.inf
 
-    @classmethod
-    def of(cls, threshold: float | Limits) -> Limits:
-        return threshold if isinstance(threshold, Limits) else cls(largest=threshold)
-
     @property
     def threshold(self) -> float:
         """The number that says most: of the largest gap, or else of the mean."""
@@ -113,15 +104,10 @@ class Limits:
         """What of the gap is compared with `threshold`."""
         return gap.largest if math.isfinite(self.largest) else gap.mean
 
-    def allow(self, gap: Gap, times: float = 1.0) -> bool:
-        """Whether the gap is within so many times the limits."""
-        percentile = 0.0 if gap.percentile_99 is None else gap.percentile_99
-        return (
-            math.isfinite(gap.largest)
-            and gap.largest <= times * self.largest
-            and gap.mean <= times * self.mean
-            and percentile <= times * self.percentile_99
-        )
+    def allow(self, gap: Gap) -> bool:
+        """Whether the gap is within the limits."""
+        is_small = gap.largest <= self.largest and gap.mean <= self.mean
+        return math.isfinite(gap.largest) and is_small and (gap.percentile_99 or 0.0) <= self.percentile_99
 
     def widened_by(self, noise: Gap) -> Limits:
         """The limits for a model whose log-probs one more rounding in each layer moves by `noise`.
@@ -156,12 +142,9 @@ def limits_of(dtype: torch.dtype, *, rounds: bool = False) -> Limits:
 class Freshness:
     """Compares engine and trainer after a publish; remembers earlier versions to name the one a stale engine holds.
 
-    Args:
-        sequences: a few short sequences of token ids to score.
-        threshold: the allowed gap; a number is the largest one's, in nats.
-        every: number of publishes from one check to the next.
-        note: takes a line, once, where an engine's adapter cannot be read back, or the limits are the model's own.
-        read_back: whether it is read back.
+    It scores a few short sequences of token ids, after every so many publishes; a number as `threshold` is the largest
+    allowed gap, in nats. `note` takes a line, once, where an engine's adapter cannot be read back (`read_back`), or the
+    limits are the model's own.
 
     Attributes:
         limits: those of `threshold`.
@@ -180,7 +163,8 @@ class Freshness:
         read_back: bool = True,
     ) -> None:
         self.sequences = [list(ids) for ids in sequences]
-        self.limits, self.every = Limits.of(threshold), every
+        self.limits = threshold if isinstance(threshold, Limits) else Limits(largest=threshold)
+        self.every = every
         self.model_limits = self.limits
         self.gap: Gap | None = None
         self.history: dict[int, list[float]] = {}
@@ -194,15 +178,11 @@ class Freshness:
         return sum(len(ids) - 1 for ids in self.sequences)
 
     def check(
-        self, version: int, generator: Generator, trainer: SequenceScorer, adapter: Adapter | None = None
+        self, version: int, generator: Generator, trainer: Trainer | Networks, adapter: Adapter | None = None
     ) -> float | None:
         """The largest gap of all engines in nats; None if no check is due or they have no weights.
 
-        Args:
-            version: the version that was published.
-            generator: the engine, or several.
-            trainer: gives the policy's log-probs.
-            adapter: what was published, which engines have to hold; None: log-probs alone are compared.
+        They have to hold `adapter`, the version that was published; where it is None, log-probs alone are compared.
 
         Raises:
             StaleAdapterError: an engine holds something else, or the gap exceeds the limits; the message says which.
@@ -226,8 +206,7 @@ class Freshness:
     def check_again(self, version: int, generator: Generator, adapter: Adapter | None = None) -> None:
         """Checks that the engines sample from a version that was checked before; does nothing if it was not.
 
-        Raises:
-            StaleAdapterError: an engine does not hold it, or its log-probs are not those of that earlier check.
+        Raises StaleAdapterError: an engine does not hold it, or its log-probs are not those of that earlier check.
         """
         if expected := self.history.get(version):
             self._verify(version, generator, expected, adapter, now=True)
@@ -240,7 +219,7 @@ class Freshness:
         adapter: Adapter | None,
         *,
         now: bool,
-        trainer: SequenceScorer | None = None,
+        trainer: Trainer | Networks | None = None,
     ) -> list[float]:
         """The gaps of all engines that are checked now, in nats; empty if they have no weights.
 
@@ -257,7 +236,7 @@ class Freshness:
             if not self.model_limits.allow(gap) and trainer is not None:
                 self._measure_roundings(trainer, expected)
             if not self.model_limits.allow(gap):
-                return self._explain(version, engine, expected)
+                return self._explain(version, gap, engine, expected)
             gaps.append(gap.largest)
             return None
 
@@ -271,7 +250,7 @@ class Freshness:
             raise StaleAdapterError(f"{error}; stopped rather than train on stale rollouts. {REMEDY}") from error
         return gaps
 
-    def _measure_roundings(self, trainer: SequenceScorer, expected: list[float]) -> None:
+    def _measure_roundings(self, trainer: Trainer | Networks, expected: list[float]) -> None:
         """Sets `model_limits` for the model with the weights that it has now, whose log-probs are `expected`."""
         if math.isfinite(self.limits.largest) or self.model_limits != self.limits:
             return
@@ -301,19 +280,16 @@ class Freshness:
         problem = difference(adapter.version, found, of_version[found.dtype], earlier)
         return problem and f"freshness: the engine does not hold {problem} ({NOT_READ_BACK})"
 
-    def _explain(self, version: int, engine: list[float], expected: list[float]) -> str:
+    def _explain(self, version: int, gap: Gap, engine: list[float], expected: list[float]) -> str:
         text = f"freshness: the engine does not sample from policy version {version}: "
-        gap = Gap.between(engine, expected)
         if math.isfinite(self.limits.largest) or not math.isfinite(gap.largest):
-            position = largest_gap(engine, expected)[1]
-            actual, trained = engine[position], expected[position]
+            actual, trained = max(zip(engine, expected, strict=True), key=lambda pair: distance(*pair))
             text += f"it gives a fixed token log-prob {actual:.6f}, the trainer {trained:.6f} "
             text += f"(gap {abs(actual - trained):.2e}, threshold {self.limits.threshold:.0e})"
         else:
             percentile = "" if gap.percentile_99 is None else f", 99th percentile {gap.percentile_99:.2e}"
             text += f"the log-probs of {counted(len(engine), 'fixed token')} differ from the trainer's "
-            text += f"(mean gap {gap.mean:.2e}"
-            text += f"{percentile}; allowed is {self.model_limits})"
+            text += f"(mean gap {gap.mean:.2e}{percentile}; allowed is {self.model_limits})"
         gaps = {v: Gap.between(engine, scores) for v, scores in self.history.items() if len(scores) == len(engine)}
         far = self.limits.judged(gap) / 2  # what is hardly nearer than this version is no evidence
         held = [v for v, older in gaps.items() if self.limits.allow(older) and self.limits.judged(older) < far]
@@ -337,19 +313,13 @@ def flatten(scores: Sequence[Sequence[float]]) -> list[float]:
     return [value for row in scores for value in row]
 
 
-def largest_gap(a: Sequence[float], b: Sequence[float]) -> tuple[float, int]:
-    """(largest |a - b|, its index). A NaN counts as an infinite gap."""
-    gaps = [abs(x - y) if x == x and y == y else float("inf") for x, y in zip(a, b, strict=True)]
-    worst = max(range(len(gaps)), key=gaps.__getitem__)
-    return gaps[worst], worst
+def distance(x: float, y: float) -> float:
+    """|x - y|; inf if one of them is NaN or infinite."""
+    return gap if math.isfinite(gap := abs(x - y)) else math.inf
 
 
 def open_freshness(
-    settings: FreshnessConfig,
-    prompts: PromptSet,
-    backbone: Backbone,
-    engine: Engine,
-    note: Callable[[str], None],
+    settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone, engine: Engine, note: Callable[[str], None]
 ) -> Freshness:
     """The freshness check of this run, which in 16 bits compares more tokens, by mean and 99th percentile."""
     limits = limits_of(backbone.model.dtype, rounds=engine.rounds)
@@ -379,25 +349,13 @@ LENGTHS = ((33, 4), (5, 16), (18, 10))
 
 
 def check_decoding(
-    generator: Generator,
-    learner: Networks,
-    prompts: PromptSet,
-    config: Any,
-    limits: Limits,
+    generator: Generator, learner: Networks, prompts: PromptSet, config: Any, limits: Limits
 ) -> float | None:
     """The largest gap in nats between the engine's log-probs and the trainer's; None if the engine has no weights.
 
-    The longest prompt with images is among those that are sampled.
+    The engine has the learner's weights. Tokens of these prompts are used, and the longest prompt with images.
 
-    Args:
-        generator: the run's engine, with the learner's weights.
-        learner: the networks that learn.
-        prompts: prompts whose tokens are used.
-        config: the run's config, whose limits on tokens the engine and the trainer were opened with.
-        limits: those of the freshness check.
-
-    Raises:
-        UserError: the gap exceeds the limits, by the key model.path.
+    Raises UserError: the gap exceeds the limits of the freshness check, by the key model.path.
     """
     max_tokens, token_budget = config.generation.max_tokens, config.token_budget
     probes = _probes(prompts, config.prompts.max_tokens, max_tokens)
@@ -430,13 +388,16 @@ def _probes(prompts: PromptSet, max_prompt_tokens: int, max_tokens: int) -> list
 def _check(groups: Sequence[Group], learner: Networks, token_budget: int, limits: Limits) -> float:
     shape = len(groups), NUM_SAMPLES
     batch = learner.backbone.collated(groups, Scores(total=torch.zeros(shape), by_reward={}))
-    gap = _gap(batch, learner, token_budget, training=True)
-    if not limits.allow(gap):
-        limits = limits.widened_by(_noise(batch, learner, token_budget))
+    sampled, model = batch.sampled_logprobs[batch.loss_mask].tolist(), learner.backbone.model
+    gap = Gap.between(sampled, _logprobs(batch, learner, token_budget, training=True))
     if limits.allow(gap):
         return gap.largest
-    model, only_in_training = learner.backbone.model, ""
-    if limits.allow(_gap(batch, learner, token_budget, training=False)):
+    plain, only_in_training = _logprobs(batch, learner, token_budget, training=False), ""
+    with rounded_once_more(model):
+        limits = limits.widened_by(Gap.between(_logprobs(batch, learner, token_budget, training=False), plain))
+    if limits.allow(gap):
+        return gap.largest
+    if limits.allow(Gap.between(sampled, plain)):
         only_in_training = " in training mode, and not otherwise (its dropout, or another noise, is on there)"
     tokens = counted(int(batch.loss_mask.sum()), "sampled token")
     problem = (
@@ -446,19 +407,6 @@ def _check(groups: Sequence[Group], learner: Networks, token_budget: int, limits
     )
     remedy = f"try model.kernels=plain, another generation.engine, release of transformers or model; {REMEDY}"
     raise UserError("model.path", problem, got=learner.backbone.path, remedy=remedy)
-
-
-def _gap(batch: Batch, learner: Networks, token_budget: int, *, training: bool) -> Gap:
-    """The gap between the log-probs of all sampled tokens."""
-    expected = _logprobs(batch, learner, token_budget, training=training)
-    return Gap.between(batch.sampled_logprobs[batch.loss_mask].tolist(), expected)
-
-
-def _noise(batch: Batch, learner: Networks, token_budget: int) -> Gap:
-    """How far one more rounding in each layer moves the log-probs of all sampled tokens."""
-    expected = _logprobs(batch, learner, token_budget, training=False)
-    with rounded_once_more(learner.backbone.model):
-        return Gap.between(_logprobs(batch, learner, token_budget, training=False), expected)
 
 
 def _logprobs(batch: Batch, learner: Networks, token_budget: int, *, training: bool) -> list[float]:

@@ -121,7 +121,7 @@ def open_trainer(plan: TrainPlan, roles: Networks, base: ShardedLayers | None = 
         config,
         needs_old=plan.needs_old,
         teacher_top_k=plan.algorithm.teacher_top_k,
-        text=plan.pretrain_text,
+        text=None if plan.pretrain_text is None else plan.pretrain_text.batch,
         reward_training=reward_training,
         base=base,
     )

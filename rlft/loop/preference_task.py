@@ -171,14 +171,13 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
         return Evaluation(step=step, accuracy=value, accuracy_se=error, metrics=metrics, examples=())
 
     # -- a checkpoint --------------------------------------------------------------------------------------------------
-    def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
+    def saved(
+        self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any], *, for_chain: bool = False
+    ) -> Checkpoint:
         made = super().saved(step, optimizer, state)
-        return replace(made, heads={REWARD: self._head_weights()}) if self.head is SCORES else made
-
-    def trained(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
-        made = super().trained(step, optimizer, state)
         if self.head is SCORES:
-            return replace(made, heads={REWARD: {"weight": self.roles.heads[REWARD].weights()["weight"]}})
+            learned = {"weight": self.roles.heads[REWARD].weights()["weight"]}
+            return replace(made, heads={REWARD: learned if for_chain else self._head_weights()})
         if self.plan.reference == "none":
             return made
         logprobs = [logprob for values in self.known.values() for logprob in values]

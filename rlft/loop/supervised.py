@@ -72,12 +72,13 @@ class SupervisedTask(ABC, Generic[AnyPlan]):
         """The trained parameters with their names, in a fixed order."""
         return self.learner.named_parameters(self.role)
 
-    def saved(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
-        """The checkpoint: all trained weights, the optimizer's tensors and these plain values."""
-        return self.trained(step, optimizer, state)
+    def saved(
+        self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any], *, for_chain: bool = False
+    ) -> Checkpoint:
+        """The checkpoint: all trained weights, the optimizer's tensors and these plain values.
 
-    def trained(self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any]) -> Checkpoint:
-        """The part of the checkpoint that takes no forward pass to compute."""
+        `for_chain`: only what takes no forward pass to compute.
+        """
         kept = self.learner.kept([self.role])
         return Checkpoint(
             step=step,
@@ -177,8 +178,8 @@ class SupervisedRun(RunDriver):
         return self.task.evaluate(step)
 
     def checkpoint(self, step: int, *, for_chain: bool = False) -> Checkpoint:
-        make = self.task.trained if for_chain else self.task.saved
-        return make(step, self.optimizer.state(), self.state_values(for_chain=for_chain))
+        state = self.state_values(for_chain=for_chain)
+        return self.task.saved(step, self.optimizer.state(), state, for_chain=for_chain)
 
 
 def train_supervised(

@@ -220,7 +220,7 @@ class RankWorker:
 
         texts: the text of each update, where the algorithm needs pretraining text; else empty.
         """
-        self._trainer.text = DrawnText(texts)
+        self._trainer.text = lambda seed, step, update: texts[update]
         with self._exchanging():
             return self._trainer.update_lanes(algorithm, batch, zero_gradient_B, step)
 
@@ -261,13 +261,3 @@ class RankWorker:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
-
-
-class DrawnText:
-    """The texts that rank 0 has drawn for the updates of a step."""
-
-    def __init__(self, texts: list[Batch]) -> None:
-        self._texts = texts
-
-    def batch(self, seed: int, step: int, update: int) -> Batch:
-        return self._texts[update]

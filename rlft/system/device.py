@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlft.system.buckets import BUCKET, buckets
 from rlft.system.lazy import torch
@@ -74,8 +74,7 @@ def type_of(kind: str) -> str:
 def resolve_device(name: str) -> Device:
     """The device that `model.device` means; `auto` is CUDA where there is one, else the CPU.
 
-    Raises:
-        UserError: it is no device, or not here.
+    Raises UserError: it is no device, or not here.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,9 +96,7 @@ def resolve_dtype(dtype: str, device: Device) -> DType:
     """The dtype that `model.dtype` means on this device; `auto` is what the device computes fast.
 
     That is float32 on a CPU, bfloat16 on a GPU, and float16 on cards without bfloat16 (NVIDIA's before Ampere).
-
-    Raises:
-        UserError: the device lacks it.
+    Raises UserError: the device lacks it.
     """
     has_bfloat16 = computes_bfloat16(device)
     if dtype == "bfloat16" and not has_bfloat16:
@@ -189,13 +186,13 @@ def has_own_memory(device: Device) -> bool:
 def free_bytes(device: Device) -> int:
     """The bytes that this process can still allocate on the device."""
     if has_own_memory(device):
-        return _module(device).mem_get_info(device)[0]
+        return torch.get_device_module(device).mem_get_info(device)[0]
     return free_memory()
 
 
 def total_bytes(device: Device) -> int:
     """The bytes of a GPU's memory."""
-    return _module(device).get_device_properties(device).total_memory
+    return torch.get_device_module(device).get_device_properties(device).total_memory
 
 
 MULTIPROCESSORS = 132
@@ -214,10 +211,6 @@ def peak_memory_bytes() -> int:
         if module.is_available():
             return module.max_memory_allocated()
     return peak_resident_bytes()
-
-
-def _module(device: Device) -> Any:
-    return torch.get_device_module(device)
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -19,12 +19,7 @@ from rlft.trainer.ranks import LaneShare
 
 
 class LaneGradients:
-    """The gradients of an update: each of several parts has one of its own; a single one simply stays in place.
-
-    Args:
-        parameters: everything that learns.
-        share: the lanes of this rank.
-    """
+    """The gradients of an update: each of several parts has one of its own; a single one simply stays in place."""
 
     def __init__(self, parameters: Sequence[Parameter], share: LaneShare) -> None:
         self._parameters, self._share = parameters, share
@@ -51,13 +46,9 @@ class LaneGradients:
             self._of_parts[self._share.part_of(lane)] = [gradient.contiguous() for gradient in gradients]
 
     def add_up(self, lanes: Sequence[int]) -> None:
-        """Sets the gradients to the sum over these lanes of all ranks, in this order; to nothing if there are none.
+        """Sets the gradients to the sum over the lanes that have one, in ascending order; to nothing if there are none.
 
-        Args:
-            lanes: the lanes that have a gradient, in ascending order.
-
-        Raises:
-            RanksError: another rank is gone or late.
+        Raises RanksError: another rank is gone or late.
         """
         share = self._share
         if share.parts == 1 or not lanes:

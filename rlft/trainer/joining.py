@@ -52,16 +52,9 @@ def sent(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor on the device) of what rank `root` has, and of which every rank knows the shapes.
 
-    Args:
-        exchange: the connections between the ranks, which all take part.
-        rank: this rank.
-        shapes: of the tensors, in the order in which they are sent.
-        own: {name: tensor} of rank `root`; other ranks' are not read.
-        device: the exchange's device.
-        root: the rank that sends.
+    All ranks take part, in the order of the shapes. Only rank `root` reads its `own`.
 
-    Raises:
-        RanksError: another rank is gone or late.
+    Raises RanksError: another rank is gone or late.
     """
     for name, (shape, dtype) in shapes.items():
         tensor = own[name].to(device) if rank == root else torch.empty(shape, dtype=dtype, device=device)

@@ -55,19 +55,12 @@ class Division:
 
 
 def divide(batch: Batch, rows: Tensor, num_lanes: int, *, shared_prompts: bool) -> Division:
-    """Divides rows of a batch into lanes.
+    """Divides rows of a batch (int64 `[N]`) into lanes.
 
-    Args:
-        batch: the batch.
-        rows: int64 `[N]`, the rows.
-        num_lanes: number of lanes.
-        shared_prompts: whether rows of a group share their prompt in the forward; else each row costs its whole length.
+    shared_prompts: whether rows of a group share their prompt in the forward; else each row costs its whole length.
     """
     lanes, costs = assign(costs_of(batch, rows, shared_prompts=shared_prompts), num_lanes)
-    return Division(
-        rows=tuple(rows[tensor(lane, dtype=rows.dtype)] for lane in lanes),
-        costs=tuple(costs),
-    )
+    return Division(rows=tuple(rows[tensor(lane, dtype=rows.dtype)] for lane in lanes), costs=tuple(costs))
 
 
 def costs_of(batch: Batch, rows: Tensor, *, shared_prompts: bool) -> Costs:
@@ -88,18 +81,15 @@ def token_cost(before: int, own: int) -> float:
 
 def assign(costs: Costs, num_lanes: int) -> tuple[list[list[int]], list[float]]:
     """(indices of each lane's rows in ascending order, the lanes' costs)."""
-    members: dict[int, list[int]] = {}
+    rows_of: dict[int, list[int]] = {}
     for row, group in enumerate(costs.groups):
-        members.setdefault(group, []).append(row)
-    whole = {g: costs.prompts[m[0]] + sum(costs.rows[row] for row in m) for g, m in members.items()}
+        rows_of.setdefault(group, []).append(row)
+    whole = {g: costs.prompts[rows[0]] + sum(costs.rows[row] for row in rows) for g, rows in rows_of.items()}
     lanes = _Lanes(costs, num_lanes)
-    for group in sorted(members, key=lambda group: (-whole[group], members[group][0])):
-        lanes.add_group(lanes.cheapest, group, members[group], whole[group])
+    for group in sorted(rows_of, key=lambda group: (-whole[group], rows_of[group][0])):
+        lanes.add_group(lanes.cheapest, group, rows_of[group], whole[group])
     for _ in range(MOST_MOVES):
-        moves = lanes.best_moves()
-        if moves is None:
-            break
-        for move in moves:
+        for move in lanes.best_moves():
             lanes.move(*move)
     return [sorted(rows) for rows in lanes.rows], lanes.totals
 
@@ -131,16 +121,16 @@ class _Lanes:
         self._siblings[source][self.costs.groups[row]] -= 1
         self._siblings[target][self.costs.groups[row]] += 1
 
-    def best_moves(self) -> list[tuple[int, int, int]] | None:
-        """The move (row, from, to), or the two of a swap, that most lower the highest cost; None if nothing does."""
+    def best_moves(self) -> list[tuple[int, int, int]]:
+        """The move (row, from, to), or the two of a swap, that most lower the highest cost; empty if nothing does."""
         costs, totals = self.costs, self.totals
         full, free = max(range(len(totals)), key=lambda i: (totals[i], -i)), self.cheapest
-        best, moves = totals[full] - MIN_GAIN, None
+        best, moves = totals[full] - MIN_GAIN, list[tuple[int, int, int]]()
         for row in self.rows[full]:
             higher = max(totals[full] - self._saved(full, row), totals[free] + self._added(free, row))
             if higher < best:
                 best, moves = higher, [(row, full, free)]
-        if moves is not None:
+        if moves:
             return moves
         gap = totals[full] - totals[free]
         others = sorted(self.rows[free], key=lambda row: (costs.rows[row], row))
@@ -166,10 +156,6 @@ class _Lanes:
 
 
 def balance(costs: Sequence[Sequence[float]]) -> float:
-    """The mean cost of a lane divided by that of the most expensive one, over all updates; 1 where no lane waits.
-
-    Args:
-        costs: for each update the costs of its lanes.
-    """
+    """The mean cost of a lane divided by that of the most expensive one, over all updates; 1 where no lane waits."""
     longest = sum(max(lanes) for lanes in costs)
     return sum(sum(lanes) / len(lanes) for lanes in costs) / longest if longest else 1.0

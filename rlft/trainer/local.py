@@ -41,9 +41,8 @@ from rlft.trainer.ranks import LaneShare
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
 from rlft.trainer.update import (
-    PassMetrics,
+    PassRecord,
     UpdateRecord,
-    UpdateText,
     backward,
     loss_scale,
     minibatches,
@@ -84,9 +83,7 @@ class Trainer(Protocol):
     def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
         """The batch with the log-probs of old policy, reference and teacher and the old values that are needed.
 
-        Args:
-            batch: the batch.
-            zero_gradient_B: bool `[B]`, rows that teach nothing, which are not forwarded.
+        Rows that teach nothing, bool `[B]`, are not forwarded.
         """
         ...
 
@@ -112,12 +109,7 @@ class Trainer(Protocol):
     def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
         """After `step` steps, moves the snapshots that are due and trains the learned reward if that is due.
 
-        Args:
-            step: number of finished steps.
-            rollouts: rollouts of the step that is just finished.
-
-        Returns:
-            The metrics of that training.
+        `rollouts` are of the step that is just finished. Returns the metrics of that training.
         """
         ...
 
@@ -142,19 +134,15 @@ class Trainer(Protocol):
 
 
 class LocalTrainer:
-    """A `Trainer`, whose protocol says what its methods do.
-
-    Minibatches and dropout derive from (seed, step).
+    """A `Trainer`, whose protocol says what its methods do. Minibatches and dropout derive from (seed, step).
 
     Args:
         roles: the adapters; whoever opened them closes them.
         optimizers: {role: optimizer} for every role that the algorithm trains (`open_optimizers`).
-        config: the run's config, whose seed, sizes and limits the updates depend on.
         needs_old: whether `snapshot.old: auto` has to recompute the old policy's log-probs.
         teacher_top_k: number of the teacher's most likely tokens whose log-probs are computed; 0: none of them.
-        text: pretraining text of each update, for algorithms that need it.
+        text: (seed, step, update) -> pretraining text of the update, for algorithms that need it.
         reward_training: the training of the learned reward between steps; None if it is not trained.
-        share: the lanes of this process; None: the only one.
         base: the layers of the base, if the ranks that share the lanes also divide the base; None: it is whole.
     """
 
@@ -166,15 +154,14 @@ class LocalTrainer:
         *,
         needs_old: bool,
         teacher_top_k: int = 0,
-        text: UpdateText | None = None,
+        text: Callable[[int, int, int], Batch] | None = None,
         reward_training: RewardRefresh | None = None,
-        share: LaneShare | None = None,
         base: ShardedLayers | None = None,
     ) -> None:
         self.roles, self.optimizers, self.config, self.base = roles, optimizers, config, base
         self.needs_old, self.teacher_top_k = needs_old, teacher_top_k
         self.text, self.reward_training = text, reward_training
-        self.share = share or LaneShare()
+        self.share = LaneShare()
 
     # -- lanes ---------------------------------------------------------------------------------------------------------
     @property
@@ -232,8 +219,7 @@ class LocalTrainer:
     ) -> list[UpdateRecord]:
         """Does all updates of the step, with the passes of this process's lanes.
 
-        Raises:
-            RanksError: another rank is gone or late; the gradients are cleared.
+        Raises RanksError: another rank is gone or late; the gradients are cleared.
         """
         roles, config, optimizers = self.roles, self.config, self.optimizers.values()
         begin_step(optimizers, config.seed, step)
@@ -268,11 +254,11 @@ class LocalTrainer:
         costs, text, rows_of_text = division.costs, None, ()
         if algorithm.needs_text and learns:
             assert self.text is not None, "plan/roles.py refuses algorithms that need text without any"
-            text = self.text.batch(config.seed, step, number)
+            text = self.text(config.seed, step, number)
             text_division = self._divide(text, torch.arange(len(text.rewards)))
             rows_of_text = text_division.rows
             costs = [sum(pair) for pair in zip(costs, text_division.costs, strict=True)]
-        passes: dict[int, list[PassMetrics]] = {}
+        passes: dict[int, list[PassRecord]] = {}
         with self.passes():
             for lane in (lane for lane in self.share.mine if costs[lane] > 0):
                 passes[lane] = list(self._passes(algorithm, batch, division.rows[lane], scale, at))
@@ -288,21 +274,21 @@ class LocalTrainer:
 
     def _passes(
         self, algorithm: Objective, batch: Batch, rows: Tensor, scale: LossScale, at: tuple[int, int]
-    ) -> Iterator[PassMetrics]:
+    ) -> Iterator[PassRecord]:
         """Forward and backward through these rows."""
         (step, number), roles = at, self.roles
         parts = roles.forward.micro_batches(batch, rows, roles.token_budget)
         for part, micro in zip(parts, roles.forward.placed([select(batch, part) for part in parts]), strict=True):
             self._seed_pass(step, f"dropout {number} {int(part[0])}")
             metrics = backward(roles, algorithm, micro, scale, self.policy_learns(step))
-            yield PassMetrics(metrics=metrics, real=micro.real_tokens, network=micro.network_tokens)
+            yield PassRecord(metrics=metrics, real=micro.real_tokens, network=micro.network_tokens)
 
-    def _text_pass(self, algorithm: Objective, text: Batch, rows: Tensor) -> PassMetrics:
+    def _text_pass(self, algorithm: Objective, text: Batch, rows: Tensor) -> PassRecord:
         """Forward and backward through these rows of an update's text; the loss is their part of the whole text's."""
         total = torch.zeros((), device=self.roles.backbone.device)
         for _, loss in text_passes(self.roles, text, self.roles.token_budget, algorithm.text_loss, rows):
             total += loss
-        return PassMetrics(metrics={"loss/text": total, "loss/total": total})
+        return PassRecord(metrics={"loss/text": total, "loss/total": total})
 
     def publish(self, version: int) -> Adapter:
         return self.roles.publish(version)
@@ -386,12 +372,7 @@ class LocalTrainer:
     def join(self, start: Start, moments: Mapping[str, Tensor] | None = None) -> None:
         """Gives the state of rank 0, which this is or joins, to every other rank.
 
-        Args:
-            start: describes the state.
-            moments: on rank 0, all moments, also those that other ranks will hold.
-
-        Raises:
-            RanksError: another rank is gone or late.
+        `moments` are on rank 0 all moments, also those that other ranks will hold. RanksError: a rank is gone or late.
         """
         exchange, rank = self.share.exchange, self.share.rank
         assert exchange is not None, "the ranks have met"
@@ -406,8 +387,7 @@ class LocalTrainer:
     def gather(self, shapes: Sequence[Shapes]) -> dict[str, Tensor]:
         """On rank 0 {name: tensor in main memory} of the moments of all ranks, which have these shapes; else nothing.
 
-        Raises:
-            RanksError: another rank is gone or late.
+        Raises RanksError: another rank is gone or late.
         """
         exchange, rank, own = self.share.exchange, self.share.rank, self.moments()
         assert exchange is not None, "the ranks have met"

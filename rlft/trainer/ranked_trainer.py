@@ -50,12 +50,9 @@ class RankedTrainer:
     Args:
         local: the trainer of rank 0.
         launcher: starts the other ranks; whoever opened it closes it.
-        specs: what ranks 1, 2, .. are.
-        workers: ranks 1, 2, .. as far as they have been started.
-        lanes: number of lanes that the ranks share.
-        sequence: how many neighbouring ranks share the tokens of their passes.
+        specs, workers: what ranks 1, 2, .. are, and those that have been started.
+        lanes, sequence: as in `LaneShare`.
         timeout: seconds that a rank may be behind the others.
-        host: this machine's address, as the workers can reach it.
         note: takes a sentence for the person watching.
         again: the command that resumes from the newest checkpoint.
     """
@@ -68,14 +65,13 @@ class RankedTrainer:
         workers: Sequence[Worker],
         *,
         lanes: int,
-        sequence: int = 1,
+        sequence: int,
         timeout: float,
-        host: str,
         note: Callable[[str], None],
         again: str,
     ) -> None:
         self._local, self._launcher, self._specs = local, launcher, specs
-        self._timeout, self._host, self._note, self._again = timeout, host, note, again
+        self._timeout, self._note, self._again = timeout, note, again
         self._workers: list[Worker | None] = list(workers)
         self._pending: dict[Worker, Future[Any]] = {}
         self._exchange: Exchange | None = None
@@ -186,9 +182,7 @@ class RankedTrainer:
     def _without_losing_a_step(self, together: Callable[[], Result], before: TrainerState | None = None) -> Result:
         """The result of work that the ranks do together; after each failure of a rank it is done again from the start.
 
-        Args:
-            together: does the work.
-            before: the state that rank 0 restores before it starts again, if the work changes it.
+        `before` is the state that rank 0 restores before it starts again, if the work changes it.
         """
         while True:
             try:
@@ -217,10 +211,10 @@ class RankedTrainer:
         self._call("ready")
         self._answers("start", max(START_S, self._timeout))
         if self._store is None:
-            self._store = open_store(self._host)
+            self._store = open_store(self._launcher.address)
         self._num_rendezvous += 1
         rendezvous = Rendezvous(
-            host=self._host,
+            host=self._launcher.address,
             port=self._store.port,
             name=str(self._num_rendezvous),
             ranks=self._share.ranks,
@@ -246,8 +240,7 @@ class RankedTrainer:
     def _recover(self, error: RanksError) -> None:
         """Ends the workers that have failed or do not answer.
 
-        Raises:
-            RankError: there were too many failures in a row, or all weights learn.
+        Raises RankError: there were too many failures in a row, or all weights learn.
         """
         self._num_failures += 1
         self._leave()
@@ -321,7 +314,7 @@ class RankedTrainer:
         text, config = self._local.text, self._local.config
         if not algorithm.needs_text or text is None or not self.policy_learns(step):
             return []
-        return [text.batch(config.seed, step, i) for i in range(config.updates_per_step)]
+        return [text(config.seed, step, i) for i in range(config.updates_per_step)]
 
 
 def _has_only_lost_another(future: Future[Any]) -> bool:

@@ -51,7 +51,7 @@ class Rendezvous:
         port: port of that store.
         name: a name that no earlier one at this store had.
         ranks: number of ranks.
-        sequence: how many neighbouring ranks share the tokens of their passes.
+        sequence: as in `LaneShare`.
         timeout: seconds that a rank may be behind the others.
     """
 
@@ -64,21 +64,13 @@ class Rendezvous:
 
 
 class Exchange:
-    """One process's end of the connections between ranks, on its device.
+    """One process's end of the connections between ranks, on its device; making it waits until all have come.
 
-    Args:
-        rendezvous: where they find each other; this waits until all have come.
-        rank: rank of this process.
-        device: device of the tensors that are exchanged.
-        watch: called during each wait; it raises if a rank is known to be gone.
+    `watch` is called during each wait; it raises if a rank is known to be gone.
     """
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        rank: int,
-        device: torch.device,
-        watch: Callable[[], None] = lambda: None,
+        self, rendezvous: Rendezvous, rank: int, device: torch.device, watch: Callable[[], None] = lambda: None
     ) -> None:
         self._rendezvous, self._rank, self._watch = rendezvous, rank, watch
         first = rank - rank % rendezvous.sequence
@@ -96,8 +88,7 @@ class Exchange:
     def broadcast(self, tensor: Tensor, root: int, what: str = "exchange gradients") -> None:
         """Copies the tensor of rank `root` into that of each other rank; `what` says for error messages what this does.
 
-        Raises:
-            RanksError: a rank is gone, or is late.
+        Raises RanksError: a rank is gone, or is late.
         """
         self.begin_broadcast(tensor, root, what)()
 
@@ -116,8 +107,7 @@ class Exchange:
     def numbers(self, own: int) -> list[int]:
         """The numbers of all ranks in their order, this rank's being `own`; exchanged in main memory on any device.
 
-        Raises:
-            RanksError: a rank is gone, or is late.
+        Raises RanksError: a rank is gone, or is late.
         """
         own_number = torch.tensor([own])
         numbers = [torch.empty_like(own_number) for _ in range(self._rendezvous.ranks)]

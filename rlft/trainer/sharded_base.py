@@ -64,12 +64,7 @@ class Kept:
 
 
 class ShardedLayers:
-    """The layers of one base, on one rank.
-
-    Args:
-        rank: rank of this process.
-        ranks: number of ranks that divide the layers; with a single one all layers are in main memory.
-    """
+    """The layers of one base, on one of the ranks that divide them; a single one has all in main memory."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
@@ -133,12 +128,8 @@ class ShardedLayers:
     def passes(self, exchange: Exchange | None) -> Iterator[None]:
         """Inside, this rank can run forwards and backwards; at the end it sends layers until no rank makes passes.
 
-        Args:
-            exchange: the connections to the ranks that make passes at the same time, each any number of them; None: the
-                layers come from this rank's main memory. Passes without gradient outside of this block do that, too.
-
-        Raises:
-            RanksError: another rank is gone, or is late.
+        Each rank of the exchange can make any number of them. With None the layers come from this rank's main memory,
+        as for passes without gradient outside of this block. Raises RanksError: another rank is gone, or is late.
         """
         self._finish()
         self._exchange, self._current = exchange, None

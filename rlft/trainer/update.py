@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,6 @@ from rlft.model.forward import MicroBatch
 from rlft.model.networks import Networks
 from rlft.trainer.lanes import balance
 from rlft.types import Batch, LossScale
-
-
-class UpdateText(Protocol):
-    """Pretraining text of each update (`PretrainText`), for algorithms that mix it in."""
-
-    def batch(self, seed: int, step: int, update: int) -> Batch: ...
 
 
 def minibatches(batch: Batch, epochs: int, num_minibatches: int, seed: int) -> list[Tensor]:
@@ -89,14 +83,10 @@ def text_passes(
     loss_of: Callable[[Tensor, Tensor, int], Tensor],
     rows: Tensor | None = None,
 ) -> Iterator[tuple[MicroBatch, Tensor]]:
-    """Adds the gradient of texts, one micro-batch after the other; yields each with its part `[]` of the loss.
+    """Adds the gradient of an update's texts by micro-batches; yields each of these with its part `[]` of the loss.
 
-    Args:
-        learner: what learns.
-        text: all texts of the update.
-        token_budget: the most tokens that enter one forward and backward pass.
-        loss_of: a loss from log-probs `[B, T]` at temperature 1, their mask, and the number of tokens of all texts.
-        rows: int64 `[N]`, the rows to forward; None for all.
+    loss_of: a loss from log-probs `[B, T]` at temperature 1, their mask, and the number of tokens of all texts.
+    rows: int64 `[N]`, the rows to forward; None for all.
     """
     rows, num_tokens = torch.arange(len(text.rewards)) if rows is None else rows, int(text.loss_mask.sum())
     forward = learner.forward
@@ -128,43 +118,28 @@ def added_up(numbers: Iterable[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassMetrics:
-    """What a forward and backward pass leaves on the device.
-
-    Attributes:
-        metrics: metrics `[]` of its loss.
-        real: as in `PassRecord`.
-        network: as in `PassRecord`.
-    """
-
-    metrics: Mapping[str, Tensor]
-    real: int = 0
-    network: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
     """What a forward and backward pass leaves.
 
     Attributes:
-        metrics: metrics of its loss.
+        metrics: metrics of its loss; until `records_of` has read them together, tensors `[]` on the device.
         share: share of the minibatch's completion tokens that are in rows which are forwarded at all. Metrics of tokens
             (entropy, KL, clip fractions) are means over these tokens; losses are those of the whole minibatch.
         real: number of tokens that the network had to see.
         network: number of tokens that entered it, with padding.
     """
 
-    metrics: Mapping[str, float]
-    share: float
-    real: int
-    network: int
+    metrics: Mapping[str, Any]
+    share: float = 1.0
+    real: int = 0
+    network: int = 0
 
 
-def records_of(passes: Mapping[int, Sequence[PassMetrics]], share: float) -> dict[int, list[PassRecord]]:
-    """{lane: the records of its passes}; share: as in `PassRecord`."""
+def records_of(passes: Mapping[int, Sequence[PassRecord]], share: float) -> dict[int, list[PassRecord]]:
+    """{lane: the records of its passes} with the numbers of the metrics and this share."""
     numbers = iter(numbers_of([done.metrics for lane in passes.values() for done in lane]))
     return {
-        lane: [PassRecord(metrics=next(numbers), share=share, real=d.real, network=d.network) for d in of_lane]
+        lane: [replace(done, metrics=next(numbers), share=share) for done in of_lane]
         for lane, of_lane in passes.items()
     }
 

@@ -20,8 +20,8 @@ from rlft.loop.freshness import (
     Freshness,
     Gap,
     StaleAdapterError,
+    distance,
     fixed_sequences,
-    largest_gap,
     limits_of,
     open_freshness,
 )
@@ -76,7 +76,9 @@ def publish(version, policy, engine):
 def test_the_largest_gap_of_all_tokens_is_measured():
     gap = Freshness(SEQUENCES, 1.0, 1).check(0, Fixed(-1.0, -2.0, -3.0), Fixed(-1.1, -2.5, -2.8))
     assert gap == pytest.approx(0.5, abs=1e-12)
-    assert largest_gap([-1.0, -2.0], [-1.0, -2.25]) == (0.25, 1)
+    assert [distance(-2.0, -2.25), distance(-1.0, math.nan), distance(math.inf, math.inf)] == [0.25, math.inf, math.inf]
+    with pytest.raises(StaleAdapterError, match=r"log-prob -2\.000000, the trainer -2\.250000 \(gap 2\.50e-01"):
+        Freshness(SEQUENCES, 0.1, 1).check(0, Fixed(-1.0, -2.0), Fixed(-1.0, -2.25))
 
 
 def test_a_gap_of_exactly_the_threshold_passes():

@@ -208,14 +208,14 @@ class Bench:
         config, started_by = self.run_config(*keys_of(case), *keys), launcher or self.launcher
         alike = {"needs_old": True, "teacher_top_k": top_k_of(config)}
         with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, **alike) as local:
-            local.text = self.texts
+            local.text = self.texts.batch
             if ranks == 1:
                 local.share = LaneShare(lanes=lanes_of(config))
                 yield local, local
                 return
             specs = specs_of(config, ranks)
             workers = [started_by.start(spec) for spec in specs]
-            limits = {"timeout": timeout, "host": "127.0.0.1", "note": print, "again": AGAIN}
+            limits = {"timeout": timeout, "note": print, "again": AGAIN}
             limits |= {"lanes": lanes_of(config), "sequence": sequence}
             try:
                 yield RankedTrainer(local, started_by, specs, workers, **limits), local

@@ -48,6 +48,12 @@ class Surrogate:
     high: Tensor
     dual: Tensor
 
+    @classmethod
+    def unclipped(cls, loss: Tensor) -> Surrogate:
+        """A surrogate without a clip."""
+        nowhere = torch.zeros_like(loss, dtype=torch.bool)
+        return cls(loss=loss, low=nowhere, high=nowhere, dual=nowhere)
+
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
@@ -71,15 +77,13 @@ def clipped_surrogate(
 def importance(ratio: Tensor, advantages: Tensor) -> Surrogate:
     """-r A without a clip, the surrogate of PPO with a penalty on KL(old, new). arXiv 1707.06347, section 4."""
     assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
-    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
-    return Surrogate(loss=-ratio * advantages, low=nowhere, high=nowhere, dual=nowhere)
+    return Surrogate.unclipped(-ratio * advantages)
 
 
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Surrogate:
     """-A lp without a clip. Williams (1992)."""
     assert logprobs.shape == advantages.shape, (logprobs.shape, advantages.shape)
-    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
-    return Surrogate(loss=-advantages * logprobs, low=nowhere, high=nowhere, dual=nowhere)
+    return Surrogate.unclipped(-advantages * logprobs)
 
 
 def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Surrogate:
@@ -102,10 +106,9 @@ def sapo(ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative
     both sides, faster for larger tau: 4 p (1 - p) with p = sigmoid(tau (r - 1)). SAPO, arXiv 2511.20347, section 3.
     """
     assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
-    nowhere = torch.zeros_like(advantages, dtype=torch.bool)
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
-    return Surrogate(loss=-gate * advantages, low=nowhere, high=nowhere, dual=nowhere)
+    return Surrogate.unclipped(-gate * advantages)
 
 
 def gmpo(

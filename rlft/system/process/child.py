@@ -50,16 +50,6 @@ EXIT_S = 1.0
 """Seconds that a child which has closed its connection may take to end by itself, so that its exit code is known."""
 
 
-class Process(Protocol):
-    """The part of `subprocess.Popen` that a child needs."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def kill(self) -> None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
 def start_python(
     target: str,
     words: Sequence[str] = (),
@@ -100,7 +90,7 @@ def start_server(
     return start_python(f"{__name__}:main", words, descriptors=descriptors, output=output, environment=environment)
 
 
-Start = Callable[[str, Sequence[int], int | None, Mapping[str, str]], Process]
+Start = Callable[[str, Sequence[int], int | None, Mapping[str, str]], "subprocess.Popen[bytes]"]
 """Starts a process like `start_server`."""
 
 

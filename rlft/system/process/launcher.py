@@ -146,14 +146,8 @@ def open_launcher(
 ) -> Iterator[Launcher]:
     """Yields the launcher, and afterwards ends all that it has started. Ray is imported only to join a cluster.
 
-    Args:
-        config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
-        folder: the run's folder.
-        on_gpus: whether workers need GPUs.
-        own_gpu: the GPU of this process, as CUDA_VISIBLE_DEVICES names it; None if it has none. If the run joins a
-            cluster, the GPU is reserved there.
-        threads: number of threads of each worker that does not score.
-        scorers: number of workers that score.
+    There the GPU of this process, as CUDA_VISIBLE_DEVICES names it (None if it has none), is reserved; the other
+    arguments are those of `check_room`.
 
     Raises UserError: the cluster that is joined does not answer, is too small, or others use this process's GPU.
     """

@@ -68,15 +68,14 @@ def place(
             raise UserError("cluster.gpus_per_engine", "the model is on a CPU", got=gpus_each, remedy=remedy)
         return Placement(kind="processes", reason="on the cores of the CPU")
     paired_gpus, divided_gpus = max(engines * gpus_each, ranks), engines * gpus_each + ranks
-    too_large = pair is not None and pair.needed > pair.gpu
+    too_large = f"an engine and a rank do not fit on one GPU: {pair.text}" if pair and pair.needed > pair.gpu else ""
     is_joined = config.is_joined
     if config.placement == "pairs":
         if is_joined:
             problem = "the GPUs of a cluster that is joined are given out whole"
             raise UserError("cluster.placement", problem, got="pairs", remedy="use divided, or auto")
-        if pair is not None and too_large:
-            problem = f"an engine and a rank do not fit on one GPU: {pair.text}"
-            raise UserError("cluster.placement", problem, got="pairs", remedy="use divided, or auto")
+        if too_large:
+            raise UserError("cluster.placement", too_large, got="pairs", remedy="use divided, or auto")
         kind, reason = "pairs", "as cluster.placement says"
     elif config.placement == "divided":
         kind, reason = "divided", "as cluster.placement says"
@@ -88,12 +87,11 @@ def place(
         kind, reason = "divided", "overlap.lag=1 samples beside the update"
     elif available is not None and available >= divided_gpus:
         kind, reason = "divided", f"the {available} GPUs are enough for one each"
-    elif pair is not None and too_large:
-        kind, reason = "divided", f"an engine and a rank do not fit on one GPU: {pair.text}"
+    elif too_large:
+        kind, reason = "divided", too_large
     else:
-        kind = "pairs"
-        reason = "an engine sleeps while its rank trains"
-        reason += f"; together they take {pair.text}" if pair is not None else ""
+        together = f"; together they take {pair.text}" if pair is not None else ""
+        kind, reason = "pairs", f"an engine sleeps while its rank trains{together}"
     needed = paired_gpus if kind == "pairs" else divided_gpus
     if available is not None and needed > available:
         raise _too_few(config, kind, reason, needed, available)
@@ -122,11 +120,11 @@ def _too_few(config: Any, kind: str, reason: str, needed: int, available: int) -
     most = max(0, room) // config.gpus_per_engine
     enough_for_engines = kind == "pairs" and config.engines * config.gpus_per_engine <= available
     key = "cluster.ranks" if not config.engines or enough_for_engines else "cluster.engines"
-    at_most = f"use at most {counted(most, 'engine')}"
-    remedy = at_most if most and key == "cluster.engines" else "use fewer, or more GPUs"
-    got = config.ranks if key == "cluster.ranks" else config.engines
     problem = f"{workers} need {counted(needed, 'GPU')}, and the cluster has {available}"
-    return UserError(key, problem, got=got, remedy=remedy)
+    if key == "cluster.ranks":
+        return UserError(key, problem, got=config.ranks, remedy="use fewer, or more GPUs")
+    remedy = f"use at most {counted(most, 'engine')}" if most else "use fewer, or more GPUs"
+    return UserError(key, problem, got=config.engines, remedy=remedy)
 
 
 def environment_of(gpus: Sequence[int], names: Sequence[str]) -> dict[str, str]:

@@ -121,23 +121,21 @@ class RayWorker:
     def __init__(self, spec: WorkerSpec, log: Path, launcher: RayActors, session: RaySession) -> None:
         import ray
 
-        self._name, self._log, self._launcher, self._session = spec.name, log, launcher, session
+        self.name, self._log, self._launcher, self._session = spec.name, log, launcher, session
         self._lock, self._copying = threading.Lock(), threading.Lock()
         self._ended: str | None = None
         self._was_killed = False
-        self._place: Place | None = None
+        self.place: Place | None = None  # None until Ray has placed it
         variables = spec.variables
         if not spec.gpus:
             variables.setdefault("CUDA_VISIBLE_DEVICES", "")
         actor: Any = ray.remote(Host)
         cpus = cores_of_a_worker(spec.threads, on_gpus=spec.gpus > 0)
-        self._actor = actor.options(
-            num_cpus=cpus,
-            num_gpus=spec.gpus,
-            max_restarts=0,
-            scheduling_strategy="SPREAD",
-            runtime_env=_runtime_environment(variables),
-        ).remote(spec.name, str(log), session.node, [path or str(Path.cwd()) for path in sys.path])
+        there = {"max_restarts": 0, "scheduling_strategy": "SPREAD", "runtime_env": _runtime_environment(variables)}
+        paths = [path or str(Path.cwd()) for path in sys.path]
+        self._actor = actor.options(num_cpus=cpus, num_gpus=spec.gpus, **there).remote(
+            spec.name, str(log), session.node, paths
+        )
         with log.open("a", encoding="utf-8") as file:
             size = f"{counted(spec.gpus, 'GPU', 'g')} and {counted(cpus, 'core')}"
             file.write(f"{spec.name}: Ray is asked for a process with {size}\n")
@@ -146,18 +144,9 @@ class RayWorker:
         self._actor.make.remote(spec.factory, dict(spec.arguments))
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
     def log(self) -> Path:
         self.copy_log()
         return self._log
-
-    @property
-    def place(self) -> Place | None:
-        """Where it runs; None until Ray has placed it."""
-        return self._place
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -172,25 +161,25 @@ class RayWorker:
         import ray
 
         self._was_killed = True
-        if self._ended is None and self._place is not None and self._place.node == self._session.node:
+        if self._ended is None and self.place is not None and self.place.node == self._session.node:
             # Ray gives a process that is stopped or stuck some seconds to answer first.
-            kill_group(self._place.pid)
+            kill_group(self.place.pid)
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(self._place.pid, signal.SIGKILL)
+                os.kill(self.place.pid, signal.SIGKILL)
         with suppress(Exception):  # Ray may have ended
             ray.kill(self._actor, no_restart=True)
 
     def copy_log(self) -> None:
         """Updates the copy of the log if the worker is on another machine."""
-        place = None if self._ended is not None else self._place
+        place = None if self._ended is not None else self.place
         if place is not None and place.node != self._session.node:
             with self._copying:
                 self._launcher.fetch_log(place, self._log)
 
     def _placed(self, done: Future[Any]) -> None:
         with suppress(Exception):
-            self._place = Place(*done.result())
-            if self._place.node != self._session.node:
+            self.place = Place(*done.result())
+            if self.place.node != self._session.node:
                 self._log.write_bytes(b"")  # from here on it is a copy of the file there
 
     def _resolve(self, done: Future[Any], future: Future[Any]) -> None:
@@ -204,7 +193,7 @@ class RayWorker:
         with self._lock:
             if self._ended is None:
                 how = "was killed" if self._was_killed else f"has died ({_last_line(error)})"
-                self._ended = f"{self._name} {how}; {where_it_wrote(self.log)}"
+                self._ended = f"{self.name} {how}; {where_it_wrote(self.log)}"
             return self._ended
 
 

@@ -51,11 +51,9 @@ def check_installed() -> None:
 
 
 class RaySession:
-    """A connection of this process to a Ray cluster, which `close` ends.
+    """A connection of this process to a Ray cluster (`auto` or `host:port`), which `close` ends.
 
-    Args:
-        address: `auto` or `host:port`.
-        log: the file for Ray's messages about its processes, which Ray would print.
+    `log` is the file for Ray's messages about its processes, which Ray would print.
 
     Raises UserError: there is no cluster, it does not answer, or does not let this process join it.
     """
@@ -117,10 +115,7 @@ def is_of_a_job(environment: Mapping[str, str]) -> bool:
 def reserve(gpu: str, node: str, timeout_s: float = RESERVE_S) -> Any | None:
     """The actor that holds this GPU; None if Ray has no such GPU on this machine to give out.
 
-    Args:
-        gpu: as CUDA_VISIBLE_DEVICES names it.
-        node: Ray's id of this machine.
-        timeout_s: seconds that Ray may take to assign a GPU.
+    `gpu` is as CUDA_VISIBLE_DEVICES names it, `node` Ray's id of this machine.
 
     Raises UserError: others use the GPUs of this machine, or Ray names them in another way.
     """

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-ENDING = tuple(number for name in NAMES if (number := getattr(signal, name, None)) is not None)
-"""The signals that a run handles, where the platform has them: Ctrl-C, what schedulers send at a limit or as a warning
-before it, and a dropped connection."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that a run handles: Ctrl-C, what schedulers send at a limit or as a warning before it, and a dropped
+connection."""
 JOB_WIDE = (*ENDING, signal.SIGQUIT)
 """The signals that a worker process of a run survives. SIGQUIT ends the run, and with it its workers."""
 

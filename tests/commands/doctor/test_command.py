@@ -383,7 +383,7 @@ def test_an_adapter_without_effect_in_the_trainer_is_told() -> None:
 def test_a_gap_above_what_runs_allow_is_wrong() -> None:
     def status(fixed: float, sampled: float, threshold: float, alarm: float | None = 0.05) -> Status:
         gaps = Gap(mean=fixed / 2, largest=fixed), Gap(mean=sampled, largest=10 * sampled)
-        return steps.gap_row(*gaps, Limits.of(threshold), alarm).status
+        return steps.gap_row(*gaps, Limits(largest=threshold), alarm).status
 
     assert status(1e-6, 1e-6, 1e-3) is Status.ok
     assert status(2e-3, 1e-6, 1e-3) is Status.wrong
@@ -392,7 +392,7 @@ def test_a_gap_above_what_runs_allow_is_wrong() -> None:
     assert status(0.4, 0.06, 0.5) is Status.wrong, "which raises the run's alarm"
     assert status(0.4, 0.06, 0.5, None) is Status.ok
     assert status(math.inf, 1e-6, 0.5) is Status.wrong
-    stopped = steps.gap_row(Gap(mean=1e-3, largest=2e-3), None, Limits.of(1e-3), 0.05)
+    stopped = steps.gap_row(Gap(mean=1e-3, largest=2e-3), None, Limits(largest=1e-3), 0.05)
     assert (stopped.status, "sampled" in stopped.value) == (Status.wrong, False), "stopped before its first step"
     assert status(1e-6, math.nan, 0.5) is Status.wrong
     assert Gap.between([0.0, 1.0], [0.0, 3.0]) == Gap(mean=1.0, largest=2.0)
