@@ -30,11 +30,8 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
     Token ids are the engine's own: text is never tokenised again. If steps were scored, `decode` finds the last token
     of each.
 
-    Raises:
-        ValueError: a completion has not one log-prob or one entry of its mask per token, a log-prob where nothing was
-            sampled, turns that end
-            nowhere or have no finite reward; its tokens don't decode to the text that was scored; or the rewards of
-            turns are not kept apart from those of completions.
+    Raises ValueError: a completion is wrong (`fault`), its tokens don't decode to the text that was scored, or the
+    rewards of turns are not kept apart from those of completions.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rows = [(*r.prompt.token_ids, *r.completion.token_ids) for r in rollouts]
@@ -146,8 +143,7 @@ def ends_of_turns(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor
 def previous_columns(rollouts: Sequence[Rollout], shape: tuple[int, int]) -> Tensor | None:
     """The column of the token that is read before each, `[B, T]` int64, -1 before the first; None without branches.
 
-    Raises:
-        ValueError: a branch leaves its prompt before the prompt's first token.
+    Raises ValueError: a branch leaves its prompt before the prompt's first token.
     """
     if not any(rollout.completion.branches for rollout in rollouts):
         return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import torch
 
@@ -122,7 +122,7 @@ def engine_specs(
     """
     cluster = config.cluster
     for_workers = replace(config, model=model_of_a_worker(config.model))
-    unbound: Gpus = {"gpus": 0, "environment": NOT_BOUND}
+    unbound = {"gpus": 0, "environment": NOT_BOUND}
     return [
         WorkerSpec(
             name=f"engine-{number}",
@@ -184,15 +184,8 @@ def make_trainer(
 
 
 # -- each worker -------------------------------------------------------------------------------------------------------
-class Gpus(TypedDict):
-    """The fields of a `WorkerSpec` that say which GPUs it has."""
-
-    gpus: float
-    environment: Mapping[str, str]
-
-
-def gpus_of_a_worker(config: RunConfig, gpus: Sequence[int]) -> Gpus:
-    """The fields for a worker with these GPUs of the run's placement.
+def gpus_of_a_worker(config: RunConfig, gpus: Sequence[int]) -> dict[str, Any]:
+    """The fields of the `WorkerSpec` of a worker with these GPUs of the run's placement.
 
     A cluster that the run has joined assigns GPUs itself. Workers on this machine see theirs through environment
     variables.

@@ -26,20 +26,12 @@ from rlft.types import Batch, Evaluation
 class DemonstrationTask(SupervisedTask[SftPlan]):
     """Supervised fine-tuning: the demonstrated completions become more likely.
 
-    Args:
-        learner: the adapter in the role of the policy, or the whole model.
-        generator: samples for the task accuracy; None if that is not measured.
-        scorer: scores those samples; None if the task accuracy is not measured.
-        say: prints a line.
+    The learner is the adapter in the role of the policy, or the whole model. The generator samples and the scorer
+    scores for the task accuracy; None if that is not measured.
     """
 
     def __init__(
-        self,
-        plan: SftPlan,
-        learner: Networks,
-        generator: Generator | None,
-        scorer: Scorer | None,
-        say: Say,
+        self, plan: SftPlan, learner: Networks, generator: Generator | None, scorer: Scorer | None, say: Say
     ) -> None:
         super().__init__(plan, learner)
         self.generator, self.scorer = generator, scorer

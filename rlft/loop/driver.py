@@ -81,10 +81,8 @@ class OpenRun:
 class RunDriver(ABC):
     """The parts of a run around its steps. A subclass adds a command's own parts and steps.
 
-    `chains_state` says whether the chain has digests of what a checkpoint would hold after each step.
-
-    Args:
-        generator: samples in this run; None if nothing is sampled.
+    `chains_state` says whether the chain has digests of what a checkpoint would hold after each step; the generator
+    samples in this run, if anything does.
     """
 
     chains_state = True
@@ -305,10 +303,9 @@ def deterministic_on_cpu(device: torch.device) -> Iterator[None]:
 class Saver:
     """Writes the checkpoints of one run into the folder `root`.
 
-    `interrupted` says whether a signal ends the run before its next step, `stopping` whether it has done enough.
-    If a step may be abandoned
-    (checkpoint.on_signal), the state after the last finished step is kept in main memory until it is on disk, because
-    the next step changes weights and optimizer. `before_saving` is called before each checkpoint.
+    `interrupted` says whether a signal ends the run before its next step, `stopping` whether it has done enough. If a
+    step may be abandoned (checkpoint.on_signal), the state after the last finished step is kept in main memory until it
+    is on disk, because the next step changes weights and optimizer. `before_saving` is called before each checkpoint.
     """
 
     def __init__(
@@ -361,8 +358,7 @@ class Saver:
 def in_memory(state: Checkpoint) -> Checkpoint:
     """A copy of the state in main memory, independent of the run. Its tensors must be copies already.
 
-    Raises:
-        ValueError: the state has folders, which are written from the run's current weights.
+    Raises ValueError: the state has folders, which are written from the run's current weights.
     """
     if state.write_folders:
         raise ValueError(f"{sorted(state.write_folders)} cannot be copied: they change with the run")

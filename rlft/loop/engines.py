@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from rlft.config.model import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
@@ -39,9 +38,7 @@ class Engines:
     def __enter__(self) -> Engines:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -192,8 +189,7 @@ def engine_args(
     Args:
         config: the run's config, or any with `model`, `prompts`, `generation` and `seed`.
         lora: the settings of the adapters that the engine will load; None if it loads none.
-        learner: the trainer's networks, whose base an engine in this process may decode on; None before they are
-            loaded, and in a process without them.
+        learner: the trainer's networks, on whose base the engine may decode; None where there are none (yet).
         images: the most images of a prompt.
     """
     model, modules = config.model, ()
@@ -233,14 +229,9 @@ def wrap_with_environment(
     args: EngineArgs,
     traces: Traces | None = None,
 ) -> Generator:
-    """The generator itself, or conversations over it; closing these ends the environment's workers only.
+    """The engine's generator, or conversations over it; closing these ends the environment's workers only.
 
-    Args:
-        generator: the engine's.
-        engine: the engine.
-        environment: the environment; None: no conversations.
-        args: what the engine was opened with.
-        traces: where conversations of outside agents are recorded, so that a resume can repeat steps; None: nowhere.
+    traces: where conversations of outside agents are recorded, so that a resume can repeat steps; None: nowhere.
     """
     if environment is None:
         return generator

@@ -56,9 +56,7 @@ class NextSamples:
         """The groups of the step that follows `step` finished steps: those sampled ahead, else sampled now.
 
         publish: publishes a version of the policy, where another one has sampled in between.
-
-        Raises:
-            StaleAdapterError: a version other than this step's sampled them.
+        Raises StaleAdapterError: a version other than this step's sampled them.
         """
         previous = self._previous
         if previous is not None and step not in self._groups and previous.version == step - 1:
@@ -129,11 +127,7 @@ class NextSamples:
 
 
 def check_versions(groups: Sequence[Group], versions: set[int]) -> None:
-    """Checks which policy versions sampled these groups; rollouts without a version pass.
-
-    Raises:
-        StaleAdapterError: a rollout is of another version.
-    """
+    """Raises StaleAdapterError if another policy version sampled any of these groups; without a version they pass."""
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         if rollout.policy_version is not None and rollout.policy_version not in versions:
             expected = " or ".join(map(str, sorted(versions)))
@@ -194,9 +188,8 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
         masks = [mask if has_mask else None for mask, has_mask in zip(masks_of_all, values["masked"], strict=True)]
     turns, branches = (values.get(name, [[]] * len(lengths)) for name in ("turns", "branches"))
     columns = (values["texts"], token_ids, logprobs, values["finish_reasons"], masks, turns, branches)
-    completions = iter(zip(*columns, strict=True))
-    experts, start = tensors.get("experts"), 0
-    versions, groups = iter(values["versions"]), []
+    completions = iter(zip(*columns, values["versions"], strict=True))
+    experts, start, groups = tensors.get("experts"), 0, []
     prompts = sampler.prompts_at(step)
     for p, saved_prompt in enumerate(values.get("prompts", ())):
         ids, messages = tuple(saved_prompt["token_ids"]), tuple(map(dict, saved_prompt["messages"]))
@@ -204,7 +197,7 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
     for prompt, size in zip(prompts, values["sizes"], strict=True):
         rollouts = []
         for _ in range(size):
-            text, ids, token_logprobs, reason, mask, turn_values, branch_values = next(completions)
+            text, ids, token_logprobs, reason, mask, turn_values, branch_values, version = next(completions)
             end = start + len(prompt.token_ids) + len(ids)
             completion = Completion(
                 text=text,
@@ -217,7 +210,7 @@ def unpacked(tensors: Mapping[str, Tensor], values: Mapping[str, Any], sampler: 
                 experts=None if experts is None else experts[start:end].numpy(),
             )
             start = end
-            rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=next(versions)))
+            rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=version))
         groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
     return groups
 

@@ -97,15 +97,8 @@ class Session(RunDriver):
 
     def restore(self, saved: Checkpoint) -> None:
         state, critic = saved.state, saved.state.get("critic")
-        self.trainer.restore(
-            TrainerState(
-                adapters=saved.adapters,
-                optimizer=saved.optimizer,
-                heads=saved.heads,
-                critic=critic,
-                folder=saved.folder,
-            )
-        )
+        how = {"adapters": saved.adapters, "optimizer": saved.optimizer, "heads": saved.heads}
+        self.trainer.restore(TrainerState(**how, critic=critic, folder=saved.folder))
         self.hints.restore(state["hints"])
         if self.alarms is not None and "alarms" in state:
             self.alarms.restore(state["alarms"])
@@ -204,12 +197,7 @@ class Session(RunDriver):
             return inspection.finish()
 
     def record(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        rollouts: Rollouts,
-        batch: Batch,
-        tokens: Mapping[int, TokenValues],
+        self, step: int, metrics: dict[str, float], rollouts: Rollouts, batch: Batch, tokens: Mapping[int, TokenValues]
     ) -> None:
         """Hands a finished step to the loggers; stops the run if a number is not finite."""
         groups, scores = rollouts.groups, rollouts.scores
@@ -300,8 +288,7 @@ def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...
     rows, or with a hint rows as long as its longest. Pretraining text (PPO-ptx) and a reward model's own training are
     not rehearsed: their batches fit the same token budget as the update's.
 
-    Args:
-        hinted_tokens: number of tokens of the longest prompt with a hint that a teacher reads; 0 without a hint.
+    hinted_tokens: number of tokens of the longest prompt with a hint that a teacher reads; 0 without a hint.
     """
     shape = (len(prompt), run.generation.max_tokens, run.group_size, run.completions_per_step // run.minibatches)
     batch = longest_rows(*shape, run.token_budget)
@@ -312,14 +299,8 @@ def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...
     if hinted_tokens:
         hinted_P = torch.tensor(prompt).repeat(-(-hinted_tokens // len(prompt)))[:hinted_tokens]
         micro = replace(micro, teacher_prompts=hinted_P.expand(len(micro.rewards), -1))
-    return replace(
-        micro,
-        old_logprobs=zeros,
-        reference_logprobs=zeros,
-        old_values=zeros,
-        advantages=zeros + 1,
-        returns=zeros,
-    )
+    of_zeros = dict.fromkeys(("old_logprobs", "reference_logprobs", "old_values", "returns"), zeros)
+    return replace(micro, advantages=zeros + 1, **of_zeros)
 
 
 @contextmanager

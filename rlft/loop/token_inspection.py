@@ -22,12 +22,9 @@ UNFINISHED = "\ufffd"  # a tokenizer decodes part of a character to this
 
 
 class Inspection:
-    """Inspects some groups of a step: before its update when it is made, and after the update by `finish`.
+    """Inspects at most so many groups of a step: before its update when it is made, and after it by `finish`.
 
-    Args:
-        prompt_lengths: number of tokens of each row's prompt.
-        zero_gradient_B: bool `[B]`, rows that contribute nothing; groups of other rows come first.
-        num_groups: the most groups that are inspected.
+    zero_gradient_B: bool `[B]`, rows that contribute nothing; groups of other rows come first.
     """
 
     def __init__(

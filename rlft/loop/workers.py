@@ -31,15 +31,13 @@ from rlft.trainer.joining import Shapes, Start, shapes_of
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous
 from rlft.trainer.update import UpdateRecord
-from rlft.types import Adapter, Batch, Prompt, Sampling
+from rlft.types import Adapter, Batch, Group, Prompt, Sampling
 
 
 class EngineWorker:
     """The object of a worker (`rlft.system.process.worker`) that is an engine; the pool calls its methods.
 
-    Args:
-        engine: the engine's name in `generation`.
-        images: the most images of a prompt.
+    `engine` is its name in `generation`, `images` are the most of a prompt.
     """
 
     def __init__(self, config: RunConfig, engine: str, environment: Environment | None, images: int) -> None:
@@ -96,17 +94,15 @@ class EngineWorker:
             groups = self._generator.sample(prompts, n, seeds, sampling)
         versions = {rollout.policy_version for group in groups for rollout in group.rollouts}
         [version] = versions or {self._version}
-        completions = [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
         opened = [None if g.prompt is prompt else g.prompt for g, prompt in zip(groups, prompts, strict=True)]
-        return version, completions, opened
+        return version, _as_tuples(groups), opened
 
     def sample_alone(
         self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
     ) -> list[list[tuple[Any, ...]]]:
         """The completions of each prompt, as plain tuples, by the engine without conversations over it."""
         with _ending_if_dead(self._dead):
-            groups = self._engine.sample(prompts, n, seeds, sampling)
-        return [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
+            return _as_tuples(self._engine.sample(prompts, n, seeds, sampling))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         with _ending_if_dead(self._dead):
@@ -144,6 +140,10 @@ class EngineWorker:
         )
         self._stack.callback(roles.close)
         return engine_args(config, config.lora, roles, images=images)
+
+
+def _as_tuples(groups: Sequence[Group]) -> list[list[tuple[Any, ...]]]:
+    return [[rollout.completion.as_tuple() for rollout in group.rollouts] for group in groups]
 
 
 @contextmanager

@@ -135,10 +135,9 @@ def failure_of(error: BaseException, folder: Path | None = None) -> DiskError | 
     """The error as a disk error; None if it is something else."""
     if isinstance(error, DiskError):
         return error
-    code = errno_of(error)
-    if code not in FAILING or (code in REFUSED and getattr(error, "filename", None) is None):
+    code, filename = errno_of(error), getattr(error, "filename", None)
+    if code not in FAILING or (code in REFUSED and filename is None):
         return None
-    filename = getattr(error, "filename", None)
     if filename is not None and not isinstance(filename, str | os.PathLike):
         return None
     return DiskError(code, Path(filename) if filename else _full_output() or folder)

@@ -38,8 +38,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 def take_over(exchange: Exchange, rank: int, tensors: Mapping[str, Tensor]) -> None:
     """Writes rank 0's tensors into those of the same names on every other rank.
 
-    Raises:
-        RanksError: another rank is gone or late.
+    Raises RanksError: another rank is gone or late.
     """
     for tensor in tensors.values():
         exchange.broadcast(tensor, 0, "exchange weights")

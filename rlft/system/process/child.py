@@ -61,11 +61,9 @@ def start_python(
 ) -> subprocess.Popen[bytes]:
     """A Python process that calls the function `module:function`, and ends with the thread that has started it.
 
-    Args:
-        words: its command line, sys.argv[1:].
-        descriptors: open files that it inherits.
-        output: descriptor of the file for what it prints; None for the output of this process.
-        environment: environment variables, in addition to those of this process.
+    `words` are its command line, sys.argv[1:]; it inherits the open files of `descriptors`, and has the variables of
+    `environment` in addition to those of this process. `output` is the descriptor of the file for what it prints; None:
+    that of this process.
     """
     reading, writing = os.pipe()
     with os.fdopen(reading), os.fdopen(writing, "w") as start:

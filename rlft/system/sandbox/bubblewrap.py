@@ -46,6 +46,8 @@ from rlft.system.sandbox import launch
 PYTHON_FLAGS = ("-I", "-S", "-X", "utf8")  # standard library only, whatever else is installed
 FIRST_USER, NUM_USERS = 2**30, 2**28  # far above what systems give to people and to containers
 MAX_MESSAGE_BYTES = 2000
+OF_ROOT = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID")
+"""The capabilities that launch.py needs where root has started bubblewrap."""
 
 LAUNCH = Path(launch.__file__).read_text(encoding="utf-8")
 FILE_BYTES = 4096  # /tmp may hold one file for this many bytes of its size
@@ -159,13 +161,10 @@ def run(
         filtered: False leaves out the system-call filter.
         clock: the clock of `collect`.
     """
-    with (
-        _read_only(stdin) as reading,
-        running(
-            files, arguments, limits, isolation, stdin=reading, stdout=subprocess.PIPE, filtered=filtered
-        ) as process,
-    ):
-        return collect(process, limits, clock)
+    with _read_only(stdin) as reading:
+        streams = {"stdin": reading, "stdout": subprocess.PIPE}
+        with running(files, arguments, limits, isolation, **streams, filtered=filtered) as process:
+            return collect(process, limits, clock)
 
 
 @contextlib.contextmanager
@@ -185,11 +184,10 @@ def running(
     Leave the block in the thread that entered it: the kernel ends the process together with that thread.
     """
     isolated = isolation is not Isolation.none
-    with (
-        contextlib.ExitStack() as stack,
-        tempfile.TemporaryFile() as messages,
-        _pipe() as (start_reader, start_writer),
-    ):
+    with contextlib.ExitStack() as stack, tempfile.TemporaryFile() as messages:
+        start_reader, start_writer = os.pipe()
+        for descriptor in (start_reader, start_writer):
+            stack.callback(os.close, descriptor)
         folder = "/files" if isolated else str(stack.enter_context(owned_folder()))
         sources = [stack.enter_context(_read_only(text)).fileno() for text in files.values()] if isolated else []
         if not isolated:
@@ -263,7 +261,7 @@ def prefix(isolation: Isolation, sources: Mapping[str, int], limits: Limits) -> 
     return [
         *(shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session"),
         *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
-        *(_as_user() if isolation is Isolation.user else _as_root()),
+        *(_as_user() if isolation is Isolation.user else _with_capabilities(*OF_ROOT)),
         *("--ro-bind", "/usr", "/usr", *_system_libraries()),
         *_interpreter(executable.parent.parent),
         *("--perms", "0755", "--dir", "/dev"),
@@ -287,10 +285,6 @@ def _as_user() -> list[str]:
     setuid = program is not None and os.geteuid() != 0 and Path(program).stat().st_mode & stat.S_ISUID
     capabilities = [] if setuid else _with_capabilities("CAP_SYS_ADMIN")
     return ["--unshare-user", "--uid", "65534", "--gid", "65534", *capabilities]
-
-
-def _as_root() -> list[str]:
-    return _with_capabilities("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID")
 
 
 def _with_capabilities(*names: str) -> list[str]:
@@ -343,16 +337,6 @@ def _read_only(text: str) -> Iterator[IO[bytes]]:
             yield reading
 
 
-@contextlib.contextmanager
-def _pipe() -> Iterator[tuple[int, int]]:
-    reading, writing = os.pipe()
-    try:
-        yield reading, writing
-    finally:
-        os.close(reading)
-        os.close(writing)
-
-
 def _tail(messages: IO[bytes]) -> str:
     messages.seek(0)
     text = messages.read(MAX_MESSAGE_BYTES).decode("utf-8", "replace").strip()
@@ -379,8 +363,6 @@ def missing_filter() -> str | None:
     machine = platform.machine().lower()
     if machine not in NAMES:
         return f"there is no system-call filter for {machine}, only for x86_64 and aarch64"
-    if sys.maxsize < 2**32:
-        return "there is no system-call filter for 32-bit Pythons"
     if not ACTIONS.is_file():
         return "this kernel filters no system calls"
     return None

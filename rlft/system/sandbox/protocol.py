@@ -269,9 +269,6 @@ class Channel:
         """An object or iterator of the program, by its number there."""
         return KEPT[kind](self, number)
 
-    def call(self, number: int, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return self.ask("call", number, pack(arguments, place_of), pack(keywords, place_of))
-
 
 ENDS_LOOPS = ("StopIteration", "StopAsyncIteration")
 ARITHMETIC = (
@@ -318,7 +315,7 @@ class Object(Distant):
             self._channel.ask("set", self._place, name, pack(value, place_of))
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._channel.call(self._place, arguments, keywords)
+        return self._channel.ask("call", self._place, pack(arguments, place_of), pack(keywords, place_of))
 
 
 class Items(Distant):
