@@ -20,7 +20,7 @@ from typing import Any
 from rlft.generation.engine import FreshnessCheck, Generator, StaleEngineError
 from rlft.generation.sending import Outgoing
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, last_lines
+from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, where_it_wrote
 from rlft.tokens.images import with_content
 from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError, counted
 
@@ -311,11 +311,8 @@ class EnginePool(Generator):
             _Failed: the engine has died, has raised, or is out of time.
         """
         if not _is_done(work):
-            name, log = work.slot.spec.name, work.slot.worker.log
-            tail = last_lines(log)
-            lines = f"; its last lines:\n{tail}" if tail else ""
             late = f"has not answered for {work.limit_s:g} s ({work.what}; cluster.timeout)"
-            raise _Failed(f"{name} {late}; its log is {log}{lines}")
+            raise _Failed(f"{work.slot.spec.name} {late}; {where_it_wrote(work.slot.worker.log)}")
         answers = []
         for future in work.futures:
             try:

@@ -99,7 +99,7 @@ def open_task(plan: SftPlan, engines: Engines, stack: ExitStack, say: Say) -> De
     """Loads the model and, if the task is evaluated, opens the engine and the rewards' workers."""
     config = plan.config
     if config.lora is None:
-        learner: Networks = WholeModel(load_for_training(config.model, None, config.token_budget, own=True))
+        learner: Networks = WholeModel(load_for_training(config.model, None, config.token_budget))
     else:
         adopt = engines.adopting(plan, config.lora)
         learner = open_policy(config, config.lora, stack, adopt)

@@ -287,16 +287,14 @@ def open_run(plan: Plan, folder: Path, say: Say, again: str | None) -> Iterator[
         yield run
 
 
-@contextlib.contextmanager
-def deterministic_on_cpu(device: torch.device) -> Iterator[None]:
+def deterministic_on_cpu(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Makes torch add in a fixed order on a CPU, so that a repeated or resumed run is the same to the last bit.
 
     Otherwise threads that add to the same number (the gradient of a prompt that siblings share) do so in any order.
     This costs a few per cent. On CUDA it would cost more; there the two operations of a step that need it have a fixed
     order of their own (the backward of flash attention, `PackedRows.predicting`).
     """
-    with repeatable(only_warns=True) if device.type == "cpu" else contextlib.nullcontext():
-        yield
+    return repeatable(only_warns=True) if device.type == "cpu" else contextlib.nullcontext()
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -28,21 +28,8 @@ from rlft.system.device import peak_memory_bytes
 from rlft.system.seeds import sampling_seeds
 from rlft.types import Batch, Completion, Evaluation, FinishReason, Group, Prompt, Rollouts, Scores
 
-BY_CAUSE = {
-    Cause.malformed: "calls/malformed_fraction",
-    Cause.raised: "calls/raised_fraction",
-    Cause.time: "calls/time_fraction",
-    Cause.died: "calls/died_fraction",
-}
-"""{why a call failed: its metric}; a call beyond the limit is not here, because it ends its conversation (BY_END)."""
-BY_END = {
-    FinishReason.stop: "finish/stop",
-    FinishReason.length: "finish/length",
-    FinishReason.turns: "finish/turns",
-    FinishReason.calls: "finish/calls",
-    FinishReason.time: "finish/time",
-}
-"""{why a completion ended: its metric}."""
+CAUSES = (Cause.malformed, Cause.raised, Cause.time, Cause.died)
+"""Why calls fail; a call beyond the limit is not here, because it ends its conversation."""
 
 
 class Clock:
@@ -111,8 +98,8 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     ends = Counter(str(completion.finish_reason) for completion in completions)
     causes = Counter(call.cause for call in calls if call.cause)
     return {
-        **{name: ends[reason] / len(completions) for reason, name in BY_END.items()},
-        **{name: causes[cause] / max(1, len(calls)) for cause, name in BY_CAUSE.items()},
+        **{f"finish/{reason}": ends[reason] / len(completions) for reason in FinishReason},
+        **{f"calls/{cause}_fraction": causes[cause] / max(1, len(calls)) for cause in CAUSES},
         "tokens/environment": sum(len(c.token_ids) - c.num_sampled for c in completions),
         "turns/branches": sum(len(c.branches) for c in completions) / len(completions),
         "turns/mean": sum(max(1, len(c.turns)) for c in completions) / len(completions),

@@ -37,23 +37,19 @@ def load_for_training(
     lora: LoraSettings | None,
     token_budget: int,
     *,
-    own: bool = False,
     adopt: Adopt | None = None,
     sharded: ShardedLayers | None = None,
 ) -> Backbone:
-    """Loads the base.
+    """Loads the base, which jobs of a sweep share unless it is trained itself or divided among ranks.
 
     Args:
         lora: the shape of the trained adapter; None if the base itself is trained.
         token_budget: the most tokens in a forward with gradient.
-        own: whether no other job of a sweep may share the base, because its weights will be trained.
         adopt: puts the base on its device (`rlft.model.backbone.read_backbone`).
-        sharded: divides the base's layers among ranks; no other job can then share the base.
+        sharded: divides the base's layers among ranks.
     """
-    if sharded is not None:
-        own, adopt = True, sharded.adopt
-    if own:
-        backbone = read_backbone(config, adopt)
+    if lora is None or sharded is not None:
+        backbone = read_backbone(config, adopt if sharded is None else sharded.adopt)
     else:  # jobs share a base by the arguments that it was loaded with
         backbone = load_backbone(config) if adopt is None else load_backbone(config, adopt)
     if config.gradient_checkpointing == "auto":
@@ -87,11 +83,10 @@ def open_roles(
 
     adopt puts the base on its device (`load_for_training`); base: its layers where ranks divide them.
     """
-    lora, own = config.lora, config.lora is None
-    backbone = load_for_training(config.model, lora, config.token_budget, own=own, adopt=adopt, sharded=base)
+    lora, critic = config.lora, config.critic
+    backbone = load_for_training(config.model, lora, config.token_budget, adopt=adopt, sharded=base)
     tokenizer = backbone.tokenizer.with_variables(config.prompts.template_variables)
     backbone = replace(backbone, tokenizer=tokenizer)  # jobs of a sweep share the base, but not these
-    critic = config.critic
     if critic.init == "reward":
         [learned] = learned_rewards(specs(config.reward))  # plan/roles.py refuses any other number
         critic = replace(critic, init=learned.kwargs["path"])

@@ -26,12 +26,12 @@ def model(backbone):
 
 @pytest.mark.parametrize(("setting", "expected"), [(True, True), (False, False), ("auto", False)])
 def test_it_is_on_when_asked_for_and_off_where_there_is_room(setting, expected, model_config):
-    loaded = load_for_training(model_config(gradient_checkpointing=setting), None, 4096, own=True).model
+    loaded = load_for_training(model_config(gradient_checkpointing=setting), None, 4096).model
     assert is_checkpointing(loaded) is expected
 
 
 def test_auto_recomputes_what_would_take_more_than_half_of_the_free_memory(model, backbone, model_config, monkeypatch):
-    monkeypatch.setattr(parts, "load_backbone", lambda config: replace(backbone, model=model))
+    monkeypatch.setattr(parts, "read_backbone", lambda config, adopt: replace(backbone, model=model))
     needed = activation_bytes(model.config, 1000, 4)
     for free, expected in ((2 * needed - 1, True), (2 * needed, False)):
         monkeypatch.setattr(device, "free_memory", lambda free=free: free)
