@@ -58,7 +58,8 @@ class Bench(LocalTrainer):
             role: optimizer(roles.named_parameters(role), replace(config.trainer, lr=rates[role]), role)
             for role in roles.learning_roles
         }
-        super().__init__(roles, optimizers, config, needs_old=False, text=text, share=share)
+        super().__init__(roles, optimizers, config, needs_old=False, text=None if text is None else text.batch)
+        self.share = share or LaneShare()
         roles.token_budget, self.algorithm, self.optimizer = config.token_budget, algorithm, optimizers[POLICY]
 
     def learn(self, batch, zero_rows, step):
