@@ -40,8 +40,7 @@ what it means, the paper, and a command to try it.
   rlft algorithms grpo algorithm.kl_coef=0.04 algorithm.kl_estimator=k2"""
 
 GROUP = "algorithm"
-WIDTH = 120
-"""Columns of text that is printed into a pipe or a file."""
+WIDTH = 120  # columns of text that is printed into a pipe or a file
 
 
 def command(arguments: list[str]) -> None:

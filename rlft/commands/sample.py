@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 SAMPLES = "samples.jsonl"
 PLAIN_SECONDS = 10.0
-DIGITS = 6
-"""Decimal places of a total reward: a float32 sum gives 1.2000000476837158, which must equal min_reward=1.2."""
+DIGITS = 6  # decimal places of a total reward: a float32 sum gives 1.2000000476837158, which must equal min_reward=1.2
 
 
 def kept_indices(tokens: Sequence[Sequence[int]], totals: Sequence[float], config: SampleConfig) -> list[int]:
@@ -256,8 +255,7 @@ def print_run_summary(plan: SamplePlan, folder: Path) -> None:
 
 
 LARGEST_STEP = 32
-HELD_OUT = 0.1
-"""The default fraction of held-out data of these commands."""
+HELD_OUT = 0.1  # the default fraction of held-out data of these commands
 
 
 def after_sampling(

@@ -43,8 +43,7 @@ key, unless told otherwise; serve.<key> are described in docs/serve.md.
   rlft serve run=latest serve.port=8001 serve.token=secret generation.temperature=0
   rlft serve model.path=embedded:tiny-arithmetic"""
 
-MIN_TOKEN_CHARACTERS = 8
-"""The least number of characters of a typed token: shorter ones are quickly guessed."""
+MIN_TOKEN_CHARACTERS = 8  # the least number of characters of a typed token: shorter ones are quickly guessed
 WAIT_S = 0.5
 
 

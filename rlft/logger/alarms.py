@@ -21,20 +21,11 @@ from rlft.config.schema import AlarmsConfig
 from rlft.runs.lines import StepRecord
 from rlft.types import counted
 
-WINDOW = 20
-"""Number of earlier steps with which a new step is compared."""
-
-FIRST = 5
-"""Number of steps at the start of a run from whose mean growth is measured."""
-
-REPEAT_STEPS = 50
-"""An alarm that lasts is raised again after this many steps."""
-
-SPREAD = 0.25
-"""If a step's rewards have a larger standard deviation, groups of equal rewards are not simply all solved."""
-
+WINDOW = 20  # number of earlier steps with which a new step is compared
+FIRST = 5  # number of steps at the start of a run from whose mean growth is measured
+REPEAT_STEPS = 50  # an alarm that lasts is raised again after this many steps
+SPREAD = 0.25  # if a step's rewards have a larger standard deviation, groups of equal rewards are not simply all solved
 WATCHED = ("policy/grad_norm", "loss/value", "length/mean")
-
 PATIENCE = 3  # steps in a row before a hint about something that a single unlucky batch can cause
 REPEAT_HINT_STEPS = 100  # a hint that still applies is given again after this many steps
 LASTING = {"no_signal", "truncated", "empty", "untrained"}
@@ -47,7 +38,6 @@ EMPTY_LENGTH = 2.0  # mean completion length in tokens, the end token included
 ENTROPY_SHARE = 0.05  # share of the mean entropy of the first ENTROPY_WINDOW steps
 ENTROPY_WINDOW = 5
 ROUNDING = 1e-6  # a float32 loss below this is 0 up to rounding
-
 
 Found = tuple[str, Mapping[str, Any]] | None
 """(name, values for its text) of a hint or an alarm that applies to a step."""

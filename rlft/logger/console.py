@@ -64,7 +64,8 @@ class Console:
         progress = Progress(run, glyphs_for(terminal.encoding))
         # `isatty` instead of rich's `is_terminal`: FORCE_COLOR must not send cursor movements into a file.
         in_place = self.live and sys.stdout.isatty() and not terminal.is_dumb_terminal
-        print_start(terminal, run)
+        terminal.print(Text(f"{visible(run.name)} in {run.folder}", style="bold"), soft_wrap=True)
+        terminal.print(grid(run.sizes))
         self.view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, self.plain_seconds)
 
     def stage(self, name: str) -> None:
@@ -85,12 +86,6 @@ class Console:
         if self.view is not None:
             self.view.close(visible(status))
             self.view = None
-
-
-def print_start(terminal: Terminal, run: RunInfo) -> None:
-    title = f"{visible(run.name)} in {run.folder}"
-    terminal.print(Text(title, style="bold"), soft_wrap=True)
-    terminal.print(grid(run.sizes))
 
 
 def grid(rows: Iterable[Sequence[object]]) -> Table:

@@ -15,8 +15,7 @@ from typing import Any
 
 from rlft.types import counted
 
-FEWEST = 6
-"""Evaluations that a judgement needs."""
+FEWEST = 6  # evaluations that a judgement needs
 
 OF_THE_LOSS = 0.01
 """The share of a held-out loss whose fall matters; for an accuracy it is one standard error of an evaluation."""

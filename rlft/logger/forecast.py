@@ -15,8 +15,7 @@ from rlft.types import UserError, require
 FIRST = 5
 """A run is forecast once it has done so many steps."""
 
-WINDOW = 10
-"""The pace is that of so many newest steps."""
+WINDOW = 10  # the pace is that of so many newest steps
 
 OUTLIER = 4.0
 """A step counts as at most this many times the median of those beside it: a machine that slept says nothing of pace."""

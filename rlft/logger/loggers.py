@@ -11,9 +11,6 @@ from rlft.logger.interface import Logger, RunInfo
 from rlft.runs.lines import StepRecord
 from rlft.types import Evaluation, UserError
 
-ONLY_ONE = {"writes_metrics": "writes metrics.jsonl", "has_page": "draws on the terminal"}
-"""{class attribute with which a logger declares what it does: this in words}; only one logger of a run may do it."""
-
 
 def declares(logger: Any, attribute: str) -> bool:
     """Whether a logger, or its class, declares this by an attribute that is True (`rlft.logger.interface.Logger`)."""
@@ -30,7 +27,7 @@ def loggers_of(sections: Mapping[str, Any]) -> tuple[Logger, ...]:
         if section not in distinct.values():
             distinct[name] = section
     loggers = {name: instantiate(section, f"logger.{name}") for name, section in distinct.items()}
-    for attribute, effect in ONLY_ONE.items():
+    for attribute, effect in (("writes_metrics", "writes metrics.jsonl"), ("has_page", "draws on the terminal")):
         names = [name for name, logger in loggers.items() if declares(logger, attribute)]
         if len(names) > 1:
             problem = f"{effect}, as logger.{names[0]} does"

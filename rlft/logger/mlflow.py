@@ -17,8 +17,7 @@ from rlft.logger.scalars import ScalarLogger, last_steps, name_of, parameters
 
 MOST_PARAMETERS, LONGEST_VALUE = 100, 6000
 """The most parameters of one call, and the most characters of a parameter's value."""
-LONGEST_TAG, LONGEST_NAME = 500, 250
-"""The most characters of a tag and of a run's name that every store takes."""
+LONGEST_TAG, LONGEST_NAME = 500, 250  # the most characters of a tag and of a run's name that every store takes
 EXPERIMENT = "rlft"
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
 

@@ -30,8 +30,7 @@ from rlft.system.process.running_time import within
 from rlft.system.terminal import pip_install
 from rlft.types import Evaluation, UserError
 
-LIMIT_S = 120.0
-"""The longest wait for a call where no key says another."""
+LIMIT_S = 120.0  # the longest wait for a call where no key says another
 
 
 @dataclass(kw_only=True)

@@ -125,28 +125,18 @@ def curve(
     figure = plotext.figure  # the library's only figure, which still has what was drawn before
     figure.clear()
     figure.plot_size(width, CURVE_HEIGHT)
-    figure.draw(figure.signal(*unzip(rewards), marker="." if ascii_only else "braille").lines(True))
+    figure.draw(figure.signal(*zip(*rewards, strict=True), marker="." if ascii_only else "braille").lines(True))
     if accuracies:
-        figure.draw(figure.signal(*unzip(accuracies), marker="o"))
-    steps, values = unzip([*rewards, *accuracies])
-    low, high = value_range(values)
+        figure.draw(figure.signal(*zip(*accuracies, strict=True), marker="o"))
+    steps, values = zip(*rewards, *accuracies, strict=True)
+    padding = max(0.0, 0.1 - (max(values) - min(values))) / 2  # so that noise does not look large
+    low, high = min(values) - padding, max(values) + padding
     figure.ruler("y").lim(low, high)
     ticks = [low + (high - low) * i / 4 for i in range(5)]
     figure.ruler("y").ticks(ticks, [f"{tick:.2f}" for tick in ticks])
     figure.ruler("x").ticks(step_ticks(min(steps), max(steps)))
     drawing = figure.build().string(colorless=True)
     return drawing.translate(_BOX_AS_ASCII).rstrip("\n") if ascii_only else drawing.rstrip("\n")
-
-
-def unzip(pairs: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
-def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """Limits of the value axis: those of the values, but at least 0.1 apart, so that noise does not look large."""
-    low, high = min(values), max(values)
-    padding = max(0.0, 0.1 - (high - low)) / 2
-    return low - padding, high + padding
 
 
 def step_ticks(first: int, last: int) -> list[int]:

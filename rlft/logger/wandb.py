@@ -19,10 +19,8 @@ from rlft.logger.scalars import ScalarLogger, kept
 
 RUN_ID = "wandb_id.txt"
 PROJECT = "rlft"
-LONGEST_NAME = 128
-"""The most characters that the server takes as a run's name."""
-MARGIN_S = 10.0
-"""Seconds beyond wandb's own limits after which a call is given up."""
+LONGEST_NAME = 128  # the most characters that the server takes as a run's name
+MARGIN_S = 10.0  # seconds beyond wandb's own limits after which a call is given up
 
 
 class WandbMode(StrEnum):

@@ -26,8 +26,7 @@ from rlft.system.check_rows import Status as Verdict
 from rlft.types import UserError, counted, require
 
 Line = Mapping[str, Any]
-SHOWN = 4
-"""Differences of one check that have a row each."""
+SHOWN = 4  # differences of one check that have a row each
 
 
 class Findings:

@@ -41,15 +41,13 @@ from rlft.types import Batch, FinishReason, Group, Prompt, Rollout, UserError, c
 if TYPE_CHECKING:
     from rlft.plan.run_plan import Plan
 
-REPEATS = 3
-"""How often a reward is computed again before a score counts as wrong, in case it gives another each time."""
+REPEATS = 3  # how often a reward is computed again before a score counts as wrong, in case it gives another each time
 BOUND = 1e-6
 """A score, total or advantage differs if it is further than this from the recomputed one, relative to numbers above 1:
 float32 on another processor."""
 REPLAY_BOUND = 1e-3
 """On another machine, metrics of the same tokens count as replayed up to this difference, relative above 1."""
-REPEATABLE = ("transformers",)
-"""Engines that sample the same bits again on the same machine."""
+REPEATABLE = ("transformers",)  # engines that sample the same bits again on the same machine
 
 Lines = Sequence[Mapping[str, Any]]
 

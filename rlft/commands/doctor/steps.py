@@ -32,23 +32,20 @@ from rlft.train import train
 
 GAP = "sampler/logprob_gap"
 """The beginning of the names of two metrics: the mean and the largest gap of a step's sampled tokens."""
-SWAPPED = 10**6
-"""A version beyond those of the run's steps."""
+SWAPPED = 10**6  # a version beyond those of the run's steps
 FIRST_SPREAD = 0.01
 """Standard deviation of the first noise added to an adapter's B; it is doubled until log-probs move enough."""
 MAX_DOUBLINGS = 12
 MIN_MOVE = 0.1
 """Nats by which the changed adapter must move a log-prob, besides twice the threshold of the freshness check."""
-MAX_SAMPLING_RATIO = 20.0
-"""Sampling may take this many times as long as the update."""
+MAX_SAMPLING_RATIO = 20.0  # sampling may take this many times as long as the update
 MIN_SHARE = {"cpu": 0.05, "cuda": 0.2}
 """{kind of device: lowest share of the product rate that an update should reach}; 0.5B on an H100 reaches 0.2."""
 PRODUCT = {"cpu": (1024, 0.3), "cuda": (8192, 2.0)}
 """{kind of device: side of the product whose rate is measured, and the seconds for it}."""
 MAX_PUBLISH_SHARE, MIN_PUBLISH_S = 0.1, 1.0
 """The share of a step that a publish may take; one of at most MIN_PUBLISH_S seconds is always fine."""
-MAX_PLAN_ERROR = 0.15
-"""Largest allowed relative difference between the planned and the measured peak."""
+MAX_PLAN_ERROR = 0.15  # largest allowed relative difference between the planned and the measured peak
 
 
 def model_rows(trial: MachineTrial) -> list[CheckRow]:

@@ -50,8 +50,7 @@ For llama.cpp, the command that converts the folder into a GGUF file is printed 
   rlft export run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 out=exports/mine_adapter as=adapter
   rlft export run=runs/grpo_arithmetic/<time> out=exports/mine push=me/mine"""
 
-WORDS = ("out", "as", "dtype")
-"""Keys of the command, in the order of the parameters of `prepare`."""
+WORDS = ("out", "as", "dtype")  # keys of the command, in the order of the parameters of `prepare`
 PUSH_WORDS = ("push", "private")
 """Keys of the command, in the order of the parameters of `push.read_target`; all others are of the run's config."""
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 QUESTION_SECONDS = 15.0
 """Time limit of each wait for the hub before the export; huggingface_hub itself would wait forever."""
-UPLOAD_SECONDS = 300.0
-"""Time limit of each wait during the upload: the hub may check gigabytes before it answers."""
+UPLOAD_SECONDS = 300.0  # time limit of each wait during the upload: the hub may check gigabytes before it answers
 LOG_IN = "hf auth login"
 NO_ACCESS = (401, 403)
 

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from rlft.commands.export.request import Export
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-UNUSED = "model-unused.safetensors"
-"""The file that is written for them."""
+UNUSED = "model-unused.safetensors"  # where tensors go that the class of the export leaves out
 GENERATION_CONFIG = "generation_config.json"
 PROCESSORS = (
     "preprocessor_config.json",

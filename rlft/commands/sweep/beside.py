@@ -24,8 +24,7 @@ from rlft.system.terminal import Say
 
 FACTORY = "rlft.commands.sweep.beside:JobProcess"
 POLL_S = 0.2
-REFUSED, STOPPED = 2, 1
-"""Exit codes of `rlft`."""
+REFUSED, STOPPED = 2, 1  # exit codes of `rlft`
 
 
 @dataclass(slots=True, kw_only=True)

@@ -293,8 +293,7 @@ def _blamed_on(tried: Tried, space: Space | None = None) -> Iterator[None]:
 
 
 # -- what makes trials comparable --------------------------------------------------------------------------------------
-REWARDS = "eval/reward/"
-"""The beginning of metrics that are a reward's mean, whatever its name."""
+REWARDS = "eval/reward/"  # the beginning of metrics that are a reward's mean, whatever its name
 IN_UNITS_OF_THE_LOSS = ("eval/loss", "eval/margin")
 """Metrics of `rlft dpo` that another loss, another beta or another reference measures in another unit."""
 TEXT_OF_PRETRAINING = ("path", "field", "given_field", "max_tokens", "held_out")

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 PICTURE = "sweep.png"
 KEYS, STATE, PLUS_MINUS = "keys", "state", "±"
 FINISHED = str(Status.finished)
-COLUMNS = 3
-"""Panels of the picture beside each other."""
-MOST_KEYS = 7
-"""Keys with a panel of their own in the picture: the most important ones."""
+COLUMNS = 3  # panels of the picture beside each other
+MOST_KEYS = 7  # keys with a panel of their own in the picture: the most important ones
 GREY, BLUE, ORANGE, RED = "0.6", "#1f77b4", "#ff7f0e", "#d62728"
 COLOURS = {"complete": BLUE, "pruned": ORANGE, "failed": RED, "unfinished": GREY}
 RESULTS = (

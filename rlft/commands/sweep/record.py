@@ -20,8 +20,7 @@ from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming
 from rlft.types import UserError, require
 
-RECORD = "sweep.yaml"
-"""The file in a sweep's folder with the record."""
+RECORD = "sweep.yaml"  # the file in a sweep's folder with the record
 MAY_CHANGE = ("hydra.sweep.dir", *(f"{SECTION}.{key}" for key, of in keys_of(StudyConfig).items() if of.free),
               "cluster", *(key for key, of in keys_of(RunConfig).items() if of.free_in_sweep))  # fmt: skip
 """Keys that may differ when a study is resumed: none of them changes a trial that was drawn. `cluster` is the choice of

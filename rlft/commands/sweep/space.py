@@ -89,8 +89,7 @@ def check_installed() -> None:
     require(not missing, SECTION, problem, got=SWEEPER, remedy=pip_install("rlft[sweep]"))
 
 
-WIDE = 10.0
-"""An interval of positive numbers whose end is at least so many times its start is sampled on a log scale."""
+WIDE = 10.0  # an interval of positive numbers whose end is at least so many times its start is sampled on a log scale
 ENDS = re.compile(r"interval\(\s*(?:start\s*=\s*)?(?P<low>[^,\s]+)\s*,\s*(?:end\s*=\s*)?(?P<high>[^)\s]+)\s*\)")
 
 

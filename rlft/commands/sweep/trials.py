@@ -37,10 +37,8 @@ from rlft.types import UserError, counted
 JOURNAL = "optuna.log"
 """The file in the sweep's folder, in the format of Optuna's JournalFileBackend, which optuna-dashboard reads."""
 NAME = "sweep"
-REDUCTION = 3
-"""Hyperband lets one of so many trials go on at each rung."""
-FEWEST_TO_COMPARE = 4
-"""Complete trials without which the importance of a key is not told."""
+REDUCTION = 3  # Hyperband lets one of so many trials go on at each rung
+FEWEST_TO_COMPARE = 4  # complete trials without which the importance of a key is not told
 
 SAME_AS, VALUES, WHY, ATTEMPTS = "same_as", "values", "why", "attempts"
 """Attributes of a trial: the number of the trial whose result it has; its value by seed; why it failed or was pruned;

@@ -110,15 +110,13 @@ def _allowed(kind: str, texts: list[str]) -> str:
     return " ".join([kind, *(f"'sha256-{digest}'" for digest in hashes)])
 
 
-MAX_POINTS = 2000
-"""The most points of a curve; in a longer run neighbours are averaged, and the page says so."""
+MAX_POINTS = 2000  # the most points of a curve; in a longer run neighbours are averaged, and the page says so
 
 DIGITS = 5
 MAX_KEYS_OF_LABEL = 3
 SWEEP = "sweep.csv"
 """The file in a sweep's folder with a line for each job or trial."""
-SEED_KEYS = ("seed", "name", "resume")
-"""Keys in which runs of the same experiment with different seeds may differ."""
+SEED_KEYS = ("seed", "name", "resume")  # keys in which runs of the same experiment with different seeds may differ
 
 Line = Mapping[str, Any]
 

@@ -34,11 +34,9 @@ MAX_GROUPS_PER_STEP = 16
 MAX_RECURRING = 8
 MAX_EVALUATIONS = 20
 MAX_SEARCHED = 200  # number of steps that are searched for recurring prompts
-MAX_TEXT = 20_000
-"""The most characters of a prompt or completion; the page says where a text was cut."""
+MAX_TEXT = 20_000  # the most characters of a prompt or completion; the page says where a text was cut
 
-MAX_EDGE = 256
-"""The most pixels along an edge of a shown image."""
+MAX_EDGE = 256  # the most pixels along an edge of a shown image
 
 MAX_IMAGE_BYTES = 4_000_000
 """The most bytes of a page's images, as data URLs."""
