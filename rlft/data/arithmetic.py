@@ -45,10 +45,8 @@ class Arithmetic(Drawn):
         return f"{a}{operation}{b}", question(a, operation, b), OPERATIONS[operation](a, b)
 
     def check(self) -> None:
-        """Refuses keys for which there is no problem. Raises UserError."""
-        is_valid = 1 <= self.difficulty <= 9
-        remedy = "try data.difficulty=2"
-        require(is_valid, "data.difficulty", "must be 1 to 9 digits", got=self.difficulty, remedy=remedy)
+        key, remedy = "data.difficulty", "try data.difficulty=2"
+        require(1 <= self.difficulty <= 9, key, "must be 1 to 9 digits", got=self.difficulty, remedy=remedy)
         is_valid = self.operations and set(self.operations) <= set(OPERATIONS)
         remedy = 'try data.operations=["+"]'
         operations = list(self.operations)

@@ -74,8 +74,6 @@ class Chains(Drawn):
         return chain.identity, chain.question, chain.results[-1]
 
     def check(self) -> None:
-        """Refuses keys for which there is no chain. Raises UserError."""
-        is_possible = 1 <= self.steps <= 20
-        require(is_possible, "data.steps", "must be 1 to 20", got=self.steps, remedy="try data.steps=5")
+        require(1 <= self.steps <= 20, "data.steps", "must be 1 to 20", got=self.steps, remedy="try data.steps=5")
         is_possible = 9 <= self.largest <= 9999
         require(is_possible, "data.largest", "must be 9 to 9999", got=self.largest, remedy="try data.largest=20")

@@ -41,11 +41,9 @@ DRAWS = 64
 
 
 class Curriculum:
-    """The counts of a run's training prompts, and what is chosen by them.
+    """The numbers of right and of wrong completions of each training prompt, float64 `[N]`, and what is chosen by them.
 
-    Attributes:
-        right, wrong: number of right and of wrong completions of each prompt, float64 `[N]`; `memory` of them stays
-            from one step to the next where the run's own groups are counted.
+    Where the run's own groups are counted, `memory` of the numbers stays from one step to the next.
     """
 
     def __init__(
@@ -83,10 +81,8 @@ class Curriculum:
 
     def order(self, step: int, purpose: str) -> Iterator[int]:
         """All prompts, each once: first those not left out, as their weights draw them, then the others."""
-        return chain(
-            self._drawn(self._weights(), step, purpose),
-            self._drawn(self.left_out().astype(np.float64), step, f"{purpose}, left out"),
-        )
+        last = self._drawn(self.left_out().astype(np.float64), step, f"{purpose}, left out")
+        return chain(self._drawn(self._weights(), step, purpose), last)
 
     def _drawn(self, weights: NDArray[np.float64], step: int, purpose: str) -> Iterator[int]:
         return drawn(weights, derive(self.seed, step, purpose))
@@ -122,10 +118,7 @@ class Curriculum:
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------------
     def state(self, step: int) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """(arrays, plain values) of what changes, after `step` finished steps.
-
-        Arrays: prompts int64 `[n]`, right and wrong float64 `[n]`, of those that have been counted.
-        """
+        """(arrays `[n]` of the prompts that have been counted, plain values), after `step` finished steps."""
         prompts = np.flatnonzero(self.right + self.wrong)
         chosen = [[later, indices] for later, indices in self._chosen.items() if later >= step]
         arrays = {"prompts": prompts, "right": self.right[prompts], "wrong": self.wrong[prompts]}
@@ -155,11 +148,9 @@ def drawn(weights: NDArray[np.float64], seed: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRates:
-    """What a file of `rlft sample` says of a run's training prompts.
+    """The numbers of completions of a run's training prompts, float64 `[N]`, in a file of `rlft sample`.
 
-    Attributes:
-        right, wrong: number of completions of each prompt, float64 `[N]`.
-        fingerprint: the sha256 (hex) over the ids of those prompts that the file has, with both numbers.
+    `fingerprint` is the sha256 (hex) over the ids of those prompts that the file has, with both numbers.
     """
 
     right: NDArray[np.float64]
@@ -170,9 +161,8 @@ class PassRates:
 def read_pass_rates(path: str, reward: str, correct_at: float, prompts: Sequence[Prompt]) -> PassRates:
     """The counts of these prompts in a file of `rlft sample`, whose completion is right by that reward.
 
-    Raises:
-        UserError: a row is none of its lines or lacks the reward; prompts have unequal numbers of completions, because
-            some were not kept; the prompts are of other data.
+    UserError: a row is none of its lines or lacks the reward; prompts have unequal numbers of completions, because some
+    were not kept; the prompts are of other data.
     """
     questions: dict[str, str | None] = {}  # None where an environment may have added to it
     of_right, of_all = Counter[str](), Counter[str]()

@@ -33,7 +33,7 @@ from rlft.data.templates import (
     question_of,
     takes_question,
 )
-from rlft.types import Demonstration, FinishReason, Message, Prompt, Split, UserError, are, counted
+from rlft.types import Demonstration, FinishReason, Message, Prompt, Split, are, counted, require
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +69,10 @@ class DemonstrationKeys(LearnedKeys):
         """The split's demonstrations in the order of the data; no question is in both splits. Raises UserError."""
         rows = self.useful(split)
         demonstrations = [made for made in rows if made is not None]
-        if not demonstrations:
-            problem = f"all {len(rows)} sampled completions of the {split} split are cut by the length limit"
-            remedy = "sample with a higher generation.max_tokens, or learn them with demonstrations.token_ids=sampled"
-            raise UserError("demonstrations.path", problem, remedy=remedy)
-        if len(demonstrations) < len(rows):
-            number = len(rows) - len(demonstrations)
+        problem = f"all {len(rows)} sampled completions of the {split} split are cut by the length limit"
+        remedy = "sample with a higher generation.max_tokens, or learn them with demonstrations.token_ids=sampled"
+        require(demonstrations, "demonstrations.path", problem, remedy=remedy)
+        if number := len(rows) - len(demonstrations):
             what = counted(number, "sampled completion")
             logger.warning("demonstrations: %s, cut by the length limit, %s left out", what, are(number))
         check_prompt_ids([demonstration.prompt for demonstration in demonstrations], "demonstrations.path")
@@ -90,10 +88,8 @@ class DemonstrationKeys(LearnedKeys):
             return self._chat(fields, row_id)
         has_prompt = has(fields, self.prompt_field) or not takes_question(self.prompt_template)
         if has_prompt and (fields_in(self.completion_field) or has(fields, self.completion_field)):
-            turns = question_of(fields, self.prompt_field, self.template)
-            turns, question = self.filled(turns, fields)
-            turn = self._completion(fields)
-            demonstration = self._demonstration(turns, turn, row_id, fields)
+            turns, question = self.filled(question_of(fields, self.prompt_field, self.template), fields)
+            demonstration = self._demonstration(turns, self._completion(fields), row_id, fields)
             return [RecordRow(identity=identity(question), made=demonstration)]
         raise MissingField(
             f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
@@ -141,12 +137,11 @@ class DemonstrationKeys(LearnedKeys):
         return Demonstration(prompt=prompt, completion=turn["content"], fields=more)
 
     def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Demonstration | None]:
-        line = parse_sampled(fields, with_tokens=self.token_ids == "sampled")
-        demonstration = None
-        if self.token_ids == "sampled":
-            demonstration = Demonstration(prompt=line.prompt, completion=line.completion, completion_ids=line.token_ids)
-        elif line.finish_reason is FinishReason.stop:
-            demonstration = Demonstration(prompt=line.prompt, completion=line.completion)
+        with_tokens = self.token_ids == "sampled"
+        line, demonstration = parse_sampled(fields, with_tokens=with_tokens), None
+        if with_tokens or line.finish_reason is FinishReason.stop:
+            ids = line.token_ids if with_tokens else ()
+            demonstration = Demonstration(prompt=line.prompt, completion=line.completion, completion_ids=ids)
         return RecordRow(identity=identity(line.prompt.messages), made=demonstration)
 
 

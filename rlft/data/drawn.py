@@ -19,6 +19,13 @@ def split_of(*problem: int | str) -> Split:
     return Split.held_out if digest[0] < 256 * HELD_OUT_SHARE else Split.train
 
 
+def too_few(found: int, wanted: int, split: Split, what: str, more: str) -> UserError:
+    """The error for a split that has fewer distinct problems than its key wants."""
+    key = "data.size" if split is Split.train else "data.held_out_size"
+    remedy = f"use {f'at most {found}, or ' if found else ''}{more}"
+    return UserError(key, f"there are not that many distinct {split} {what}", got=wanted, remedy=remedy)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn(ABC):
     """A source that draws its problems one after the other and keeps the first `size` distinct ones of a split."""
@@ -39,12 +46,7 @@ class Drawn(ABC):
             if len(prompts) == count:
                 return list(prompts.values())
         what, more = self.words
-        raise UserError(
-            "data.size" if split is Split.train else "data.held_out_size",
-            f"there are not that many distinct {split} {what}",
-            got=count,
-            remedy=f"use {f'at most {len(prompts)}, or ' if prompts else ''}{more}",
-        )
+        raise too_few(len(prompts), count, split, what, more)
 
     @abstractmethod
     def check(self) -> None:

@@ -37,9 +37,8 @@ from rlft.data.tables import (
 from rlft.types import UserError, require
 
 EMBEDDED = "embedded:"
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 SHEET_SUFFIXES = (".csv", ".tsv", ".tab")
-SUFFIXES = (*JSON_SUFFIXES, *SHEET_SUFFIXES, ".parquet", ".arrow", ".feather", ".xlsx")
+SUFFIXES = (".jsonl", ".ndjson", ".json", *SHEET_SUFFIXES, ".parquet", ".arrow", ".feather", ".xlsx")
 HELD_OUT_SPLITS = SPLITS[1:]
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """The files that folders have which `datasets` saved (save_to_disk): of one split, and of several."""
@@ -72,7 +71,11 @@ def files_at(path: str, key: str, splits: Sequence[str] = SPLITS[:1]) -> list[Pa
     `embedded:<name>` ships with rlft. Raises UserError naming `key`.
     """
     if path.startswith(EMBEDDED):
-        return [_embedded(path, key)]
+        files = sorted((Path(rlft.__file__).parent / "assets").glob("*.jsonl"))
+        embedded = {f"{EMBEDDED}{file.stem}": file for file in files}
+        remedy = f"use {', '.join(embedded)}, or the path of a file"
+        require(path in embedded, key, "there is no such embedded file", got=path, remedy=remedy)
+        return [embedded[path]]
     file = Path(path).expanduser()
     if file.is_dir():
         return _files_in_folder(file, key, splits)
@@ -138,13 +141,6 @@ def _data_files(folder: Path) -> list[Path]:
         if is_data_file(file.name) and file.is_file() and not file.name.startswith("."):
             found.setdefault(unpacked_name(file), file)
     return list(found.values())
-
-
-def _embedded(path: str, key: str) -> Path:
-    embedded_files = {f"{EMBEDDED}{f.stem}": f for f in sorted((Path(rlft.__file__).parent / "assets").glob("*.jsonl"))}
-    remedy = f"use {', '.join(embedded_files)}, or the path of a file"
-    require(path in embedded_files, key, "there is no such embedded file", got=path, remedy=remedy)
-    return embedded_files[path]
 
 
 def _table(file: Path, key: str, nested: str | None) -> type[FileTable]:

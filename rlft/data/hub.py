@@ -150,9 +150,7 @@ class Hub(HubSet, RecordKeys):
 
 
 def local_path(path: str, key: str) -> Path | None:
-    """The local file or folder that `path`, the value of `key`, refers to; None for a hub id. UserError: it does not
-    exist.
-    """
+    """The local file or folder that `path`, the value of `key`, names; None for a hub id. UserError: there is none."""
     local = Path(path).expanduser()
     if local.exists():
         return local

@@ -57,7 +57,8 @@ class JsonlFiles(RowSource):
         key, held_out_key = f"{self.section}.path", f"{self.section}.held_out_path"
         files, held_out_files = self._files()
         if held_out_files is None:
-            self._warn_of_unused(split)
+            if split is Split.train:
+                self._warn_of_unused()
             found = rows(tables(files, key, self.rows), parse, key)
             return hash_split(found, split, self.held_out_fraction, self.path, self.section)
         held_out = rows(tables(held_out_files, held_out_key, self.rows), parse, held_out_key)
@@ -72,23 +73,16 @@ class JsonlFiles(RowSource):
         if self.held_out_path is None:
             return files, None
         held_out = files_at(self.held_out_path, key, HELD_OUT_SPLITS)
-        require(
-            not {file.resolve() for file in files} & {file.resolve() for file in held_out},
-            key,
-            "is the training file itself",
-            got=self.held_out_path,
-            remedy=f"set it to null to hold out {self.section}.held_out_fraction of that file",
-        )
+        are_others = {file.resolve() for file in files}.isdisjoint(file.resolve() for file in held_out)
+        remedy = f"set it to null to hold out {self.section}.held_out_fraction of that file"
+        require(are_others, key, "is the training file itself", got=self.held_out_path, remedy=remedy)
         return files, held_out
 
-    def _warn_of_unused(self, split: Split) -> None:
+    def _warn_of_unused(self) -> None:
         folder = Path(self.path).expanduser()
-        others = [name for name in HELD_OUT_SPLITS if folder.is_dir() and files_of_split(folder, name)]
-        if others and split is Split.train:
-            logger.warning(
-                "%s.path: the folder's files of the split %s are not used; %s.held_out_path=%s holds them out",
-                *(self.section, " and ".join(others), self.section, self.path),
-            )
+        if others := [name for name in HELD_OUT_SPLITS if folder.is_dir() and files_of_split(folder, name)]:
+            unused, remedy = " and ".join(others), f"{self.section}.held_out_path={self.path} holds them out"
+            logger.warning("%s.path: the folder's files of the split %s are not used; %s", self.section, unused, remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,33 +95,24 @@ def rows(found: Sequence[Table], parse: Parse[Made], key: str) -> Sequence[Recor
 
     UserError: a table is unreadable or malformed, or they hold no row.
     """
-    parsed_rows: Sequence[RecordRow[Made]]
+    parsed: Sequence[RecordRow[Made]]
     if sum(table.num_bytes for table in found) > STREAMED_BYTES and all(table.streams for table in found):
-        parsed_rows = StreamedRows(found, key, parse, _index_of(tuple(found), parse, key))
+        parsed = StreamedRows(found, key, parse, _index_of(tuple(found), parse, key))
     else:
-        parsed_rows = [
-            row for table in found for record in table.records() for row in rows_of(record, table, parse, key)
-        ]
+        parsed = [row for table in found for record in table.records() for row in rows_of(record, table, parse, key)]
     remedy = "give data with rows, such as one object a line"
-    require(len(parsed_rows), key, "holds no data", got=found[0].where, remedy=remedy)
-    return parsed_rows
+    require(len(parsed), key, "holds no data", got=found[0].where, remedy=remedy)
+    return parsed
 
 
 class Index(NamedTuple):
-    """Columns with one entry per row of streamed tables.
+    """Columns with one entry per row of streamed tables."""
 
-    Attributes:
-        starts: where the row's record starts in its table, after all of the tables before it.
-        identities: first 64 bits of the row's identity.
-        numbers, checks: number and checksum of the record.
-        parts: index of the row among those of its record.
-    """
-
-    starts: array[int]
-    identities: array[int]
-    numbers: array[int]
-    checks: array[int]
-    parts: array[int]
+    starts: array[int]  # where the row's record starts in its table, after all of the tables before it
+    identities: array[int]  # the first 64 bits
+    numbers: array[int]  # of the records
+    checks: array[int]  # checksums of the records
+    parts: array[int]  # index of the row among those of its record
 
 
 @lru_cache(maxsize=2)
@@ -197,13 +182,9 @@ def hash_split(
     """
     limit, held_out = held_out_fraction * 2**64, split is Split.held_out  # as in split_of
     chosen = _where(rows, [(identity < limit) is held_out for identity in identities(rows)])
-    require(
-        len(chosen),
-        f"{section}.held_out_fraction",
-        f"leaves no {split} prompts of the {len(rows)} in {where}",
-        got=held_out_fraction,
-        remedy="use another fraction, more data, or a file of its own to hold out",
-    )
+    key, problem = f"{section}.held_out_fraction", f"leaves no {split} prompts of the {len(rows)} in {where}"
+    remedy = "use another fraction, more data, or a file of its own to hold out"
+    require(len(chosen), key, problem, got=held_out_fraction, remedy=remedy)
     return chosen
 
 

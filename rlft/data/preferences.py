@@ -35,7 +35,7 @@ from rlft.data.records import LearnedKeys, RecordRow, identity
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
 from rlft.data.templates import chat, check_template, question_of, takes_question
 from rlft.tokens.ends import num_common
-from rlft.types import Message, Prompt, Ranking, Split, UserError, counted
+from rlft.types import Message, Prompt, Ranking, Split, counted, require
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
@@ -47,27 +47,19 @@ Pair = tuple[tuple[Message, ...], str, str]
 
 @dataclass(slots=True)
 class RankingSet:
-    """The rankings of a split, and the numbers of prompts left out because there is nothing to learn from them.
-
-    Attributes:
-        num_identical: number of prompts whose completions are all the same.
-        num_tied: number of prompts whose completions all have the same score (or that have only one completion).
-    """
+    """The rankings of a split, and the numbers of prompts left out because there is nothing to learn from them."""
 
     rankings: list[Ranking]
-    num_identical: int = 0
-    num_tied: int = 0
+    num_identical: int = 0  # all completions are the same
+    num_tied: int = 0  # all completions have the same score, or there is only one
 
     @property
     def note(self) -> str | None:
         """A message for the user; None where nothing was left out."""
         left_out = self.num_identical + self.num_tied
-        if not left_out:
-            return None
-        return (
-            f"{left_out} of {left_out + len(self.rankings)} preferences are left out: {self.num_identical} whose "
-            f"completions are the same, {self.num_tied} without a difference in score."
-        )
+        why = f"{self.num_identical} whose completions are the same, {self.num_tied} without a difference in score"
+        number = left_out + len(self.rankings)
+        return f"{left_out} of {number} preferences are left out: {why}." if left_out else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +69,10 @@ class PreferenceKeys(LearnedKeys):
     - a pair in chosen_field and rejected_field: two texts (or one assistant message each) with a prompt, or two whole
       chats that differ in their last message. The common beginning of the chats is the prompt; if the row has another
       prompt, that is not used.
-    - a list of texts in completions_field with a prompt, or one text with its score: all rows of a prompt are ranked
-      together
-    - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged, and all
-      lines of a prompt are ranked together
+    - a list of texts in completions_field with a prompt, or one text with its score
+    - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
 
+    The single texts of a prompt are ranked together, and so are its lines of `rlft sample`.
     Pairs that answer different questions are left out and counted. A chat in messages_field takes precedence over
     prompt_field. The rejected completion of a pair scores 0, the chosen one its margin.
     """
@@ -129,16 +120,12 @@ class PreferenceKeys(LearnedKeys):
                 found.num_tied += 1
             else:
                 ids = ids if ids[0] else ()
-                made = replace(same[-1], completions=completions, scores=scores, completion_ids=ids)
-                found.rankings.append(made)
-        if not found.rankings:
-            raise UserError(
-                "preferences.path",
-                f"no prompt has two different completions with different scores: of {len(rows_of_prompt)} {split} "
-                f"prompts {found.num_identical} have the same completion throughout, and {found.num_tied} the same "
-                "score",
-                remedy="give data with better and worse completions, or sample more of each prompt",
-            )
+                found.rankings.append(replace(same[-1], completions=completions, scores=scores, completion_ids=ids))
+        problem = "no prompt has two different completions with different scores"
+        numbers = f"{found.num_identical} have the same completion throughout, and {found.num_tied} the same score"
+        problem = f"{problem}: of {len(rows_of_prompt)} {split} prompts {numbers}"
+        remedy = "give data with better and worse completions, or sample more of each prompt"
+        require(found.rankings, "preferences.path", problem, remedy=remedy)
         return found
 
     def learned(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Ranking]]:

@@ -21,16 +21,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
-from typing import Any, BinaryIO
+from typing import Any
 
 from rlft.config.bounds import PositiveInt, Seed
+from rlft.data.drawn import HELD_OUT_SHARE, too_few
 from rlft.data.records import identity, split_of
 from rlft.data.templates import check_template, prompt_of
 from rlft.system.process import signals
 from rlft.system.terminal import pip_install
 from rlft.types import Prompt, Split, UserError, require
 
-HELD_OUT_SHARE = 0.1
 CHUNK = 2000
 """Number of questions made from one seed. Some tasks, such as acre, make all at once, so the questions depend on it."""
 PATIENCE = 1000
@@ -123,10 +123,7 @@ def draw(
             return
         if useless_draws > PATIENCE:
             split = Split.train if counts[Split.train] < sizes[Split.train] else Split.held_out
-            key = "data.size" if split is Split.train else "data.held_out_size"
-            problem = f"there are not that many distinct {split} questions of {task}"
-            remedy = f"use {f'at most {counts[split]}, or ' if counts[split] else ''}options with more variety"
-            raise UserError(key, problem, got=sizes[split], remedy=remedy)
+            raise too_few(counts[split], sizes[split], split, f"questions of {task}", "options with more variety")
 
 
 def entries(task: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[int, Entry]]:
@@ -180,15 +177,11 @@ def main() -> None:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the library's own output must not get between the pickles
         try:
             for split, value in draw(**request):
-                _send(out, str(split), value)
+                pickle.dump((str(split), value), out)
+                out.flush()  # this fails at the next question if the parent was killed
         except UserError as error:
             error_fields = {"key": error.key, "problem": error.problem, "got": error.got, "remedy": error.remedy}
-            _send(out, "refused", error_fields)
-
-
-def _send(out: BinaryIO, kind: str, value: Any) -> None:
-    pickle.dump((kind, value), out)
-    out.flush()  # this fails at the next question if the parent was killed
+            pickle.dump(("refused", error_fields), out)
 
 
 if __name__ == "__main__":

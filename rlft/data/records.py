@@ -137,13 +137,9 @@ class RecordKeys(PromptKeys, RowSource):
     def __post_init__(self) -> None:
         check_template(self.prompt_template, "data.prompt_template", self.answer_field)
         check_answer_template(self.answer_field or "", "data.answer_field")
-        require(
-            _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template),
-            "data.few_shot_template",
-            "has neither {answer} nor {final}",
-            got=repr(self.few_shot_template),
-            remedy="put {answer} where the worked answer goes",
-        )
+        problem, remedy = "has neither {answer} nor {final}", "put {answer} where the worked answer goes"
+        shows_answer, got = _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template), repr(self.few_shot_template)
+        require(shows_answer, "data.few_shot_template", problem, got=got, remedy=remedy)
         problem = "is null, so that examples have no answer to show"
         has_answer = self.answer_field is not None or self.messages_field is not None
         require(has_answer or not self.few_shot, "data.answer_field", problem, remedy="set data.few_shot=0, or name it")
@@ -152,8 +148,7 @@ class RecordKeys(PromptKeys, RowSource):
         try:
             re.compile(self.answer_pattern or "")
         except re.error as error:
-            problem = f"is not a regular expression ({error})"
-            remedy = "fix it, or use null"
+            problem, remedy = f"is not a regular expression ({error})", "fix it, or use null"
             raise UserError("data.answer_pattern", problem, got=self.answer_pattern, remedy=remedy) from None
 
     def load(self, split: Split) -> Sequence[Prompt]:
@@ -172,11 +167,10 @@ class RecordKeys(PromptKeys, RowSource):
     def parse(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Question]]:
         """The row's question. Raises RowError."""
         fields, images = with_images(fields, self.messages_field or self.prompt_field, self.image_field)
-        turns = (
-            question_of(fields, self.prompt_field, self.template)
-            if self.messages_field is None
-            else messages_of(fields, self.messages_field)
-        )
+        if self.messages_field is None:
+            turns = question_of(fields, self.prompt_field, self.template)
+        else:
+            turns = messages_of(fields, self.messages_field)
         worked_answers = self._worked_answers(fields, turns)
         if turns[-1]["role"] == "assistant":
             turns = turns[:-1]
@@ -199,9 +193,8 @@ class RecordKeys(PromptKeys, RowSource):
         except RowError as error:
             raise MissingField(f"{error} (data.metadata_fields)") from None
         if options := self.options(fields):
-            metadata[OPTIONS] = {
-                key: [option and option[i] for option in options] for i, key in enumerate(("label", "text"))
-            }
+            columns = enumerate(("label", "text"))
+            metadata[OPTIONS] = {key: [option and option[i] for option in options] for i, key in columns}
         prompt = Prompt(
             id=row_id,
             messages=chat(turns, self.system_prompt),

@@ -40,9 +40,6 @@ class Shapes(Drawn):
     def words(self) -> tuple[str, str]:
         return "pictures", "less"
 
-    def most_draws(self, count: int) -> int:
-        return 200 * count
-
     def draw(self, rng: random.Random) -> tuple[str, str, int]:
         number = rng.randint(1, self.most)
         return f"{number}-{rng.getrandbits(40):010x}", QUESTION, number
@@ -53,8 +50,8 @@ class Shapes(Drawn):
     def check(self) -> None:
         """Refuses keys for which there is no picture, and to draw without Pillow. Raises UserError."""
         cells = CELLS**2
-        is_possible = 1 <= self.most <= cells
-        require(is_possible, "data.most", f"must be 1 to {cells}", got=self.most, remedy=f"try data.most={cells}")
+        is_valid = 1 <= self.most <= cells
+        require(is_valid, "data.most", f"must be 1 to {cells}", got=self.most, remedy=f"try data.most={cells}")
         is_installed, problem = importlib.util.find_spec("PIL"), "the pillow library is not installed"
         require(is_installed, "data", problem, got="shapes", remedy=pip_install("rlft[vision]"))
 

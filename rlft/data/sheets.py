@@ -121,10 +121,7 @@ class Csv(Sheet):
 class Workbook(Sheet):
     """The rows of a sheet of an Excel workbook: the only one with cells, or the one that `nested` names."""
 
-    streams, blank = False, None
-
-    def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        yield f"{self.name}:{record.number}", self.fields(record)
+    streams, nested_in_records, blank = False, False, None
 
     def _rows(self) -> Iterator[Record]:
         for number, cells in enumerate(self._cells):
@@ -150,9 +147,9 @@ class Workbook(Sheet):
         try:
             import openpyxl
         except ImportError:
-            remedy = f"{pip_install('rlft[xlsx]')}, or save it as CSV"
+            problem, remedy = "is not installed", f"{pip_install('rlft[xlsx]')}, or save it as CSV"
             raise UserError(
-                self.key, "openpyxl, which reads workbooks, is not installed", got=self.file, remedy=remedy
+                self.key, f"openpyxl, which reads workbooks, {problem}", got=self.file, remedy=remedy
             ) from None
         try:
             with self.opened() as opened:

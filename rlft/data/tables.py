@@ -45,19 +45,12 @@ Made = TypeVar("Made")
 
 
 class Record(NamedTuple):
-    """A row as it stands in its table.
+    """A row as it stands in its table."""
 
-    Attributes:
-        number: of its line, from 1, or of the row, from 0.
-        start: where it is read again: the offset of its first byte, or the number of the row.
-        size: its bytes, or 1 for a row.
-        content: the bytes of a line, the cells of a row of CSV, or the row itself.
-    """
-
-    number: int
-    start: int
-    size: int
-    content: Any
+    number: int  # of its line, from 1, or of the row, from 0
+    start: int  # where it is read again: the offset of its first byte, or the number of the row
+    size: int  # its bytes, or 1 for a row
+    content: Any  # the bytes of a line, the cells of a row of CSV, or the row itself
 
     @property
     def checksum(self) -> int:
@@ -65,25 +58,18 @@ class Record(NamedTuple):
 
 
 class Table(ABC):
-    """Records in a fixed order.
+    """Records in a fixed order."""
 
-    Attributes:
-        name: begins the ids of its rows.
-        where: the file or set, for messages.
-        nested: the path to the rows in a record; None: a record is a row.
-        streams: whether records can be read again without those before them.
-        unit: what is numbered, line or row.
-        has_types: whether its columns have types, so that objects have null for the fields that they do not have.
-        hint: what a message about a missing field should say of the names of this table's fields.
-    """
-
-    name: str
-    where: str
-    nested: str | None = None
-    streams: bool = True
-    unit: str = "row"
-    has_types: bool = False
-    hint: str = ""
+    name: str  # begins the ids of its rows
+    where: str  # the file or set, for messages
+    nested: str | None = None  # the path to the rows; None: a record is a row
+    nested_in_records: bool = True  # whether that path begins in each record, not in the table as a whole
+    streams: bool = True  # whether records can be read again without those before them
+    unit: str = "row"  # what is numbered, line or row
+    has_types: bool = (
+        False  # whether its columns have types, so that objects have null for fields that they do not have
+    )
+    hint: str = ""  # what a message about a missing field should say of the names of this table's fields
 
     @property
     @abstractmethod
@@ -110,7 +96,7 @@ class Table(ABC):
     def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(id, fields) of each row of a record. RowError: there is none where `nested` leads."""
         name, fields = f"{self.name}:{record.number}", self.fields(record)
-        found = [("", fields)] if self.nested is None else rows_at(fields, self.nested)
+        found = rows_at(fields, self.nested) if self.nested is not None and self.nested_in_records else [("", fields)]
         yield from ((f"{name}{place}", TypedRow(row) if self.has_types else row) for place, row in found)
 
     def top(self, record: Record) -> Any:
@@ -247,11 +233,9 @@ class JsonLines(FileTable):
 
 
 class JsonDocument(FileTable):
-    """One JSON array of objects, an object whose `data` is one or that has rows where `nested` leads, or several
-    objects that are not a line each.
-    """
+    """An array of objects, an object with one in `data` or with rows where `nested` leads, or objects of many lines."""
 
-    streams = False
+    streams, nested_in_records = False, False
 
     def records(self) -> Iterator[Record]:
         for number, row in enumerate(self._rows):
@@ -259,9 +243,6 @@ class JsonDocument(FileTable):
 
     def fields(self, record: Record) -> Mapping[str, Any]:
         return self.checked(record.content, record.number, may_hold_surrogates=self._may_hold_surrogates)
-
-    def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        yield f"{self.name}:{record.number}", self.fields(record)
 
     def top(self, record: Record) -> Any:
         return self._document

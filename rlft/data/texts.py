@@ -41,15 +41,9 @@ class Text:
 
 
 def load_texts(path: str, field: str, given_field: str | None, nested: str | None = None) -> list[Text]:
-    """The texts of all rows, in the order of the files and unchanged, white space included.
+    """The texts of all rows of `files_at(path)`, in order and unchanged; `given_field` has their contexts.
 
-    Args:
-        path: a file of rows or a folder of these, or embedded:<name>, which ships with rlft.
-        field: the field of the text.
-        given_field: the field of its context; None: the texts have none.
-        nested: the path to the rows in the file or in a row; None: they are not nested.
-
-    Raises UserError: the file cannot be read or is empty; a field is missing or of another type, or a text is empty.
+    UserError: a file cannot be read, or there is no row; a field is missing or of another type, or a text is empty.
     """
     problem = "is the key of the text itself (pretrain.field)"
     remedy = "name the field of what stands before the text, or set it to null"
@@ -90,16 +84,10 @@ class TextTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PretrainText:
-    """Tokenised texts for training and for evaluation, which share no token sequence.
+    """Tokenised texts for training, in the order of the file, and for evaluation; they share no token sequence.
 
-    Attributes:
-        train_texts: the texts to train on, cut at the limit, in the order of the file.
-        held_out_texts: the held-out texts, also cut.
-        sequences_per_update: number of texts per optimizer update.
-        updates_per_step: number of optimizer updates per step.
-        fingerprint: the sha256 (hex) over the number of given tokens (4 bytes, little-endian) and the digest of the
-            token ids of all texts, for resumed runs.
-        note: how many texts were cut, or dropped as they have no token to learn within the limit; None if none was.
+    `fingerprint` is the sha256 (hex) over the number of given tokens (4 bytes, little-endian) and the digest of the
+    token ids of all texts; `note` says how many were cut, or dropped as they have no token to learn within the limit.
     """
 
     train_texts: tuple[TextTokens, ...]
@@ -112,8 +100,7 @@ class PretrainText:
     def batch(self, seed: int, step: int, update: int) -> Batch:
         """The texts of optimizer update number `update` (from 0) of the step that follows `step` finished steps.
 
-        This is a pure function of its arguments, like `prompts_for_step`: a resumed run needs no cursor into the text.
-        No text occurs twice in a pass over the texts.
+        Like `prompts_for_step`, a pure function of its arguments; no text occurs twice in a pass over the texts.
         """
         if not 0 <= update < self.updates_per_step:
             raise ValueError(f"a step has {self.updates_per_step} updates, there is none with number {update}")
@@ -142,8 +129,7 @@ def scan_texts(
     tokenised separately and joined, so no token belongs to both. A hash of its tokens decides whether a text is held
     out: equal texts are in the same split, whichever part of them is given, and neither order nor seed changes that.
 
-    Raises:
-        UserError: the limit is below 2 tokens, or there are too few texts to hold out that many or to fill an update.
+    UserError: the limit is below 2 tokens, or there are too few texts to hold out that many or to fill an update.
     """
     contexts, learned = [text.context for text in texts], [text.text for text in texts]
     problem = "a text's first token is given, so it needs a second one to learn from"
@@ -154,25 +140,18 @@ def scan_texts(
     kept = [replace(text, ids=text.ids[:max_tokens]) for text in learnable]
     digests = [hashlib.sha256(text.ids.tobytes()).digest() for text in kept]
     distinct = dict(zip(digests, kept, strict=True))
-    require(
-        len(distinct) > held_out,
-        "pretrain.held_out",
-        f"there {are(len(distinct))} only {counted(len(distinct), 'different text')} with a token to learn within "
-        f"pretrain.max_tokens={max_tokens}, and some must be left to train on",
-        got=held_out,
-        remedy="use fewer, more text, or a higher pretrain.max_tokens",
-    )
+    within, found = f"pretrain.max_tokens={max_tokens}", counted(len(distinct), "different text")
+    problem = f"there {are(len(distinct))} only {found} with a token to learn within {within}"
+    problem += ", and some must be left to train on"
+    remedy = "use fewer, more text, or a higher pretrain.max_tokens"
+    require(len(distinct) > held_out, "pretrain.held_out", problem, got=held_out, remedy=remedy)
     held_out_digests = set(sorted(distinct)[:held_out])
     train_texts = [text for text, digest in zip(kept, digests, strict=True) if digest not in held_out_digests]
-    require(
-        len(train_texts) >= sequences_per_update,
-        "pretrain.sequences_per_update",
-        f"pretrain.held_out={held_out} leaves only {counted(len(train_texts), 'text')} to train on",
-        got=sequences_per_update,
-        remedy=f"use at most {len(train_texts)}, a lower pretrain.held_out, or more text",
-    )
+    key, number = "pretrain.sequences_per_update", len(train_texts)
+    problem = f"pretrain.held_out={held_out} leaves only {counted(number, 'text')} to train on"
+    remedy = f"use at most {number}, a lower pretrain.held_out, or more text"
+    require(number >= sequences_per_update, key, problem, got=sequences_per_update, remedy=remedy)
     num_dropped, num_cut = len(whole) - len(learnable), sum(len(text.ids) > max_tokens for text in learnable)
-    within = f"pretrain.max_tokens={max_tokens}"
     notes = [f"{num_cut} were cut after {within}"] if num_cut else []
     notes += [f"{num_dropped} with no token to learn within {within} were dropped"] if num_dropped else []
     numbered = [text.num_given.to_bytes(4, "little") + digest for text, digest in zip(kept, digests, strict=True)]
