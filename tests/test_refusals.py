@@ -497,7 +497,7 @@ TABLE = [
     (f"{LARGER} {IN_VLLM} generation.vllm.batch_invariant=true", "generation.vllm.batch_invariant", "on CUDA only"),
     (f"{LARGER} {IN_VLLM}", "snapshot.teacher_engine", "or use snapshot.teacher_engine=transformers", "vllm"),
     (f"{LARGER} {IN_VLLM} prompts.max_tokens=256 generation.max_tokens=256", "snapshot.teacher",
-     "the longest row of 512 tokens and the token that vLLM samples after it exceeds its context of 512 tokens"),
+     "the longest row of 512 tokens and the token that is sampled after it by vLLM exceeds its context of 512 tokens"),
     # Snapshots
     ("train snapshot.reference=ema snapshot.ema_decay=0.9 snapshot.refresh_every=5",
      "snapshot.refresh_every", "snapshot.reference is ema, got 5"),

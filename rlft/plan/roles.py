@@ -444,7 +444,7 @@ def check_teacher(config: RunConfig, tokenizer: RunTokenizer, longest_prompt: in
     require(vocabulary <= rows, TEACHER, problem, got=settings.path, remedy=remedy)
     limit, longest = limit_of(model), longest_prompt + config.generation.max_tokens
     engine = config.generation.named(config.snapshot.teacher_engine)
-    and_sampled = f" and the token that {engine.title} samples after it" if engine.teaches else ""
+    and_sampled = f" and the token that is sampled after it by {engine.title}" if engine.teaches else ""
     if limit is not None and longest + bool(and_sampled) > limit.tokens:
         problem = f"the longest row of {counted(longest, 'token')}{and_sampled} exceeds its {limit.words}"
         remedy = "lower prompts.max_tokens or generation.max_tokens, or use another teacher"
