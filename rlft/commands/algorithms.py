@@ -99,11 +99,7 @@ def listed(name: str, file: Path) -> dict[str, str]:
 
 
 def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
-    """Everything that is printed about one algorithm, with these overrides of its keys.
-
-    Raises:
-        UserError: there is no algorithm of this name, or it refuses the keys.
-    """
+    """Everything that is printed about one algorithm with these overrides of its keys, which it may refuse."""
     if name not in files:
         raise UserError("algorithms", "there is no such algorithm", got=name, remedy=choice_remedy(name, files))
     plain = compose([f"{GROUP}={name}", *overrides], config_dir)[GROUP]

@@ -65,14 +65,9 @@ def begin(plain: Mapping[str, Any], folder: Path) -> None:
 
 
 def resolve_in(folder: Path, plain: Mapping[str, Any], name: str | None = None) -> Resolved:
-    """Reads the config of a run in this folder, with the values that a resumed run keeps.
+    """Reads the composed config of a run in this folder, with the values that a resumed run keeps and may not change.
 
-    Args:
-        plain: the composed config; `resume: auto` resumes the run in the folder if there is one.
-        name: the command's; None for the one that the config names.
-
-    Raises:
-        UserError: the config is wrong by itself, or differs from that of the run in a key that may not change.
+    `resume: auto` resumes the run in the folder if there is one. `name` is the command's; None: that of the config.
     """
     if plain["resume"] == AUTO:
         plain = {**plain, "resume": str(folder) if run_folder.config_file(folder).exists() else None}

@@ -90,11 +90,7 @@ def command(arguments: list[str]) -> None:
 
 
 def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """The names of families that contain the pattern or match it, whatever its case.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The names of families that contain the pattern or match it, whatever its case; there must be one."""
     wanted = pattern.lower().replace("-", "_")
     named = {kind: kind.lower().replace("-", "_") for kind in names}
     found = [kind for kind, name in named.items() if wanted in name or fnmatch(name, wanted)]

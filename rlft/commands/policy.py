@@ -29,13 +29,9 @@ if TYPE_CHECKING:
 
 
 def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments, NamedRun | None]:
-    """Parses the words of a command that uses a run.
+    """The parsed words of a command that uses a run, and that run; None if they name none.
 
-    Args:
-        words: keys of the command itself, which do not change the config.
-
-    Returns:
-        The parsed words, and the run that they name; None if they name none.
+    `words` are keys of the command itself, which do not change the config.
     """
     if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
         arguments = [f"run={arguments[0]}", *arguments[1:]]

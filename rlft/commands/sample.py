@@ -58,11 +58,7 @@ NOTHING_DONE: Mapping[str, Any] = {"step": 0, "bytes": 0, "sampled": 0, "kept": 
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """The content of progress.json; NOTHING_DONE if there is no such file yet.
-
-    Raises:
-        UserError: the file cannot be read, or is damaged.
-    """
+    """The content of progress.json; NOTHING_DONE if there is no such file yet. UserError: it is damaged."""
     try:
         state = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -214,11 +210,7 @@ def stopped(folder: Path) -> str:
 
 
 def steps_done(folder: Path, plan: SamplePlan) -> int:
-    """The number of steps that the run in this folder has finished.
-
-    Raises:
-        UserError: num_prompts is now below the number of sampled prompts, or higher although the last step was cut.
-    """
+    """The number of steps that the run in this folder has finished; refuses a num_prompts that these do not fit."""
     state, size = read_progress(folder), plan.config.prompts_per_step
     step = state["step"]
     _check_size(folder, state)

@@ -187,9 +187,6 @@ def read_price(text: str | None) -> Price | None:
 
     >>> read_price("2.5/h"), read_price("$2/h"), read_price("1.80 EUR/h")
     (Price(per_hour=2.5, currency=''), Price(per_hour=2.0, currency='$'), Price(per_hour=1.8, currency='EUR'))
-
-    Raises:
-        UserError: the text is no price per hour, or it is 0.
     """
     if text is None:
         return None

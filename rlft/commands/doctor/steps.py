@@ -135,8 +135,7 @@ def swap_row(publish: Callable[[int], None], freshness: Freshness, roles: Roles)
 def _move(roles: Roles, weights: Mapping[str, Tensor], freshness: Freshness) -> float:
     """Loads the adapter with a changed B; the largest move of a fixed token's log-prob by that, in nats.
 
-    Raises:
-        RuntimeError: log-probs do not move by twice the limits of the freshness check, or none by MIN_MOVE.
+    RuntimeError: log-probs do not move by twice the limits of the freshness check, or none by MIN_MOVE.
     """
     sequences, limits, spread = freshness.sequences, freshness.model_limits, FIRST_SPREAD
     logprobs = flatten(roles.score(sequences))

@@ -48,7 +48,7 @@ class Check:
     """A check, which makes one row or several.
 
     Attributes:
-        name: name of the check, and of its row if the check fails before it makes one.
+        name: also of its row if the check fails before it makes one.
         function: `module:function` that returns its rows, called with the result of the subject's `opens`.
         limit_s: seconds after which it counts as failed.
         fresh: whether it needs a process in which nothing has been allocated yet.

@@ -51,8 +51,7 @@ For llama.cpp, the command that converts the folder into a GGUF file is printed 
   rlft export run=runs/grpo_arithmetic/<time> out=exports/mine push=me/mine"""
 
 WORDS = ("out", "as", "dtype")  # keys of the command, in the order of the parameters of `prepare`
-PUSH_WORDS = ("push", "private")
-"""Keys of the command, in the order of the parameters of `push.read_target`; all others are of the run's config."""
+PUSH_WORDS = ("push", "private")  # and of `push.read_target`; all others are of the run's config
 
 
 def command(arguments: list[str]) -> None:
@@ -127,11 +126,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
 
 
 def run(request: Export, pushing: push.Push | None, say: Callable[[str], None]) -> None:
-    """Writes the folder, prints what can be done with it, and pushes it if requested.
-
-    Raises:
-        PushError: the folder was written but not pushed.
-    """
+    """Writes the folder, prints what can be done with it, and pushes it if requested (PushError: it was not pushed)."""
     print(f"exported to {export(request, say)}", flush=True)
     if request.checkpoint_kind is not CheckpointKind.reward:
         from rlft.model.adapter_folder import CONFIG

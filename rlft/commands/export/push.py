@@ -55,11 +55,7 @@ class Push:
 
 # -- before the export -------------------------------------------------------------------------------------------------
 def read_target(repo_id: str | None, private: str | None) -> Push | None:
-    """The push that push= and private= name; None without them.
-
-    Raises:
-        UserError: push= is not a repository id, or private= is neither true nor false.
-    """
+    """The push that push= and private= name; None without them."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -83,11 +79,7 @@ def read_target(repo_id: str | None, private: str | None) -> Push | None:
 
 
 def prepared(target: Push) -> Push:
-    """Asks the hub whether it will accept the push, before anything is computed.
-
-    Raises:
-        UserError: the hub refuses the token, or the repository exists with another visibility.
-    """
+    """Asks the hub about the push before anything is computed; refuses the token, or the repository's visibility."""
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -148,12 +140,9 @@ def limited_waits(seconds: float) -> Iterator[None]:
 
 # -- after the export --------------------------------------------------------------------------------------------------
 def push(target: Push, folder: Path, say: Callable[[str], None]) -> str:
-    """Uploads the files of the folder, and returns the address of the repository.
+    """Uploads the files of the folder, and returns the repository's address; PushError: some or all were not uploaded.
 
     In an existing repository, files with the same names are replaced and others stay; its history keeps all versions.
-
-    Raises:
-        PushError: nothing, or not everything, was uploaded.
     """
     files = [file for file in folder.rglob("*") if file.is_file()]
     size = f"{counted(len(files), 'file')} ({sum(file.stat().st_size for file in files):,} bytes)"

@@ -51,11 +51,7 @@ class Export:
 def prepare(
     source: NamedRun, out: str | None, kind: str | None, dtype: str | None, say: Callable[[str], None]
 ) -> Export:
-    """Validates a request, in which None stands for a key that was not typed; imports no torch and writes nothing.
-
-    Raises:
-        UserError: the export is impossible.
-    """
+    """Validates a request, in which None stands for a key that was not typed; imports no torch and writes nothing."""
     require(out, "out", "is missing" if out is None else "is empty", remedy="write out=<new folder>")
     folder = Path(out or "").expanduser()
     if kind == "gguf":

@@ -82,21 +82,11 @@ def write_adapter(source: Path, config: ModelConfig, folder: Path) -> None:
 
 # -- a model -----------------------------------------------------------------------------------------------------------
 def write_model(
-    request: Export,
-    config: ModelConfig,
-    tokenizer: RunTokenizer,
-    folder: Path,
-    say: Callable[[str], None],
+    request: Export, config: ModelConfig, tokenizer: RunTokenizer, folder: Path, say: Callable[[str], None]
 ) -> None:
     """Writes weights, config, tokenizer and the base's own generation config.
 
-    Args:
-        request: what is exported.
-        config: the model settings of the base, or of the checkpoint's own weights. Such weights are copied as they
-            are, unless dtype changes them.
-        tokenizer: the base's tokenizer.
-        folder: the folder for the files.
-        say: prints a line.
+    `config` is the base's, or that of the checkpoint's own weights, which are copied unless dtype changes them.
     """
     base = from_mapping(ModelConfig, request.source.config["model"], "model")
     holds_weights = request.checkpoint_kind is CheckpointKind.weights
@@ -115,7 +105,9 @@ def write_model(
                 write_adapter(request.checkpoint / CheckpointKind.policy, config, Path(adapter))
                 model = merge(model, tokenizer, Path(adapter))
         elif trained_alone:
-            put_inside(model, load_float32(config)[0])
+            names, whole = names_of(text_model_of(model)), model.state_dict()
+            for name, tensor in load_float32(config)[0].state_dict().items():
+                whole[names.outside(name)].copy_(tensor)
         round_weights(model, dtypes, request.dtype)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
         with writing(request.out, needed):
@@ -142,19 +134,10 @@ def load_float32(config: ModelConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     return model.float().eval(), dtypes
 
 
-def put_inside(own: PreTrainedModel, trained: PreTrainedModel) -> None:
-    """Copies the weights of a text model to the model that contains it."""
-    names, theirs = names_of(text_model_of(own)), own.state_dict()
-    for name, tensor in trained.state_dict().items():
-        theirs[names.outside(name)].copy_(tensor)
-
-
 def merge(model: PreTrainedModel, tokenizer: RunTokenizer, adapter: Path) -> PreTrainedModel:
     """Adds the adapter's products to the model's weights, in place: W + scale x B A.
 
-    Raises:
-        MergeError: the merged model's log-probs differ from the adapter's, for instance because an adapted weight is
-            tied to another one.
+    MergeError: log-probs differ from the adapter's, for instance because an adapted weight is tied to another one.
     """
     device = torch.device("cpu")
     ids: Any = tokenizer(TEXT)["input_ids"]
@@ -175,11 +158,7 @@ def merge(model: PreTrainedModel, tokenizer: RunTokenizer, adapter: Path) -> Pre
 
 
 def round_weights(model: PreTrainedModel, dtypes: Mapping[str, Any], dtype: str) -> None:
-    """Casts each tensor to the dtype that it had on disk (`auto`), or to the given one.
-
-    Raises:
-        UserError: a number is too large for the dtype.
-    """
+    """Casts each tensor to the dtype that it had on disk (`auto`), or to the given one, which may be too small."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in ((name, tensor) for name, tensor in tensors if name in dtypes and tensor.is_floating_point()):
         tensor.data = tensor.data.to(dtypes[name] if dtype == AUTO else getattr(torch, dtype))
@@ -208,14 +187,7 @@ def write_ends(folder: Path, base_file: Path | None, ends: Sequence[int]) -> Non
 
 # -- what its base has besides -----------------------------------------------------------------------------------------
 def add_unused(model: PreTrainedModel, config: ModelConfig, folder: Path, say: Callable[[str], None]) -> None:
-    """Adds to the written weights those tensors of the base that its class says it leaves out, bit for bit.
-
-    Args:
-        model: the model that was written.
-        config: the model settings of the base.
-        folder: the folder that `save_pretrained` has written.
-        say: prints a line if other tensors of the base are not in the folder.
-    """
+    """Adds to the written weights those tensors of the base that its class says it leaves out, bit for bit."""
     written = tensors_of(folder / INDEX, folder / WEIGHTS)
     base = tensors_of(file_of(source(config), INDEX), file_of(source(config), WEIGHTS))
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()

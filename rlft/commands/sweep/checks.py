@@ -192,10 +192,9 @@ def of_the_files(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_finished(plain: Mapping[str, Any], folder: Path) -> bool:
-    """Whether the folder has a finished run of this very config; of one with more steps, its plan says what it lacks.
+    """Whether the folder has a finished run of this very config; a run of another config is refused.
 
-    Raises:
-        UserError: it has a run of another config.
+    Of a config with more steps, the plan says what the run lacks.
     """
     if not run_folder.config_file(folder).exists():
         return False
@@ -207,11 +206,7 @@ def is_finished(plain: Mapping[str, Any], folder: Path) -> bool:
 
 
 def cluster_of(resolved: Sequence[Resolved]) -> ClusterConfig | None:
-    """The `cluster` section of a sweep's jobs; None where its command has none.
-
-    Raises:
-        UserError: jobs differ in how many run side by side and where, or would be spread themselves.
-    """
+    """The `cluster` section, one for all jobs of a sweep, of which none is spread; None where its command has none."""
     first = getattr(resolved[0].config, "cluster", None)
     if first is None:
         return None
@@ -234,10 +229,9 @@ def are_on_gpus(plains: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def gpus_of(config: ClusterConfig) -> list[str]:
-    """The GPUs of this machine for jobs, as CUDA_VISIBLE_DEVICES names them; none where a cluster has its own.
+    """This machine's GPUs for jobs, as CUDA_VISIBLE_DEVICES names them; none where a joined cluster has its own.
 
-    Raises:
-        UserError: there are fewer than jobs at a time.
+    Fewer than jobs at a time are refused.
     """
     if config.is_joined:
         return []
@@ -376,22 +370,14 @@ def check_loggers(plain: Mapping[str, Any]) -> None:
 
 
 def lower_is_better(metric: str, direction: str = "auto") -> bool:
-    """Whether a study looks for a small value of this metric.
-
-    Args:
-        metric: its name in eval.jsonl.
-        direction: sweep.direction; auto: of losses and divergences, and never of a reward.
-    """
+    """Whether a study looks for a small value of this metric; auto: of losses and divergences, never of a reward."""
     if direction != "auto":
         return direction == "min"
     return metric.endswith(("loss", "/kl_base")) and not metric.startswith(REWARDS)
 
 
 def check_same_questions(key: str, first: Plan, other: Plan) -> None:
-    """Refuses plans that evaluate different held-out prompts, demonstrations or preferences.
-
-    key: of the value that makes the difference.
-    """
+    """Refuses plans that evaluate different held-out prompts, demonstrations or preferences, because of this key."""
     before, after = _questions(first), _questions(other)
     if before != after:
         got = f"{len(before)} and {len(after)} prompts"
@@ -412,7 +398,7 @@ def check_same_questions(key: str, first: Plan, other: Plan) -> None:
 
 
 def check_same_steps(key: str, first: int, other: int) -> None:
-    """Refuses runs of different lengths. key: of the value that makes the difference."""
+    """Refuses runs of different lengths, because of this key."""
     problem = "decides how many steps a run has, and trials are compared at the same steps"
     require(first == other, key, problem, got=f"{first} and {other} steps", remedy="set steps")
 

@@ -79,11 +79,7 @@ class Grid(Source[Run]):
 
 
 def resume(folder: Path, changes: Sequence[str]) -> None:
-    """Resumes the study in this folder with overrides of what may change, such as sweep.trials=40.
-
-    Raises:
-        UserError: it has all its trials, or a change is of something else.
-    """
+    """Resumes the study in this folder with overrides of what may change, such as sweep.trials=40."""
     before = record.read_record(folder)
     for word in changes:
         key, got = key_of(word), word.partition("=")[2]

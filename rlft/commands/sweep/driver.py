@@ -92,11 +92,7 @@ class Source(Protocol[R]):
         return False
 
     def ended(self, run: R, ending: Ending) -> None:
-        """A run that `next` gave has ended.
-
-        Raises:
-            Exception: no run can be done any more, so that the sweep ends once the runs beside it have saved.
-        """
+        """A run that `next` gave has ended. An exception ends the sweep, once the runs next to it have saved."""
 
     def conclude(self) -> None:
         """Raises what the sweep ends with if runs have failed, once it is done."""
@@ -146,12 +142,7 @@ class Driver(Generic[R]):
         self._is_cut = False
 
     def run(self) -> None:
-        """Does all runs.
-
-        Raises:
-            KeyboardInterrupt: the sweep was interrupted; its runs have saved.
-            Exception: of the source or a disk, because the sweep cannot go on; the other runs have saved.
-        """
+        """Does all runs; raises an interruption, or what the source or a disk has raised, once they have saved."""
         try:
             while self._begin() or self._active:
                 self._place.wait()

@@ -50,11 +50,7 @@ def is_own(word: str) -> bool:
 
 
 def read_config(words: Sequence[str], command: str) -> StudyConfig:
-    """The keys from words such as sweep.trials=20, and else from configs/base/sweep.yaml.
-
-    Raises:
-        UserError: there is no such sweeper or key, or a value is wrong.
-    """
+    """The keys from words such as sweep.trials=20, and else from configs/base/sweep.yaml."""
     file = catalog.config_folder() / "base" / f"{SECTION}.yaml"
     values = yaml.safe_load(file.read_text())[SECTION]
     sweeper = None
@@ -178,11 +174,7 @@ class Space:
 
 
 def read_space(words: Sequence[str], command: str) -> Space:
-    """The space that these overrides of a study span.
-
-    Raises:
-        UserError: nothing is chosen, an interval is wrong, or a key cannot be swept.
-    """
+    """The space that these overrides of a study span."""
 
     def chosen(key: str, got: str, parsed: Any) -> Choice | Interval:
         remedy = "write sweep.seeds=3 for three runs of each trial" if key == "seed" else "give it one value"
@@ -199,11 +191,7 @@ def read_space(words: Sequence[str], command: str) -> Space:
 
 
 def read_grid(words: Sequence[str], command: str) -> Space:
-    """The space whose combinations a plain sweep goes through one by one, in the same order each time.
-
-    Raises:
-        UserError: a key cannot be swept, or two jobs would be the same.
-    """
+    """The space whose combinations a plain sweep goes through one by one, in the same order each time."""
 
     def chosen(key: str, got: str, parsed: Any) -> Choice | str | None:
         problem = "an interval has no values to go through one by one"

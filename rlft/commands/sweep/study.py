@@ -110,8 +110,7 @@ class Study(Source[TrialRun]):
     def ended(self, run: TrialRun, ending: Ending) -> None:
         """Ends a trial with its run, or lets the run of its next seed follow. An interrupted one stays as it is.
 
-        Raises:
-            UserError: the run was refused, and so would be any other by now: its data or its base are gone.
+        UserError: the run was refused, and so would be any other by now: its data or its base are gone.
         """
         trial = run.trial
         self.trials.withdraw_attempt(trial.number)  # only what takes this process with it is a crash
@@ -184,14 +183,7 @@ class Study(Source[TrialRun]):
 
 
 def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) -> Study:
-    """The study in this folder, which is recorded there if it is a new one.
-
-    Args:
-        resumed: whether it must have something left to do.
-
-    Raises:
-        UserError: there is another one, or its files are damaged, or it has all its trials.
-    """
+    """The study in this folder, recorded there if it is new; a `resumed` one must have something left to do."""
     fingerprints = [plan.fingerprints for plan in checked.plans.values()]
     now = record.record_of(checked.command, checked.parsed, checked.plains, fingerprints)
     record.check_same_study(folder, now)

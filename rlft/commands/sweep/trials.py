@@ -116,9 +116,6 @@ class Trials:
     Args:
         first_evaluation: the step of a run's first evaluation after some training.
         parallel: whether trials run side by side, so that values near those of running ones are avoided.
-
-    Raises:
-        UserError: its records are damaged.
     """
 
     def __init__(

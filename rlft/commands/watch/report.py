@@ -66,11 +66,7 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def report(arguments: Sequence[str]) -> Path:
-    """Writes the page of the named runs and returns its path.
-
-    Raises:
-        UserError: there is no such run, or the file cannot be written.
-    """
+    """Writes the page of the named runs and returns its path."""
     words, values, _ = read_words("report", arguments, ("out",))
     folders = folders_of(words)
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)

@@ -290,12 +290,8 @@ def digests_in(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 def shown_images(config: Mapping[str, Any], digests: Sequence[str], max_bytes: int) -> dict[str, str]:
     """{digest: a data URL with the image, made small} of those that the run's data have and that fit.
 
-    A line on stderr says why the data cannot be read, as where they have moved.
-
-    Args:
-        config: the run's plain config.
-        digests: of the prompts' images, the most important first.
-        max_bytes: the most bytes of all URLs together.
+    A line on stderr says why the data cannot be read, as where they have moved. The first digests are the most
+    important; max_bytes is that of all URLs together.
     """
     shown: dict[str, str] = {}
     if not digests:

@@ -109,11 +109,7 @@ class RunRow:
 
 
 def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
-    """The rows of the runs below the folder that match the filters in `words`, sorted.
-
-    Raises:
-        UserError: the folder, the status, the command or the column does not exist.
-    """
+    """The rows of the runs below the folder that match the filters in `words`, sorted."""
     remedy = "name one that holds runs, or train one"
     require(root.is_dir(), "runs", "there is no such folder", got=root, remedy=remedy)
     _check("status", words.get("status"), [*map(str, Status), DAMAGED])
