@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from rlft.config.schema import CurriculumConfig
 
 PATH = "curriculum.path"
-DRAWS = 64
-"""Draws between two sums of the weights that are left."""
+DRAWS = 64  # between two sums of the weights that are left
 
 
 class Curriculum:

@@ -193,11 +193,10 @@ def turns_of(
             problems += found
             ids = plain.ids([text for text, _ in texts], gap)
             rows += [(*row, *ends.closing) if closes else (*row,) for row, (_, closes) in zip(ids, texts, strict=True)]
-    note = None
-    if problems:
-        [(most_common, _)] = Counter(problems).most_common(1)
-        note = f"{len(problems)} of {len(said)} {what} are not learned as the chat template writes them: {most_common}"
-    return rows, note
+    if not problems:
+        return rows, None
+    unlike = f"{len(problems)} of {len(said)} {what} are not learned as the chat template writes them"
+    return rows, f"{unlike}: {Counter(problems).most_common(1)[0][0]}"
 
 
 def _written(

@@ -16,8 +16,7 @@ TOOLS = "tools"
 """The field of a row that has the schemas of its tools."""
 HISTORY = "history"
 """The field of a row that has earlier turns, as in Alpaca's format: [[question, answer], ..]."""
-CALL = "function_call"
-"""The speaker of messages that are calls of tools, JSON in a text."""
+CALL = "function_call"  # the speaker of messages that are calls of tools, JSON in a text
 SPEAKERS = {
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", CALL), "assistant"),
@@ -25,8 +24,7 @@ SPEAKERS = {
     "developer": "system",
 }
 """{other name of a role, in `role` or ShareGPT's `from`: role}; upper and lower case are the same."""
-MOST_NAMES = 20
-"""How many names of fields a message lists."""
+MOST_NAMES = 20  # of fields, in a message
 
 
 class RowError(Exception):
@@ -118,11 +116,7 @@ def is_empty(fields: Mapping[str, Any], name: str) -> bool:
 
 
 def text_of(fields: Mapping[str, Any], name: str, *, numbers: bool = False, blank: bool = False) -> str:
-    """The text in a field.
-
-    With `numbers` it may be a number, which is returned as text; with `blank` the text may be blank. RowError if the
-    field is missing, has another type, or is blank.
-    """
+    """The text in a field; with `numbers` also a number, as text, with `blank` also a blank text. Raises RowError."""
     return as_text(value_of(fields, name), name, numbers=numbers, blank=blank)
 
 
@@ -161,10 +155,8 @@ def messages_of(fields: Mapping[str, Any], name: str) -> tuple[Message, ...]:
         role = message.get("role")
         if not isinstance(role, str) or role not in FIELDS:
             got = f", its role is {role!r}" if role is not None else ""
-            raise RowError(
-                f'{where} must be {{"role": {" | ".join(FIELDS)}, "content": text}} or '
-                f'{{"from": system | human | gpt, "value": text}}{got}'
-            )
+            form = f'{{"role": {" | ".join(FIELDS)}, "content": text}}'
+            raise RowError(f'{where} must be {form} or {{"from": system | human | gpt, "value": text}}{got}')
         if role == "system" and i > 0:
             raise RowError(f"{where} is a system message; only the first may be")
         try:

@@ -22,10 +22,8 @@ MARK = "<image>"
 """What data sets write in the place of an image in a text, also with its number, <image 1>."""
 _MARKS = re.compile(r"<image[ _]?(\d*)>")
 
-IMAGE_PARTS = ("image", "image_url")
-"""The types of parts that are images."""
-IMAGE_FIELDS = ("image", "image_url", "url", "path", "base64", "bytes", "value")
-"""The fields of such a part, of which one holds the image."""
+IMAGE_PARTS = ("image", "image_url")  # types of parts of a chat
+IMAGE_FIELDS = ("image", "image_url", "url", "path", "base64", "bytes", "value")  # of such a part: one has the image
 
 _NAME_OF_IMAGES = re.compile(r"(?:image|img|picture|photo)s?(?:_?(?:path|file|url|byte)s?)?(?:_?\d+)?", re.IGNORECASE)
 FORMS = "a path, base64, a data URL, bytes or {bytes, path}"
@@ -55,10 +53,8 @@ def with_images(
     numbers = [number for text in texts.values() for number in _MARKS.findall(text)]
     marks = len(numbers)
     if image_field is not None and marks and marks != len(unplaced):
-        found = counted(len(unplaced), "image")
-        problem = (
-            f"its question has {MARK} in {counted(marks, 'place')}, and field {image_field!r} holds {found} for them"
-        )
+        places, found = counted(marks, "place"), counted(len(unplaced), "image")
+        problem = f"its question has {MARK} in {places}, and field {image_field!r} holds {found} for them"
         raise RowError(problem, key="image_field", remedy=f"write {MARK} once for each image, or nowhere")
     if image_field is not None and any(numbers) and marks > 1:
         if sorted(numbers, key=lambda number: int(number or 0)) != [str(i + 1) for i in range(marks)]:

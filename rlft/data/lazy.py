@@ -38,8 +38,7 @@ class Lazy(Sequence[Item], Generic[Item]):
         return self.between(0, len(self))
 
 
-CHUNK = 1000
-"""Number of indices that are read at a time."""
+CHUNK = 1000  # indices that are read at a time
 
 
 class Chosen(Lazy[Item]):

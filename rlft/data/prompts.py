@@ -25,32 +25,24 @@ from rlft.types import NOTHING, Prompt, Shown, Split, UserError, counted, requir
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-CHUNK, CHUNK_CHARACTERS = 1000, 250_000
-"""The most prompts that are tokenised in one call, and the most characters."""
+CHUNK, CHUNK_CHARACTERS = 1000, 250_000  # the most that are tokenised in one call
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The tokenised prompts of one split.
+    """The tokenised prompts of one split, in the order of the data.
 
-    Attributes:
-        prompts: the prompts in the order of the data, with token_ids; of streamed data (rlft/data/jsonl.py) a lazy
-            sequence, which reads and tokenises a prompt at each access.
-        num_tokens: the number of tokens of each prompt.
-        fingerprint: the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares.
-        notes: sentences for the person watching.
-        images: the most images of a prompt.
-        longest_with_images: the index of the longest prompt that has images; None if none has.
+    Those of streamed data (rlft/data/jsonl.py) are lazy: each access reads and tokenises a prompt.
     """
 
     prompts: Sequence[Prompt]
     num_tokens: Sequence[int]
-    fingerprint: str
-    notes: tuple[str, ...]
-    images: int = 0
-    longest_with_images: int | None = None
+    fingerprint: str  # the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares
+    notes: tuple[str, ...]  # sentences for the person watching
+    images: int = 0  # the most images of a prompt
+    longest_with_images: int | None = None  # the index of the longest of those with images
 
     def longest(self, number: int | None = None) -> Prompt:
         """The longest of the first `number` prompts, or of all; the first one of equally long prompts."""
@@ -85,10 +77,8 @@ def scan(
     empty, long, longest, images, longest_with_images = list[str](), Tally(), 0, 0, None
     by_template, of_split = uses_template(tokenizer, style), split.replace("_", "-")
     find, found = PlainText(tokenizer), Findings(by_template=by_template)
-    progress = with_progress(
-        tokenised(prompts, tokenizer, style, shown), f"data: tokenising the {split} prompts", len(prompts)
-    )
-    for index, prompt in enumerate(progress):
+    made, what = tokenised(prompts, tokenizer, style, shown), f"data: tokenising the {split} prompts"
+    for index, prompt in enumerate(with_progress(made, what, len(prompts))):
         number = len(prompt.token_ids)
         if not number:
             empty.append(prompt.id)
@@ -109,17 +99,15 @@ def scan(
     remedy = "leave them out, or use prompts.style=chat, whose template gives each some tokens"
     require(not empty, "data", problem, got=next(iter(empty), None), remedy=remedy)
     problem = f"{long.number} of {len(prompts)} {split} prompts are longer, first {long.first}"
-    remedy = f"raise prompts.max_tokens (the longest has {longest})"
+    remedy, is_fine = f"raise prompts.max_tokens (the longest has {longest})", bool(kept)
     if over_limit == "refuse":
-        remedy += ", or set prompts.over_limit=drop"
-    is_fine = not long.number if over_limit == "refuse" else bool(kept)
+        remedy, is_fine = f"{remedy}, or set prompts.over_limit=drop", not long.number
     require(is_fine, "prompts.max_tokens", problem, got=max_prompt_tokens, remedy=remedy)
     what, were = counted(long.number, f"{of_split} prompt"), "was" if long.number == 1 else "were"
     dropped = f"{what} longer than prompts.max_tokens={max_prompt_tokens} {were} dropped"
     kept_prompts: Sequence[Prompt] = tuple(kept_in_memory)
     if isinstance(prompts, Lazy):
-        make = partial(tokenised, tokenizer=tokenizer, style=style, shown=shown)
-        kept_prompts = Mapped(Chosen(prompts, kept), make)
+        kept_prompts = Mapped(Chosen(prompts, kept), partial(tokenised, tokenizer=tokenizer, style=style, shown=shown))
     return PromptSet(
         prompts=kept_prompts,
         num_tokens=num_tokens,
@@ -205,9 +193,8 @@ def prompts_for_step(num_prompts: int, prompts_per_step: int, seed: int, step: i
     ([3, 1], [0, 2])
     """
     if num_prompts < 1 or prompts_per_step < 1 or step < 0:
-        raise ValueError(
-            f"need num_prompts >= 1, prompts_per_step >= 1, step >= 0: {num_prompts}, {prompts_per_step}, {step}"
-        )
+        numbers = f"{num_prompts}, {prompts_per_step}, {step}"
+        raise ValueError(f"need num_prompts >= 1, prompts_per_step >= 1, step >= 0: {numbers}")
     if num_prompts >= prompts_per_step:
         epoch, step_of_epoch = divmod(step, num_prompts // prompts_per_step)
         start = step_of_epoch * prompts_per_step
@@ -283,12 +270,9 @@ def _tokenise(
         problem = f"the model's chat template refuses it ({error})"
         raise _refused(problem, is_system=has_system, otherwise="use data whose turns it takes") from error
     except Exception as error:  # a template is a program of somebody else's: it may raise anything
-        raise UserError(
-            "model.path",
-            f"its chat template fails ({type(error).__name__}: {error})",
-            got=tokenizer.name_or_path or None,
-            remedy="put a template that works into the model's folder as chat_template.jinja, or set prompts.style=raw",
-        ) from error
+        problem = f"its chat template fails ({type(error).__name__}: {error})"
+        remedy = "put a template that works into the model's folder as chat_template.jinja, or set prompts.style=raw"
+        raise UserError("model.path", problem, got=tokenizer.name_or_path or None, remedy=remedy) from error
     ids = short = plain.ids(texts, gap)
     if processor is not None:
         texts = [processor.expanded(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
@@ -327,12 +311,10 @@ def _unread(prompt: Prompt, missing: Unread) -> UserError:
         problem = f"the model's chat template does not show {missing.what} of prompt {prompt.id!r}"
         remedy = "use a model whose template shows tools, or leave the rows' tools out"
         return UserError("model.path", problem, remedy=remedy)
-    return _refused(
-        f"the model's chat template leaves out {missing.what} of prompt {prompt.id!r}, so the policy never reads it",
-        got=repr(missing.said[:60]),
-        is_system=missing.what == "the system's message",
-        otherwise="use data whose turns it writes, or prompts.style=raw",
-    )
+    leaves_out = f"leaves out {missing.what} of prompt {prompt.id!r}, so the policy never reads it"
+    problem, is_system = f"the model's chat template {leaves_out}", missing.what == "the system's message"
+    otherwise = "use data whose turns it writes, or prompts.style=raw"
+    return _refused(problem, got=repr(missing.said[:60]), is_system=is_system, otherwise=otherwise)
 
 
 def _refused(problem: str, *, is_system: bool, otherwise: str, got: str | None = None) -> UserError:

@@ -31,10 +31,8 @@ from rlft.system.process import signals
 from rlft.system.terminal import pip_install
 from rlft.types import Prompt, Split, UserError, require
 
-CHUNK = 2000
-"""Number of questions made from one seed. Some tasks, such as acre, make all at once, so the questions depend on it."""
-PATIENCE = 1000
-"""Number of consecutive draws without a usable question after which the task is assumed to have no more."""
+CHUNK = 2000  # questions made from one seed; some tasks, such as acre, make all at once, so they depend on it
+PATIENCE = 1000  # consecutive draws without a usable question after which the task is assumed to have no more
 
 Entry = dict[str, Any]
 """A record of the library: question, answer (a text, or None where only the verifier knows it) and metadata."""

@@ -42,8 +42,7 @@ for _ in range(5):
 _BOX = rf"\\(?:boxed|fbox)\s*(?:\{{({_IN_BRACES})\}}|([^\s{{$]+))"
 _NUMBER_GOES_ON = re.compile(r"[,.]?[0-9]")
 _NUMBER_BEFORE = re.compile(r"[0-9][,.]?$")
-MAX_CHECKED_ANSWERS = 20_000
-"""The most rows of which the answers are looked at for cut numbers, and for other answers to the same question."""
+MAX_CHECKED_ANSWERS = 20_000  # rows that are looked at for cut numbers, and for other answers to the same question
 
 Made = TypeVar("Made")
 
@@ -56,8 +55,7 @@ class RecordRow(Generic[Made]):
     made: Made
 
 
-MOST_LEFT_OUT = 0.5
-"""The share of rows without use above which the data are not what the keys say that they are."""
+MOST_LEFT_OUT = 0.5  # the share of rows without use above which the data are not what the keys say that they are
 Parse = Callable[[Mapping[str, Any], str], Sequence[RecordRow[Made]]]
 """A function that maps (fields, id) of a row to the objects made of it, all with one identity. It raises RowError."""
 

@@ -25,8 +25,7 @@ from rlft.types import UserError, require
 
 MAX_CELL = 2**31 - 1
 DELIMITERS = ",;\t|"
-_SEPARATOR = re.compile(r"[\"']?sep=(.)[\"']?,*\r?\n?", re.IGNORECASE)
-"""A first line with which Excel names the delimiter."""
+_SEPARATOR = re.compile(r"[\"']?sep=(.)[\"']?,*\r?\n?", re.IGNORECASE)  # as Excel names the delimiter
 _MARKDOWN = re.compile(rb"[^\r\n]*\|[^\r\n]*\r?\n[ \t]*\|?(?:[ \t]*:?--+:?[ \t]*\|)+(?:[ \t]*:?--+:?[ \t]*)?\r?\n")
 """The first two lines of a table of Markdown."""
 
@@ -35,8 +34,7 @@ class Sheet(FileTable):
     """Rows of cells below their names."""
 
     hint = ", or write a first row with the names of the columns, if it has none"
-    blank: Any = ""
-    """What a cell holds that a row lacks."""
+    blank: Any = ""  # what a cell holds that a row lacks
 
     @abstractmethod
     def _rows(self) -> Iterator[Record]:

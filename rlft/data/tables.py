@@ -32,14 +32,11 @@ from rlft.types import UserError, lone_surrogate, require
 
 ROWS_AT_A_TIME = 1000
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_JSON_TYPE = "arrow.json"
-"""The name of Arrow's type of texts that are JSON."""
+_JSON_TYPE = "arrow.json"  # Arrow's type of texts that are JSON
 
 EACH = "*"
-KEY = "key"
-"""The field of a row with its name, where an object holds the rows by name."""
-SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-"""Names with which files, and lists in them, say that they are one split of a set."""
+KEY = "key"  # the field of a row with its name, where an object holds the rows by name
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")  # names of files, and of lists in them
 
 Made = TypeVar("Made")
 

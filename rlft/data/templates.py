@@ -79,8 +79,7 @@ def takes_question(template: str) -> bool:
 def check_template(template: str, key: str, answer_field: str | None = None, *, rows: bool = True) -> None:
     """Raises UserError, naming `key`, for a template without a placeholder, or with one for the reference answer.
 
-    `answer_field` is the field of the answer, or a template of several. Without `rows`, only {question} is a
-    placeholder.
+    `answer_field` is the answer's field, or a template of several. Without `rows`, only {question} is a placeholder.
     """
     names = fields_in(template) if rows else []
     remedy = f"put {PLACEHOLDER}{', or the name of a field in braces,' * rows} where the question goes"
@@ -215,9 +214,8 @@ class PromptKeys:
     @property
     def template(self) -> str:
         """The template, with the options at its end where it has no other place for them."""
-        place = f"{{{OPTIONS}}}"
         without = self.options_field is None or OPTIONS in fields_in(self.prompt_template)
-        return self.prompt_template if without else f"{self.prompt_template}\n{place}"
+        return self.prompt_template if without else f"{self.prompt_template}\n{{{OPTIONS}}}"
 
     def options(self, row: Mapping[str, Any]) -> list[tuple[str, str] | None]:
         """What `placed_options` returns for the row's options; none where no key names them. Raises RowError."""

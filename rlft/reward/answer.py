@@ -27,8 +27,7 @@ from rlft.types import Group, Prompt, Unscorable, Unscored, UserError, Verdict, 
 
 MAX_NUMBER_CHARS = 100
 
-SAMPLES = ("a", " ", "0", "A", "-", "é")
-"""Characters for the parts of a pattern that allow many."""
+SAMPLES = ("a", " ", "0", "A", "-", "é")  # for the parts of a pattern that allow many characters
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 
@@ -175,10 +174,7 @@ def plain_number(text: str) -> Decimal | None:
 
 
 def reference_answers(prompt: Prompt) -> tuple[str, ...]:
-    """All answers that are right, the reference answer first, stripped.
-
-    Unscorable if there is none: nothing could be scored correctly.
-    """
+    """All answers that are right, the reference answer first, stripped. Unscorable if there is none."""
     if not prompt.answer.strip():
         raise Unscorable(f"prompt {prompt.id!r} has no reference answer to compare with")
     return composed(prompt.answer.strip()), *map(composed, prompt.other_answers)

@@ -14,8 +14,7 @@ from rlft.types import Completion, Group, StepScores, Turn
 class Calls:
     """Step scores of each completion: 1.0 for a turn all of whose calls were answered, 0.0 for one with a failed call.
 
-    A turn without calls is no step. Which tools are called, and why, does not matter: combine it with a reward for the
-    result of the conversation.
+    A turn without calls is no step. Which tools are called, and why, does not matter: also reward the result.
     """
 
     scores_steps: ClassVar[bool] = True
@@ -34,8 +33,7 @@ class Calls:
 def turns_in_text(completion: Completion) -> Iterator[tuple[Turn, int]]:
     """Each turn with the offset into the completion's text at which it ends, exclusive.
 
-    The environment's answers stand between turns, and may repeat them, so an answer is skipped before the next turn is
-    searched.
+    The environment's answers stand between turns and may repeat them, so they are skipped.
     """
     offset = 0
     for turn in completion.turns:

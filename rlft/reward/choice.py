@@ -24,8 +24,7 @@ from rlft.reward.notation import unwrapped
 from rlft.tokens.options import LABEL, letters, options_of, placed_options
 from rlft.types import Group, Prompt, Unscorable, UserError
 
-MAX_CHARS = 2000
-"""The most characters of an answer, on top of the longest choice's: what may stand around a choice."""
+MAX_CHARS = 2000  # of an answer, on top of the longest choice's: what may stand around a choice
 
 LETTERS = tuple(letters(26))
 _LABEL = re.compile(rf"\(({LABEL})\)[.:]?|({LABEL})[).:]?")
@@ -45,8 +44,7 @@ _AROUND = (
     *(("(", ")"), ("[", "]"), ("<b>", "</b>"), (r"\{", r"\}")),
 )
 _BETWEEN = re.compile(r"\s*(?:[,;/&+|、，；]|\band\b|(?<=[)\]])(?=[(\[])|\s)\s*(?:and\s+)?")
-MAX_PIECES = 40
-"""The most pieces of an answer that names several choices."""
+MAX_PIECES = 40  # of an answer that names several choices
 _SECOND_LABEL = re.compile(r"\([A-Za-z0-9]\)|\b[A-Za-z0-9]\)|\b(?:[A-Z]|and|or|nor|not)\b")
 
 
@@ -130,12 +128,9 @@ class Choice(AnswerKeys):
     def _compared(self, group: Group) -> list[tuple[bool | None, str | None]]:
         choices = self._choices(group.prompt)
         right = self._right(group.prompt, choices)
-        answers = (self.extract(rollout.completion.text) for rollout in group.rollouts)
-        named_by_each = [
-            frozenset() if answer is None else self._names(answer, choices, several=len(right) > 1)
-            for answer in answers
-        ]
-        return [(letters == right, ", ".join(sorted(letters)) or None) for letters in named_by_each]
+        answers, several = (self.extract(rollout.completion.text) for rollout in group.rollouts), len(right) > 1
+        of_each = [frozenset() if a is None else self._names(a, choices, several=several) for a in answers]
+        return [(letters == right, ", ".join(sorted(letters)) or None) for letters in of_each]
 
     def _names(self, answer: str, choices: Mapping[str, str], *, several: bool = True) -> frozenset[str]:
         """The letters of what an answer names; none if it names no choice, or without `several` more than one."""
@@ -162,23 +157,17 @@ class Choice(AnswerKeys):
                     only.append(f"{reference} of prompt {prompt.id!r}")
                 elif letter != index:
                     both.append(f"{reference} of prompt {prompt.id!r}, {letter} by its text and {index} by its index")
+        answers = "reference answers"
         if both and num_indices == len(prompts):
-            problem = (
-                f"all {num_indices} reference answers may be indices, and {len(both)} of them are also choices' texts"
-            )
-            problem += f" (the first: {both[0]})"
+            problem = f"all {num_indices} {answers} may be indices, and {len(both)} of them are also choices' texts"
         elif only and num_indices < len(prompts):
-            problem = (
-                f"{len(only)} of {len(prompts)} reference answers name a choice only by its index, others otherwise"
-            )
-            problem += f" (the first: {only[0]})"
+            problem = f"{len(only)} of {len(prompts)} {answers} name a choice only by its index, others otherwise"
         else:
-            return (
-                f"all {num_indices} reference answers are read as indices of choices, counted from 0" if only else None
-            )
+            return f"all {num_indices} {answers} are read as indices of choices, counted from 0" if only else None
+        first = (both if num_indices == len(prompts) else only)[0]
         remedy = "set it to index (counted from 0, as in MMLU), number (from 1) or choice (letters and texts)"
         remedy += ", or let choices_field name a field with the rows' own labels and texts"
-        raise UserError("reference_is", problem, got=self.reference_is, remedy=remedy)
+        raise UserError("reference_is", f"{problem} (the first: {first})", got=self.reference_is, remedy=remedy)
 
     def _right(self, prompt: Prompt, choices: Mapping[str, str]) -> frozenset[str]:
         """The letters that the prompt's reference answers name together, by letters or texts, or else by indices.

@@ -89,17 +89,15 @@ class Code:
     tolerance: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
-        problem = f"must be more than {SPARE_S:g} s, which starting and comparing may take"
-        is_enough = self.group_timeout > SPARE_S
-        require(is_enough, "group_timeout", problem, got=self.group_timeout, remedy="set scoring.timeout=10")
+        problem, got = f"must be more than {SPARE_S:g} s, which starting and comparing may take", self.group_timeout
+        require(got > SPARE_S, "group_timeout", problem, got=got, remedy="set scoring.timeout=10")
         check_isolation(self.isolation, allow_unsafe=self.allow_unsafe)
 
     def note(self) -> str:
         """Which isolation is active and what bounds memory, reported when a run starts."""
         isolation, what = trials.available()
-        if isolation is Isolation.none:
-            return f"programs are {isolation.sentence} ({what})"
-        return f"programs are {isolation.sentence}; {trials.memory_bound().sentence}"
+        more = f" ({what})" if isolation is Isolation.none else f"; {trials.memory_bound().sentence}"
+        return f"programs are {isolation.sentence}{more}"
 
     def __call__(self, group: Group) -> list[float]:
         tests, isolation = self._tests(group.prompt), trials.available()[0]
@@ -121,9 +119,7 @@ class Code:
             return [future.result() for future in futures]
 
     def examine(self, prompts: Sequence[Prompt]) -> str | None:
-        """What may be wrong with the tests of these prompts, with counts. UserError: no program could pass some, or any
-        would.
-        """
+        """What may be wrong with the tests of these prompts. UserError: no program could pass some, or any would."""
         refused: list[str] = []
         doubtful: dict[Doubt, list[str]] = {}
         for prompt in prompts:

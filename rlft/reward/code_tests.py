@@ -50,10 +50,7 @@ class Pair:
 class Call:
     """A test that calls a function of the program, or the method of its class Solution, and compares the result.
 
-    Attributes:
-        function: its name.
-        arguments: plain data of JSON.
-        results: the results of which each is right.
+    The arguments are plain data of JSON; each of the results is right.
     """
 
     function: str
@@ -67,8 +64,7 @@ Tests = list[Pair] | list[Call] | list[str]
 def parse_tests(value: Any, *, entry: str = "", setup: str = "") -> Tests:
     """Tests from a list, from columns, or from text: JSON of these, or else a test in Python.
 
-    `entry` is the function that is tested, where the tests do not name it; `setup` is Python before each test in
-    Python.
+    `entry` is the function that is tested, where the tests do not name it; `setup` stands before each test in Python.
     """
     if isinstance(value, str):
         try:
@@ -125,8 +121,8 @@ def _rows(columns: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield columns
         return
     if lengths[0] != lengths[1]:
-        both = counted(max(lengths[0], 0), "input"), counted(max(lengths[1], 0), "output")
-        raise ValueError("holds {} and {}".format(*both))
+        num_inputs, num_outputs = (max(length, 0) for length in lengths)
+        raise ValueError(f"holds {counted(num_inputs, 'input')} and {counted(num_outputs, 'output')}")
     num, singular = lengths[0], {inputs: INPUTS[0], outputs: OUTPUTS[0]}
     is_column = {key: isinstance(value, list | tuple) and len(value) == num for key, value in columns.items()}
     for i in range(num):
@@ -204,9 +200,7 @@ def _only_defines(test: str) -> bool:
 # -- what is wrong with them -------------------------------------------------------------------------------------------
 PLAIN = (str, bytes, bytearray, int, float, complex, list, tuple, dict, set, frozenset, range)
 PLAIN_ATTRIBUTES = frozenset(name for kind in PLAIN for name in dir(kind))
-MEASURES = frozenset(
-    {"len", "list", "tuple", "set", "sorted", "sum", "min", "max", "str", "repr", "abs", "bool", "iter"}
-)
+MEASURES = {"len", "list", "tuple", "set", "sorted", "sum", "min", "max", "str", "repr", "abs", "bool", "iter"}
 TRIVIAL = (0, 1, "", None)  # includes True and False, which helpers return if all is well
 
 
@@ -345,9 +339,8 @@ class Reader:
                 return
             case _:
                 return
-        sources = self.sources(value)
-        for name in [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]:
-            if sources:
+        if sources := self.sources(value):
+            for name in [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]:
                 self.answers[name] = self.answers.get(name, set()) | sources
 
     def _is_object(self, node: ast.AST) -> bool:

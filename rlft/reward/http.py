@@ -41,8 +41,7 @@ from rlft.types import Group, Unscored, UserError, counted, require
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
-SHARE_FOR_REQUESTS = 0.9
-"""The share of a group's time; the rest is for reporting what happened before the scorer's limit ends the reward."""
+SHARE_FOR_REQUESTS = 0.9  # of a group's time; the rest is for reporting before the scorer's limit ends the reward
 MAX_SHOWN_CHARS = 200
 TRY_AGAIN = (408, 429)
 
@@ -106,9 +105,7 @@ class ServerKeys:
         self._client()
 
     def ask(self, requests: Sequence[Request], read: Read) -> list[float]:
-        """The scores of the group's completions, each in one of the requests. Unscored: some or all completions got no
-        score.
-        """
+        """The scores of the group's completions, each in one of the requests. Unscored: some completions got none."""
         answers = asyncio.run_coroutine_threadsafe(self._ask_all(requests, read), _event_loop()).result()
         scores: dict[int, float | None] = {}
         for request, answer in zip(requests, answers, strict=True):

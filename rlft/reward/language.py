@@ -25,8 +25,7 @@ from rlft.system.terminal import pip_install
 from rlft.types import Group, Prompt, UserError
 
 PROMPT = "prompt"
-MIN_CONFIDENCE = 0.02
-"""Twice the confidence in each language when the detector finds no evidence in a text."""
+MIN_CONFIDENCE = 0.02  # twice the confidence in each language when the detector finds no evidence in a text
 
 # Thai, Lao, Burmese, Khmer, Japanese, Chinese: written without spaces, so each character counts as a word.
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u30ff\u3400-\u9fff\uf900-\ufaff"

@@ -14,10 +14,7 @@ from rlft.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What the trainer needs to compute `scale * (score - center)` of each completion.
-
-    configs/reward/learned.yaml explains the keys.
-    """
+    """What the trainer needs to compute `scale * (score - center)` of each completion (configs/reward/learned.yaml)."""
 
     runs_in_trainer: ClassVar[bool] = True
 

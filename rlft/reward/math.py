@@ -26,12 +26,10 @@ from rlft.reward.notation import differ, plain, spaced, words
 from rlft.reward.quantity import PERCENT, Quantity, quantities, quantity, same_number
 from rlft.system.process.running_time import OutOfProcessorTime, within_processor_time
 
-MAX_SECONDS = 0.8
-"""Seconds of processor time in which an answer has to be compared."""
+MAX_SECONDS = 0.8  # of processor time, in which an answer has to be compared
 MAX_DIGITS = 2000
 MAX_NESTING = 40
-MAX_COMPARED = 12
-"""The most elements of sets that are compared by value, each with each."""
+MAX_COMPARED = 12  # elements of sets that are compared by value, each with each
 
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)")
 _NUMBER_COMMANDS = {"\\text", "\\mathrm", "\\,", "\\;", "\\ ", "\\%", "\\$"}
@@ -118,11 +116,8 @@ def normal(answer: str) -> str:
 def is_costly(answer: str) -> bool:
     """Whether merely parsing an answer would cost seconds: deep nesting, or large binomials (evaluated at once)."""
     depths = itertools.accumulate(((sign in "({[") - (sign in ")}]") for sign in answer), initial=0)
-    return (
-        max(depths) > MAX_NESTING
-        or _TOWER.search(answer) is not None
-        or ("binom" in answer and _LARGE.search(answer) is not None)
-    )
+    is_large = _TOWER.search(answer) or ("binom" in answer and _LARGE.search(answer))
+    return max(depths) > MAX_NESTING or bool(is_large)
 
 
 def is_finished(answer: str, *, whole: bool) -> bool:
@@ -133,9 +128,8 @@ def is_finished(answer: str, *, whole: bool) -> bool:
     """
     allowed = _NUMBER_COMMANDS if whole else _NUMBER_COMMANDS | {"\\frac"}
     bare = _THOUSANDS.sub("", _COMMAND.sub(" ", answer))
-    if _OPERATORS.search(bare) or (whole and re.search(r"[/:]", answer)):
-        return False
-    return all(command in allowed for command in _COMMAND.findall(answer))
+    is_sum = _OPERATORS.search(bare) or (whole and re.search(r"[/:]", answer))
+    return not is_sum and allowed.issuperset(_COMMAND.findall(answer))
 
 
 def digits(expression: Any) -> float:

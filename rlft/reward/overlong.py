@@ -10,8 +10,7 @@ from rlft.types import Group, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlong:
-    """The penalty of each completion by its length in tokens, its end token included: max_tokens is L_max, cache
-    L_cache.
+    """The penalty of each completion by its tokens, its end token included: max_tokens is L_max, cache L_cache.
 
     It is 0 up to max_tokens - cache tokens, from there linearly down to -1 at max_tokens, and -1 beyond.
     """

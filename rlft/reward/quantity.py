@@ -18,8 +18,7 @@ from fractions import Fraction
 
 from rlft.reward.notation import ASSIGNED, NAMES, as_number, is_alphabetic, unwrapped
 
-MAX_UNIT_CHARS = 100
-"""The longest unit that is looked for behind a value."""
+MAX_UNIT_CHARS = 100  # of the longest unit that is looked for behind a value
 
 _PREFIXES = {"": "", "n": "nano", "u": "micro", "m": "milli", "c": "centi", "d": "deci", "h": "hecto", "k": "kilo",
              "M": "mega", "G": "giga", "T": "tera"}  # fmt: skip
@@ -152,19 +151,13 @@ NO_UNIT = Unit()
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A plain answer as a value and a unit.
+    """A plain answer as a value and a unit."""
 
-    Attributes:
-        value: the answer without its unit, as text; a name that it is assigned to and a percent sign are kept.
-        number: the value as a number, in per cent if `is_percentage`; None for another expression.
-        is_symbol: the unit is one letter behind a number, which may be a variable.
-    """
-
-    value: str
-    number: Fraction | None
+    value: str  # the answer without its unit; a name that it is assigned to and a percent sign are kept
+    number: Fraction | None  # the value, in per cent if `is_percentage`; None for another expression
     is_percentage: bool = False
     unit: Unit = NO_UNIT
-    is_symbol: bool = False
+    is_symbol: bool = False  # the unit is one letter behind a number, which may be a variable
 
     def agrees(self, other: Quantity) -> bool:
         """Whether two answers may have these units: one has none, or they are the same up to words left out.
