@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.config.command import Command, lazy
 from rlft.config.schema import Keep, SampleConfig
-from rlft.data.records import identity
+from rlft.data.records import identity, number_of, split_of
 from rlft.data.sampled import is_sampled, sampled_line
 from rlft.logger.console import open_terminal
 from rlft.runs import run_folder, run_status
@@ -29,7 +29,7 @@ from rlft.system.files import append, write_atomically
 from rlft.system.memory import Doing, explained, keep_blocks
 from rlft.system.seeds import sampling_seeds
 from rlft.system.terminal import command_line, override, program, resuming, say, show
-from rlft.types import Group, Scores, UserError, counted
+from rlft.types import Group, Scores, Split, UserError, counted
 
 if TYPE_CHECKING:
     from rlft.generation.engine import Generator
@@ -278,7 +278,7 @@ def after_sampling(
             continue
         fraction = held_out_fraction(questions)
         split_override = [] if fraction == HELD_OUT else [f"{data}.held_out_fraction={fraction}"]
-        num_training = sum(1 for question in questions if split_number(question) >= fraction)
+        num_training = sum(split_of(question, fraction) is Split.train for question in questions)
         step_override = [f"{unit}={num_training}"] if num_training < LARGEST_STEP else []
         words = [command, override(f"{data}.path", file), *shared, *split_override, *step_override]
         commands.append((purpose, command_line(rlft, *words)))
@@ -287,16 +287,11 @@ def after_sampling(
 
 def held_out_fraction(questions: Sequence[str]) -> float:
     """The default fraction if it gives both splits a question, else another that does; needs at least two questions."""
-    numbers = sorted(map(split_number, questions))
+    numbers = sorted(number_of(question) / 2**64 for question in questions)
     if numbers[0] < HELD_OUT <= numbers[-1]:
         return HELD_OUT
     num_held_out = min(len(numbers) - 1, max(1, round(HELD_OUT * len(numbers))))
     return round((numbers[num_held_out - 1] + numbers[num_held_out]) / 2, 9)
-
-
-def split_number(question: str) -> float:
-    """A question's number in [0, 1) by its hash; it is held out if that is below the held-out fraction."""
-    return int(question[:16], 16) / 2**64
 
 
 COMMAND = Command(

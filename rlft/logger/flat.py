@@ -16,10 +16,7 @@ from typing import Any
 from rlft.types import counted
 
 FEWEST = 6  # evaluations that a judgement needs
-
-OF_THE_LOSS = 0.01
-"""The share of a held-out loss whose fall matters; for an accuracy it is one standard error of an evaluation."""
-
+OF_THE_LOSS = 0.01  # share of a held-out loss whose fall matters; of an accuracy, one standard error of an evaluation
 T_95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729)
 """95 % points of Student's t with 4, 5, .. degrees of freedom; of more, the last is a little too large."""
 

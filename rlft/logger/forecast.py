@@ -12,14 +12,9 @@ from typing import Any
 from rlft.logger.text import duration
 from rlft.types import UserError, require
 
-FIRST = 5
-"""A run is forecast once it has done so many steps."""
-
+FIRST = 5  # a run is forecast once it has done so many steps
 WINDOW = 10  # the pace is that of so many newest steps
-
-OUTLIER = 4.0
-"""A step counts as at most this many times the median of those beside it: a machine that slept says nothing of pace."""
-
+OUTLIER = 4.0  # a step counts as at most so many medians of those around it: a machine that slept says nothing of pace
 DRIFT, PRIOR_WEIGHT = 0.25, 2
 """Standard deviation of log(pace of the rest / pace so far) before a run has shown its own, and the number of the run's
 own earlier forecasts that weigh as much. It is from the runs in recipes/chains.json (docs/performance.md)."""
@@ -59,9 +54,7 @@ class Forecast:
 class Pace:
     """Collects the seconds of a run's steps, evaluations and checkpoints from its metrics, and forecasts the rest.
 
-    Args:
-        config: the run's plain config, whose sections say when it evaluates and saves.
-        num_steps: steps of the whole run.
+    The sections of its plain config say when it evaluates and saves.
     """
 
     def __init__(self, config: Mapping[str, Any], num_steps: int) -> None:
@@ -103,15 +96,12 @@ def number_due(every: int, num_steps: int, first: int = 1) -> int:
 
 
 def forecast(steps: Sequence[float], left: int, pauses: float = 0.0) -> Forecast | None:
-    """The seconds that `left` more steps take, besides `pauses`; None before FIRST steps.
+    """The seconds of `left` more steps after those in `steps`, oldest first, besides `pauses`; None before FIRST steps.
 
     The pace is the mean of the newest steps. The interval is log-normal. Its variance is that of the mean of such
     steps, and that of a drift of the pace, as other work on the machine or longer texts bring it: DRIFT, and how wrong
     this run's forecasts were that were made after half, a quarter, .. of its steps. A drift has less room where fewer
     steps are left than were done.
-
-    Args:
-        steps: seconds of the finished steps, oldest first.
     """
     if left <= 0:
         return Forecast(pauses, pauses, pauses)

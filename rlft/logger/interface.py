@@ -17,8 +17,7 @@ class RunInfo:
 
     Attributes:
         name, config: the config's name, and the plain config.
-        step: 0, or the step of the checkpoint that a resumed run continues from.
-        steps: steps of the whole run.
+        step, steps: 0, or that of the checkpoint from which a run is resumed; those of the whole run.
         sizes: rows of the start-up table, (what, value, explanation).
         watched: (word, metric) of the number whose curve is shown.
     """

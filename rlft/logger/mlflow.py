@@ -15,8 +15,7 @@ from rlft.config.bounds import PositiveFloat
 from rlft.logger.interface import RunInfo
 from rlft.logger.scalars import ScalarLogger, last_steps, name_of, parameters
 
-MOST_PARAMETERS, LONGEST_VALUE = 100, 6000
-"""The most parameters of one call, and the most characters of a parameter's value."""
+MOST_PARAMETERS, LONGEST_VALUE = 100, 6000  # parameters of one call, and characters of a parameter's value
 LONGEST_TAG, LONGEST_NAME = 500, 250  # the most characters of a tag and of a run's name that every store takes
 EXPERIMENT = "rlft"
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}

@@ -45,8 +45,7 @@ REPEATS = 3  # how often a reward is computed again before a score counts as wro
 BOUND = 1e-6
 """A score, total or advantage differs if it is further than this from the recomputed one, relative to numbers above 1:
 float32 on another processor."""
-REPLAY_BOUND = 1e-3
-"""On another machine, metrics of the same tokens count as replayed up to this difference, relative above 1."""
+REPLAY_BOUND = 1e-3  # up to which metrics of the same tokens count as replayed on another machine, relative above 1
 REPEATABLE = ("transformers",)  # engines that sample the same bits again on the same machine
 
 Lines = Sequence[Mapping[str, Any]]

@@ -25,15 +25,12 @@ from rlft.system.device import free_bytes
 from rlft.types import Batch
 
 ALLOWED_DEVIATIONS = 4.0  # number of standard deviations of the rounding error that are allowed
-ROUNDINGS_OF_A_LAYER = 8
-"""Number of results in sequence that a layer rounds: two norms, three products, rotation, attention, two sums."""
-LORA_B_SPREAD = 0.02
-"""Standard deviation of the adapter's B, which is 0 in a new adapter, so that A would get no gradient."""
+ROUNDINGS_OF_A_LAYER = 8  # results in sequence: two norms, three products, rotation, attention, two sums
+LORA_B_SPREAD = 0.02  # standard deviation of the adapter's B: with 0, as in a new adapter, A would get no gradient
 PASSES = 3  # number of passes, of which the first is not timed
 TOKENS = 2048  # most tokens of a pass, without padding; plain kernels hold the logits of all of them
 PROMPTS, GROUP = 2, 4
-MAX_RATIO_TO_PLAIN = 2.0
-"""rlft's difference from float32 may be this many times that of plain kernels: both round, in different orders."""
+MAX_RATIO_TO_PLAIN = 2.0  # of differences from float32, rlft's to those of plain kernels, which round in other orders
 FLOAT32 = 4  # bytes of a float32 number
 MIN_SPEED = 0.9  # share of plain kernels' speed below which rlft's kernels are reported as slow
 
@@ -63,8 +60,7 @@ class Differences:
     """The differences between two passes, or the largest that are allowed.
 
     Attributes:
-        logprobs: largest difference between log-probs, in nats.
-        mean: mean difference between log-probs, in nats.
+        logprobs, mean: largest and mean difference between log-probs, in nats.
         gradients: largest norm of the difference between two gradients, as a share of the expected one's norm.
         where: name of the parameter whose gradients differ most; "" in bounds.
     """

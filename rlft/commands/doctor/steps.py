@@ -33,11 +33,9 @@ from rlft.train import train
 GAP = "sampler/logprob_gap"
 """The beginning of the names of two metrics: the mean and the largest gap of a step's sampled tokens."""
 SWAPPED = 10**6  # a version beyond those of the run's steps
-FIRST_SPREAD = 0.01
-"""Standard deviation of the first noise added to an adapter's B; it is doubled until log-probs move enough."""
+FIRST_SPREAD = 0.01  # standard deviation of the first noise on an adapter's B, doubled until log-probs move enough
 MAX_DOUBLINGS = 12
-MIN_MOVE = 0.1
-"""Nats by which the changed adapter must move a log-prob, besides twice the threshold of the freshness check."""
+MIN_MOVE = 0.1  # nats by which the changed adapter must move a log-prob, besides twice the freshness check's threshold
 MAX_SAMPLING_RATIO = 20.0  # sampling may take this many times as long as the update
 MIN_SHARE = {"cpu": 0.05, "cuda": 0.2}
 """{kind of device: lowest share of the product rate that an update should reach}; 0.5B on an H100 reaches 0.2."""

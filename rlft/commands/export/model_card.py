@@ -35,8 +35,7 @@ from rlft.types import counted
 
 TEMPLATE = Path(rlft.__file__).parent / "assets" / "model_card.md.jinja"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-PASS_AT = re.compile(r"eval/pass@(\d+)")
-"""The largest number in these metrics of an evaluation is that of its samples of each prompt."""
+PASS_AT = re.compile(r"eval/pass@(\d+)")  # the largest is at the number of samples of each prompt
 IN_THE_PROMPT = ("_target_", "system_prompt", "prompt_template")
 STEPS = {"examples_per_step": "demonstrations", "rankings_per_step": "rankings"}
 NEUTRAL = {
@@ -55,13 +54,11 @@ class Card:
     """An export, as its card describes it.
 
     Attributes:
-        request: what is exported.
         has_template: whether the tokenizer's chat template is used.
         loader: transformers' class that loads the model.
-        dtype: the dtype of the model's weights.
-        ends: what ends a turn.
+        dtype: of the model's weights.
         eos: the tokenizer's end token.
-        names_ends: whether what loads the model finds all of them in its generation config.
+        names_ends: whether what loads the model finds all `ends` of turns in its generation config.
         chain: the digest of the run's chain after the checkpoint's step; None for a run without a chain.
         defaults: the fields of the base's generation_config.json.
     """

@@ -20,8 +20,7 @@ from rlft.types import UserError, counted, require
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-QUESTION_SECONDS = 15.0
-"""Time limit of each wait for the hub before the export; huggingface_hub itself would wait forever."""
+QUESTION_SECONDS = 15.0  # time limit of each wait before the export; huggingface_hub itself would wait forever
 UPLOAD_SECONDS = 300.0  # time limit of each wait during the upload: the hub may check gigabytes before it answers
 LOG_IN = "hf auth login"
 NO_ACCESS = (401, 403)
@@ -33,14 +32,10 @@ class PushError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """A push, and the repository to push to.
+    """A push to the repository `repo_id` (`user/name` or `organisation/name`), a private one if it is made.
 
-    Attributes:
-        repo_id: `user/name` or `organisation/name`.
-        private: whether a new repository is private.
-        api: the client of the hub, once it has been prepared; None if nothing can be pushed.
-        problem: why nothing can be pushed.
-        fix: the command to run before the one that uploads.
+    `api` is the client of the hub, once the push has been prepared. Without one nothing can be pushed: `problem` says
+    why, and `fix` is the command to run before the one that uploads.
     """
 
     repo_id: str

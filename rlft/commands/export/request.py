@@ -23,15 +23,11 @@ class ExportKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """A validated export request.
+    """A validated request to export a checkpoint of the run `source` to the folder `out`.
 
     Attributes:
-        source: the run.
-        checkpoint: the folder of the checkpoint, which is undamaged.
-        checkpoint_kind: what the checkpoint holds.
-        kind: what is written.
+        checkpoint: its folder, which is undamaged.
         dtype: `auto`, or one of DTYPES.
-        out: the folder to write.
         repo_id: the repository that the folder is pushed to, for the model card; None if it is not pushed.
     """
 

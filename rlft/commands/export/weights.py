@@ -51,8 +51,7 @@ PROCESSORS = (
 """Files of a model that also reads images, video or sound; vLLM does not load it without them."""
 TEXT = "What is 17 + 25? The answer is 42, because 17 + 25 = 42."
 """The adapter and the merged model are compared on these tokens; any text would do."""
-TOLERANCE = 1e-3
-"""The largest allowed difference of log-probs, in nats: both models compute in float32 but add in different orders."""
+TOLERANCE = 1e-3  # of log-probs, in nats: both models compute in float32 but add in different orders
 
 
 class MergeError(RuntimeError):

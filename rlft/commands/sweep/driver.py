@@ -32,8 +32,7 @@ class Run:
 
     Attributes:
         number: of its job, from 0.
-        resolved: its config, if the sweep has read it already.
-        plan: its plan, if the sweep has made it already.
+        resolved, plan: its config and its plan, if the sweep has them already.
     """
 
     number: int
@@ -220,10 +219,7 @@ class PruningLogger(Logger):
 
 
 class InThisProcess(Place):
-    """Does runs in this process, with what `engines` keeps for the next one.
-
-    `prunes` is whether runs may be pruned.
-    """
+    """Does runs, which may be pruned if it `prunes`, in this process, with what `engines` keeps for the next one."""
 
     def __init__(self, command: str, config_dir: Path | None, engines: Any, say: Say, *, prunes: bool) -> None:
         self._command, self._config_dir, self._engines, self._say = command, config_dir, engines, say

@@ -212,8 +212,7 @@ def read_grid(words: Sequence[str], command: str) -> Space:
     return space
 
 
-OF_THE_PLACE = ("resume", "hydra.sweep.dir")
-"""Keys that say where runs are, which are those of a sweep and not of its runs."""
+OF_THE_PLACE = ("resume", "hydra.sweep.dir")  # where runs are, which is the sweep's to say
 
 
 def number_of_trials(keys: StudyConfig, space: Space) -> int:

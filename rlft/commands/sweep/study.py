@@ -24,8 +24,7 @@ from rlft.runs.run_status import Status
 from rlft.system.terminal import resuming, say
 from rlft.types import counted, require
 
-MOST_CRASHES = 2
-"""After so many attempts in a row that ended without an explanation and without progress, a trial fails."""
+MOST_CRASHES = 2  # attempts in a row that end without an explanation and without progress; the next makes a trial fail
 
 
 class AllFailedError(RuntimeError):

@@ -111,11 +111,9 @@ STATES = {
 
 
 class Trials:
-    """The trials of one study.
+    """The trials of one study. first_evaluation: the step of a run's first evaluation after some training.
 
-    Args:
-        first_evaluation: the step of a run's first evaluation after some training.
-        parallel: whether trials run side by side, so that values near those of running ones are avoided.
+    `parallel`: whether trials run concurrently, so that values near those of running ones are avoided.
     """
 
     def __init__(

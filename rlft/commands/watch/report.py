@@ -107,7 +107,6 @@ def _allowed(kind: str, texts: list[str]) -> str:
 
 
 MAX_POINTS = 2000  # the most points of a curve; in a longer run neighbours are averaged, and the page says so
-
 DIGITS = 5
 MAX_KEYS_OF_LABEL = 3
 SWEEP = "sweep.csv"
@@ -164,8 +163,7 @@ def no_metrics(folder: Path) -> UserError:
 def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()) -> dict[str, Any]:
     """Everything that the page shows, with at most `max_bytes` of completions as JSON for all runs together.
 
-    Args:
-        words: the folders as they were typed, which may be those of sweeps or above them.
+    `words` are the folders as they were typed, which may be those of sweeps or above them.
     """
     runs = [run_of(folder, max_bytes // len(folders), MAX_IMAGE_BYTES // len(folders)) for folder in folders]
     configs = [run["config"] for run in runs]

@@ -35,12 +35,8 @@ MAX_RECURRING = 8
 MAX_EVALUATIONS = 20
 MAX_SEARCHED = 200  # number of steps that are searched for recurring prompts
 MAX_TEXT = 20_000  # the most characters of a prompt or completion; the page says where a text was cut
-
 MAX_EDGE = 256  # the most pixels along an edge of a shown image
-
-MAX_IMAGE_BYTES = 4_000_000
-"""The most bytes of a page's images, as data URLs."""
-
+MAX_IMAGE_BYTES = 4_000_000  # of a page's images, as data URLs
 DIGITS = 3
 TRAINED, HELD_OUT = "trained on", "held out"
 _PROMPT_ID = re.compile(rb'^\{"step": \d+, "prompt_id": ("(?:[^"\\]|\\.)*"), "index": 0,')

@@ -52,19 +52,14 @@ columns are all there, separated by tabs.
 WORDS = ("status", "name", "command", "sort")
 COLUMNS = ("age", "name", "status", "step", "reward", "loss", "accuracy", "size")
 TITLES = ("run", "command", "status", "step", "reward", "loss", "accuracy", "left", "age", "size")
-LEFT_OUT_FIRST = ("size", "command", "age")
-"""Columns that are left out, in this order, until folders fit in full length."""
-
-LEFT_OUT_LAST = ("accuracy", "left", "step")
-"""Columns that are left out until the last LEAST_ROOM characters of a folder fit."""
-
+LEFT_OUT_FIRST = ("size", "command", "age")  # in this order, until folders fit in full length
+LEFT_OUT_LAST = ("accuracy", "left", "step")  # until the last LEAST_ROOM characters of a folder fit
 LEAST_ROOM = 12
 GAP = 2
 DAMAGED = "damaged"
 """The status of a run whose config or metrics cannot be read."""
 WRITTEN_BY_RUNS = ("status.json", METRICS, EVALUATIONS, "checkpoints", "rollouts", run_status.PROGRESS)
 """Files next to a run's config.yaml, by which a damaged run is told from a folder with another config.yaml."""
-
 REPORT = "report.html"
 
 
