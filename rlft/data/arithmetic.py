@@ -20,10 +20,7 @@ def question(a: int, operation: str, b: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic(Drawn):
-    """Problems such as "What is 47 + 85?", answer "132".
-
-    The embedded model was taught numbers of 1 and 2 digits, and no products.
-    """
+    """Problems such as "What is 47 + 85?", answer "132"."""
 
     difficulty: PositiveInt
     operations: Sequence[str]

@@ -34,7 +34,6 @@ class Chain:
 
     @property
     def question(self) -> str:
-        """What a model is asked."""
         return f"Take {self.start}, then {', '.join(f'{operation}{number}' for operation, number in self.steps)}."
 
 
@@ -57,10 +56,7 @@ def draw(rng: random.Random, steps: int, largest: int) -> Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains(Drawn):
-    """Problems such as "Take 7, then +8, -9, *3.", answer "18": each step continues from the last result.
-
-    The embedded model was taught 5 steps with numbers up to 20.
-    """
+    """Problems such as "Take 7, then +8, -9, *3.", answer "18": each step continues from the last result."""
 
     steps: PositiveInt
     largest: PositiveInt

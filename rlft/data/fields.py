@@ -12,10 +12,8 @@ from typing import Any
 from rlft.tokens.messages import FIELDS, MessageError, kind, message_of
 from rlft.types import Message, Schema
 
-TOOLS = "tools"
-"""The field of a row that has the schemas of its tools."""
-HISTORY = "history"
-"""The field of a row that has earlier turns, as in Alpaca's format: [[question, answer], ..]."""
+TOOLS = "tools"  # the field of a row that has the schemas of its tools
+HISTORY = "history"  # the field of a row that has earlier turns, as in Alpaca's format: [[question, answer], ..]
 CALL = "function_call"  # the speaker of messages that are calls of tools, JSON in a text
 SPEAKERS = {
     **dict.fromkeys(("human", "prompter"), "user"),

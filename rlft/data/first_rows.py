@@ -55,16 +55,16 @@ def _first_records(files: Iterable[Table]) -> Iterator[tuple[Record, Table]]:
 def with_guessed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The composed config, in which keys of fields that the first row lacks name the fields that it has instead."""
     changed = dict(plain)
-    for section, names in NAMES.items():
+    for section in NAMES:
         values = plain.get(section) or {}
-        if guessed := _guessed(values, section, names):
+        if guessed := _guessed(values, section):
             changed[section] = {**values, **guessed}
             words = " ".join(f"{section}.{key}={'null' if name is None else name}" for key, name in guessed.items())
             logger.warning("%s.path: its rows lack fields that the keys name, and are read with %s", section, words)
     return changed
 
 
-def _guessed(values: Mapping[str, Any], section: str, names: Mapping[str, tuple[str, ...]]) -> dict[str, str | None]:
+def _guessed(values: Mapping[str, Any], section: str) -> dict[str, str | None]:
     """{key: the field that is meant}; empty where the first row can be read, or cannot be read with a guess either."""
     path, key = values.get("path"), f"{section}.path"
     if not isinstance(path, str) or not Path(path).expanduser().exists():
@@ -74,22 +74,19 @@ def _guessed(values: Mapping[str, Any], section: str, names: Mapping[str, tuple[
             row_id, fields = next(table.rows(record))
             if _can_be_read(values, section, row_id, fields):
                 return {}
-            guessed = _names_in(fields, values, section, names)
+            guessed = _names_in(fields, values, section)
             return guessed if _can_be_read({**values, **guessed}, section, row_id, fields) else {}
     return {}
 
 
 def _can_be_read(values: Mapping[str, Any], section: str, row_id: str, fields: Mapping[str, Any]) -> bool:
     component: Any = instantiate(values, section)
-    try:
+    with suppress(RowError):
         return bool(component.parse(fields, row_id))
-    except RowError:
-        return False
+    return False
 
 
-def _names_in(
-    fields: Mapping[str, Any], values: Mapping[str, Any], section: str, names: Mapping[str, tuple[str, ...]]
-) -> dict[str, str | None]:
+def _names_in(fields: Mapping[str, Any], values: Mapping[str, Any], section: str) -> dict[str, str | None]:
     chats = [name for name in CHATS if has(fields, name)]
     if len(chats) == 1 and not has(fields, values["prompt_field"]):
         guessed: dict[str, str | None] = {"messages_field": chats[0]}
@@ -97,7 +94,7 @@ def _names_in(
             guessed["answer_field"] = None  # the chat's last message
         return guessed
     guessed = {}
-    for key, others in names.items():
+    for key, others in NAMES[section].items():
         found = [name for name in others if has(fields, name)]
         needs_input = found == ["instruction"] and has(fields, "input")  # Alpaca's second half of the question
         if len(found) == 1 and not needs_input and not has(fields, values[key]):

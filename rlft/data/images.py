@@ -18,8 +18,7 @@ from rlft.data.fields import SPEAKERS, RowError, TypedRow, has, value_of
 from rlft.tokens.messages import MessageError, kind, known, text_of
 from rlft.types import IMAGE, Image, Message, counted
 
-MARK = "<image>"
-"""What data sets write in the place of an image in a text, also with its number, <image 1>."""
+MARK = "<image>"  # what data sets write in the place of an image in a text, also with its number, <image 1>
 _MARKS = re.compile(r"<image[ _]?(\d*)>")
 
 IMAGE_PARTS = ("image", "image_url")  # types of parts of a chat

@@ -91,10 +91,7 @@ class Jsonl(JsonlFiles, RecordKeys):
 
 
 def rows(found: Sequence[Table], parse: Parse[Made], key: str) -> Sequence[RecordRow[Made]]:
-    """Every row of the tables that config key `key` names, streamed where they are large.
-
-    UserError: a table is unreadable or malformed, or they hold no row.
-    """
+    """Every row of the tables that `key` names, streamed if they are large. UserError: there is none, or a bad one."""
     parsed: Sequence[RecordRow[Made]]
     if sum(table.num_bytes for table in found) > STREAMED_BYTES and all(table.streams for table in found):
         parsed = StreamedRows(found, key, parse, _index_of(tuple(found), parse, key))
@@ -176,10 +173,7 @@ class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
 def hash_split(
     rows: Sequence[RecordRow[Made]], split: Split, held_out_fraction: float, where: object, section: str
 ) -> Sequence[RecordRow[Made]]:
-    """The rows of one split, chosen by a hash of the question, so that the two splits are disjoint by construction.
-
-    `where`, the file or data set, and `section` are for the error message.
-    """
+    """The rows of one split, chosen by a hash of the question; `where` and `section` are for the error message."""
     limit, held_out = held_out_fraction * 2**64, split is Split.held_out  # as in split_of
     chosen = _where(rows, [(identity < limit) is held_out for identity in identities(rows)])
     key, problem = f"{section}.held_out_fraction", f"leaves no {split} prompts of the {len(rows)} in {where}"

@@ -38,11 +38,9 @@ from rlft.tokens.ends import num_common
 from rlft.types import Message, Prompt, Ranking, Split, counted, require
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
-_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
-"""The beginning of a turn in a transcript of HH-RLHF."""
+_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")  # the beginning of a turn in a transcript of HH-RLHF
 
-Pair = tuple[tuple[Message, ...], str, str]
-"""(turns of the prompt, chosen completion, rejected completion)."""
+Pair = tuple[tuple[Message, ...], str, str]  # turns of the prompt, chosen completion, rejected completion
 
 
 @dataclass(slots=True)

@@ -32,10 +32,8 @@ from rlft.types import IMAGE, Message, Prompt, Split, UserError, are, counted, r
 
 logger = logging.getLogger(__name__)
 
-_FEW_SHOT_PLACEHOLDER = re.compile(r"\{(answer|final)\}")
-"""The placeholders of data.few_shot_template."""
-BOXED = "boxed"
-"""A value of data.answer_pattern: what is in the last box, or behind it, as in the solutions of MATH."""
+_FEW_SHOT_PLACEHOLDER = re.compile(r"\{(answer|final)\}")  # of data.few_shot_template
+BOXED = "boxed"  # as data.answer_pattern: what is in the last box, or behind it, as in the solutions of MATH
 _IN_BRACES = r"(?:\\.|[^{}\\])*"
 for _ in range(5):
     _IN_BRACES = rf"(?:\\.|[^{{}}\\]|\{{{_IN_BRACES}\}})*"
@@ -329,10 +327,7 @@ def split_of(question_identity: str, held_out_fraction: float) -> Split:
 
 
 def first_by_identity(rows: Iterable[RecordRow[Made]], number: int) -> list[RecordRow[Made]]:
-    """The `number` rows with the lowest identities, in order; memory holds no more than these.
-
-    Of several rows with the same question, the last is returned.
-    """
+    """The `number` rows with the lowest identities, in order, all that memory holds; of equal questions the last."""
     first: dict[str, RecordRow[Made]] = {}
     largest = ""  # the largest identity in `first`
     for row in rows:

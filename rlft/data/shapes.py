@@ -23,16 +23,12 @@ CELL, CELLS = 16, 3
 """Pixels along the edge of a cell, in which there is at most one shape, and the cells along that of a picture."""
 
 KINDS = ("circle", "square", "triangle")
-
 QUESTION = f"{IMAGE}How many?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes(Drawn):
-    """Pictures with 1 to `most` shapes, each with the question how many there are.
-
-    The embedded model was taught up to 9.
-    """
+    """Pictures with 1 to `most` shapes, each with the question how many there are."""
 
     most: PositiveInt
 

@@ -34,8 +34,7 @@ from rlft.types import Message, UserError, require
 logger = logging.getLogger(__name__)
 
 PLACEHOLDER = "{question}"
-OPTIONS = "options"
-"""The placeholder of the options in a template, and their name in a prompt's metadata."""
+OPTIONS = "options"  # the placeholder of the options in a template, and their name in a prompt's metadata
 TELLING: Mapping[str, str] = {
     **dict.fromkeys(("system", "system_prompt"), "{section}.system_field={name} makes it the system message"),
     **dict.fromkeys(("input", "context", "passage"), "{section}.prompt_template='{{{name}}} {{question}}' shows it"),

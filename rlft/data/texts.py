@@ -210,10 +210,7 @@ def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: RunTokenizer,
 
 
 def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: RunTokenizer, style: str) -> int:
-    """Number of tokens of the longest of these prompts with the hint.
-
-    UserError: the hint shows the answer, and some of the prompts have none.
-    """
+    """Number of tokens of the longest prompt with the hint. UserError: it shows the answer, and some have none."""
     longest, without = 0, []
     for prompt in tokenised((with_hint(prompt, hint) for prompt in prompts), tokenizer, style):
         longest = max(longest, len(prompt.token_ids))

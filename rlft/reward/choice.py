@@ -170,10 +170,7 @@ class Choice(AnswerKeys):
         raise UserError("reference_is", f"{problem} (the first: {first})", got=self.reference_is, remedy=remedy)
 
     def _right(self, prompt: Prompt, choices: Mapping[str, str]) -> frozenset[str]:
-        """The letters that the prompt's reference answers name together, by letters or texts, or else by indices.
-
-        Unscorable if one of them names none.
-        """
+        """The letters that the prompt's reference answers name together, or their indices. Unscorable: one has none."""
         right: set[str] = set()
         for reference in reference_answers(prompt):
             found: frozenset[str] = frozenset()

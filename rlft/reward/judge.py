@@ -58,10 +58,7 @@ class ResponseFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge(ServerKeys):
-    """The judge's rating of each completion, with lowest .. highest mapped to 0 .. 1.
-
-    A rating outside the scale makes the request be sent again.
-    """
+    """The judge's rating of each completion, with lowest .. highest mapped to 0 .. 1; others are requested again."""
 
     model: str | None
     mode: JudgeMode
@@ -102,18 +99,14 @@ class Judge(ServerKeys):
         reference = REFERENCE if "reference" in judge_input else ""
         scale = {"num": len(texts), "lowest": self.lowest, "highest": self.highest}
         instructions = f"{self.rubric.strip()}\n\n{INSTRUCTIONS.format(reference=reference, **scale)}"
-        messages = [
-            {"role": "system", "content": instructions},
-            {"role": "user", "content": json.dumps(judge_input, ensure_ascii=False)},
-        ]
-        body: dict[str, Any] = {"messages": messages}
+        user = {"role": "user", "content": json.dumps(judge_input, ensure_ascii=False)}
+        body: dict[str, Any] = {"messages": [{"role": "system", "content": instructions}, user]}
         if self.model is not None:
             body["model"] = self.model
-        form: dict[str, Any] = {"type": self.response_format.value}
-        if self.response_format is ResponseFormat.json_schema:
-            form["json_schema"] = {"name": "ratings", "strict": True, "schema": SCHEMA}
         if self.response_format is not ResponseFormat.none:
-            body["response_format"] = form
+            body["response_format"] = {"type": self.response_format.value}
+        if self.response_format is ResponseFormat.json_schema:
+            body["response_format"]["json_schema"] = {"name": "ratings", "strict": True, "schema": SCHEMA}
         return Request(body={**body, **self.options}, completions=order)
 
     def _ratings(self, answer: Any, num_completions: int) -> list[float]:

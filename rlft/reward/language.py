@@ -54,8 +54,7 @@ def prose(text: str) -> str:
     >>> prose(r"<think>Also ist $x^2 = 4$ und $x = 2 \text{ oder noch etwas}$</think>").split()
     ['Also', 'ist', 'und', '$x', '=', '2', '{', 'oder', 'noch', 'etwas}$']
     """
-    for pattern in (_FENCED, _TAG):
-        text = pattern.sub(" ", text)
+    text = _TAG.sub(" ", _FENCED.sub(" ", text))
     text = _FORMULA.sub(lambda match: match[0] if _SIDE_BY_SIDE.search(match[0]) else " ", text)
     return _COMMAND.sub(" ", text)
 
@@ -74,10 +73,7 @@ def words(text: str) -> Iterator[tuple[str, str]]:
 
 
 def windows(text: str, size: int) -> list[tuple[str, int]]:
-    """(text, number of words) of runs of `size` words of one script.
-
-    A remainder of less than half of that joins the run before it.
-    """
+    """(text, number of words) of runs of `size` words of one script; less than half a run joins the one before it."""
     by_script: dict[str, list[str]] = {}
     for name, word in words(text):
         by_script.setdefault(name, []).append(word)
@@ -121,8 +117,8 @@ class Language:
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("py3langid") is None:
-            remedy = pip_install("rlft[language]")
-            raise UserError("_target_", "needs the py3langid library, which is not installed", remedy=remedy)
+            problem = "needs the py3langid library, which is not installed"
+            raise UserError("_target_", problem, remedy=pip_install("rlft[language]"))
         if self.target != PROMPT and self.target not in _detector().labels:
             problem = "is neither prompt nor the ISO 639-1 code of a language that py3langid knows"
             raise UserError("target", problem, got=self.target, remedy="use prompt, or a code such as en, de or zh")
