@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.algorithm.formula import formula_of
+from rlft.commands.tables import wrapped
 from rlft.config import catalog
 from rlft.config.choices import choice_remedy
 from rlft.config.compose import compose, refusal
@@ -40,7 +39,6 @@ what it means, the paper, and a command to try it.
   rlft algorithms grpo algorithm.kl_coef=0.04 algorithm.kl_estimator=k2"""
 
 GROUP = "algorithm"
-WIDTH = 120  # columns of text that is printed into a pipe or a file
 
 
 def command(arguments: list[str]) -> None:
@@ -146,40 +144,33 @@ def table_of(rows: Sequence[Mapping[str, str]]) -> str:
     lines: list[str] = []
     for row in rows:
         head = f"{row['name']:<{name}}  {row['family']:<{family}}  "
-        lines += _wrapped(row["about"], head, indent)
-        lines += _wrapped(row["paper"], indent, indent) if row["paper"] else []
+        lines += wrapped(row["about"], head, indent)
+        lines += wrapped(row["paper"], indent, indent) if row["paper"] else []
     return "\n".join([*lines, "", "rlft algorithms <name> prints its loss, its keys and a command to try it."])
 
 
 def text_of(page: Mapping[str, Any]) -> str:
     lines = [
-        *_wrapped(f"{page['name']}: {page['about']}", "", "  "),
+        *wrapped(f"{page['name']}: {page['about']}", "", "  "),
         "",
-        *_wrapped(f"{page['family']} ({page['module']})", "family  ", " " * 8),
-        *(_wrapped(page["paper"], "paper   ", " " * 8) if page["paper"] else []),
+        *wrapped(f"{page['family']} ({page['module']})", "family  ", " " * 8),
+        *(wrapped(page["paper"], "paper   ", " " * 8) if page["paper"] else []),
         f"try it  {page['example']}",
         "",
         "Loss, which an update makes smaller",
         "",
     ]
     if page["loss"] is None:
-        lines += _wrapped(f"The docstring of {page['module']} does not state it.", "  ", "  ")
+        lines += wrapped(f"The docstring of {page['module']} does not state it.", "  ", "  ")
     else:
         lines += [f"  {line}" for line in page["loss"]["lines"]]
         width = max(map(len, page["loss"]["symbols"]), default=0)
         lines.append("")
         for name, meaning in page["loss"]["symbols"].items():
-            lines += _wrapped(meaning, f"  {name:<{width}}  ", " " * (width + 4))
+            lines += wrapped(meaning, f"  {name:<{width}}  ", " " * (width + 4))
     lines += ["", "Keys, set as algorithm.<key>=<value>", ""]
     for one in page["keys"]:
         lines.append(f"  {one['key']}: {one['value'] if isinstance(one['value'], str) else json.dumps(one['value'])}")
         for comment in one["comments"]:
-            lines += _wrapped(comment, " " * 6, " " * 6)
+            lines += wrapped(comment, " " * 6, " " * 6)
     return "\n".join(lines)
-
-
-def _wrapped(text: str, first: str, others: str) -> list[str]:
-    """The text in lines of the terminal's width; `first` precedes the first line, `others` the rest."""
-    width = max(shutil.get_terminal_size((WIDTH, 24)).columns, len(others) + 20)
-    lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
-    return lines or [first.rstrip()]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
 from fnmatch import fnmatch
 from importlib import metadata
 
+from rlft.commands.tables import wrapped
 from rlft.config.choices import closest
 from rlft.model.families import Families, Family, known
 from rlft.tokens.images import EXACT
@@ -32,7 +31,6 @@ adapters, export with the adapter merged; or why such a model is refused.
 OF_A_LANGUAGE_MODEL = (
     "reads images in prompts, and its language model is trained; rlft plan model.path=<folder> says what is adapted"
 )
-WIDTH = 120
 INDENT = " " * 4
 PAGE = """\
 # Families of models
@@ -85,7 +83,9 @@ def command(arguments: list[str]) -> None:
         print(page(), end="")
     else:
         lines = [line for item in chosen.items() for line in lines_of(*item)]
-        lines += [line for kind in with_images if kind in named for line in _wrapped(f"{kind}: {OF_A_LANGUAGE_MODEL}")]
+        lines += [
+            line for kind in with_images if kind in named for line in wrapped(OF_A_LANGUAGE_MODEL, f"{kind}: ", INDENT)
+        ]
         print("\n".join([*lines, "", *notes(families)]))
 
 
@@ -104,17 +104,15 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
 def lines_of(kind: str, family: Family) -> list[str]:
     """The name of a family with what holds for it, and the layers with and without adapters."""
     if not family.is_trained:
-        return _wrapped(f"{kind}: {why_not(family)}")
+        return wrapped(why_not(family), f"{kind}: ", INDENT)
     decoding = "decodes" if family.decoding is None else f"refused with generation=transformers: {family.decoding}"
     export = "merged export" if family.exported else "export with as=adapter only"
     facts = [rows_of(family), decoding, vllm_of(family), export]
     left = f"; not {family.not_adapted}" if family.not_adapted else ""
-    return [*_wrapped(f"{kind}: {'; '.join(facts)}"), *_wrapped(f"{INDENT}LoRA on {family.adapted}{left}")]
-
-
-def _wrapped(text: str) -> list[str]:
-    width = shutil.get_terminal_size((WIDTH, 24)).columns
-    return textwrap.wrap(text, max(width, 40), subsequent_indent=INDENT, break_on_hyphens=False)
+    return [
+        *wrapped("; ".join(facts), f"{kind}: ", INDENT),
+        *wrapped(f"LoRA on {family.adapted}{left}", INDENT, INDENT),
+    ]
 
 
 def notes(families: Families) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import sys
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from rlft.commands.doctor.command import check_recipe
 from rlft.commands.launch import import_libraries, settled
 from rlft.commands.tables import print_rows
+from rlft.config.choices import closest
 from rlft.config.compose import compose_run
 from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
@@ -85,8 +85,7 @@ def check_task(words: Sequence[str]) -> None:
     """Requires the word `try` after `rlft reward`."""
     is_word = bool(words) and "=" not in words[0] and not words[0].startswith("-")
     require(is_word, "reward", "needs a word for what to do", remedy=f"write rlft reward {TASK}")
-    close = difflib.get_close_matches(words[0], [TASK], n=1)
-    remedy = f"did you mean rlft reward {TASK}?" if close else f"use rlft reward {TASK}"
+    remedy = f"did you mean rlft reward {TASK}?" if closest(words[0], [TASK]) else f"use rlft reward {TASK}"
     require(words[0] == TASK, words[0], "there is no such command", remedy=remedy)
 
 

@@ -29,7 +29,7 @@ from rlft.system.files import append, write_atomically
 from rlft.system.memory import Doing, explained, keep_blocks
 from rlft.system.seeds import sampling_seeds
 from rlft.system.terminal import command_line, override, program, resuming, say, show
-from rlft.types import Group, Scores, Split, UserError, counted
+from rlft.types import Group, Scores, Split, UserError, counted, require
 
 if TYPE_CHECKING:
     from rlft.generation.engine import Generator
@@ -58,17 +58,19 @@ NOTHING_DONE: Mapping[str, Any] = {"step": 0, "bytes": 0, "sampled": 0, "kept": 
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """The content of progress.json; NOTHING_DONE if there is no such file yet. UserError: it is damaged."""
+    """The content of progress.json; NOTHING_DONE if there is no such file yet. Refuses damaged files."""
+    file, remedy = folder / SAMPLES, "restore the file from a copy, or start a new run"
     try:
-        state = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        state: Any = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return dict(NOTHING_DONE)
     except run_status.UNREADABLE:
         state = None
-    if isinstance(state, dict) and _is_progress(state):
-        return {name: state[name] for name in NOTHING_DONE}
-    remedy = "restore the file from a copy, or start a new run"
-    raise UserError("resume", f"{PROGRESS} in that folder is damaged", got=folder, remedy=remedy)
+    is_whole = isinstance(state, dict) and _is_progress(state)
+    require(is_whole, "resume", f"{PROGRESS} in that folder is damaged", got=folder, remedy=remedy)
+    is_there = (file.stat().st_size if file.is_file() else 0) >= state["bytes"]
+    require(is_there, "resume", f"{SAMPLES} is shorter than {PROGRESS} says", got=folder, remedy=remedy)
+    return {name: state[name] for name in NOTHING_DONE}
 
 
 def _is_progress(state: Mapping[str, Any]) -> bool:
@@ -79,21 +81,12 @@ def _is_progress(state: Mapping[str, Any]) -> bool:
     return min(counts) >= 0 and all(type(v) is float for v in sums) and bool(state["sampled"] or not sums)
 
 
-def _check_size(folder: Path, state: Mapping[str, Any]) -> None:
-    """Refuses a samples file that is shorter than progress.json says."""
-    file = folder / SAMPLES
-    if (file.stat().st_size if file.is_file() else 0) < state["bytes"]:
-        problem = f"{SAMPLES} is shorter than {PROGRESS} says"
-        raise UserError("resume", problem, got=folder, remedy="restore the file from a copy, or start a new run")
-
-
 class Samples:
     """The samples file and its state: steps done, completions sampled and kept, sums of rewards."""
 
     def __init__(self, plan: SamplePlan, folder: Path) -> None:
         self.plan, self.file, self.record = plan, folder / SAMPLES, folder / PROGRESS
         self.state = read_progress(folder)
-        _check_size(folder, self.state)
         with writing(self.file):
             self.file.touch()
         os.truncate(self.file, self.state["bytes"])
@@ -213,7 +206,6 @@ def steps_done(folder: Path, plan: SamplePlan) -> int:
     """The number of steps that the run in this folder has finished; refuses a num_prompts that these do not fit."""
     state, size = read_progress(folder), plan.config.prompts_per_step
     step = state["step"]
-    _check_size(folder, state)
     if not step:
         return 0
     earlier_limit = run_folder.read(folder).get("num_prompts")

@@ -1,12 +1,22 @@
-"""Tables that several commands print."""
+"""Tables and paragraphs that several commands print."""
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Sequence
 
 from rlft.system.check_rows import CheckRow, Status
 
 STYLES = {Status.ok: "green", Status.slow: "yellow", Status.limit: "yellow", Status.wrong: "red", Status.skipped: "dim"}
+WIDTH = 120  # columns of text that is printed into a pipe or a file
+
+
+def wrapped(text: str, first: str, others: str) -> list[str]:
+    """The text in lines of the terminal's width; `first` precedes the first line, `others` the rest."""
+    width = max(shutil.get_terminal_size((WIDTH, 24)).columns, len(others) + 20)
+    lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+    return lines or [first.rstrip()]
 
 
 def print_rows(rows: Sequence[CheckRow]) -> None:

@@ -24,6 +24,7 @@ from rlft.config.model import ALL_LINEAR, EMBEDDED, SWITCHES, looks_local
 from rlft.data.files import is_data_file
 from rlft.data.templates import PLACEHOLDER, for_typed, prompt_of
 from rlft.generation.vllm.options import engine_rank
+from rlft.logger.summary import ends
 from rlft.model.adapter_folder import CONFIG, switches_of
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.config_file import PATH_NAMES
@@ -207,7 +208,7 @@ def results(evaluations: Sequence[Config], config: Config) -> list[tuple[str, ..
     """The table of the first and the last evaluation, its heading first; empty if there was no evaluation."""
     if not evaluations:
         return []
-    columns = [evaluations[0], evaluations[-1]][-min(2, len(evaluations)) :]
+    columns = ends(evaluations)
     names = [n for n in dict.fromkeys(n for line in columns for n in line) if n.startswith("eval/") and n[-3:] != "_se"]
     rows = [(name.removeprefix("eval/"), *(value_text(line, name) for line in columns)) for name in names]
     if "sampled" in measured_on(config):

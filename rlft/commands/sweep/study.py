@@ -142,8 +142,8 @@ class Study(Source[TrialRun]):
         """All runs of a trial are done. It fails if the last step of one was not evaluated."""
         runs = [self.run(trial, i) for i in range(len(self.seeds))]
         values = [self._last_value(run) for run in runs]
-        for run in (run for run, value in zip(runs, values, strict=True) if value is None):
-            file = run.folder / EVALUATIONS
+        if None in values:
+            file = runs[values.index(None)].folder / EVALUATIONS
             self._has_failed(trial, f"{file} has no evaluation after the last step, {self._steps}")
             return
         self.trials.complete(trial.number, [value for value in values if value is not None])
