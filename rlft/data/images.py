@@ -138,10 +138,10 @@ def _texts_of_user(question: Any) -> dict[int, str]:
 
 def _placed(question: Any, texts: Mapping[int, str], number: int) -> Any:
     """The text or chat with IMAGE in place of each MARK, and this many of them before the user's last text."""
+    if not texts and isinstance(question, list):
+        raise RowError("the chat has no text of a user before which the images could stand")
     if not texts:
-        problem = "the chat has no text of a user before which the images could stand"
-        is_chat = isinstance(question, list)
-        raise RowError(problem if is_chat else f"the question is {kind(question)}, so there is no place for the images")
+        raise RowError(f"the question is {kind(question)}, so there is no place for the images")
     new = {i: _MARKS.sub(IMAGE, text) if not number else text for i, text in texts.items()}
     new[max(new)] = IMAGE * number + new[max(new)]
     if isinstance(question, str):

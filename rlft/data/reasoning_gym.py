@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
+from itertools import count
 from typing import Any
 
 from rlft.config.bounds import PositiveInt, Seed
@@ -58,7 +59,8 @@ class ReasoningGym:
 
     def load(self, split: Split) -> list[Prompt]:
         """The split's prompts; the first call makes both splits. Raises UserError."""
-        check_installed("data", "reasoning_gym")
+        is_installed, problem = importlib.util.find_spec("reasoning_gym"), "the reasoning-gym library is not installed"
+        require(is_installed, "data", problem, got="reasoning_gym", remedy=pip_install("rlft[reasoning-gym]"))
         options = json.dumps(self.options or {}, sort_keys=True)
         entries_of_split = make(self.task, options, self.size, self.held_out_size, self.seed)
         return [
@@ -72,12 +74,6 @@ class ReasoningGym:
         ]
 
 
-def check_installed(key: str, name: str) -> None:
-    is_installed = importlib.util.find_spec("reasoning_gym") is not None
-    problem, remedy = "the reasoning-gym library is not installed", pip_install("rlft[reasoning-gym]")
-    require(is_installed, key, problem, got=name, remedy=remedy)
-
-
 @lru_cache(maxsize=4)
 def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> Mapping[Split, list[tuple[int, Entry]]]:
     """{split: (number of the draw, entry) in drawing order}, made in a child process. `options` is JSON."""
@@ -85,9 +81,8 @@ def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> M
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "rlft.data.reasoning_gym"]
     entries_of_split: dict[Split, list[tuple[int, Entry]]] = {Split.train: [], Split.held_out: []}
-    child = subprocess.run(
-        command, env=environment, input=json.dumps(request).encode(), stdout=subprocess.PIPE, check=False
-    )
+    given = json.dumps(request).encode()
+    child = subprocess.run(command, env=environment, input=given, stdout=subprocess.PIPE, check=False)
     received = BytesIO(child.stdout)
     with contextlib.suppress(EOFError):
         while True:
@@ -128,16 +123,14 @@ def entries(task: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[
     """An endless sequence of (number of the draw, entry). Call it in a process with a fixed hash seed."""
     import numpy as np
 
-    number = 0
-    while True:
+    for start in count(step=CHUNK):
         # Tasks use seed + index, so consecutive chunks do not overlap, nor do adjacent data seeds. numpy needs < 2**32.
-        chunk_seed = (seed * 1_000_003 + number) % 2**31
+        chunk_seed = (seed * 1_000_003 + start) % 2**31
         questions = create(task, options, chunk_seed, CHUNK)
         for index in range(CHUNK):
             random.seed(chunk_seed + index)
             np.random.seed(chunk_seed + index)
-            yield number, questions[index]
-            number += 1
+            yield start + index, questions[index]
 
 
 def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
@@ -150,9 +143,8 @@ def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
         similar = difflib.get_close_matches(task, DATASETS, n=3)
         remedy = f"did you mean {', '.join(similar)}?" if similar else f"choose one of {', '.join(sorted(DATASETS))}"
         raise UserError("data.task", "is not a task of reasoning-gym", got=task, remedy=remedy)
-    if reserved := sorted({"seed", "size"} & set(options)):
-        name = reserved[0]
-        problem = "is not the task's to choose"
+    problem = "is not the task's to choose"
+    for name in sorted({"seed", "size"} & set(options)):
         raise UserError(f"data.options.{name}", problem, got=options[name], remedy=f"set data.{name}")
     try:
         if task == "composite":

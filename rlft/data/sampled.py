@@ -41,8 +41,7 @@ def sampled_line(
     completion = rollout.completion
     conversation: dict[str, Any] = {}
     if completion.mask is not None:
-        mask, turns = map(int, completion.mask), map(asdict, completion.turns)
-        conversation = {"mask": list(mask), "turns": list(turns)}
+        conversation = {"mask": [*map(int, completion.mask)], "turns": [*map(asdict, completion.turns)]}
     if completion.branches:
         conversation["branches"] = [asdict(branch) for branch in completion.branches]
     return {

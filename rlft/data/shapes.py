@@ -82,10 +82,5 @@ def _inside(kind: str, radius: int) -> NDArray[np.bool_]:
     import numpy as np
 
     y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
-    match kind:
-        case "circle":
-            return x**2 + y**2 <= radius**2
-        case "triangle":
-            return 2 * abs(x) <= y + radius
-        case _:
-            return np.ones_like(x, dtype=bool)
+    inside = {"circle": x**2 + y**2 <= radius**2, "triangle": 2 * abs(x) <= y + radius}
+    return inside.get(kind, np.ones_like(x, dtype=bool))

@@ -86,17 +86,14 @@ class AnswerKeys:
 
     def written(self, answer: str) -> str | None:
         """A completion that gives this answer where the reward looks for it; None if none can be made for a pattern."""
-        match self.answer_in:
-            case AnswerIn.tag:
-                return f"<{self.tag}>{answer}</{self.tag}>"
-            case AnswerIn.boxed:
-                return f"\\boxed{{{answer}}}"
-            case AnswerIn.hashes:
-                return f"#### {answer}"
-            case AnswerIn.pattern:
-                return written_for(self.pattern or "", answer)
-            case _:
-                return answer
+        if self.answer_in == AnswerIn.pattern:
+            return written_for(self.pattern or "", answer)
+        forms = {
+            AnswerIn.tag: f"<{self.tag}>{answer}</{self.tag}>",
+            AnswerIn.boxed: f"\\boxed{{{answer}}}",
+            AnswerIn.hashes: f"#### {answer}",
+        }
+        return forms.get(self.answer_in, answer)
 
     def reference_text(self, prompt: Prompt) -> str | None:
         """A completion with the prompt's reference answer, which should get full marks; None if none is compared.

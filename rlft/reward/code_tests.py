@@ -244,24 +244,17 @@ def doubts(source: str) -> frozenset[Doubt]:
 
 
 class Reader:
-    """What is known about a test's names.
-
-    Attributes:
-        callables: names that belong to the program, and parameters that are called, which may hold such a name.
-        functions: names of functions that the test defines.
-        answers: {variable that holds an answer of the program: names of the callables from which it comes}.
-        objects: variables that hold an object of the program.
-    """
+    """What is known about a test's names."""
 
     def __init__(self, tree: ast.AST, names: set[str]) -> None:
         nodes = list(ast.walk(tree))
         defined = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
         parameters = {a.arg for f in defined for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)}
         parameters &= {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-        self.callables = names | parameters
+        self.callables = names | parameters  # the program's names, and parameters that are called: they may hold one
         self.functions = {f.name for f in defined if not isinstance(f, ast.Lambda)}
-        self.answers: dict[str, set[str]] = {}
-        self.objects: set[str] = set()
+        self.answers: dict[str, set[str]] = {}  # {variable with an answer of the program: the callables it comes from}
+        self.objects: set[str] = set()  # variables that hold an object of the program
         for _ in range(2):  # twice, since a loop may use a variable before the line that sets it
             for node in nodes:
                 self._read(node)
@@ -281,9 +274,8 @@ class Reader:
             case ast.Subscript(value=value) | ast.For(iter=value) | ast.comprehension(iter=value):
                 if self._is_object(value):
                     yield Doubt.operators
-            case ast.Assert(test=value) | ast.UnaryOp(op=ast.Not(), operand=value):
-                if self._is_object(value):
-                    yield Doubt.operators
+            case ast.Assert(test=value) | ast.UnaryOp(op=ast.Not(), operand=value) if self._is_object(value):
+                yield Doubt.operators
             case ast.Expr(value=ast.Call() as call) if self._changes_arguments(call):
                 yield Doubt.in_place
 
