@@ -330,7 +330,7 @@ def _check_checkpoints(run: Audited) -> None:
 
 
 def check_export(folder: Path, lines: Mapping[int, Line], findings: Findings) -> None:
-    """Compares an exported adapter and its card with the chain beside it."""
+    """Compares an exported adapter and its card with the chain next to it."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,7 +1,7 @@
 """`rlft export`: writes a checkpoint of a run as a folder that transformers, PEFT and vLLM load.
 
 The base is loaded again and merged in float32, each weight rounded once, so the run and its base stay unchanged. The
-export is written to a temporary folder beside `out` and renamed when it is complete: a kill leaves no `out`.
+export is written to a temporary folder next to `out` and renamed when it is complete: a kill leaves no `out`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def run(request: Export, pushing: push.Push | None, say: Callable[[str], None]) 
 
 @contextmanager
 def _becoming(out: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `out`; at the end it is flushed to disk and renamed to `out`.
+    """Yields an empty folder next to `out`; at the end it is flushed to disk and renamed to `out`.
 
     A failure inside the block removes it.
     """

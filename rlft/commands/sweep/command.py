@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.sweep import record
-from rlft.commands.sweep.beside import SideBySide, threads_of_a_job
 from rlft.commands.sweep.checks import Checked, check, gpus_of, is_finished
 from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, Run, Source
+from rlft.commands.sweep.jobs import SideBySide, threads_of_a_job
 from rlft.commands.sweep.page import TABLE, show_jobs
 from rlft.commands.sweep.space import is_own
 from rlft.config import compose as configs
@@ -187,8 +187,8 @@ def drive(source: Source[Any], checked: Checked, folder: Path) -> None:
         def words(run: Run) -> list[str]:
             return [command, *options, *run.words, "resume=auto", override("hydra.run.dir", run.folder)]
 
-        beside = SideBySide(launcher, words, cluster, handler, say, on_gpus=checked.on_gpus, gpus=gpus)
-        Driver(source, beside, cluster.jobs, lambda: handler.requested).run()
+        place = SideBySide(launcher, words, cluster, handler, say, on_gpus=checked.on_gpus, gpus=gpus)
+        Driver(source, place, cluster.jobs, lambda: handler.requested).run()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The driver of sweeps: begins the runs of a source in a place, so many at a time, and tells the source how each ended.
 
 The source says which runs there are and what an ending means: a grid (`command.py`) or a study (`study.py`). The place
-does them: in this process, one after the other, with what they can share (a loaded base, a started engine); or beside
-each other in processes of their own (`beside.py`).
+does them: in this process, one after the other, with what they can share (a loaded base, a started engine); or
+concurrently, in processes of their own (`jobs.py`).
 """
 
 from __future__ import annotations

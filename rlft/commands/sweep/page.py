@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PICTURE = "sweep.png"
 KEYS, STATE, PLUS_MINUS = "keys", "state", "±"
 FINISHED = str(Status.finished)
-COLUMNS = 3  # panels of the picture beside each other
+COLUMNS = 3  # panels in a row of the picture
 MOST_KEYS = 7  # keys with a panel of their own in the picture: the most important ones
 GREY, BLUE, ORANGE, RED = "0.6", "#1f77b4", "#ff7f0e", "#d62728"
 COLOURS = {"complete": BLUE, "pruned": ORANGE, "failed": RED, "unfinished": GREY}
@@ -191,7 +191,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def state_of(row: Trial) -> str:
-    """What the table says of a trial beside its value."""
+    """What the table says of a trial besides its value."""
     said = "" if row.state == "complete" else f"{row.state}: {row.why}" if row.why else row.state
     return said if row.same_as is None else f"as {row.same_as}" + (f", {said}" if said else "")
 

@@ -1,4 +1,4 @@
-"""Runs of a sweep beside each other (cluster.jobs): each is an `rlft` process of its own, here or on a cluster."""
+"""Concurrent runs of a sweep (cluster.jobs): each is an `rlft` process of its own, here or on a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlft.system.process.running_time import RunningTime
 from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, last_lines
 from rlft.system.terminal import Say
 
-FACTORY = "rlft.commands.sweep.beside:JobProcess"
+FACTORY = "rlft.commands.sweep.jobs:JobProcess"
 POLL_S = 0.2
 REFUSED, STOPPED = 2, 1  # exit codes of `rlft`
 
