@@ -27,7 +27,7 @@ LOGGERS = {
 # What a stage of a pipeline is told on the command line: what an earlier stage has made.
 MODEL = ["model.path=embedded:tiny-arithmetic"]  # in place of a folder that a script makes
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
-OF_FOLDER, OF_FILE = [*MODEL, f"data.path={PROBLEMS}"], [*MODEL, f"data.path={PROBLEMS / 'train.jsonl'}"]
+OF_FOLDER, OF_FILE = ([*MODEL, f"data.path={path}"] for path in (PROBLEMS, PROBLEMS.parent / "svamp_mini.jsonl"))
 LESSONS = ["demonstrations.path=embedded:arithmetic-cold-start"]
 WITHOUT_REWARD_MODEL = ["~reward.learned", "critic.init=base", "reward.exact_match.weight=1.0"]
 TOLD = {

@@ -101,7 +101,7 @@ def test_vectors_of_prompts_that_are_decoded_together_are_on_a_gpu() -> None:
     assert counted is not None
     assert counted.tower is not None
     on_a_gpu = {part.name: part.bytes for part in parts(model, replace(counted, device="cuda"), 0)}
-    most = max(min(each.num_prompts, 6 // each.samples) for each in counted.decodings)
+    most = max(min(each.num_prompts, 6 // each.samples) for each in counted.work.decodings)
     assert on_a_gpu["vectors of images that are sampled from"] == most * counted.tower.vectors > 0
 
 

@@ -129,11 +129,12 @@ def test_what_was_ignored_at_the_start_stays_ignored(name: str, by: list[str]) -
 def test_one_order_that_is_sent_twice_is_not_a_second_one() -> None:
     # As `timeout` sends SIGTERM, systemd SIGTERM and SIGHUP, and a shell whose connection drops SIGHUP.
     code = """
-import os, signal
+import os, signal, time
 from rlft.system import interrupt
 with interrupt.Interrupt(print) as pressed:
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         os.kill(os.getpid(), number)
+    time.sleep(0.5)
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt:

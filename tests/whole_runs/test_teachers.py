@@ -19,6 +19,7 @@ from rlft.config.schema import RunConfig
 from rlft.loop import engines, workers
 from rlft.loop import parts as parts_of_runs
 from rlft.loop.engines import load_teacher
+from rlft.plan import fit
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import sizes_of
 from rlft.runs.find import with_named_runs
@@ -135,7 +136,7 @@ def test_what_a_teacher_takes_is_not_free_for_activations(
         return loaded[-1]
 
     monkeypatch.setattr(of_where, "load_teacher", load_and_count)
-    monkeypatch.setattr(parts_of_runs, "activation_bytes", lambda *args, **keys: 500)
+    monkeypatch.setattr(fit, "activation_bytes", lambda *args, **keys: 500)
     monkeypatch.setattr(device, "free_memory", lambda: 1000 - len(loaded))
     monkeypatch.setattr(parts_of_runs, "set_checkpointing", lambda model, needed: told.append(needed))
     words = ("snapshot.teacher=embedded:tiny-arithmetic", "model.path=embedded:tiny-student", "prompts.max_tokens=48",
