@@ -1,7 +1,6 @@
 import copy
 import hashlib
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,12 +230,11 @@ def test_a_step_depends_on_nothing_but_its_arguments() -> None:
     assert prompts_for_step(10, 5, 0, 0) == [6, 9, 8, 7, 3]
 
 
-def test_a_million_prompts_cost_milliseconds_a_step() -> None:
-    prompts_for_step(1_000_000, 64, 0, 0)  # draws the epoch's permutation
-    start = time.process_time()
+def test_the_steps_of_an_epoch_draw_one_permutation() -> None:
+    permutation.cache_clear()
     for step in range(100):
         prompts_for_step(1_000_000, 64, 0, step)
-    assert time.process_time() - start < 0.5  # to draw 100 permutations takes seconds
+    assert permutation.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("arguments", [(0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 0, -1)])
@@ -245,12 +243,9 @@ def test_sizes_that_make_no_sense_are_refused(arguments) -> None:
         prompts_for_step(*arguments)
 
 
-def test_the_embedded_task_scans_in_a_few_seconds(tokenizer) -> None:
+def test_the_embedded_task_is_scanned_whole(tokenizer) -> None:
     data = Arithmetic(difficulty=2, operations=["+", "-"], size=4096, held_out_size=256, seed=0)
-    start = time.process_time()
-    found = scan(data.load(Split.train), tokenizer, 64, "refuse", Split.train)
-    assert len(found.prompts) == 4096
-    assert time.process_time() - start < 30
+    assert len(scan(data.load(Split.train), tokenizer, 64, "refuse", Split.train).prompts) == 4096
 
 
 # -- what a template makes of the messages -----------------------------------------------------------------------------
