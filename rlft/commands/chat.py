@@ -344,7 +344,7 @@ class Terminal:
         self.talk, self.console = talk, console
         self.is_person = sys.stdin.isatty()
         self.commands: dict[str, Callable[[str], None]] = {
-            "base": self._base,
+            "base": lambda _: self._show(self.talk.ask_base),
             "score": self._score,
             "new": self._new,
             "system": self._system,
@@ -395,9 +395,6 @@ class Terminal:
         self.commands[name](rest.strip())
 
     # -- commands ------------------------------------------------------------------------------------------------------
-    def _base(self, rest: str) -> None:
-        self._show(self.talk.ask_base)
-
     def _score(self, rest: str) -> None:
         if self.talk.last is not None and not rest and self.talk.needs_answer:
             rest = self._read("the right answer (Enter: none): ").strip()

@@ -23,7 +23,7 @@ from rlft.config.keys import flatten
 from rlft.logger.interface import Logger, RunInfo
 from rlft.runs.lines import StepRecord
 from rlft.system import interrupt
-from rlft.system.crash import MAX_SHOWN_CHARS, one_line
+from rlft.system.crash import one_line, shortened
 from rlft.system.files import write_atomically
 from rlft.system.process import signals
 from rlft.system.process.running_time import within
@@ -165,8 +165,7 @@ def described(error: BaseException) -> str:
         text = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
     except Exception:  # a library's class may not even be able to say what it is
         text = ""
-    text = text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{type(error).__name__}: {shortened(text)}" if text else type(error).__name__
 
 
 def kept(folder: Path, name: str, new: Callable[[], str]) -> str:

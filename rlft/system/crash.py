@@ -20,8 +20,7 @@ from rlft.types import UserError
 
 DEBUG = "RLFT_DEBUG"
 FILE = "error.txt"
-MAX_SHOWN_CHARS = 300
-"""The most characters of the error's own message in that line; the file holds all of it."""
+MAX_SHOWN_CHARS = 300  # of the error's own message in that line; the file holds all of it
 
 
 class UnforeseenError(RuntimeError):
@@ -51,8 +50,7 @@ def report(error: BaseException, file: Path | None = None) -> str:
 
     Without `file`, or if it cannot be written, the traceback goes to a new temporary file.
     """
-    message = one_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-    message = message if len(message) <= MAX_SHOWN_CHARS else f"{message[:MAX_SHOWN_CHARS]}..."
+    message = described(error)
     traceback_file = _write(error, file)
     if traceback_file is None:
         traceback.print_exception(error)
@@ -86,6 +84,17 @@ def _write(error: BaseException, file: Path | None) -> Path | None:
         return Path(name)
     except OSError:
         return None
+
+
+def described(error: BaseException) -> str:
+    """The class of an error and what it says, as `shortened`."""
+    return shortened(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def shortened(text: str) -> str:
+    """The text in one line, cut after MAX_SHOWN_CHARS characters."""
+    line = one_line(text)
+    return line if len(line) <= MAX_SHOWN_CHARS else f"{line[:MAX_SHOWN_CHARS]}..."
 
 
 def one_line(text: object) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlft.generation.adapter_files import memory_folder, remove_abandoned
 from rlft.system.check_rows import CheckRow, Status
-from rlft.system.crash import debugging, one_line
+from rlft.system.crash import debugging, described, one_line, shortened
 from rlft.system.process.child import Child, Ended, function_of, wait_for
 from rlft.system.process.running_time import RunningTime
 from rlft.system.process.worker import last_lines
@@ -26,7 +26,6 @@ from rlft.types import UserError
 
 OUTPUT = "output.txt"
 """The file with the output of the checks and of the libraries they use."""
-MAX_SHOWN_CHARS = 300
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ def rows_of(child: Child, check: Check, output: Path) -> list[CheckRow]:
     is_silent = answer.is_late or answer.was_stopped
     problem = f"no answer in {check.limit_s:g} s" if is_silent else f"the process that looked at it {answer.how}"
     last_line = last_lines(output, 1)
-    value = f"{problem}; it said last: {_short(last_line)}" if last_line else problem
+    value = f"{problem}; it said last: {shortened(last_line)}" if last_line else problem
     return [CheckRow(check.name, Status.wrong, value, "look at what else runs on this machine")]
 
 
@@ -156,13 +155,7 @@ def row_of(check: Check, error: Exception) -> CheckRow:
         return CheckRow(check.name, Status.skipped, str(error), "repair what is wrong above")
     if isinstance(error, UserError):
         got = "" if error.got is None else f", got {error.got}"
-        problem = _short(f"{error.key}: {error.problem}{got}")
+        problem = shortened(f"{error.key}: {error.problem}{got}")
         return CheckRow(check.name, Status.wrong, problem, one_line(error.remedy or "change that key"))
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     remedy = "check what it names; the traceback is printed with RLFT_DEBUG=1"
-    return CheckRow(check.name, Status.wrong, _short(text), remedy)
-
-
-def _short(text: str) -> str:
-    line = one_line(text)
-    return line if len(line) <= MAX_SHOWN_CHARS else f"{line[:MAX_SHOWN_CHARS]}..."
+    return CheckRow(check.name, Status.wrong, described(error), remedy)

@@ -78,11 +78,11 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """Words of a run that are checked before the first one. label: for refusals; word: of a study, the one tried."""
+    """Words of a run that are checked before the first. label: for refusals; key: of a study, whose value is tried."""
 
     words: Sequence[str]
     label: str
-    word: str = ""
+    key: str = ""
 
 
 def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
@@ -130,13 +130,13 @@ def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
 
 
 def jobs_of(space: Space) -> list[Tried]:
-    jobs = [space.words(params) for params in space.combinations()]
-    return [Tried(words=words, label=f"job {number}: {' '.join(words)}") for number, words in enumerate(jobs)]
+    jobs = enumerate(map(space.words, space.combinations()))
+    return [Tried(words=words, label=f"job {number}: {' '.join(words)}") for number, words in jobs]
 
 
 def corners_of(space: Space) -> list[Tried]:
-    tried = space.corners()
-    return [Tried(words=space.words(params), label=f"tried with {word}", word=word) for word, params in tried]
+    corners = [(word, space.words(params)) for word, params in space.corners()]
+    return [Tried(words=words, label=f"tried with {word}", key=key_of(word)) for word, words in corners]
 
 
 def resolve_words(words: Sequence[str], config_dir: Path | None, command: str) -> Resolved:
@@ -178,9 +178,9 @@ def planned(tried: Sequence[Tried], resolved: Sequence[Resolved], folder: Path |
                 continue
             plan = plans[number] = config.plan()
             planned_files.append(files)
-            if one.word:
-                check_same_questions(key_of(one.word), plans[0], plan)
-                check_same_steps(key_of(one.word), plans[0].num_steps, plan.num_steps)
+            if one.key:
+                check_same_questions(one.key, plans[0], plan)
+                check_same_steps(one.key, plans[0].num_steps, plan.num_steps)
     return plans
 
 
