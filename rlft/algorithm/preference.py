@@ -29,17 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedValues:
-    """What a head makes of K completions of one prompt, `[K]` each.
+    """What a head makes of K completions of one prompt, `[K]` each."""
 
-    Attributes:
-        values: the score of the completion; or, of a policy, its log-prob in nats, summed over its tokens.
-        lengths: number of its tokens.
-        reference: as values, by the reference; None for losses without one.
-    """
-
-    values: Tensor
-    lengths: Tensor
-    reference: Tensor | None
+    values: Tensor  # the score of the completion; or, of a policy, its log-prob in nats, summed over its tokens
+    lengths: Tensor  # number of its tokens
+    reference: Tensor | None  # as values, by the reference; None for losses without one
 
     @property
     def mean_logprobs(self) -> Tensor:

@@ -35,17 +35,11 @@ be read back."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreshnessCheck:
-    """What an engine has to pass before it samples.
+    """What an engine has to pass before it samples."""
 
-    Attributes:
-        sequences: the token ids that it scores.
-        accept: judges its log-probs of them.
-        accept_adapter: judges what an engine with weights holds; None: that is not read back.
-    """
-
-    sequences: list[list[int]]
-    accept: Accept
-    accept_adapter: AcceptAdapter | None = None
+    sequences: list[list[int]]  # the token ids that it scores
+    accept: Accept  # judges its log-probs of them
+    accept_adapter: AcceptAdapter | None = None  # judges what an engine with weights holds; None: that is not read back
 
     @property
     def calls(self) -> list[tuple[Any, ...]]:
@@ -228,24 +222,15 @@ class EngineArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSettings:
-    """What a teacher is started with.
+    """What a teacher is started with."""
 
-    Attributes:
-        model_path: folder or hub name.
-        dtype: of its weights, as "bfloat16".
-        quantization: None or "4bit" (bitsandbytes, CUDA only).
-        row_tokens: of the longest row that it will read.
-        gpu_memory_utilization: share of the GPU's memory for weights and KV cache.
-        batch_invariant: results do not depend on what is computed together (CUDA only).
-    """
-
-    model_path: str
-    dtype: str
+    model_path: str  # folder or hub name
+    dtype: str  # of its weights, as "bfloat16"
     trust_remote_code: bool
-    quantization: str | None
-    row_tokens: int
-    gpu_memory_utilization: float
-    batch_invariant: bool = False
+    quantization: str | None  # None or "4bit" (bitsandbytes, CUDA only)
+    row_tokens: int  # of the longest row that it will read
+    gpu_memory_utilization: float  # share of the GPU's memory for weights and KV cache
+    batch_invariant: bool = False  # results do not depend on what is computed together (CUDA only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

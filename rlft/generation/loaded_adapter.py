@@ -35,21 +35,13 @@ class Fingerprint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedAdapter:
-    """What an engine holds.
+    """What an engine holds."""
 
-    Attributes:
-        dtype: what the adapter is rounded to, such as "bfloat16".
-        tensors: {PEFT's name: fingerprint of A, or of s B}; empty without an adapter.
-        faults: what else is wrong with what it computes with, in words.
-        unread: names of tensors of the adapter that cannot be read back, and are not compared.
-        is_trainers: whether it computes with the trainer's own tensors, so that there is nothing to compare.
-    """
-
-    dtype: str = "float32"
-    tensors: Mapping[str, Fingerprint]
-    faults: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    is_trainers: bool = False
+    dtype: str = "float32"  # what the adapter is rounded to, such as "bfloat16"
+    tensors: Mapping[str, Fingerprint]  # {PEFT's name: fingerprint of A, or of s B}; empty without an adapter
+    faults: tuple[str, ...] = ()  # what else is wrong with what it computes with, in words
+    unread: tuple[str, ...] = ()  # names of tensors of the adapter that cannot be read back, and are not compared
+    is_trainers: bool = False  # whether it computes with the trainer's own tensors, so that there is nothing to compare
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], faults: Iterable[str] = (), unread: Iterable[str] = ()) -> LoadedAdapter:

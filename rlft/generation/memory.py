@@ -31,16 +31,12 @@ class When(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """Bytes on one device.
-
-    Attributes:
-        key: the key to lower if the part is too large; None where nothing helps.
-    """
+    """Bytes on one device."""
 
     name: str
     bytes: int
     when: When
-    key: str | None = None
+    key: str | None = None  # the key to lower if the part is too large; None where nothing helps
 
 
 def peak(parts: Sequence[MemoryPart]) -> int:
@@ -153,36 +149,23 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """The decoding of `samples` completions for each of `num_prompts` prompts.
-
-    Attributes:
-        longest: token ids of the longest prompt.
-    """
+    """The decoding of `samples` completions for each of `num_prompts` prompts."""
 
     num_prompts: int
     samples: int
-    longest: tuple[int, ...]
+    longest: tuple[int, ...]  # token ids of the longest prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a run has its engine do, and where.
+    """What a run has its engine do, and where."""
 
-    Attributes:
-        decodings: that of a step and that of an evaluation, which happen one after the other.
-        max_tokens: the most tokens of a completion.
-        max_sequence_tokens: the most tokens of a prompt and its completion together.
-        device: torch's type of the trainer's device, such as "cpu" or "cuda".
-        device_memory: bytes of a GPU's memory, 0 where they are not known.
-        tower: bytes of the weights of a vision tower, which an engine with a base of its own holds as well.
-    """
-
-    decodings: tuple[Decoding, ...]
-    max_tokens: int
-    max_sequence_tokens: int
-    device: str
-    device_memory: int = 0
-    tower: int = 0
+    decodings: tuple[Decoding, ...]  # that of a step and that of an evaluation, which happen one after the other
+    max_tokens: int  # the most tokens of a completion
+    max_sequence_tokens: int  # the most tokens of a prompt and its completion together
+    device: str  # torch's type of the trainer's device, such as "cpu" or "cuda"
+    device_memory: int = 0  # bytes of a GPU's memory, 0 where they are not known
+    tower: int = 0  # bytes of the weights of a vision tower, which an engine with a base of its own holds as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,24 +41,15 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Added:
-    """A matrix to which a delta is about to be added, or has been.
+    """A matrix to which a delta is about to be added, or has been."""
 
-    Attributes:
-        name: the trainer's name of the matrix.
-        weight: the shared matrix `[out, in]`.
-        base_checksum: its checksum without the delta.
-        merged_checksum: its checksum with the delta.
-        index: positions in the flat matrix whose bits subtraction does not restore, int32 in main memory.
-        bits: their bits, in main memory.
-    """
-
-    name: str
-    weight: Tensor
+    name: str  # the trainer's name of the matrix
+    weight: Tensor  # the shared matrix `[out, in]`
     delta: Delta
-    base_checksum: str
-    merged_checksum: str
-    index: Tensor
-    bits: Tensor
+    base_checksum: str  # its checksum without the delta
+    merged_checksum: str  # its checksum with the delta
+    index: Tensor  # positions in the flat matrix whose bits subtraction does not restore, int32 in main memory
+    bits: Tensor  # their bits, in main memory
 
 
 class MergedWeights:

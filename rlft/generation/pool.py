@@ -49,44 +49,28 @@ class _Failed(Exception):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Slot:
-    """The place of one engine.
-
-    Attributes:
-        starts: number of engines that have had the place.
-        started: whether its engine has answered.
-        ready: whether it has the version in use, and has passed the check if one is set.
-        replaced_stale: whether the engine before this one was killed because it was stale.
-        sent: number of buckets of the version in use that it has taken.
-        joining: the calls by which it takes the next one, once they have begun.
-    """
+    """The place of one engine."""
 
     spec: WorkerSpec
     worker: Worker
-    starts: int = 1
-    started: bool = False
-    ready: bool = False
-    replaced_stale: bool = False
-    sent: int = 0
-    joining: EngineWork | None = None
+    starts: int = 1  # number of engines that have had the place
+    started: bool = False  # whether its engine has answered
+    ready: bool = False  # whether it has the version in use, and has passed the check if one is set
+    replaced_stale: bool = False  # whether the engine before this one was killed because it was stale
+    sent: int = 0  # number of buckets of the version in use that it has taken
+    joining: EngineWork | None = None  # the calls by which it takes the next one, once they have begun
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineWork:
-    """What an engine is doing: calls that it answers in order, and is done with once it has answered the last one.
-
-    Attributes:
-        what: what they do, for messages.
-        limit_s: seconds that they may take.
-        left_s: how many of these seconds are left.
-        unit: the prompts that it samples from; None for other calls.
-    """
+    """What an engine is doing: calls that it answers in order, and is done with once it has answered the last one."""
 
     slot: Slot
     futures: Sequence[Future[Any]]
-    what: str
-    limit_s: float
-    left_s: float
-    unit: slice | None = None
+    what: str  # what they do, for messages
+    limit_s: float  # seconds that they may take
+    left_s: float  # how many of these seconds are left
+    unit: slice | None = None  # the prompts that it samples from; None for other calls
 
 
 class EnginePool(Generator):

@@ -50,17 +50,12 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedTensor:
-    """A parameter of the trainer, and the engine's parameter that holds it.
-
-    Attributes:
-        rows: the rows of the engine's parameter that are the trainer's.
-        address: where these rows were when they were shared.
-    """
+    """A parameter of the trainer, and the engine's parameter that holds it."""
 
     own: Parameter
     engine: Parameter
-    rows: Rows
-    address: int
+    rows: Rows  # the rows of the engine's parameter that are the trainer's
+    address: int  # where these rows were when they were shared
 
     @property
     def view(self) -> Tensor:

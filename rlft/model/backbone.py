@@ -205,20 +205,14 @@ def _unreadable(source: Mapping[str, Any], key: str, path: str, what: str, error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backbone:
-    """A loaded model.
-
-    Attributes:
-        path: the config's model.path, as the user wrote it.
-        kernels: what the model is computed with.
-        images: gives what the model reads in place of images; None: prompts have none.
-    """
+    """A loaded model."""
 
     model: PreTrainedModel
     tokenizer: RunTokenizer
     device: torch.device
-    path: str
-    kernels: Kernels = field(default_factory=Kernels)
-    images: ImageEncoder | None = None
+    path: str  # the config's model.path, as the user wrote it
+    kernels: Kernels = field(default_factory=Kernels)  # what the model is computed with
+    images: ImageEncoder | None = None  # gives what the model reads in place of images; None: prompts have none
 
     def image_rows(self, prompts: Sequence[Prompt], width: int) -> ImageRows | None:
         """Rows `[P, width]` that begin with these prompts, one each; None if none of them has images."""

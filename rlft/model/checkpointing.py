@@ -33,15 +33,10 @@ def is_recomputing() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiledCheckpoint:
-    """Checkpoints a layer whose gated MLP is computed in tiles; it is called as torch's `checkpoint`.
+    """Checkpoints a layer whose gated MLP is computed in tiles; it is called as torch's `checkpoint`."""
 
-    Attributes:
-        copies: keeps the layers' inputs; None: they stay on the device.
-        draws_again: whether the recomputation has to be told which random numbers the forward had.
-    """
-
-    copies: HostCopies | None
-    draws_again: bool
+    copies: HostCopies | None  # keeps the layers' inputs; None: they stay on the device
+    draws_again: bool  # whether the recomputation has to be told which random numbers the forward had
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self.copies is None else self.copies.kept():

@@ -30,17 +30,11 @@ KEPT_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """An image as its model reads it.
+    """An image as its model reads it."""
 
-    Attributes:
-        vectors: `[K, hidden]`, in main memory.
-        deep: `[L, K, hidden]`, or None, as in `ImageRows`.
-        grid: int64 `[1, 3]`, its patches in time, height and width, if the processor says them.
-    """
-
-    vectors: Tensor
-    deep: Tensor | None
-    grid: Tensor | None
+    vectors: Tensor  # `[K, hidden]`, in main memory
+    deep: Tensor | None  # `[L, K, hidden]`, or None, as in `ImageRows`
+    grid: Tensor | None  # int64 `[1, 3]`, its patches in time, height and width, if the processor says them
 
     @property
     def num_bytes(self) -> int:

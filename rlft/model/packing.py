@@ -34,15 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchPart:
-    """A run of columns of a row whose tokens are read one after the other.
+    """A run of columns of a row whose tokens are read one after the other."""
 
-    Attributes:
-        columns: (first column, length).
-        read: the runs of columns that are read before the part, in order.
-    """
-
-    columns: Span
-    read: tuple[Span, ...] = ()
+    columns: Span  # (first column, length)
+    read: tuple[Span, ...] = ()  # the runs of columns that are read before the part, in order
 
     @property
     def depth(self) -> int:
@@ -80,15 +75,10 @@ def _path(parts: Sequence[BranchPart], column: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """A Batch whose rows are the paths of another Batch.
+    """A Batch whose rows are the paths of another Batch."""
 
-    Attributes:
-        batch: the paths as rows; the loss mask is that of each path's own part.
-        index: int64 `[B, T]`, where each token of the other Batch is in the flattened paths; 0 for padding.
-    """
-
-    batch: Batch
-    index: Tensor
+    batch: Batch  # the paths as rows; the loss mask is that of each path's own part
+    index: Tensor  # int64 `[B, T]`, where each token of the other Batch is in the flattened paths; 0 for padding
 
     def fold(self, values: Tensor) -> Tensor:
         """`[B, T, ..]` from the paths' values: each token's value in its own part; padding gets arbitrary values."""
@@ -287,15 +277,10 @@ class _RowsAt(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedLayout:
-    """How padded rows go through a network.
+    """How padded rows go through a network."""
 
-    Attributes:
-        width: number of columns up to the end of the longest row.
-        paths: the rows that stand in the place of rows with branches; None if there are none.
-    """
-
-    width: int
-    paths: Paths | None
+    width: int  # number of columns up to the end of the longest row
+    paths: Paths | None  # the rows that stand in the place of rows with branches; None if there are none
 
 
 Layout = PackedRows | PaddedLayout

@@ -42,15 +42,10 @@ class TokenExchange(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShare:
-    """Which tokens of a packed row a rank has.
+    """Which tokens of a packed row a rank has."""
 
-    Attributes:
-        rank: number of this rank among those that share a row.
-        ranks: how many they are.
-    """
-
-    rank: int
-    ranks: int
+    rank: int  # number of this rank among those that share a row
+    ranks: int  # how many they are
     exchange: TokenExchange
 
     def own(self, x: Tensor) -> Tensor:

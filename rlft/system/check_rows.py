@@ -23,16 +23,10 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """A row of the table.
-
-    Attributes:
-        value: what was measured, in words; in a skipped row, the reason.
-        remedy: what to do; empty if the row is ok.
-        numbers: {name: measured number}, with the unit in the name.
-    """
+    """A row of the table."""
 
     name: str
     status: Status
-    value: str
-    remedy: str = ""
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    value: str  # what was measured, in words; in a skipped row, the reason
+    remedy: str = ""  # what to do; empty if the row is ok
+    numbers: Mapping[str, float] = field(default_factory=dict)  # {name: measured number}, with the unit in the name

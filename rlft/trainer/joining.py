@@ -20,15 +20,10 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What a rank that joins has to know of the state of rank 0 before the tensors arrive.
+    """What a rank that joins has to know of the state of rank 0 before the tensors arrive."""
 
-    Attributes:
-        moments: the optimizers' moments.
-        critic: the statistics that normalise the critic's values; None without a critic.
-    """
-
-    moments: Shapes
-    critic: Mapping[str, Any] | None
+    moments: Shapes  # the optimizers' moments
+    critic: Mapping[str, Any] | None  # the statistics that normalise the critic's values; None without a critic
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:

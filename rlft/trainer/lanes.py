@@ -28,30 +28,19 @@ MIN_GAIN = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Costs of rows, in tokens.
+    """Costs of rows, in tokens."""
 
-    Attributes:
-        rows: cost of each row without its prompt.
-        prompts: cost of each row's prompt.
-        groups: the group with which each row shares its prompt.
-    """
-
-    rows: Sequence[float]
-    prompts: Sequence[float]
-    groups: Sequence[int]
+    rows: Sequence[float]  # cost of each row without its prompt
+    prompts: Sequence[float]  # cost of each row's prompt
+    groups: Sequence[int]  # the group with which each row shares its prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Rows of a batch in lanes.
+    """Rows of a batch in lanes."""
 
-    Attributes:
-        rows: int64 indices of each lane's rows, in the order of the batch; a lane may be empty.
-        costs: cost of each lane, in tokens.
-    """
-
-    rows: tuple[Tensor, ...]
-    costs: tuple[float, ...]
+    rows: tuple[Tensor, ...]  # int64 indices of each lane's rows, in the order of the batch; a lane may be empty
+    costs: tuple[float, ...]  # cost of each lane, in tokens
 
 
 def divide(batch: Batch, rows: Tensor, num_lanes: int, *, shared_prompts: bool) -> Division:

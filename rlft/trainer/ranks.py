@@ -44,23 +44,14 @@ class LateRankError(RanksError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where ranks find each other.
+    """Where ranks find each other."""
 
-    Attributes:
-        host: host of the store that rank 0 holds.
-        port: port of that store.
-        name: a name that no earlier one at this store had.
-        ranks: number of ranks.
-        sequence: as in `LaneShare`.
-        timeout: seconds that a rank may be behind the others.
-    """
-
-    host: str
-    port: int
-    name: str
-    ranks: int
-    sequence: int = 1
-    timeout: float
+    host: str  # host of the store that rank 0 holds
+    port: int  # port of that store
+    name: str  # a name that no earlier one at this store had
+    ranks: int  # number of ranks
+    sequence: int = 1  # as in `LaneShare`
+    timeout: float  # seconds that a rank may be behind the others
 
 
 class Exchange:
@@ -165,21 +156,13 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneShare:
-    """The lanes of one rank: neighbouring ones, as many as every other rank has.
+    """The lanes of one rank: neighbouring ones, as many as every other rank has."""
 
-    Attributes:
-        lanes: number of all lanes.
-        rank: the rank.
-        ranks: number of ranks.
-        sequence: how many neighbouring ranks have the same lanes, and share the tokens of their passes.
-        exchange: the connections to the other ranks; None for a single rank.
-    """
-
-    lanes: int = 1
+    lanes: int = 1  # number of all lanes
     rank: int = 0
-    ranks: int = 1
-    sequence: int = 1
-    exchange: Exchange | None = None
+    ranks: int = 1  # number of ranks
+    sequence: int = 1  # how many neighbouring ranks have the same lanes, and share the tokens of their passes
+    exchange: Exchange | None = None  # the connections to the other ranks; None for a single rank
 
     @property
     def parts(self) -> int:

@@ -146,17 +146,11 @@ def records_of(passes: Mapping[int, Sequence[PassRecord]], share: float) -> dict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRecord:
-    """What an update leaves.
+    """What an update leaves."""
 
-    Attributes:
-        passes: {lane: its passes} for the lanes of this rank.
-        costs: the cost of every lane.
-        optimizers: metrics of the optimizers.
-    """
-
-    passes: Mapping[int, Sequence[PassRecord]]
-    costs: Sequence[float]
-    optimizers: Mapping[str, float]
+    passes: Mapping[int, Sequence[PassRecord]]  # {lane: its passes} for the lanes of this rank
+    costs: Sequence[float]  # the cost of every lane
+    optimizers: Mapping[str, float]  # metrics of the optimizers
 
 
 def step_metrics(by_rank: Sequence[Sequence[UpdateRecord]]) -> dict[str, float]:

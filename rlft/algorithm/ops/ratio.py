@@ -90,17 +90,11 @@ class Mismatch(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Weights, and where they were changed.
+    """Weights, and where they were changed."""
 
-    Attributes:
-        weight: the weights, `[B, T]`, without gradient.
-        dropped: where they were set to 0, bool `[B, T]`.
-        capped: where they were lowered to the upper bound, bool `[B, T]`.
-    """
-
-    weight: Tensor
-    dropped: Tensor
-    capped: Tensor
+    weight: Tensor  # the weights, `[B, T]`, without gradient
+    dropped: Tensor  # where they were set to 0, bool `[B, T]`
+    capped: Tensor  # where they were lowered to the upper bound, bool `[B, T]`
 
 
 @no_grad

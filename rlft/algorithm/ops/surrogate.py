@@ -35,18 +35,12 @@ class Surrogate:
     """A surrogate, and where a clip *binds*: where the loss is that of the clip, not of the ratio.
 
     Where a clip binds, the gradient is 0, except in CISPO, and in GMPO if a row has advantages of both signs.
-
-    Attributes:
-        loss: loss of each token, `[B, T]`.
-        low: where the lower clip binds, bool `[B, T]`.
-        high: where the upper clip binds, bool `[B, T]`.
-        dual: where the dual clip binds, bool `[B, T]`.
     """
 
-    loss: Tensor
-    low: Tensor
-    high: Tensor
-    dual: Tensor
+    loss: Tensor  # loss of each token, `[B, T]`
+    low: Tensor  # where the lower clip binds, bool `[B, T]`
+    high: Tensor  # where the upper clip binds, bool `[B, T]`
+    dual: Tensor  # where the dual clip binds, bool `[B, T]`
 
     @classmethod
     def unclipped(cls, loss: Tensor) -> Surrogate:

@@ -235,23 +235,14 @@ class Norm(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """How queries and keys are made of a layer's input.
+    """How queries and keys are made of a layer's input."""
 
-    Attributes:
-        norm: the layer's input norm.
-        query_norm: norm over each head of the queries before it is rotated; None if there is none.
-        key_norm: the same for the keys.
-        size: size of a head.
-        cos: `[1, N, D]`, cosines of the rotary positions.
-        sin: `[1, N, D]`, their sines.
-    """
-
-    norm: Norm
-    query_norm: Norm | None
-    key_norm: Norm | None
-    size: int
-    cos: Tensor
-    sin: Tensor
+    norm: Norm  # the layer's input norm
+    query_norm: Norm | None  # norm over each head of the queries before it is rotated; None if there is none
+    key_norm: Norm | None  # the same for the keys
+    size: int  # of a head
+    cos: Tensor  # `[1, N, D]`, cosines of the rotary positions
+    sin: Tensor  # `[1, N, D]`, their sines
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:

@@ -52,30 +52,19 @@ Index = Tensor | slice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Runs of tokens that follow each other without a gap, as the kernel takes them.
+    """Runs of tokens that follow each other without a gap, as the kernel takes them."""
 
-    Attributes:
-        starts: int32 `[n + 1]`, the start of each run, and the end of the last one.
-        longest: number of tokens of the longest run.
-    """
-
-    starts: Tensor
-    longest: int
+    starts: Tensor  # int32 `[n + 1]`, the start of each run, and the end of the last one
+    longest: int  # number of tokens of the longest run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """What tokens of images see behind them: query i of an image sees its keys up to number i.
+    """What tokens of images see behind them: query i of an image sees its keys up to number i."""
 
-    Attributes:
-        queries: int64, the places of each image's tokens but the last, from the last to the first.
-        keys: int64, those of each image's tokens but the first, in the same order.
-        runs: the images among these.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    runs: Runs
+    queries: Tensor  # int64, the places of each image's tokens but the last, from the last to the first
+    keys: Tensor  # int64, those of each image's tokens but the first, in the same order
+    runs: Runs  # the images among these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

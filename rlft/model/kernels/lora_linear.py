@@ -43,27 +43,16 @@ def is_4bit(layer: nn.Module) -> bool:
 
 
 class Operands(NamedTuple):
-    """The matrices of one layer with which `products` multiplies x, all in the dtype of x and without gradient.
+    """The matrices of one layer with which `products` multiplies x, all in the dtype of x and without gradient."""
 
-    Attributes:
-        weight: W of the base, or its 4-bit numbers, of which `dense` makes W.
-        bias: b of the base, if it has one.
-        down: A; None if the layer has no adapter.
-        up: B; None if the layer has no adapter.
-        total: (W + s B A)' `[in, out]`, if it exists.
-        scale: s.
-        dtype: that of the parameters that A and B are copies of, and so of their gradients.
-        state: bitsandbytes' scales of 4-bit numbers; None where `weight` is W.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    down: Tensor | None = None
-    up: Tensor | None = None
-    total: Tensor | None = None
-    scale: float = 0.0
-    dtype: torch.dtype = torch.float32
-    state: Any = None
+    weight: Tensor  # W of the base, or its 4-bit numbers, of which `dense` makes W
+    bias: Tensor | None = None  # b of the base, if it has one
+    down: Tensor | None = None  # A; None if the layer has no adapter
+    up: Tensor | None = None  # B; None if the layer has no adapter
+    total: Tensor | None = None  # (W + s B A)' `[in, out]`, if it exists
+    scale: float = 0.0  # s
+    dtype: torch.dtype = torch.float32  # that of the parameters that A and B are copies of, and so of their gradients
+    state: Any = None  # bitsandbytes' scales of 4-bit numbers; None where `weight` is W
 
     @property
     def rank(self) -> int:

@@ -21,17 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSpans:
-    """The spans of a row whose tokens several ranks share.
+    """The spans of a row whose tokens several ranks share."""
 
-    Attributes:
-        whole: those of the whole row.
-        share: which of its tokens this rank has.
-        num_tokens: of the whole row.
-    """
-
-    whole: Sequence[Block] | RowLengths
-    share: TokenShare
-    num_tokens: int
+    whole: Sequence[Block] | RowLengths  # those of the whole row
+    share: TokenShare  # which of its tokens this rank has
+    num_tokens: int  # of the whole row
 
     def to_heads(self, *parts: Tensor) -> list[Tensor]:
         """As `TokenShare.to_heads`."""

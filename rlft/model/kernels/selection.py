@@ -39,20 +39,13 @@ Replaced = tuple[nn.Module, Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Which kernels a model is computed with.
-
-    Attributes:
-        reason: why, in words.
-        requested: whether `model.kernels` requested it.
-        fused_layers: whether each branch of a layer is one function, where its base is frozen.
-        modules: which norms and MLPs are fused and which are not, in words; empty before the weights are loaded.
-    """
+    """Which kernels a model is computed with."""
 
     choice: KernelChoice
-    reason: str
-    requested: bool = True
-    fused_layers: bool = False
-    modules: str = ""
+    reason: str  # why, in words
+    requested: bool = True  # whether `model.kernels` requested it
+    fused_layers: bool = False  # whether each branch of a layer is one function, where its base is frozen
+    modules: str = ""  # which norms and MLPs are fused and which are not, in words; empty before the weights are loaded
 
 
 def decide(setting: KernelChoice, model_type: str) -> Decision:

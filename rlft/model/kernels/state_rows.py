@@ -30,15 +30,10 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRows:
-    """A packed row as runs.
+    """A packed row as runs."""
 
-    Attributes:
-        runs: those that begin without a state come first.
-        place: int64 `[N]`, where each packed token is among the columns of all runs.
-    """
-
-    runs: tuple[Runs, ...]
-    place: Tensor
+    runs: tuple[Runs, ...]  # those that begin without a state come first
+    place: Tensor  # int64 `[N]`, where each packed token is among the columns of all runs
 
 
 def state_rows(

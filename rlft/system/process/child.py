@@ -188,17 +188,11 @@ class Child:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A child has ended instead of answering.
+    """A child has ended instead of answering."""
 
-    Attributes:
-        how: the end of a sentence, such as "was killed by SIGSEGV".
-        is_late: whether its time limit had passed.
-        was_stopped: whether somebody had stopped it and not continued it.
-    """
-
-    how: str
-    is_late: bool
-    was_stopped: bool
+    how: str  # the end of a sentence, such as "was killed by SIGSEGV"
+    is_late: bool  # whether its time limit had passed
+    was_stopped: bool  # whether somebody had stopped it and not continued it
 
 
 class Beside(Protocol):
