@@ -19,8 +19,7 @@ _COMMAND = re.compile(r"^command: (\w+)", re.MULTILINE)
 _TARGET = re.compile(r"^_target_:", re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{([a-z_.]+)\}")
 _PAPER = re.compile(r"^# Paper: (.+)$", re.MULTILINE)
-_NOT_KEYS = ("defaults", "hydra", "_target_")
-"""Top-level words of YAML files that are not keys of a config."""
+_NOT_KEYS = ("defaults", "hydra", "_target_")  # top-level words of YAML files that are not keys of a config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-LIKE = 0.6
-"""The least similarity (difflib's ratio) of a suggested choice."""
+LIKE = 0.6  # the least similarity (difflib's ratio) of a suggested choice
 OTHER_NAMES = {"gpu": "cuda", "fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16",
                "half": "float16", "int4": "4bit", "nf4": "4bit", "hf": "transformers"}  # fmt: skip
 """{a value's name in other programs: its name here}, where it looks like another value or like none."""

@@ -25,14 +25,13 @@ from rlft.types import UserError
 USUAL = "train"
 """The command of a config that names none. Its YAML gives every key a value: other commands compose groups with it."""
 
-FILES = {
+FILES = {  # {key of a file that must be given: what the file holds, with {command} for the command that needs it}
     "demonstrations.path": 'a file with rows such as {"prompt": "What is 1 + 1?", "completion": "2"}; '
     "to try it without one: rlft {command} +recipe={command}_arithmetic",
     "preferences.path": 'a file with rows such as {"prompt": "What is 1 + 1?", "chosen": "2", "rejected": "3"}; '
     "to try it without one: rlft {command} +recipe={command}_arithmetic",
     "data.path": 'a file with rows such as {"prompt": "What is 1 + 1?", "answer": "2"}; data=arithmetic needs none',
 }
-"""{key of a file that must be given: what the file holds, with {command} for the command that needs it}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

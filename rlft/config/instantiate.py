@@ -18,10 +18,9 @@ from rlft.config.keys import ABSENT, fields_of, joined, options
 from rlft.config.suggest import unknown_in_section
 from rlft.types import UserError, require
 
-ALLOW_UNSCORABLE = "allow_unscorable"
-"""The switch of `data` that the run reads, and not the source of the data."""
+ALLOW_UNSCORABLE = "allow_unscorable"  # the switch of `data` that the run reads, and not the source of the data
 
-SENTENCES = {
+SENTENCES = {  # {start of a message of pydantic: rlft's wording}
     f"Input should be less than or equal to {2**63 - 1}": "must be at most 2**63-1",
     "Input should be a valid integer": "must be a whole number",
     "Input should be a valid number": "must be a number",
@@ -33,7 +32,6 @@ SENTENCES = {
     "Input should be": "must be",
     "Input should": "must",
 }
-"""{start of a message of pydantic: rlft's wording}."""
 
 
 def locate(target: Any, key: str) -> Any:

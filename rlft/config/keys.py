@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
-ABSENT = object()
-"""The value of a key that is not there; null is a value."""
+ABSENT = object()  # the value of a key that is not there; null is a value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,29 +19,23 @@ from rlft.config.choices import closest
 from rlft.config.keys import Key
 from rlft.types import UserError
 
-EMBEDDED = "embedded:"
-"""The beginning of a path to a model that ships with rlft."""
+EMBEDDED = "embedded:"  # the beginning of a path to a model that ships with rlft
 
-ANSWER = "{answer}"
-"""Stands for the prompt's reference answer in snapshot.teacher_hint."""
+ANSWER = "{answer}"  # stands for the prompt's reference answer in snapshot.teacher_hint
 
-ALL_LINEAR = "all-linear"
-"""The default of lora.target_modules."""
+ALL_LINEAR = "all-linear"  # the default of lora.target_modules
 
 SWITCHES = ("use_rslora", "use_dora", "experts", "router")
 """Keys of the `lora` section that are true or false, and change what an adapter is."""
 
-HEAD = "lm_head"
-"""What most models call their output layer."""
+HEAD = "lm_head"  # what most models call their output layer
 
 MADE_BY_HAND = {Path("models/SmolLM2-135M-Instruct"): "docs/start.md"}
 """{folder of a model that a recipe names and nothing brings: the page that says how it is made}."""
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""The values of model.dtype besides auto."""
+DTYPES = ("float32", "bfloat16", "float16")  # the values of model.dtype besides auto
 
-DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
-"""What model.device may begin with; torch knows which of these exist here."""
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what model.device may begin with; torch knows which exist here
 
 
 def resolve_path(path: str) -> str:
@@ -134,11 +128,9 @@ class RoutingSource(StrEnum):
     engine = "engine"
 
 
-Recompute = bool | Literal["tiles", "offload"]
-"""What is computed again in the backward (`model.gradient_checkpointing`)."""
+Recompute = bool | Literal["tiles", "offload"]  # what the backward computes again (`model.gradient_checkpointing`)
 TILES, OFFLOAD = "tiles", "offload"
-LESS_MEMORY: tuple[Recompute, ...] = (True, TILES, OFFLOAD)
-"""Each of which takes less of a GPU's memory than the one before."""
+LESS_MEMORY: tuple[Recompute, ...] = (True, TILES, OFFLOAD)  # each takes less of a GPU's memory than the one before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from rlft.config.choices import LIKE, choice_remedy, closest
 from rlft.types import UserError, require
 
 CFG = ("--cfg", "-c")
-OF_CFG = ("--resolve", "--package", "-p")
-"""Options that change what --cfg prints."""
+OF_CFG = ("--resolve", "--package", "-p")  # options that change what --cfg prints
 PRINTING = ("-h", "--help", "--hydra-help", "--info", "-i", *CFG, *OF_CFG)
 SWEEPING = ("-m", "--multirun")
 CONFIG_DIR = ("--config-dir", "-cd")
@@ -31,18 +30,14 @@ EXAMPLES = {**dict.fromkeys(CFG, "job"), "--package": "<name>", "-p": "<name>", 
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 """Text in Hydra's quotes, where brackets and commas have no meaning."""
-INTERVAL = re.compile(r"(?:(?:int|float|tag)\(.*)?interval\(")
-"""The beginning of Hydra's value for an interval of numbers."""
+INTERVAL = re.compile(r"(?:(?:int|float|tag)\(.*)?interval\(")  # how Hydra's value for an interval of numbers begins
 FILES_OF_DATA = (".json", ".jsonl", ".gz", ".csv", ".parquet")
 FIXED = ("hydra.mode", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.job.chdir",
          "hydra.searchpath")  # fmt: skip
 """Keys that rlft sets, and the user may not."""
-FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
-"""Keys of Hydra that a user may set."""
-TEMPLATE_VARIABLES = "prompts.template_variables"
-"""The section whose keys are the user's own."""
-OWN_FILES = "logger=[jsonl]"
-"""What `logger=null` means: only the logger that writes the run's own files."""
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")  # keys of Hydra that a user may set
+TEMPLATE_VARIABLES = "prompts.template_variables"  # the section whose keys are the user's own
+OWN_FILES = "logger=[jsonl]"  # what `logger=null` means: only the logger that writes the run's own files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

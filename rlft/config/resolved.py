@@ -32,8 +32,7 @@ LATEX = ("nabla", "ne", "neq", "neg", "ni", "nu", "not", "notin", "newline", "nm
          "therefore", "triangle", "tilde")  # fmt: skip
 """Commands that begin as the escapes of a line break and a tab do."""
 _ESCAPE = re.compile(rf"\\[nt](?!(?:{'|'.join(name[1:] for name in LATEX)})\b)")
-_NO_TEXT = ("pattern", "path", "_target_")
-"""Ends of the keys whose values have escapes of their own."""
+_NO_TEXT = ("pattern", "path", "_target_")  # ends of the keys whose values have escapes of their own
 
 GPU_TOKENS = 32768
 """A GPU needs large matrix products: of a 0.5B model an H100 computes 20,000 tokens while a host starts the kernels.

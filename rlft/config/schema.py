@@ -43,8 +43,7 @@ from rlft.config.trainer import CheckpointConfig, ClusterConfig, StopConfig, Tra
 from rlft.types import Sampling, UserError, require
 
 AUTO = "auto"
-ENGINE = "rlft.generation.engine.Engine"
-"""The class of all engines, by name: this package is below the one of the engines."""
+ENGINE = "rlft.generation.engine.Engine"  # by name: this package is below the one of the engines
 ON_A_GPU, ANYWHERE = "vllm", "transformers"
 """What `auto` chooses on a GPU, if that engine can run and serves the adapters, and what it chooses otherwise."""
 

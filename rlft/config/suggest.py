@@ -24,10 +24,8 @@ ASSETS = Path(__file__).parents[1] / "assets"
 PEER_NAMES = ASSETS / "peer_names.yaml"
 SEVERAL = ("reward", "logger")
 """Groups that take several choices at once, whose keys are below the name of a choice: reward.format.weight."""
-VERY_LIKE = 0.8
-"""The least similarity (difflib's ratio) of a suggested name where a wrong one would mislead; elsewhere `LIKE`."""
-MOST_KEYS = 6
-"""If more keys than this end in the same word, none of them is suggested."""
+VERY_LIKE = 0.8  # the least similarity of a suggested name where a wrong one would mislead; elsewhere `LIKE`
+MOST_KEYS = 6  # if more keys than this end in the same word, none of them is suggested
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,7 @@ class CheckpointConfig:
     on_signal: PositiveFloat | typing.Literal["step", "now"]
 
 
-NEVER, FLAT = "never", "flat"
-"""When a run ends before its last step (stop.when)."""
+NEVER, FLAT = "never", "flat"  # when a run ends before its last step (stop.when)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

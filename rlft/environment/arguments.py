@@ -13,10 +13,8 @@ from typing import Any
 from rlft.environment.protocol import Malformed
 from rlft.types import Schema, require
 
-MAX_TOLD = 3
-"""The most errors of a call that the policy reads at once."""
-MAX_BRANCHING = 8
-"""How deep schemas are combined in which numbers such as 1.0 become int."""
+MAX_TOLD = 3  # the most errors of a call that the policy reads at once
+MAX_BRANCHING = 8  # how deep schemas are combined in which numbers such as 1.0 become int
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"} | {
     *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas")
 }

@@ -20,8 +20,7 @@ OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-MAX_CHARACTERS = 200
-"""The most characters of an expression: products of numbers this long are still computed in an instant."""
+MAX_CHARACTERS = 200  # of an expression: products of numbers this long are still computed in an instant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 KEY = "environment.command"
-LONGEST_LIST = 10**7
-"""The most characters of a server's list of tools."""
+LONGEST_LIST = 10**7  # the most characters of a server's list of tools
 
 LAUNCH = """
 import ctypes, os, signal, subprocess, sys
@@ -170,8 +169,7 @@ class ListCalls(ServerCalls):
         return json.dumps(self.server.tools)
 
 
-_shared: dict[Sequence[str], Server] = {}
-"""The server of this process, by its command."""
+_shared: dict[Sequence[str], Server] = {}  # the server of this process, by its command
 
 
 _kept = ExitStack()

@@ -29,12 +29,10 @@ from rlft.system.process.child import GRACE_S, READY, Beside, Child, Children, E
 from rlft.types import EnvironmentFailure, Schema, counted, well_formed
 
 SPENT = "Error: the time for all calls is used up"
-MAX_ERROR = 500
-"""The most characters of an error that the policy reads."""
+MAX_ERROR = 500  # the most characters of an error that the policy reads
 
 
-Kind = Literal["reset", "call", "step", "reward", "play"]
-"""What a conversation's `Play` is to do."""
+Kind = Literal["reset", "call", "step", "reward", "play"]  # what a conversation's `Play` is to do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,7 @@ from rlft.tokens.fences import unfenced
 from rlft.types import UserError, well_formed
 
 SECTION = "environment"
-SPARE_S = 2.0
-"""Seconds that starting and ending the sandbox may take, in addition to the program."""
+SPARE_S = 2.0  # seconds that starting and ending the sandbox may take, in addition to the program
 
 RUNNER = """
 import os, sys, traceback

@@ -35,16 +35,14 @@ from rlft.tokens.reasoning import search_outside, without_reasoning
 from rlft.tokens.text import CALL_ID, RunTokenizer, rendered_if_taken
 from rlft.types import Schema, well_formed
 
-MAX_DEPTH = 64
-"""The deepest nesting of JSON that the policy may write. Python's pickle and json fail some hundred levels down."""
+MAX_DEPTH = 64  # of the JSON that the policy may write; Python's pickle and json fail some hundred levels down
 SAID = "said"
 PAIR = {"argument1": "mark1", "argument2": "mark2"}
 LISTED = re.compile(r"argument1(?P<separator>.*?)mark1(?P<between>.*?)argument2.*?mark2(?P<after>.*)", re.DOTALL)
 """`PAIR`, written as names with their values."""
 NAME = r"(?P<name>[\w.-]+)"
 CDATA = re.compile(r"<!\[CDATA\[(.*)\]\]>", re.DOTALL)
-MAX_BETWEEN = 200
-"""The most characters between a tool's name and its arguments."""
+MAX_BETWEEN = 200  # the most characters between a tool's name and its arguments
 EXPLAINED = re.compile(r'(?P<marker>\S+)\s*\{"(?P<name>\w+)": <[\w-]+>, "(?P<arguments>\w+)": <[\w-]+>\}')
 """A call as templates explain it in the prompt, such as `<tool_call>{"name": <function-name>, "arguments": <args>}`."""
 NOT_JSON = "this call is not valid JSON ({}); write it as {}"

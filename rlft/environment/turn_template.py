@@ -34,8 +34,7 @@ from rlft.tokens.plain import PlainText
 from rlft.tokens.text import CALL_ID, RunTokenizer, decode, render, rendered_if_taken
 from rlft.types import UserError
 
-Role = Literal["tool", "user"]
-"""Who answers the policy."""
+Role = Literal["tool", "user"]  # who answers the policy
 
 Check = Callable[[str], None]
 

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from rlft.types import Batch
 
 CHAIN = "chain.jsonl"
-MEASURED = ("time/", "memory/")
-"""Metrics that differ when a step is repeated."""
+MEASURED = ("time/", "memory/")  # metrics that differ when a step is repeated
 LIBRARIES = ("torch", "transformers", "peft", "vllm")
 
 

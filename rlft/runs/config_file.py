@@ -26,10 +26,8 @@ ORIGIN = "origin"
 WHOLE = "whole"
 """The last key of the origin, and so of the file: a file that was cut short at the end of a line lacks it."""
 KEY = "format"
-FORMAT = 1
-"""Format of config.yaml, status.json, state.json and progress.json; raised when an older rlft would misread them."""
-MAX_NESTED = 1000
-"""The deepest nesting that is parsed with libyaml."""
+FORMAT = 1  # of config.yaml, status.json, state.json and progress.json; raised when an older rlft would misread them
+MAX_NESTED = 1000  # the deepest nesting that is parsed with libyaml
 _SECTION_START = re.compile(rb"^(?=[A-Za-z_])", re.MULTILINE)
 _BEFORE_WORDS = re.compile(rb"^[ ?:-]+", re.MULTILINE)
 """The characters before a line's first word, each of which may begin a level of nesting."""

@@ -39,8 +39,7 @@ RUNS = Path("runs")
 WRITTEN_BY_RUNS = (CONFIG, STATUS, METRICS, PROGRESS)
 """Files that only the run itself writes, so that evaluating or reporting an older run does not make it the latest."""
 CHECKPOINTS = "checkpoints"
-INSIDE = (CHECKPOINTS, "rollouts", "evaluations")
-"""Folders of a run that hold no other run."""
+INSIDE = (CHECKPOINTS, "rollouts", "evaluations")  # folders of a run that hold no other run
 MAX_LISTED = 5
 
 

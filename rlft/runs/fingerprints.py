@@ -18,7 +18,7 @@ from typing import Any
 BASE = "base"
 SUFFIX = "_fingerprint"
 ALL, WEIGHTS, COMMIT = "files", "weights", "commit"
-PARTS = {
+PARTS = {  # {part: its name in words}
     ALL: "files",
     WEIGHTS: "weights",
     "config": "config.json",
@@ -29,9 +29,7 @@ PARTS = {
     "images": "preprocessor_config.json",
     COMMIT: "commit on the hub",
 }
-"""{part: its name in words}."""
-OF_SAMPLES = ("template", "ends")
-"""Parts on which no adapter's numbers rest: a new run may start from one with others."""
+OF_SAMPLES = ("template", "ends")  # parts on which no adapter's numbers rest: a new run may start from one with others
 
 
 def name_of(what: str, part: str) -> str:

@@ -28,8 +28,7 @@ ROLLOUTS = "rollouts"
 # Legal inside a JSON string, yet able to break lines or reorder text for whoever prints the file.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 _ROLLOUT_FILE = re.compile(r"step_(\d+)\.jsonl(\.tmp)?")
-_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')
-"""The beginning of a line; a damaged newline joins several lines into one."""
+_STEP = re.compile(rb'\{"step": (\d{1,18})[,}]')  # how a line begins; a damaged newline joins several lines into one
 _NAME_AND_NUMBER_CHARACTERS = (string.ascii_letters + string.digits + "_/@.+-").encode()
 
 

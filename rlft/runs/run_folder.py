@@ -49,8 +49,7 @@ from rlft.types import UserError, require
 WRITTEN = (CONFIG, STATUS, "metrics.jsonl", "eval.jsonl", "alarms.jsonl", "chain.jsonl", "progress.json",
            "samples.jsonl")  # fmt: skip
 """Files that runs write."""
-PATHS = "paths"
-"""The key of the origin under which the config's paths relative to the run's folder are."""
+PATHS = "paths"  # the key of the origin under which the config's paths relative to the run's folder are
 PACKAGES = ("torch", "transformers", "peft", "hydra-core", "datasets", "math-verify")
 
 
@@ -245,7 +244,7 @@ def go_on(folder: Path, config: Mapping[str, Any]) -> None:
 TEACHER = "snapshot.teacher"
 TEACHER_FINGERPRINTS = (f"{TEACHER}_fingerprint", "teacher_fingerprint")
 """Names of the fingerprint of a teacher that is an adapter, and of one that is a separate model."""
-NAMED_INPUTS = {
+NAMED_INPUTS = {  # {input: (its name in words, its key, what to do)}; other inputs have the name of their section
     "data": ("training data", "data.path", "put the data back as they were, or start a new run"),
     "held_out": ("held-out data", "data.path", "put the data back as they were, or start a new run"),
     "curriculum": ("file of pass rates", "curriculum.path", "put it back as it was, or start a new run"),
@@ -254,7 +253,6 @@ NAMED_INPUTS = {
     "teacher": ("teacher", "snapshot.teacher", "point snapshot.teacher at the same model, wherever it is now"),
     "base": ("base", "model.path", "put it back as it was, or point model.path at the same base"),
 }
-"""{input: (its name in words, its key, what to do)}; other inputs have the name of their section."""
 
 
 def named_input(what: str) -> tuple[str, str, str]:

@@ -20,17 +20,13 @@ from rlft.system.disk import DiskError
 from rlft.system.files import write_atomically
 
 FILE = "status.json"
-PROGRESS = "progress.json"
-"""The file in which a command without metrics, such as `rlft sample`, counts its steps."""
-LOCK = ".lock"
-"""The file in a run's folder that its process keeps locked. The file stays; the kernel releases the lock."""
+PROGRESS = "progress.json"  # the file in which a command without metrics, such as `rlft sample`, counts its steps
+LOCK = ".lock"  # the file that a run's process keeps locked; it stays, and the kernel releases the lock
 
-ROOM = 1024
-"""Bytes of status.json during a run: text padded with spaces, so that it has room for the reason why a run stops."""
+ROOM = 1024  # bytes of status.json during a run: padded with spaces, it has room for the reason why a run stops
 
 NO_LOCKS = "its file system has no locks, which would tell a killed run from a running one"
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
-"""The errors of reading a damaged file."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)  # when a damaged file is read
 
 
 class Status(StrEnum):

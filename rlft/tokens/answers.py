@@ -16,16 +16,14 @@ from typing import Any
 from rlft.tokens.fences import unfenced
 from rlft.tokens.reasoning import without_reasoning
 
-WORDS = (
+WORDS = (  # what sentences that give an answer call it
     *("answer", "result", "solution", "output", "antwort", "ergebnis", "respuesta", "réponse", "risposta", "resposta"),
     *("ответ", "答案", "答え", "정답"),
 )
-"""What sentences that give an answer call it."""
-NAMES = (
+NAMES = (  # the names of an answer as a tag or in JSON
     *("answer", "final_answer", "final", "result", "solution", "output", "response", "correct_answer", "ground_truth"),
     *("value", "label", "target", "gold"),
 )
-"""The names of an answer as a tag or in JSON."""
 _TAG = re.compile(rf"(?is)<({'|'.join(NAMES)})>(.*?)</\1>")
 _CALLED = "|".join(WORDS)
 _SENTENCE = re.compile(
@@ -44,8 +42,7 @@ _MARKUP = (
 _OPENERS = {opens[0] for opens, _ in _MARKUP}
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$]+)")
 _BRACKETS = re.compile(r"(.*\S)\s+\((?!\s*\\?(?:[bp]?mod|base)\b)([^()]*)\)")
-MAX_FORMS = 6
-"""How many forms an answer may have around each other, such as a box in a tag."""
+MAX_FORMS = 6  # how many forms an answer may have around each other, such as a box in a tag
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HEADING = re.compile(r"[#*_ ]*(?:[^\W\d_]|\([^\W_]{1,4}\) *[^\W\d_]|[0-9]+[.):] *[^\W\d_])")

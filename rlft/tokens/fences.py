@@ -21,8 +21,7 @@ _FENCE = re.compile(r"(`{3,}(?=[^`]*\Z)|~{3,})[ \t]*\{?\.?([A-Za-z0-9]*)")
 _RUN = re.compile(r"`{3,}|~{3,}")
 _QUOTE = re.compile(r"[ \t]*> ?")
 _TAB = 4
-_LOOSE = 3
-"""The most columns by which a closing fence may be indented more than the opening one."""
+_LOOSE = 3  # the most columns by which a closing fence may be indented more than the opening one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

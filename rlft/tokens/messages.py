@@ -14,17 +14,14 @@ from typing import Any
 from rlft.tokens.text import THINKING_FIELDS
 from rlft.types import Message
 
-FIELDS: Mapping[str, tuple[str, ...]] = {
+FIELDS: Mapping[str, tuple[str, ...]] = {  # {role: the fields of its messages beside role and content}
     "system": (),
     "user": (),
     "assistant": ("tool_calls", "weight", *THINKING_FIELDS),
     "tool": ("tool_call_id", "name"),
 }
-"""{role: the fields of its messages beside role and content}."""
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""The types of the parts of a content that are its text, as in OpenAI's two APIs."""
-TEXT_FIELDS = ("text", "value")
-"""The fields that hold the text of such a part, the second one as in LLaMA-Factory's files."""
+TEXT_PARTS = ("text", "input_text", "output_text")  # the types of parts that are text, as in OpenAI's two APIs
+TEXT_FIELDS = ("text", "value")  # that hold the text of such a part, the second as in LLaMA-Factory's files
 CALL_FIELDS = ("id", "type", "index", "function")
 FUNCTION_FIELDS = ("name", "arguments")
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count, islice, product
 from typing import Any
 
-FORMS = ({"label", "text"}, {"key", "value"})
-"""The fields of an option that is an object."""
+FORMS = ({"label", "text"}, {"key", "value"})  # the fields of an option that is an object
 LABEL = r"[^\W_]{1,4}"
 _OWN_LABEL = re.compile(rf"[(\[]?({LABEL})[)\].:]*")
 _PREFIX = re.compile(

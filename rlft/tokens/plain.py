@@ -38,8 +38,7 @@ from rlft.tokens.text import (
 )
 from rlft.types import UserError, well_formed
 
-GAPS = range(0xE000, 0xF8FF)
-"""Characters for private use, one of which cuts."""
+GAPS = range(0xE000, 0xF8FF)  # characters for private use, one of which cuts
 ROLES = r"(?:system|user|assistant|model|tool|developer|human|ipython|chatbot|bot)"
 OTHERS = re.compile(
     rf"<[|｜][^<>|｜\s]+[|｜]>\s?{ROLES}\b|<[|｜](?:im_)?{ROLES}(?:_token)?[|｜]>|<start_of_turn>\s?{ROLES}\b"
@@ -47,8 +46,7 @@ OTHERS = re.compile(
     re.IGNORECASE,
 )
 NONE = re.compile(r"(?!)")
-LEAST = 6
-"""Characters of a marker without a tag: fewer may stand in any text."""
+LEAST = 6  # characters of a marker without a tag: fewer may stand in any text
 
 
 class PlainText:

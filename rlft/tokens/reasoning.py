@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterator
 
 END_OF_MESSAGE = "<|end|>"
-TAGS = (
+TAGS = (  # the tags around reasoning, `<think>..</think>`: of DeepSeek, EXAONE, Seed, LongCat, and what prompts ask for
     *("think", "thinking", "thought", "thoughts", "reasoning", "reason", "seed:think", "longcat_think", "mm:think"),
     *("reflection", "scratchpad", "analysis", "rationale", "inner_monologue", "antThinking", "redacted_thinking"),
     "cot",
 )
-"""The tags around reasoning, `<think>..</think>`: of DeepSeek, EXAONE, Seed, LongCat, and what prompts ask for."""
-FORMS = {
+FORMS = {  # what stands around one of the words in `WORDS`
     "[{}]": "[/{}]",  # Magistral
     "◁{}▷": "◁/{}▷",  # Kimi
     "<|{}|>": "<|/{}|>",
@@ -20,7 +19,6 @@ FORMS = {
     "<|start_{}|>": "<|end_{}|>",  # Command A, in capital letters
     "<|begin_of_{}|>": "<|end_of_{}|>",  # OpenThinker
 }
-"""What stands around one of the words in `WORDS`."""
 WORDS = ("think", "thinking", "thought", "reasoning")
 MARKERS = {
     **{f"<{name}>": f"</{name}>" for name in TAGS},
@@ -49,8 +47,7 @@ _LONGER = [
     for marker in sorted(_KNOWN, key=len, reverse=True)
     if not re.fullmatch(_TAG, marker)
 ]
-_RECIPIENT = r"(?:\sto=[^\s<]{1,64})?\s?<"
-"""Whom a message of gpt-oss calls, between the channel and the next marker."""
+_RECIPIENT = r"(?:\sto=[^\s<]{1,64})?\s?<"  # whom a message of gpt-oss calls, between the channel and the next marker
 _MARKER = re.compile(
     "|".join((*(each[0] + each[1:].replace("<", _RECIPIENT) for each in _LONGER), _TAG)), re.IGNORECASE
 )

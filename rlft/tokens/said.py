@@ -17,16 +17,14 @@ from rlft.tokens.text import CALL_ID, THINKING_FIELDS, TOOL, WITH_TOOLS, Convers
 from rlft.types import IMAGE
 
 WORD = re.compile(r"\w+")
-SWITCH = re.compile(r"/\w+")
-"""Such as /no_think, which some templates read and leave out."""
+SWITCH = re.compile(r"/\w+")  # such as /no_think, which some templates read and leave out
 IN_TOOLS = {
     "name": "names",
     "description": "descriptions",
     "parameter": "parameters",
     "explanation": "descriptions of parameters",
 }
-MARK = re.compile(r"mark(\d+)([a-z]+)\d*mark")
-"""A mark: the index of a message, and its field."""
+MARK = re.compile(r"mark(\d+)([a-z]+)\d*mark")  # a mark: the index of a message, and its field
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
           "December")  # fmt: skip
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-AUTO_DATE = "auto"
-"""The value of model.date for the day on which a run starts."""
+AUTO_DATE = "auto"  # the value of model.date for the day on which a run starts
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -41,13 +40,11 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "A."}}},
     },
 }
-CALL_ID = "000000000"
-"""Nine letters or digits, as Mistral's templates require."""
+CALL_ID = "000000000"  # nine letters or digits, as Mistral's templates require
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names that templates have for an assistant's thoughts."""
 CALL = {"type": "function", "id": CALL_ID, "function": {"name": "tool", "arguments": {"a": "b"}}}
-USER, FIRST, SECOND = "mark0mark", "mark1mark", "mark2mark"
-"""Texts that a template leaves as they are."""
+USER, FIRST, SECOND = "mark0mark", "mark1mark", "mark2mark"  # texts that a template leaves as they are
 SPOKEN: tuple[Conversation, ...] = (
     ({"role": "user", "content": USER}, {"role": "assistant", "content": FIRST}, {"role": "user", "content": SECOND}),
     ({"role": "system", "content": FIRST}, {"role": "user", "content": USER}),
@@ -61,8 +58,7 @@ WITH_TOOLS: Conversation = (
 SHOWN = r"(?:(?!mark[0-2]mark|A tool\.).)*?"
 BLOCK = re.compile(rf"<([\w:.-]+)>{SHOWN}</\1>|\[(\w+)\]{SHOWN}\[/\2\]", re.DOTALL)
 """A block with none of what is said in it, nor tools: thinking that is empty, or explained in a system message."""
-XML_TOOLS = "xml_tools"
-"""The name that SmolLM3's template has for the tools."""
+XML_TOOLS = "xml_tools"  # the name that SmolLM3's template has for the tools
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception")
 """Variables and functions of every rendering."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
