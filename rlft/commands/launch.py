@@ -95,7 +95,7 @@ def launch(
     fork: Fork | None = None,
     loggers: Sequence[Logger] = (),
 ) -> bool:
-    """Performs a run to its end, or to an interruption (KeyboardInterrupt, after saving).
+    """Performs a run to its end, or to an interruption (KeyboardInterrupt, after saving); False: it was left as it is.
 
     Args:
         resolved: its config; with `resume`, it is that of the run in the folder.
@@ -103,9 +103,6 @@ def launch(
         may_be_finished: whether a resumed run that has all its steps is left as it is, if its inputs are unchanged;
             otherwise it is refused.
         fork: the checkpoint of another run that this new run starts from.
-
-    Returns:
-        Whether there was something to do: False if the run was left as it is.
     """
     import_libraries()
     command, plain = resolved.command, resolved.plain

@@ -18,10 +18,7 @@ def declares(logger: Any, attribute: str) -> bool:
 
 
 def loggers_of(sections: Mapping[str, Any]) -> tuple[Logger, ...]:
-    """The loggers of a config's section `logger`. Equal sections are one logger, whatever their names are.
-
-    Raises UserError: a section is wrong, or two different loggers do what only one may do.
-    """
+    """The loggers of a config's section `logger`. Equal sections are one logger, whatever their names are."""
     distinct: dict[str, Any] = {}
     for name, section in sections.items():
         if section not in distinct.values():

@@ -107,10 +107,7 @@ class Audited:
 
 
 def read_chain(folder: Path, findings: Findings) -> dict[int, Line]:
-    """{step: line} of the chain's lines, whose digests and links are checked.
-
-    Raises UserError: there is no chain, or none of its lines can be read.
-    """
+    """{step: line} of the chain's lines, at least one, whose digests and links are checked."""
     require(folder.is_dir(), "run", "there is no such folder", got=folder, remedy="rlft runs lists all runs")
     try:
         raw_lines = (folder / CHAIN).read_bytes().split(b"\n")

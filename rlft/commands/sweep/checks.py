@@ -229,10 +229,7 @@ def are_on_gpus(plains: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def gpus_of(config: ClusterConfig) -> list[str]:
-    """This machine's GPUs for jobs, as CUDA_VISIBLE_DEVICES names them; none where a joined cluster has its own.
-
-    Fewer than jobs at a time are refused.
-    """
+    """This machine's GPUs (CUDA_VISIBLE_DEVICES), at least one for each job at a time; none if a cluster is joined."""
     if config.is_joined:
         return []
     gpus = visible_gpus()

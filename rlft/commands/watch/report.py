@@ -119,8 +119,7 @@ Line = Mapping[str, Any]
 def folders_of(words: Sequence[str]) -> list[Path]:
     """The named runs; a folder above runs, such as a sweep's, means all runs below it.
 
-    Of several runs, those without metrics are left out, with a line on stderr. Raises UserError: no run is named, or
-    none exists, or none has metrics.
+    Of several runs, those without metrics are left out, with a line on stderr.
     """
     require(words, "report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
     named_runs: list[Path] = []

@@ -305,8 +305,7 @@ def read_words(
     """Parses the arguments of a command that has the keys in `known`.
 
     Returns the folders as they were typed, without a leading `run=`, the typed keys, and whether --json is among them.
-    An existing path is a folder, even with an equals sign: a sweep's may be named `lr=1e-05`. Raises UserError: the
-    command does not have such an option or key.
+    An existing path is a folder, even with an equals sign: a sweep's may be named `lr=1e-05`.
     """
     options = [word for word in arguments if word.startswith("-") and not _exists(word)]
     if unknown_options := [word for word in options if not (has_json and word == "--json")]:
