@@ -178,39 +178,28 @@ class Missing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs:
-    """What an engine is opened with.
+    """What an engine is opened with."""
 
-    Attributes:
-        slot: the trainer's networks, on whose base an engine may keep its copy of the policy
-            (transformers.AdapterSlot); None in a process without them.
-        tokenizer: that of the base, a `rlft.tokens.text.RunTokenizer`: called as transformers', which is its `own`.
-        ends: what ends a turn; a completion ends with each of `ends.ids`.
-        device: the trainer's torch.device.
-        model_path: folder or hub name of the base.
-        dtype: data type of the base's weights, such as "bfloat16".
-        lora_rank: the largest rank of the adapters that the engine will load; None: it loads none, and a policy that it
-            is given is a whole model.
-        lora_modules: last parts of the names of the modules that these adapters are on, such as "q_proj"; None where
-            the engine loads none.
-        max_sequence_tokens: the most tokens that a prompt and its completion have together.
-        images: the most images of a prompt.
-        seed: the run's seed; what is sampled depends on the seeds given to `sample` alone.
-    """
-
+    # The trainer's networks, on whose base an engine may keep its copy of the policy (transformers.AdapterSlot); None
+    # in a process without them.
     slot: Any
-    tokenizer: Any
-    ends: TurnEnds
-    device: Any
-    model_path: str
+    tokenizer: Any  # that of the base, a `rlft.tokens.text.RunTokenizer`: called as transformers', which is its `own`
+    ends: TurnEnds  # what ends a turn; a completion ends with each of `ends.ids`
+    device: Any  # the trainer's torch.device
+    model_path: str  # folder or hub name of the base
     revision: str | None
-    dtype: str
+    dtype: str  # data type of the base's weights, such as "bfloat16"
     quantization: str | None
     trust_remote_code: bool
+    # The largest rank of the adapters that the engine will load; None: it loads none, and a policy that it is given is
+    # a whole model.
     lora_rank: int | None
-    max_sequence_tokens: int
-    seed: int
+    max_sequence_tokens: int  # the most tokens that a prompt and its completion have together
+    seed: int  # the run's seed; what is sampled depends on the seeds given to `sample` alone
+    # Last parts of the names of the modules that these adapters are on, such as "q_proj"; None where the engine loads
+    # none.
     lora_modules: frozenset[str] | None = None
-    images: int = 0
+    images: int = 0  # the most images of a prompt
 
     @property
     def of_the_engine(self) -> tuple[object, ...]:

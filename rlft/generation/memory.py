@@ -11,22 +11,15 @@ TEACHER_SHARE = "snapshot.teacher_gpu_memory_utilization"
 
 
 class When(StrEnum):
-    """When a part is in use; all but `always` are never at the same time.
-
-    Attributes:
-        reading: while an image goes through a vision tower, before a step's other passes.
-        annotating: during the passes without gradient over a step's rows, before its updates.
-        stepping: while the optimizer changes the weights, after an update's passes.
-        publishing: while engines in other processes are sent a version, after a step's updates.
-    """
+    """When a part is in use; all but `always` are never at the same time."""
 
     always = "always"
-    reading = "reading images"
+    reading = "reading images"  # while an image goes through a vision tower, before a step's other passes
     sampling = "sampling"
-    annotating = "annotating"
+    annotating = "annotating"  # during the passes without gradient over a step's rows, before its updates
     updating = "updating"
-    stepping = "stepping"
-    publishing = "publishing"
+    stepping = "stepping"  # while the optimizer changes the weights, after an update's passes
+    publishing = "publishing"  # while engines in other processes are sent a version, after a step's updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,45 +60,27 @@ def in_words(size: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What is known of a base, and of an adapter on it, from its config.json.
+    """What is known of a base, and of an adapter on it, from its config.json."""
 
-    Attributes:
-        parameters: number of the base's parameters.
-        base_bytes: bytes of its weights as they are held.
-        itemsize: bytes of a weight and of an activation.
-        lora: number of one adapter's parameters.
-        adapted: number of weights in the linear layers that the adapter lies on.
-        adapter: what these layers keep of a token (rlft.model.activations.AdapterLayers).
-        key_size: elements of one token's keys and values in all layers.
-        config: transformers' config of the text model.
-        padded: why prompts are not shared, and rows are padded; "" where they are packed.
-        kernels: what it will be computed with (rlft.model.kernels.selection.Decision).
-        linear: number of weights in its linear layers without the output head.
-        layers: number of weights in each decoder layer, if ranks can divide the layers; else empty.
-        layer_kinds: which layers have an adapter, which have none, and the number of weights of the former.
-        matrices: number of trained weights in matrices that map vectors to vectors (rlft.trainer.optimizer.is_matrix).
-        trained: number of elements of each weight, where all are trained; else empty.
-        modules: what its decoder layers consist of (rlft.model.activations.LayerModules).
-        widest_mlp: elements of the gate of its widest MLP; 0 if it is the config's intermediate_size.
-    """
-
-    parameters: int
-    base_bytes: int
-    itemsize: int
-    lora: int
-    adapted: int
-    adapter: Any
-    key_size: int
-    config: Any
-    padded: str
-    kernels: Any
-    modules: Any
-    linear: int = 0
-    layers: tuple[int, ...] = ()
+    parameters: int  # number of the base's parameters
+    base_bytes: int  # bytes of its weights as they are held
+    itemsize: int  # bytes of a weight and of an activation
+    lora: int  # number of one adapter's parameters
+    adapted: int  # number of weights in the linear layers that the adapter lies on
+    adapter: Any  # what these layers keep of a token (rlft.model.activations.AdapterLayers)
+    key_size: int  # elements of one token's keys and values in all layers
+    config: Any  # transformers' config of the text model
+    padded: str  # why prompts are not shared, and rows are padded; "" where they are packed
+    kernels: Any  # what it will be computed with (rlft.model.kernels.selection.Decision)
+    modules: Any  # what its decoder layers consist of (rlft.model.activations.LayerModules)
+    linear: int = 0  # number of weights in its linear layers without the output head
+    layers: tuple[int, ...] = ()  # number of weights in each decoder layer, if ranks can divide the layers; else empty
+    # Which layers have an adapter, which have none, and the number of weights of the former.
     layer_kinds: tuple[str, str, int] = ("", "", 0)
-    widest_mlp: int = 0
+    widest_mlp: int = 0  # elements of the gate of its widest MLP; 0 if it is the config's intermediate_size
+    # Number of trained weights in matrices that map vectors to vectors (rlft.trainer.optimizer.is_matrix).
     matrices: int = 0
-    trained: tuple[int, ...] = ()
+    trained: tuple[int, ...] = ()  # number of elements of each weight, where all are trained; else empty
 
     @property
     def packed(self) -> bool:
@@ -188,15 +163,10 @@ class TeacherLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """What an engine takes of the trainer's device.
+    """What an engine takes of the trainer's device."""
 
-    Attributes:
-        parts: parts whose keys are the engine's own, such as `batch_size`.
-        freed_block: bytes of the largest tensor that is freed in the trainer's process when sampling ends: an update
-            that makes larger tensors cannot use that room.
-        lacks: bytes by which the engine's own share of the device is too small for it to start.
-    """
-
-    parts: tuple[MemoryPart, ...] = ()
+    parts: tuple[MemoryPart, ...] = ()  # parts whose keys are the engine's own, such as `batch_size`
+    # Bytes of the largest tensor that is freed in the trainer's process when sampling ends: an update that makes larger
+    # tensors cannot use that room.
     freed_block: int = 0
-    lacks: int = 0
+    lacks: int = 0  # bytes by which the engine's own share of the device is too small for it to start

@@ -200,18 +200,13 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SharedBase:
-    """The tensors that trainer and engine share.
+    """The tensors that trainer and engine share."""
 
-    Attributes:
-        shared: {the trainer's name: tensor}.
-        apart: {the trainer's name: why trainer and engine have a tensor each}.
-        checksums: {the trainer's name: checksum} of a few shared tensors, from when they were shared.
-        before_check: called before content is checked; set by whoever writes to the storage for a while.
-    """
-
-    shared: Mapping[str, SharedTensor]
-    apart: Mapping[str, str]
+    shared: Mapping[str, SharedTensor]  # {the trainer's name: tensor}
+    apart: Mapping[str, str]  # {the trainer's name: why trainer and engine have a tensor each}
+    # {the trainer's name: checksum} of a few shared tensors, from when they were shared.
     checksums: Mapping[str, str] = field(default_factory=dict)
+    # Called before content is checked; set by whoever writes to the storage for a while.
     before_check: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:

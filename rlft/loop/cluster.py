@@ -42,13 +42,10 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """What a run has in other processes; None where it has none.
+    """What a run has in other processes; None where it has none."""
 
-    Attributes:
-        pool: the engines. Those that have GPUs of their own, or none, still start: they load their bases while this
-            process loads its own.
-    """
-
+    # The engines. Those that have GPUs of their own, or none, still start: they load their bases while this process
+    # loads its own.
     pool: EnginePool | None = None
     ranks: Ranks | None = None
     open_rewards: Callable[[Sequence[RewardSpec]], ClusterPool] | None = None

@@ -59,18 +59,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
-    """What a run has before its model is loaded, which `open_run` opens and closes.
-
-    Attributes:
-        logger: the run's loggers; notes are printed until they have started.
-        again: the command that resumes the run after a failure; None for an evaluation, which has no step to finish
-            when it is interrupted.
-    """
+    """What a run has before its model is loaded, which `open_run` opens and closes."""
 
     plan: Any
     folder: Path
-    logger: Loggers
+    logger: Loggers  # the run's loggers; notes are printed until they have started
     interrupt: Interrupt
+    # The command that resumes the run after a failure; None for an evaluation, which has no step to finish when it is
+    # interrupted.
     again: str | None
 
     def explained(self) -> contextlib.AbstractContextManager[None]:

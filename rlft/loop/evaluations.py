@@ -20,26 +20,17 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A metric of evaluations.
+    """A metric of evaluations."""
 
-    Attributes:
-        name: its name in eval.jsonl; <k> stands for a number of samples, <name> for a reward.
-        when: whether evaluations of a run with this plain config have it.
-        has_error: whether `<its name>_se` is its standard error, over prompts or rankings.
-        label: how `rlft eval` calls it; "": by its name without eval/.
-        is_compared: whether a study can compare trials by it.
-        of_prompt: its value for a prompt at this k, by which of the prompt's samples are right, and their answers.
-        of_answers: whether there is one only where the first reward reads answers.
-        sizes: the values of <k>, by the number of samples of a prompt.
-    """
-
-    name: str
-    when: Callable[[Config], Any]
-    has_error: bool = False
-    label: str = ""
-    is_compared: bool = True
+    name: str  # its name in eval.jsonl; <k> stands for a number of samples, <name> for a reward
+    when: Callable[[Config], Any]  # whether evaluations of a run with this plain config have it
+    has_error: bool = False  # whether `<its name>_se` is its standard error, over prompts or rankings
+    label: str = ""  # how `rlft eval` calls it; "": by its name without eval/
+    is_compared: bool = True  # whether a study can compare trials by it
+    # Its value for a prompt at this k, by which of the prompt's samples are right, and their answers.
     of_prompt: Callable[[int, Sequence[bool], Sequence[str | None]], float] | None = None
-    of_answers: bool = False
+    of_answers: bool = False  # whether there is one only where the first reward reads answers
+    # The values of <k>, by the number of samples of a prompt.
     sizes: Callable[[int], Sequence[int]] = lambda num_samples: [num_samples]
 
 

@@ -59,16 +59,11 @@ class StaleAdapterError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """How far log-probs of the same tokens lie apart, in nats; inf if one of them is NaN or infinite.
+    """How far log-probs of the same tokens lie apart, in nats; inf if one of them is NaN or infinite."""
 
-    Attributes:
-        mean: the mean of the absolute differences.
-        largest: the largest of them.
-        percentile_99: what 99 % of them do not exceed; None with fewer than MIN_TOKENS_OF_PERCENTILE tokens.
-    """
-
-    mean: float
-    largest: float
+    mean: float  # the mean of the absolute differences
+    largest: float  # the largest of them
+    # What 99 % of them do not exceed; None with fewer than MIN_TOKENS_OF_PERCENTILE tokens.
     percentile_99: float | None = None
 
     @classmethod

@@ -41,16 +41,11 @@ REFERENCE_LOGPROBS = "reference_logprobs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What gives each completion the value that losses compare.
+    """What gives each completion the value that losses compare."""
 
-    Attributes:
-        role: the network that it belongs to.
-        ending: tokens that are added to each row.
-        values: the values `[B]` of the rows of a batch, by the role that is active.
-    """
-
-    role: str
-    ending: tuple[int, ...]
+    role: str  # the network that it belongs to
+    ending: tuple[int, ...]  # tokens that are added to each row
+    # The values `[B]` of the rows of a batch, by the role that is active.
     values: Callable[[Roles, Batch, Layout], Tensor]
 
 

@@ -27,37 +27,25 @@ from rlft.model.offload import INPUTS_AT_ONCE, HostCopies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashRows:
-    """A packed row as flash attention gets it.
+    """A packed row as flash attention gets it."""
 
-    Attributes:
-        tokens: number of its tokens; `predicted`: of those of its completions.
-        prompts: number of its prompts; `completions`: of its completions.
-    """
-
-    tokens: int
-    predicted: int
-    prompts: int
-    completions: int
+    tokens: int  # number of its tokens
+    predicted: int  # number of its completions' tokens
+    prompts: int  # number of its prompts
+    completions: int  # number of its completions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
-    """Numbers of elements for a token.
+    """Numbers of elements for a token."""
 
-    Attributes:
-        queries: of all heads' queries, and of their outputs.
-        keys: of all heads' keys, and of their values; 0 in a model without attention.
-        mlp: of the MLP's gate; in a mixture of experts of the gates of all experts that a token has, with half of
-            their inputs and outputs, which are kept for each of them.
-        state: of what a recurrent layer keeps besides, in float32 whatever the model's dtype is.
-        heads: number of the heads that have queries; 0 in a model without attention.
-    """
-
-    queries: int
-    keys: int
+    queries: int  # of all heads' queries, and of their outputs
+    keys: int  # of all heads' keys, and of their values; 0 in a model without attention
+    # Of the MLP's gate; in a mixture of experts of the gates of all experts that a token has, with half of their inputs
+    # and outputs, which are kept for each of them.
     mlp: int
-    state: int = 0
-    heads: int = 0
+    state: int = 0  # of what a recurrent layer keeps besides, in float32 whatever the model's dtype is
+    heads: int = 0  # number of the heads that have queries; 0 in a model without attention
 
     def flash_gradients(self, hidden: int, row: FlashRows, ranks: int, multiprocessors: int) -> int:
         """Bytes that the backward of flash attention makes of a row in 16 bits, whose tokens so many ranks share.
@@ -120,20 +108,16 @@ def _of_layer(layer: Any, i: int, number: int) -> LayerSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerModules:
-    """What decoder layers consist of, as far as it says what they keep.
+    """What decoder layers consist of, as far as it says what they keep."""
 
-    Attributes:
-        norms: number of norms over hidden states.
-        kept_twice: initials of queries, keys and values that attention keeps twice: before their norm, or in the output
-            that a single layer gives for all three, and as they are attended to.
-        gate: how the MLP is gated: `silu` (one function of rlft), `other`, or `none`.
-        activation: number of tensors of its width that an MLP for which rlft has no function keeps of its activation,
-            with what it returns.
-    """
-
-    norms: int = 2
+    norms: int = 2  # number of norms over hidden states
+    # Initials of queries, keys and values that attention keeps twice: before their norm, or in the output that a single
+    # layer gives for all three, and as they are attended to.
     kept_twice: str = ""
+    # How the MLP is gated: `silu` (one function of rlft), `other`, or `none`.
     gate: Literal["silu", "other", "none"] = "silu"
+    # Number of tensors of its width that an MLP for which rlft has no function keeps of its activation, with what it
+    # returns.
     activation: int = 2
 
 
@@ -286,24 +270,15 @@ class AdapterLayers:
     """The linear layers that an adapter lies on, and what PEFT's layers keep of a token in addition to the base's.
 
     The fused functions of the fast kernels keep only a few numbers. They serve adapters without dropout and DoRA.
-
-    Attributes:
-        inputs: sum of these layers' input sizes.
-        shared_inputs: the same sum, with an input that several layers of a module share (queries, keys, values) once.
-        outputs: sum of their output sizes.
-        ranks: sum of their ranks.
-        largest: (input size, output size) of the largest of them.
-        dropout: whether inputs are dropped at random.
-        dora: whether outputs are scaled by learned magnitudes (DoRA, arXiv 2402.09353).
     """
 
-    inputs: int = 0
-    shared_inputs: int = 0
-    outputs: int = 0
-    ranks: int = 0
-    largest: tuple[int, int] = (0, 0)
-    dropout: bool = False
-    dora: bool = False
+    inputs: int = 0  # sum of these layers' input sizes
+    shared_inputs: int = 0  # the same, with an input that several layers of a module share (queries, keys, values) once
+    outputs: int = 0  # sum of their output sizes
+    ranks: int = 0  # sum of their ranks
+    largest: tuple[int, int] = (0, 0)  # (input size, output size) of the largest of them
+    dropout: bool = False  # whether inputs are dropped at random
+    dora: bool = False  # whether outputs are scaled by learned magnitudes (DoRA, arXiv 2402.09353)
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], *, dropout: bool, dora: bool) -> AdapterLayers:

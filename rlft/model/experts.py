@@ -27,19 +27,14 @@ INTERFACE = ("has_gate", "has_bias", "is_transposed", "num_experts", "down_proj"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The experts and routers of a model, by the names of its modules.
+    """The experts and routers of a model, by the names of its modules."""
 
-    Attributes:
-        stacked: {a module of stacked experts: the names of its matrices, empty if LoRA cannot be on them}.
-        linear: linear layers of experts that are modules of their own.
-        routers: modules with a matrix from which experts are chosen or weighed; linear layers and others.
-        classes: those of the stacked experts that LoRA can be on.
-    """
-
+    # {a module of stacked experts: the names of its matrices, empty if LoRA cannot be on them}.
     stacked: Mapping[str, tuple[str, ...]]
-    linear: frozenset[str]
+    linear: frozenset[str]  # linear layers of experts that are modules of their own
+    # Modules with a matrix from which experts are chosen or weighed; linear layers and others.
     routers: Mapping[str, nn.Module]
-    classes: frozenset[type[nn.Module]]
+    classes: frozenset[type[nn.Module]]  # those of the stacked experts that LoRA can be on
 
     @property
     def linear_routers(self) -> set[str]:

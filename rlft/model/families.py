@@ -19,31 +19,19 @@ FILE = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family of models.
+    """A family of models."""
 
-    Attributes:
-        untried: why it was not tried.
-        refused: what a rule refuses such a model for.
-        wrong: what was seen to be wrong with it in training.
-        decoding: what was seen to be wrong with its decoding in the transformers engine.
-        routing: why no choice of its experts can be imposed (`snapshot.routing`); None if it can, or it has none.
-        adapted: the layers that `lora.target_modules: all-linear` adapts.
-        not_adapted: the layers that it leaves out.
-        padded: why its rows are padded; None if they are packed.
-        exported: whether the model with the merged adapter computes what the adapter does.
-        vllm: whether vLLM serves adapters on it; None if it has no such model.
-    """
-
-    untried: str | None = None
-    refused: str | None = None
-    wrong: str | None = None
-    decoding: str | None = None
+    untried: str | None = None  # why it was not tried
+    refused: str | None = None  # what a rule refuses such a model for
+    wrong: str | None = None  # what was seen to be wrong with it in training
+    decoding: str | None = None  # what was seen to be wrong with its decoding in the transformers engine
+    # Why no choice of its experts can be imposed (`snapshot.routing`); None if it can, or it has none.
     routing: str | None = None
-    adapted: str = ""
-    not_adapted: str = ""
-    padded: str | None = None
-    exported: bool = False
-    vllm: bool | None = None
+    adapted: str = ""  # the layers that `lora.target_modules: all-linear` adapts
+    not_adapted: str = ""  # the layers that it leaves out
+    padded: str | None = None  # why its rows are padded; None if they are packed
+    exported: bool = False  # whether the model with the merged adapter computes what the adapter does
+    vllm: bool | None = None  # whether vLLM serves adapters on it; None if it has no such model
 
     @property
     def is_trained(self) -> bool:

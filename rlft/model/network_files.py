@@ -53,19 +53,13 @@ AGAIN = "download it again, or save the model again with save_pretrained"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A network to be loaded.
+    """A network to be loaded."""
 
-    Attributes:
-        loader: its class, or transformers' auto class for it.
-        source: transformers' keyword arguments that say where it is.
-        key: the config key that names it.
-        part: gives the names of the tensors of which none may be missing, of a model without weights; None: all.
-    """
-
-    loader: Any
+    loader: Any  # its class, or transformers' auto class for it
     config: PreTrainedConfig
-    source: Mapping[str, Any]
-    key: str
+    source: Mapping[str, Any]  # transformers' keyword arguments that say where it is
+    key: str  # the config key that names it
+    # Gives the names of the tensors of which none may be missing, of a model without weights; None: all.
     part: Callable[[PreTrainedModel], Collection[str]] | None = None
 
     @property

@@ -39,14 +39,10 @@ NO_CRITIC = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What a checkpoint keeps of networks.
+    """What a checkpoint keeps of networks."""
 
-    Attributes:
-        adapters: {role: {PEFT name: tensor}}, copies.
-        folders: {name: function that writes the folder of this name}, for whole models, whose weights are not copied.
-    """
-
-    adapters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    adapters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # {role: {PEFT name: tensor}}, copies
+    # {name: function that writes the folder of this name}, for whole models, whose weights are not copied.
     folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
 

@@ -123,36 +123,22 @@ def paths_of(batch: Batch) -> Paths:
 # -- packed rows -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """U distinct prompts, R completions, N packed tokens, M of them sampled (an environment's tokens are only read).
+    """U distinct prompts, R completions, N packed tokens, M of them sampled (an environment's tokens are only read)."""
 
-    Attributes:
-        token_ids: int64 `[1, N]`.
-        position_ids: int64 `[1, N]`.
-        prompts: span of each prompt in the packed row.
-        completions: span of each completion, or of its trunk if it has branches.
-        owner: index of each completion's prompt.
-        predictor: int64 `[M]`, the packed position whose hidden state predicts the sampled token.
-        target: int64 `[M]`, the sampled token.
-        rows: int64 `[M]`, the row of the sampled token in the Batch.
-        columns: int64 `[M]`, its column.
-        branches: the span of each branch, and the spans that it reads.
-        runs: of each row of the Batch its runs of columns, each with the packed position where it begins.
-        images: those of the whole packed row; None if the Batch has none.
-        share: which tokens of the row these are; None: all of them. Spans are those of the whole row.
-    """
-
-    token_ids: Tensor
-    position_ids: Tensor
-    prompts: tuple[Span, ...]
-    completions: tuple[Span, ...]
-    owner: tuple[int, ...]
-    predictor: Tensor
-    target: Tensor
-    rows: Tensor
-    columns: Tensor
-    branches: tuple[BranchSpans, ...] = ()
+    token_ids: Tensor  # int64 `[1, N]`
+    position_ids: Tensor  # int64 `[1, N]`
+    prompts: tuple[Span, ...]  # span of each prompt in the packed row
+    completions: tuple[Span, ...]  # span of each completion, or of its trunk if it has branches
+    owner: tuple[int, ...]  # index of each completion's prompt
+    predictor: Tensor  # int64 `[M]`, the packed position whose hidden state predicts the sampled token
+    target: Tensor  # int64 `[M]`, the sampled token
+    rows: Tensor  # int64 `[M]`, the row of the sampled token in the Batch
+    columns: Tensor  # int64 `[M]`, its column
+    branches: tuple[BranchSpans, ...] = ()  # the span of each branch, and the spans that it reads
+    # Of each row of the Batch its runs of columns, each with the packed position where it begins.
     runs: tuple[tuple[tuple[Span, int], ...], ...] = ()
-    images: ImageRows | None = None
+    images: ImageRows | None = None  # those of the whole packed row; None if the Batch has none
+    # Which tokens of the row these are; None: all of them. Spans are those of the whole row.
     share: TokenShare | None = None
 
     @property

@@ -33,13 +33,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """Names of modules and of what is in them, in the trained model and in the folder's own class.
+    """Names of modules and of what is in them, in the trained model and in the folder's own class."""
 
-    Attributes:
-        prefixes: {a module of the trained model: the same module in the folder's own class}; empty if they are one
-            class.
-    """
-
+    # {a module of the trained model: the same module in the folder's own class}; empty if they are one class.
     prefixes: Mapping[str, str]
 
     def outside(self, name: str) -> str:

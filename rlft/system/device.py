@@ -29,21 +29,15 @@ OLDEST_WITH_BFLOAT16 = (8, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What all devices of one kind can do.
+    """What all devices of one kind can do."""
 
-    Attributes:
-        title: what messages call one of them.
-        dtype: `model.dtype: auto`, which a single card may lack (`resolve_dtype`).
-        has_kernels: whether rlft's kernels for GPUs run there: flash attention in two calls and compiled functions.
-        collective: the backend of torch.distributed for tensors on them; None: there can be one rank only.
-        has_float64: whether they compute in float64.
-    """
-
-    title: str
-    dtype: str
+    title: str  # what messages call one of them
+    dtype: str  # `model.dtype: auto`, which a single card may lack (`resolve_dtype`)
+    # Whether rlft's kernels for GPUs run there: flash attention in two calls and compiled functions.
     has_kernels: bool = False
+    # The backend of torch.distributed for tensors on them; None: there can be one rank only.
     collective: str | None = None
-    has_float64: bool = True
+    has_float64: bool = True  # whether they compute in float64
 
 
 KINDS = {

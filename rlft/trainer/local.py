@@ -55,23 +55,15 @@ from rlft.types import Adapter, Batch, LossScale, Rollouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Copies of all that changes in a trainer, for checkpoints.
+    """Copies of all that changes in a trainer, for checkpoints."""
 
-    Attributes:
-        adapters: {role: {PEFT name: tensor}}.
-        optimizer: moments by parameter name, and the learned reward's pairs of tokens.
-        heads: {role: {name: tensor}} of scalar heads.
-        critic: the statistics that normalise the critic's values; None without a critic.
-        folders: {name: function that writes the folder of this name}, for whole models, whose weights are not copied.
-        folder: the checkpoint that the state was read from; None if it was not read.
-    """
-
-    adapters: Mapping[str, Mapping[str, Tensor]]
-    optimizer: Mapping[str, Tensor]
-    heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    critic: Mapping[str, Any] | None = None
+    adapters: Mapping[str, Mapping[str, Tensor]]  # {role: {PEFT name: tensor}}
+    optimizer: Mapping[str, Tensor]  # moments by parameter name, and the learned reward's pairs of tokens
+    heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # {role: {name: tensor}} of scalar heads
+    critic: Mapping[str, Any] | None = None  # the statistics that normalise the critic's values; None without a critic
+    # {name: function that writes the folder of this name}, for whole models, whose weights are not copied.
     folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
-    folder: Path | None = None
+    folder: Path | None = None  # the checkpoint that the state was read from; None if it was not read
 
 
 def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

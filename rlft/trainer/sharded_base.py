@@ -40,17 +40,12 @@ NONE_LEFT = -1
 
 @dataclass(slots=True, kw_only=True)
 class Layer:
-    """The weights of one layer, concatenated, as they are sent.
+    """The weights of one layer, concatenated, as they are sent."""
 
-    Attributes:
-        flat: the weights on the device: in memory of their own if this rank holds the layer, else in a shared buffer.
-        buffer: number of that buffer; None if this rank holds the layer.
-        copy: a copy in main memory, for a layer that this rank does not hold; None if there is none.
-    """
-
+    # The weights on the device: in memory of their own if this rank holds the layer, else in a shared buffer.
     flat: Tensor
-    buffer: int | None = None
-    copy: Tensor | None = None
+    buffer: int | None = None  # number of that buffer; None if this rank holds the layer
+    copy: Tensor | None = None  # a copy in main memory, for a layer that this rank does not hold; None if there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

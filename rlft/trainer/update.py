@@ -119,20 +119,15 @@ def added_up(numbers: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
-    """What a forward and backward pass leaves.
+    """What a forward and backward pass leaves."""
 
-    Attributes:
-        metrics: metrics of its loss; until `records_of` has read them together, tensors `[]` on the device.
-        share: share of the minibatch's completion tokens that are in rows which are forwarded at all. Metrics of tokens
-            (entropy, KL, clip fractions) are means over these tokens; losses are those of the whole minibatch.
-        real: number of tokens that the network had to see.
-        network: number of tokens that entered it, with padding.
-    """
-
+    # Metrics of its loss; until `records_of` has read them together, tensors `[]` on the device.
     metrics: Mapping[str, Any]
+    # Share of the minibatch's completion tokens that are in rows which are forwarded at all. Metrics of tokens
+    # (entropy, KL, clip fractions) are means over these tokens; losses are those of the whole minibatch.
     share: float = 1.0
-    real: int = 0
-    network: int = 0
+    real: int = 0  # number of tokens that the network had to see
+    network: int = 0  # number of tokens that entered it, with padding
 
 
 def records_of(passes: Mapping[int, Sequence[PassRecord]], share: float) -> dict[int, list[PassRecord]]:

@@ -38,19 +38,15 @@ TESTED = ("5.17", "5.24")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What can be replaced in a model type, besides attention, norms and gated MLPs, which are known by what they do.
+    """What can be replaced in a model type besides attention, norms and gated MLPs, which are known by what they do."""
 
-    Attributes:
-        attention: `self_attn` of every layer is Llama's: q, k, v and o projections, perhaps norms over each head, and
-            rotary positions by halves.
-        layer: every layer is x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)), and nothing
-            else, with an MLP that returns one tensor.
-        window_of_config: the attention's sliding window is `config.sliding_window`; otherwise it is the module's, if
-            that has one.
-    """
-
+    # `self_attn` of every layer is Llama's: q, k, v and o projections, perhaps norms over each head, and rotary
+    # positions by halves.
     attention: bool = False
+    # Every layer is x + self_attn(input_layernorm(x)), then x + mlp(post_attention_layernorm(x)), and nothing else,
+    # with an MLP that returns one tensor.
     layer: bool = False
+    # The attention's sliding window is `config.sliding_window`; otherwise it is the module's, if that has one.
     window_of_config: bool = False
 
 

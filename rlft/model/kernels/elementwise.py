@@ -223,15 +223,11 @@ def _eps(module: Any) -> float:
 
 
 class Norm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last axis.
-
-    Attributes:
-        adds_one: whether it is 1 + weight, by which x is multiplied before it is rounded (Gemma, Qwen3-Next).
-    """
+    """x / sqrt(mean(x^2) + eps) * weight, over the last axis."""
 
     weight: Tensor
     eps: float
-    adds_one: bool = False
+    adds_one: bool = False  # whether x is multiplied by 1 + weight, before it is rounded (Gemma, Qwen3-Next)
 
 
 class Heads(NamedTuple):

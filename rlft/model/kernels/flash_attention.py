@@ -69,29 +69,17 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLengths:
-    """The runs of a packed row that holds all prompts and then all completions.
+    """The runs of a packed row that holds all prompts and then all completions."""
 
-    Attributes:
-        num_prompt_tokens: where the first completion begins.
-        own: all prompts and completions that are not empty.
-        prompts: every prompt.
-        regions: for each prompt all its completions as one run, counted from the first completion.
-        window: the attention's sliding window in tokens; None if it exceeds every row.
-        completions: every completion that is not empty, counted from the first one; only with a window.
-        reach: for each of these, the keys that it sees, as runs of `reached`.
-        reached: int64, the places of these keys.
-        ahead: what is seen in images that are read both ways; None: there are none.
-    """
-
-    num_prompt_tokens: int
-    own: Runs
-    prompts: Runs
-    regions: Runs
-    window: int | None = None
-    completions: Runs | None = None
-    reach: Runs | None = None
-    reached: Tensor | None = None
-    ahead: Ahead | None = None
+    num_prompt_tokens: int  # where the first completion begins
+    own: Runs  # all prompts and completions that are not empty
+    prompts: Runs  # every prompt
+    regions: Runs  # for each prompt all its completions as one run, counted from the first completion
+    window: int | None = None  # the attention's sliding window in tokens; None if it exceeds every row
+    completions: Runs | None = None  # all that are not empty, counted from the first one; only with a window
+    reach: Runs | None = None  # for each of these, the keys that it sees, as runs of `reached`
+    reached: Tensor | None = None  # int64, the places of these keys
+    ahead: Ahead | None = None  # what is seen in images that are read both ways; None: there are none
 
 
 def row_lengths(

@@ -27,13 +27,10 @@ class Sees:
     """What a mask that a packed row goes with would let a token see. The mask itself, which has it as an attribute,
     is never read: a model gets one of tokens `[1, N]`, and where transformers would make of it the mask of a kind of
     layers, these get another one.
-
-    Attributes:
-        window: the sliding window in tokens; None: everything before the token.
-        rule: transformers' function that says which places see which; None in the mask of tokens.
     """
 
-    window: int | None = None
+    window: int | None = None  # the sliding window in tokens; None: everything before the token
+    # transformers' function that says which places see which; None in the mask of tokens.
     rule: Callable[..., Any] | None = None
 
 
@@ -60,24 +57,15 @@ def window_of(mask: Tensor | None) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAttention:
-    """How a layer attends.
+    """How a layer attends."""
 
-    Attributes:
-        module: the class of its attention.
-        head_size: numbers in a head, of queries or of values.
-        heads: number of heads of queries.
-        key_heads: number of heads of keys and values.
-        window: its sliding window in tokens; None: it has none.
-        cap: whether its scores are capped.
-        problem: what a packed row cannot do, in words that follow the name of the class; None if it can do it all.
-    """
-
-    module: str
-    head_size: int
-    heads: int
-    key_heads: int
-    window: int | None
-    cap: bool
+    module: str  # the class of its attention
+    head_size: int  # numbers in a head, of queries or of values
+    heads: int  # number of heads of queries
+    key_heads: int  # number of heads of keys and values
+    window: int | None  # its sliding window in tokens; None: it has none
+    cap: bool  # whether its scores are capped
+    # What a packed row cannot do, in words that follow the name of the class; None if it can do it all.
     problem: str | None
 
 

@@ -60,13 +60,10 @@ class Operands(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Linear layers that are computed together.
-
-    Attributes:
-        learned: the parameters A and B of every layer that has them, one after the other: autograd's inputs.
-    """
+    """Linear layers that are computed together."""
 
     operands: Sequence[Operands]
+    # The parameters A and B of every layer that has them, one after the other: autograd's inputs.
     learned: Sequence[Tensor]
 
     @property

@@ -80,12 +80,9 @@ def is_tested(version: str) -> bool:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Kernels:
-    """What a model is computed with.
+    """What a model is computed with."""
 
-    Attributes:
-        decision: which kernels are in effect; `remove` sets it to plain.
-    """
-
+    # Which kernels are in effect; `remove` sets it to plain.
     decision: Decision = Decision(choice=KernelChoice.auto, reason="chosen by hand")
     replaced: Sequence[Replaced] = field(default=())
 

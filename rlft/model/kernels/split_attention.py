@@ -49,17 +49,12 @@ TILE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """Rows of places in a packed row, some of them padded.
+    """Rows of places in a packed row, some of them padded."""
 
-    Attributes:
-        index: int64 `[R * C]`, or a slice if the places are consecutive, so that reading them needs no copy.
-        real: the places that are not padded, in the same form.
-        slots: int64, the positions of the real places among all; None if nothing is padded.
-    """
-
+    # int64 `[R * C]`, or a slice if the places are consecutive, so that reading them needs no copy.
     index: Tensor | slice
-    real: Tensor | slice
-    slots: Tensor | None
+    real: Tensor | slice  # the places that are not padded, in the same form
+    slots: Tensor | None  # int64, the positions of the real places among all; None if nothing is padded
 
 
 def take(x: Tensor, places: Tensor | slice) -> Tensor:
@@ -77,22 +72,15 @@ def put(x: Tensor, places: Tensor | slice, values: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """R rows of up to C queries, each with up to K keys.
+    """R rows of up to C queries, each with up to K keys."""
 
-    Attributes:
-        shape: (R, C, K).
-        queries: places of the R * C queries in the packed row; token 0 where padded.
-        keys: places of the R * K keys; those of the queries in a causal block.
-        bias: `[R, 1, C, K]`, or with 1 for C, 0 for keys that are seen and -inf for others; None if all are, and for
-            causal blocks, in which padding comes last.
-        causal: whether each query sees only keys up to its own place.
-    """
-
-    shape: tuple[int, int, int]
-    queries: Places
-    keys: Places
+    shape: tuple[int, int, int]  # (R, C, K)
+    queries: Places  # places of the R * C queries in the packed row; token 0 where padded
+    keys: Places  # places of the R * K keys; those of the queries in a causal block
+    # `[R, 1, C, K]`, or with 1 for C, 0 for keys that are seen and -inf for others; None if all are, and for causal
+    # blocks, in which padding comes last.
     bias: Tensor | None
-    causal: bool
+    causal: bool  # whether each query sees only keys up to its own place
 
 
 def make_blocks(

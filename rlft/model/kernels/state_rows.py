@@ -14,17 +14,12 @@ from rlft.model.kernels.split_attention import BranchSpans, Span, buckets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """R runs of tokens that go through a layer together, each in C columns.
+    """R runs of tokens that go through a layer together, each in C columns."""
 
-    Attributes:
-        index: int64 `[R, C]`, places in the packed row, 0 where padded.
-        mask: bool `[R, C]`, True on real tokens; None if nothing is padded.
-        after: int64 `[R]`, the runs, among all that begin without a state, with whose states these begin; None: they
-            begin without one.
-    """
-
-    index: Tensor
-    mask: Tensor | None
+    index: Tensor  # int64 `[R, C]`, places in the packed row, 0 where padded
+    mask: Tensor | None  # bool `[R, C]`, True on real tokens; None if nothing is padded
+    # int64 `[R]`, the runs, among all that begin without a state, with whose states these begin; None: they begin
+    # without one.
     after: Tensor | None
 
 

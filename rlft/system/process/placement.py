@@ -25,21 +25,14 @@ class GpuMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the workers are.
+    """Where the workers are."""
 
-    Attributes:
-        kind: `pairs` or `divided` on GPUs, `processes` on a CPU.
-        reason: why, for the start-up table.
-        gpus: number of GPUs that the run needs in all.
-        engines: the GPUs of each engine. GPUs are counted from that of the run's own process, which is 0.
-        ranks: the GPU of each rank, the first of which is the run's own process.
-    """
-
-    kind: Literal["processes", "pairs", "divided"]
-    reason: str
-    gpus: int = 0
+    kind: Literal["processes", "pairs", "divided"]  # `pairs` or `divided` on GPUs, `processes` on a CPU
+    reason: str  # why, for the start-up table
+    gpus: int = 0  # number of GPUs that the run needs in all
+    # The GPUs of each engine. GPUs are counted from that of the run's own process, which is 0.
     engines: tuple[tuple[int, ...], ...] = ()
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # the GPU of each rank, the first of which is the run's own process
 
 
 def place(

@@ -43,21 +43,14 @@ class RemoteTracebackError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What a worker is.
+    """What a worker is."""
 
-    Attributes:
-        name: a name like "engine-0", unique in the run; the log is `<run>/cluster/<name>.log`.
-        factory: `package.module:callable` that makes the object in the worker's process, of the pickled arguments.
-        gpus: number of GPUs that the worker has to itself.
-        threads: number of threads of torch and of its libraries.
-        environment: environment variables that are set before Python starts.
-    """
-
-    name: str
-    factory: str
+    name: str  # a name like "engine-0", unique in the run; the log is `<run>/cluster/<name>.log`
+    factory: str  # `package.module:callable` that makes the object in the worker's process, of the pickled arguments
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    gpus: float = 0.0
-    threads: int = 1
+    gpus: float = 0.0  # number of GPUs that the worker has to itself
+    threads: int = 1  # number of threads of torch and of its libraries
+    # Environment variables that are set before Python starts.
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -82,25 +82,19 @@ class Isolation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one script may use.
+    """What one script may use."""
 
-    Attributes:
-        seconds: time, after which it is killed with all its children; it counts while both the script and the process
-            that waits for it may run, and not while they are stopped (SIGSTOP).
-        cpu_seconds: CPU time of each of its processes.
-        memory_bytes: address space of each process.
-        output_bytes: bytes that it may write to stdout; it is killed if it writes more. stderr is thrown away.
-        processes: processes and threads at the same time; in a user namespace bubblewrap's first process counts, too.
-            It is not enforced on root's scripts that are not isolated.
-        file_bytes: size of its temporary folder (of each file, if it is not isolated), which may hold one file for each
-            4096 bytes.
-    """
-
+    # Time, after which it is killed with all its children; it counts while both the script and the process that waits
+    # for it may run, and not while they are stopped (SIGSTOP).
     seconds: float
-    cpu_seconds: int
-    memory_bytes: int
+    cpu_seconds: int  # CPU time of each of its processes
+    memory_bytes: int  # address space of each process
+    # Bytes that it may write to stdout; it is killed if it writes more. stderr is thrown away.
     output_bytes: int
+    # Processes and threads at the same time; in a user namespace bubblewrap's first process counts, too. It is not
+    # enforced on root's scripts that are not isolated.
     processes: int
+    # Size of its temporary folder (of each file, if it is not isolated), which may hold one file for each 4096 bytes.
     file_bytes: int
 
     @classmethod
