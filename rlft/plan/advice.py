@@ -20,16 +20,13 @@ UNSLOTH, TINKER, REGRET = "Unsloth's guide", "Tinker's cookbook", "LoRA Without 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The published values of a key, lowest and highest, with their sources; both None where there are none.
-
-    why: the sources, or why there are no values.
-    """
+    """The published values of a key, lowest and highest; both None where there are none."""
 
     key: str
     value: float
     low: float | None = None
     high: float | None = None
-    why: str
+    why: str  # the sources, or why there are no values
 
     @property
     def warning(self) -> str | None:

@@ -24,25 +24,15 @@ MADE_UP: Mapping[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentTrial:
-    """A conversation with the environment, or the error that prevented one.
+    """A conversation with the environment, or the error that prevented one."""
 
-    Attributes:
-        prompt: id of the prompt that the conversation began with.
-        opening: text that the environment added to the prompt; "" for none.
-        said: (what the policy said, what the environment answered) for each turn.
-        failed: the cause of each failed call.
-        reward: the sum of the environment's rewards; None if it gave none.
-        finish: why the conversation ended.
-        error: the error of an environment that failed; None if it did not fail.
-    """
-
-    prompt: str
-    opening: str = ""
-    said: Sequence[tuple[str, str]] = ()
-    failed: Sequence[str] = ()
-    reward: float | None = None
-    finish: str = ""
-    error: str | None = None
+    prompt: str  # id of the prompt that the conversation began with
+    opening: str = ""  # text that the environment added to the prompt
+    said: Sequence[tuple[str, str]] = ()  # (what the policy said, what the environment answered) for each turn
+    failed: Sequence[str] = ()  # the cause of each failed call
+    reward: float | None = None  # the sum of the environment's rewards; None if it gave none
+    finish: str = ""  # why the conversation ended
+    error: str | None = None  # of an environment that failed
 
 
 def try_environment(environment: Environment, tokenizer: RunTokenizer, prompt: Prompt) -> EnvironmentTrial:

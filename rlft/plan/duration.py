@@ -61,21 +61,13 @@ CHECKED = {2: 512}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """Seconds that a run is estimated to take.
+    """Seconds that a run is estimated to take."""
 
-    Attributes:
-        machine: the device, and how fast it is taken to be.
-        stages: of a step, and of what is between two (BETWEEN_STEPS): an evaluation and a checkpoint.
-        step: of all stages of a step.
-        run: of all steps, evaluations and checkpoints, without the start.
-        completion_tokens: of completions at the lower ends, and of all others; None where nothing is sampled.
-    """
-
-    machine: str
-    stages: Mapping[str, Forecast]
-    step: Forecast
-    run: Forecast
-    completion_tokens: tuple[int, int] | None
+    machine: str  # the device, and how fast it is taken to be
+    stages: Mapping[str, Forecast]  # of a step, and of what is between two (BETWEEN_STEPS)
+    step: Forecast  # of all stages of a step
+    run: Forecast  # of all steps, evaluations and checkpoints, without the start
+    completion_tokens: tuple[int, int] | None  # at the lower ends, and at all others; None where nothing is sampled
 
     @property
     def of_a_step(self) -> dict[str, Forecast]:

@@ -62,14 +62,11 @@ BATCH_FIELDS = 8 + 3
 
 
 class Run:
-    """A run whose parts are counted, with what several formulas share.
-
-    Attributes:
-        process: bytes of the process itself, without models and batches.
-    """
+    """A run whose parts are counted, with what several formulas share."""
 
     def __init__(self, model: ModelSizes, demand: Demand, process: int = 0) -> None:
-        self.model, self.demand, self.process = model, demand, process
+        self.model, self.demand = model, demand
+        self.process = process  # bytes of the process itself, without models and batches
 
     @property
     def on_cpu(self) -> bool:

@@ -38,31 +38,23 @@ MAX_CHARACTERS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What is predicted of a run.
-
-    Attributes:
-        parameters: {role: number of parameters}.
-        process: bytes that the process takes besides models and batches.
-        limit: bytes of the device's memory; `named_limit`: whether device_memory= named it.
-        disk: {part of the run's folder: the most bytes that it may take}.
-        duration: an estimate, or why there is none.
-    """
+    """What is predicted of a run."""
 
     sizes: Sequence[TableRow]
-    parameters: Mapping[str, int]
+    parameters: Mapping[str, int]  # {role: number of parameters}
     model: ModelSizes
     demand: Demand
-    process: int
+    process: int  # bytes that the process takes besides models and batches
     device: str
-    limit: int
-    named_limit: bool
+    limit: int  # bytes of the device's memory
+    named_limit: bool  # whether device_memory= named the limit
     lengths: Mapping[str, Sequence[int]]
     rewards: Brief
     conversation: EnvironmentTrial | None
     notes: Sequence[str]
-    disk: Mapping[str, int]
+    disk: Mapping[str, int]  # {part of the run's folder: the most bytes that it may take}
     schedule: Schedule
-    duration: Duration | str
+    duration: Duration | str  # an estimate, or why there is none
     advice: Sequence[Advice]
 
     def memory(self, *, recompute: Recompute) -> list[MemoryPart]:

@@ -468,34 +468,23 @@ def check_vocabulary(student: RunTokenizer, teacher: RunTokenizer, path: str) ->
 
 # -- the folders that roles start from ---------------------------------------------------------------------------------
 class AdapterUse(Enum):
-    """How a run uses a folder.
+    """How a run uses a folder."""
 
-    Attributes:
-        policy: the policy starts from its adapter.
-        frozen: its adapter is the reference or the teacher, as PEFT reads it.
-        scalar: a critic or a reward starts from its adapter and head.
-        head: a critic starts from its head alone.
-        any: a role starts from its adapter, whichever role that was saved from, and from its head if it has one.
-    """
-
-    policy = auto()
-    frozen = auto()
-    scalar = auto()
-    head = auto()
-    any = auto()
+    policy = auto()  # the policy starts from its adapter
+    frozen = auto()  # its adapter is the reference or the teacher, as PEFT reads it
+    scalar = auto()  # a critic or a reward starts from its adapter and head
+    head = auto()  # a critic starts from its head alone
+    any = auto()  # a role starts from its adapter, whichever role that was saved from, and from its head if it has one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A folder, the config key that names it, and how the run uses it.
-
-    words: the values of the key that are not folders, such as "base or reward"; empty where it is always a folder.
-    """
+    """A folder, the config key that names it, and how the run uses it."""
 
     key: str
     path: str
     accepts: AdapterUse
-    words: str = ""
+    words: str = ""  # what the key may say besides a folder, such as "base or reward"; empty for none
 
     @property
     def has_adapter(self) -> bool:

@@ -19,25 +19,18 @@ from rlft.types import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Rates of a device, and the shares of them that large products and passes reach.
+    """Rates of a device, and the shares of them that large products and passes reach."""
 
-    Attributes:
-        rate: operations per second of dense products: of a GPU those published for bfloat16 with sums in float32.
-        bandwidth: bytes per second.
-        launch: seconds in which the host launches a kernel of an update, Python included, while a GPU computes earlier
-            ones: what was measured on one H100, whose host took 168 ms for the 2,201 kernels that are counted here of
-            an update of 0.5B (it launched 3,467: single calls of attention are several kernels).
-        is_host: whether the host itself computes, so that launches take their time beside the kernels.
-        is_compared: whether updates on it have been compared with this model.
-    """
-
-    rate: float
-    bandwidth: float
+    rate: float  # operations per second of dense products: of a GPU those published for bfloat16 with sums in float32
+    bandwidth: float  # bytes per second
+    # Seconds in which the host launches a kernel of an update, Python included, while a GPU computes earlier ones: what
+    # was measured on one H100, whose host took 168 ms for the 2,201 kernels that are counted here of an update of 0.5B
+    # (it launched 3,467: single calls of attention are several kernels).
     launch: float = 168e-3 / 2201
     of_the_rate: float = 0.7
     of_the_bandwidth: float = 0.8
-    is_host: bool = False
-    is_compared: bool = False
+    is_host: bool = False  # whether the host itself computes, so that launches take their time beside the kernels
+    is_compared: bool = False  # whether updates on it have been compared with this model
 
 
 CARDS = {
@@ -87,17 +80,14 @@ the pretended card), and of an engine that decodes in CUDA graphs."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """number: how often it runs. bytes and operations are those of one run; launch in seconds, None: the machine's.
-
-    least: seconds that a run takes at least, such as the gap between two kernels of a CUDA graph.
-    """
+    """What a device computes at once; bytes and operations are those of one run."""
 
     name: str
-    number: float
+    number: float  # how often it runs
     bytes: float
     operations: float = 0.0
-    launch: float | None = None
-    least: float = 0.0
+    launch: float | None = None  # in seconds; None: the machine's
+    least: float = 0.0  # seconds that a run takes at least, such as the gap between two kernels of a CUDA graph
 
     def seconds(self, machine: Machine) -> tuple[float, str]:
         """(seconds of all runs on the device, what bounds them)."""
@@ -131,18 +121,13 @@ def added_up(pairs: Iterator[tuple[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A model of attention and gated MLPs.
-
-    Attributes:
-        rank: that of an adapter on all linear layers, or with as many parameters; 0: all weights are trained.
-        itemsize: bytes of a weight and of an activation.
-    """
+    """A model of attention and gated MLPs."""
 
     hidden: int
     vocabulary: int
     layers: tuple[LayerSizes, ...]
-    rank: float
-    itemsize: int = 2
+    rank: float  # that of an adapter on all linear layers, or with as many parameters; 0: all weights are trained
+    itemsize: int = 2  # bytes of a weight and of an activation
 
     def matrices(self, layer: LayerSizes) -> list[tuple[int, list[int]]]:
         """(inputs, outputs of each) of the linear layers that are computed together: q, k, v; o; gate, up; down."""
@@ -196,27 +181,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What the steps and evaluations of a run compute.
+    """What the steps and evaluations of a run compute."""
 
-    Attributes:
-        trained: the rows of a step.
-        epochs: times that the updates go over them; 0 if nothing is trained.
-        critics: networks with adapters of their own that learn from them as well.
-        forwards: passes without gradient over them, between sampling and updates.
-        scorers: rewards that are networks in the trainer, which read them.
-        is_sampled: whether the engine has sampled them, so that they may be shorter than generation.max_tokens.
-        sampled: the rows of an evaluation that are sampled.
-        read: the rows of an evaluation whose loss is computed.
-    """
-
-    trained: Work
-    epochs: int = 1
-    critics: int = 0
-    forwards: int = 0
-    scorers: int = 0
-    is_sampled: bool = False
-    sampled: Work | None = None
-    read: Work | None = None
+    trained: Work  # the rows of a step
+    epochs: int = 1  # times that the updates go over them; 0 if nothing is trained
+    critics: int = 0  # number of networks with adapters of their own that learn from them as well
+    forwards: int = 0  # number of passes without gradient over them, between sampling and updates
+    scorers: int = 0  # number of rewards that are networks in the trainer, which read them
+    is_sampled: bool = False  # whether the engine samples them, so that they may be shorter than generation.max_tokens
+    sampled: Work | None = None  # the rows of an evaluation that are sampled
+    read: Work | None = None  # the rows of an evaluation whose loss is computed
 
     @property
     def samples(self) -> bool:

@@ -28,38 +28,25 @@ LINE = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Attributes:
-    first_evaluation: the number of steps before the first evaluation that follows a step; None without evaluations.
-    evaluations: how many there are, the one before the first step included.
-    """
+    """The numbers of a run's steps, evaluations and checkpoints."""
 
     steps: int
-    first_evaluation: int | None
-    evaluations: int
+    first_evaluation: int | None  # number of steps before the first one that follows a step; None without evaluations
+    evaluations: int  # the one before the first step included
     checkpoints: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(ABC):
-    """The plan that every command makes; the defaults here are for a command that has nothing of the kind.
+    """The plan that every command makes; the defaults here are for a command that has nothing of the kind."""
 
-    Attributes:
-        config: the command's typed config.
-        plain: the resolved config as dicts and lists.
-        fingerprints: `{<section>_fingerprint: fingerprint of its data or weights}`; a resume is refused if one changed.
-        engine: the name of the engine that samples; None if nothing is sampled.
-        notes: what the person watching should know about its config, data, tokenizer and rewards.
-        loggers: receive the numbers of each step.
-        ends: what ends a turn; None for a command that does not say.
-    """
-
-    config: Any
-    plain: Mapping[str, Any]
-    fingerprints: Mapping[str, str]
-    engine: str | None
-    notes: tuple[str, ...] = ()
-    loggers: tuple[Logger, ...] = ()
-    ends: TurnEnds | None = None
+    config: Any  # the command's typed config
+    plain: Mapping[str, Any]  # the resolved config as dicts and lists
+    fingerprints: Mapping[str, str]  # {<section>_fingerprint: that of its data or weights}; a resume needs the same
+    engine: str | None  # the name of the engine that samples; None if nothing is sampled
+    notes: tuple[str, ...] = ()  # what the person watching should know about its config, data, tokenizer and rewards
+    loggers: tuple[Logger, ...] = ()  # receive the numbers of each step
+    ends: TurnEnds | None = None  # what ends a turn; None for a command that does not say
 
     @property
     @abstractmethod

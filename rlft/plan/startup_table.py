@@ -25,30 +25,19 @@ def learner_of(lora: LoraSettings | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a model, loaded or planned.
+    """Facts about a model, loaded or planned."""
 
-    Attributes:
-        base: number of the base's parameters.
-        trainable: number of trained parameters.
-        dtype: the compute dtype.
-        device: the device of the model.
-        forward: whether rows are "packed" or "padded".
-        reason: why they are packed or padded.
-        kernels: the kernels of the model, and why it has these.
-        base_copies: (copies of the base in trainer and engine together, what they share or why they cannot); None where
-            the engine has no base of its own.
-        layer_kinds: which layers have an adapter, which have none, and the number of weights of the former; empty
-            without adapters.
-    """
-
-    base: int
-    trainable: int
-    dtype: str
+    base: int  # number of the base's parameters
+    trainable: int  # number of trained parameters
+    dtype: str  # the compute dtype
     device: str
-    forward: str
-    reason: str
+    forward: str  # "packed" or "padded" rows
+    reason: str  # why they are packed or padded
     kernels: Decision
+    # (copies of the base in trainer and engine together, what they share or why they cannot); None where the engine has
+    # no base of its own.
     base_copies: tuple[int, str] | None = None
+    # (layers with an adapter, layers without one, number of weights of the former); empty without adapters.
     layer_kinds: tuple[str, str, int] = ("", "", 0)
 
     def model_row(self, path: str, what: str = "frozen parameters") -> TableRow:

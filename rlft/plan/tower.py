@@ -22,19 +22,12 @@ from rlft.tokens.text import RunTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerDemand:
-    """Memory demand of a vision tower and of images.
+    """Memory demand of a vision tower and of images, in bytes."""
 
-    Attributes:
-        weights: bytes of the tower's weights.
-        reading: the most bytes that are alive beside them while an image goes through it.
-        vectors: bytes of the vectors of a prompt's images.
-        num_prompts: number of prompts whose images are read in a run.
-    """
-
-    weights: int
-    reading: int
-    vectors: int
-    num_prompts: int
+    weights: int  # of the tower
+    reading: int  # the most that is alive beside the weights while an image goes through it
+    vectors: int  # of a prompt's images
+    num_prompts: int  # number of prompts whose images are read in a run
 
     def parts(
         self, device: str, *, prompts_per_step: int, trained_at_once: int, sampled_at_once: int, towers: int = 1
