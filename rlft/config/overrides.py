@@ -42,21 +42,14 @@ OWN_FILES = "logger=[jsonl]"  # what `logger=null` means: only the logger that w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The parsed words after a command.
+    """The parsed words after a command."""
 
-    Attributes:
-        overrides: of the config: `key=value`, `+recipe=name`, .. as they were typed.
-        own: likewise, of the keys that the command itself has.
-        options: the other words, for Hydra's own parser.
-        asks: whether the command only prints something, and runs nothing.
-    """
-
-    overrides: tuple[str, ...]
-    own: tuple[str, ...]
-    options: tuple[str, ...]
+    overrides: tuple[str, ...]  # of the config: `key=value`, `+recipe=name`, .. as they were typed
+    own: tuple[str, ...]  # likewise, of the keys that the command itself has
+    options: tuple[str, ...]  # the other words, for Hydra's own parser
     config_dir: Path | None
     sweep: bool
-    asks: bool
+    asks: bool  # whether the command only prints something, and runs nothing
 
     def value(self, key: str) -> str | None:
         """The value of a key, without Hydra's quotes; None if it is absent or null."""

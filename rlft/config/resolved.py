@@ -59,17 +59,12 @@ def _seldom_collected() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A config that has been read.
-
-    Attributes:
-        config: the command's typed root; `token_budget: auto` is the number of a CPU, which no GPU's is below.
-        parts: what the command's check has made of the config, such as its algorithm; None without a check.
-    """
+    """A config that has been read."""
 
     command: Command
     plain: Mapping[str, Any]
-    config: Any
-    parts: Any
+    config: Any  # the command's typed root; `token_budget: auto` is the number of a CPU, which no GPU's is below
+    parts: Any  # what the command's check has made of the config, such as its algorithm; None without a check
 
     def plan(self, **how: Any) -> Any:
         """The plan of this config's run (a `rlft.plan.run_plan.Plan`); plans are made nowhere else.

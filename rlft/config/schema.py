@@ -168,18 +168,14 @@ class ReplayConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """The `generation` section of a config.
-
-    Attributes:
-        engines: {section: engine} for the engines in the tree and the one that is chosen.
-    """
+    """The `generation` section of a config."""
 
     engine: str
     max_tokens: PositiveInt
     temperature: NonNegativeFloat
     top_p: PositiveFraction
     top_k: NonNegativeInt
-    engines: Mapping[str, Any]
+    engines: Mapping[str, Any]  # {section: engine} for those in the tree and the one that is chosen
     min_p: Decay
     stop: Sequence[str | int]
     include_stop_str_in_output: bool

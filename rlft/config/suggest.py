@@ -30,17 +30,11 @@ MOST_KEYS = 6  # if more keys than this end in the same word, none of them is su
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A key that may have been meant.
+    """A key that may have been meant."""
 
-    Attributes:
-        key: the key's name.
-        value: the only value that makes sense; None for the value that the user typed.
-        note: how the key differs from the one that was typed, or "".
-    """
-
-    key: str
-    value: str | None = None
-    note: str = ""
+    key: str  # the key's name
+    value: str | None = None  # the only value that makes sense; None for the value that the user typed
+    note: str = ""  # how the key differs from the one that was typed, or ""
 
     def written(self, value: str | None = None) -> str:
         """The key; with a value the override, or `<value>` in its place if it may mean something else there."""

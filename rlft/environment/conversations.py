@@ -103,34 +103,21 @@ class Transcript:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """The state of a conversation.
-
-    Attributes:
-        data_prompt: the prompt as in the data.
-        opening: what the policy reads first: the prompt, and what the environment has added to it.
-        transcript: the tokens after the opening.
-        limit: the most tokens after the opening.
-        seed: seed of its first turn.
-        group_seed: seed of the first turn of the first conversation in its group.
-        left_s: seconds that the environment may still take.
-        opened_with: the text that the environment has added to the prompt.
-        history: for each turn its token ids and the answers to it.
-        calls, orders: how many so far.
-    """
+    """The state of a conversation."""
 
     key: int
-    data_prompt: Prompt
-    opening: Prompt
-    transcript: Transcript
-    limit: int
-    seed: int
-    group_seed: int
-    left_s: float
-    opened_with: str = ""
-    history: list[tuple[Sequence[int], Sequence[tuple[str, str]]]] = field(default_factory=list)
+    data_prompt: Prompt  # the prompt as in the data
+    opening: Prompt  # what the policy reads first: the prompt, and what the environment has added to it
+    transcript: Transcript  # the tokens after the opening
+    limit: int  # the most tokens after the opening
+    seed: int  # seed of its first turn
+    group_seed: int  # seed of the first turn of the first conversation in its group
+    left_s: float  # seconds that the environment may still take
+    opened_with: str = ""  # the text that the environment has added to the prompt
+    history: list[tuple[Sequence[int], Sequence[tuple[str, str]]]] = field(default_factory=list)  # turns and answers
     turns: list[Turn] = field(default_factory=list)
-    calls: int = 0
-    orders: int = 0
+    calls: int = 0  # how many so far
+    orders: int = 0  # likewise
     version: int | None = None
     text: str = ""
     end: FinishReason | None = None

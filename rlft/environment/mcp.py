@@ -185,16 +185,11 @@ def portal() -> BlockingPortal:
 
 @dataclass(slots=True)
 class Server:
-    """A server process and its client.
-
-    Attributes:
-        tools: name, description and parameters of each tool.
-        ended: why no call is made any more; "" while there are calls.
-    """
+    """A server process and its client."""
 
     environment: Mcp
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    ended: str = ""
+    tools: list[dict[str, Any]] = field(default_factory=list)  # name, description and parameters of each tool
+    ended: str = ""  # why no call is made any more; "" while there are calls
     _client: Client | None = None
     _task: Future[None] | None = None
 

@@ -37,20 +37,13 @@ Kind = Literal["reset", "call", "step", "reward", "play"]  # what a conversation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a conversation needs from its environment.
-
-    Attributes:
-        seed: seed of `random` (and of numpy, where it is loaded) meanwhile.
-        name: name of the tool that is called.
-        values: the tool's arguments, the row of a reset, or what an agent plays with.
-        text: text of the turn that a game answers.
-    """
+    """What a conversation needs from its environment."""
 
     kind: Kind
-    seed: int
-    name: str = ""
-    values: Mapping[str, Any] | None = None
-    text: str = ""
+    seed: int  # seed of `random` (and of numpy, where it is loaded) meanwhile
+    name: str = ""  # name of the tool that is called
+    values: Mapping[str, Any] | None = None  # the tool's arguments, the row of a reset, or what an agent plays with
+    text: str = ""  # text of the turn that a game answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +62,12 @@ class Reply:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
-    """Orders of the conversation `key`, which are carried out one after the other, and the replies so far.
-
-    Attributes:
-        left_s: seconds that they may still take together.
-        again: earlier orders of the conversation that a new worker has to repeat first.
-    """
+    """Orders of the conversation `key`, which are carried out one after the other, and the replies so far."""
 
     key: int
     orders: Sequence[Order]
-    left_s: float
-    again: deque[Order] = field(default_factory=deque)
+    left_s: float  # seconds that they may still take together
+    again: deque[Order] = field(default_factory=deque)  # earlier ones that a new worker has to repeat first
     replies: list[Reply] = field(default_factory=list)
 
     @property

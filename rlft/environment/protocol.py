@@ -29,20 +29,13 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call as the policy wrote it.
+    """A call as the policy wrote it."""
 
-    Attributes:
-        name: name of the tool; "" where it cannot be read.
-        written: the arguments as text.
-        problem: why it cannot be made, as a sentence for the policy; "" if it can.
-        id: what the policy calls this call, which its answer names in some templates; "" if nothing.
-    """
-
-    name: str
+    name: str  # name of the tool; "" where it cannot be read
     arguments: Mapping[str, Any]
-    written: str
-    problem: str = ""
-    id: str = ""
+    written: str  # the arguments as text
+    problem: str = ""  # why it cannot be made, as a sentence for the policy; "" if it can
+    id: str = ""  # what the policy calls this call, which its answer names in some templates; "" if nothing
 
 
 class Malformed(ValueError):

@@ -130,17 +130,11 @@ class TemplateCalls(CallReader):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedCalls(CallReader):
-    """Calls as a tool's name, then its arguments as JSON.
+    """Calls as a tool's name, then its arguments as JSON."""
 
-    Attributes:
-        prefix: what stands before the name, such as `[TOOL_CALLS]`.
-        between: a regular expression of what stands between name and arguments.
-        id: a regular expression whose first group is the call's id in the text from the prefix on; "": it has none.
-    """
-
-    prefix: str
-    between: str
-    id: str = ""
+    prefix: str  # what stands before the name, such as `[TOOL_CALLS]`
+    between: str  # a regular expression of what stands between name and arguments
+    id: str = ""  # a regular expression whose first group is the call's id in the text from the prefix on; "": none
 
     def calls(self, text: str) -> list[Call]:
         start, calls, position = self._start(), list[Call](), 0
@@ -164,23 +158,14 @@ class NamedCalls(CallReader):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedCalls(CallReader):
-    """Calls as a tool's name, then each argument with its value; values other than strings are JSON.
+    """Calls as a tool's name, then each argument with its value; values other than strings are JSON."""
 
-    Attributes:
-        prefix: what stands before the name, such as `<function=`.
-        opening: what stands before an argument's name, such as `<parameter=`.
-        separator: what stands between an argument's name and its value; a line break at its end is not the value's.
-        closing: what stands after a value; a line break at its beginning is not the value's.
-        end: what ends a call; "": nothing of its own.
-        properties: {tool: {argument: its schema}}.
-    """
-
-    prefix: str
-    opening: str
-    separator: str
-    closing: str
-    end: str
-    properties: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    prefix: str  # what stands before the name, such as `<function=`
+    opening: str  # what stands before an argument's name, such as `<parameter=`
+    separator: str  # what stands between an argument's name and its value; a line break at its end is not the value's
+    closing: str  # what stands after a value; a line break at its beginning is not the value's
+    end: str  # what ends a call; "": nothing of its own
+    properties: Mapping[str, Mapping[str, Mapping[str, Any]]]  # {tool: {argument: its schema}}
 
     def calls(self, text: str) -> list[Call]:
         starts = [*self._start().finditer(without_reasoning(text))]

@@ -49,29 +49,17 @@ CHECKSUMS = "base_checksums"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Everything that changes in a run.
-
-    Attributes:
-        adapters: {role: {PEFT name: tensor}}.
-        adapter_config: the fields of adapter_config.json, the same for all adapters.
-        optimizer: {name: tensor} of all optimizers' moments.
-        state: plain values, saved as JSON.
-        heads: {role: {name: tensor}}; a role may have a head without an adapter.
-        records: {role: further fields of its rlft.json}, for runs that start from its folder; a resume does not read
-            them.
-        tensors: {name: {tensor's name: tensor}}, each saved as <name>.safetensors.
-        write_folders: {name: function that writes the folder of this name}, for a whole model.
-    """
+    """Everything that changes in a run. `records` are for runs that start from a role's folder; no resume reads them."""
 
     step: int
-    adapters: Mapping[str, Mapping[str, Tensor]]
-    adapter_config: Mapping[str, Any]
-    optimizer: Mapping[str, Tensor]
-    state: Mapping[str, Any]
-    heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    write_folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    adapters: Mapping[str, Mapping[str, Tensor]]  # {role: {PEFT name: tensor}}
+    adapter_config: Mapping[str, Any]  # the fields of adapter_config.json, the same for all adapters
+    optimizer: Mapping[str, Tensor]  # {name: tensor} of all optimizers' moments
+    state: Mapping[str, Any]  # plain values, saved as JSON
+    heads: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # a role may have one without an adapter
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # {role: further fields of its rlft.json}
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # each saved as <name>.safetensors
+    write_folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)  # {whole model's folder: writer}
     folder: Path | None = None
 
 

@@ -130,15 +130,11 @@ def _last_written(run: Path) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedRun:
-    """A run that a user has named.
-
-    Attributes:
-        checkpoint: the folder of the named checkpoint; None for the newest.
-    """
+    """A run that a user has named."""
 
     run: Path
     config: dict[str, Any]
-    checkpoint: Path | None
+    checkpoint: Path | None  # the folder of the named checkpoint; None for the newest
 
 
 def find(path: Path) -> NamedRun:

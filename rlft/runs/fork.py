@@ -35,18 +35,12 @@ MOVING_REFERENCES = ("copy", "ema")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """The checkpoint that a new run starts from.
-
-    Attributes:
-        checkpoint: the folder of one of its checkpoints, which is undamaged.
-        before: the forked run's config, without its origin.
-        origin: the forked run's origin, with the fingerprints of its inputs.
-    """
+    """The checkpoint that a new run starts from."""
 
     run: Path
-    checkpoint: Path
-    before: Mapping[str, Any]
-    origin: Mapping[str, Any]
+    checkpoint: Path  # the folder of one of its checkpoints, which is undamaged
+    before: Mapping[str, Any]  # the forked run's config, without its origin
+    origin: Mapping[str, Any]  # the forked run's origin, with the fingerprints of its inputs
 
     @property
     def step(self) -> int:

@@ -34,48 +34,28 @@ _NAME_AND_NUMBER_CHARACTERS = (string.ascii_letters + string.digits + "_/@.+-").
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """Values of each token of a completion, log-probs and entropies in nats; None where the policy did not sample it.
+    """Values of a completion's tokens, log-probs and entropies in nats; None where the policy did not sample one."""
 
-    Attributes:
-        text: the text that the token adds.
-        old: its log-prob by the policy that sampled it, as the trainer computes it.
-        after: its log-prob by the policy after the update.
-        reference: its log-prob by the reference, or by the bare base if there is no reference; None for all tokens if
-            neither is held.
-        entropy: the entropy of the policy's distribution at this token after the update.
-        advantage: the advantage that it was trained with.
-    """
-
-    text: Sequence[str]
-    old: Sequence[float | None]
-    after: Sequence[float | None]
-    reference: Sequence[float | None]
-    entropy: Sequence[float | None]
-    advantage: Sequence[float | None]
+    text: Sequence[str]  # the text that the token adds
+    old: Sequence[float | None]  # its log-prob by the policy that sampled it, as the trainer computes it
+    after: Sequence[float | None]  # its log-prob by the policy after the update
+    reference: Sequence[float | None]  # by the reference, or else the bare base; None for all tokens if neither is held
+    entropy: Sequence[float | None]  # the entropy of the policy's distribution at this token after the update
+    advantage: Sequence[float | None]  # the advantage that it was trained with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What the loggers get of a finished step.
+    """What the loggers get of a finished step."""
 
-    Attributes:
-        step: the number of finished steps, from 1.
-        groups: the completions that were trained on.
-        rewards: {reward: its unweighted scores, `[P, G]`}.
-        total_rewards: the weighted totals, `[P, G]`.
-        advantages: the mean advantage over each completion's tokens, `[P, G]`.
-        tokens: {row of the step's completions: the values of its tokens}, of a few completions.
-        alarms: {name: text}.
-    """
-
-    step: int
+    step: int  # the number of finished steps, from 1
     metrics: Mapping[str, float]
-    groups: Sequence[Group]
-    rewards: Mapping[str, Sequence[Sequence[float]]]
-    total_rewards: Sequence[Sequence[float]]
-    advantages: Sequence[Sequence[float]]
-    tokens: Mapping[int, TokenValues] = field(default_factory=dict)
-    alarms: Mapping[str, str] = field(default_factory=dict)
+    groups: Sequence[Group]  # the completions that were trained on
+    rewards: Mapping[str, Sequence[Sequence[float]]]  # {reward: its unweighted scores, `[P, G]`}
+    total_rewards: Sequence[Sequence[float]]  # the weighted totals, `[P, G]`
+    advantages: Sequence[Sequence[float]]  # the mean advantage over each completion's tokens, `[P, G]`
+    tokens: Mapping[int, TokenValues] = field(default_factory=dict)  # {row of the step's completions: its values}
+    alarms: Mapping[str, str] = field(default_factory=dict)  # {name: text}
 
 
 def alarm_lines(step: int, alarms: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -218,19 +198,13 @@ def silent(text: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class DamagedLines:
-    """Damaged lines that follow each other, the numbers of the first and the last, from 1.
-
-    Attributes:
-        steps: the steps that can still be read in them.
-        after: the step of the undamaged line before them; None if there is none.
-        before: the step of the undamaged line after them; None if there is none.
-    """
+    """Damaged lines that follow each other, the numbers of the first and the last, from 1."""
 
     first: int
     last: int
-    steps: list[int]
-    after: int | None
-    before: int | None = None
+    steps: list[int]  # the steps that can still be read in them
+    after: int | None  # the step of the undamaged line before them; None if there is none
+    before: int | None = None  # the step of the undamaged line after them; None if there is none
 
     def may_be_until(self, step: int) -> bool:
         """Whether a line of this step or an earlier one may be among them."""

@@ -29,23 +29,14 @@ SAID, REPLY, THOUGHT = "saidsaid", "replyreply", "thoughtthought"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnds:
-    """What ends an assistant's turn with one tokenizer.
+    """What ends an assistant's turn with one tokenizer."""
 
-    Attributes:
-        ids: the tokens at which a completion ends, the one that is learned first; empty if there are none.
-        lead: plain text between an assistant's text and `closing`, which is learned.
-        closing: the tokens that are learned after it; the last one is `ids[0]`.
-        last: the text that the chat template puts after the last turn of a conversation.
-        names: {token id: its text} of `ids`.
-        notes: what the person watching should know.
-    """
-
-    ids: tuple[int, ...]
-    lead: str = ""
-    closing: tuple[int, ...] = ()
-    last: str = ""
-    names: Mapping[int, str]
-    notes: tuple[str, ...] = ()
+    ids: tuple[int, ...]  # at which a completion ends, the one that is learned first; empty if there are none
+    lead: str = ""  # plain text between an assistant's text and `closing`, which is learned
+    closing: tuple[int, ...] = ()  # the tokens that are learned after it; the last one is `ids[0]`
+    last: str = ""  # the text that the chat template puts after the last turn of a conversation
+    names: Mapping[int, str]  # {token id: its text} of `ids`
+    notes: tuple[str, ...] = ()  # what the person watching should know
 
     @property
     def row(self) -> tuple[str, str, str]:

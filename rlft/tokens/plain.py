@@ -173,21 +173,13 @@ def _unused(texts: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Markers:
-    """Finds the markers of chat templates in texts.
+    """Finds the markers of chat templates in texts."""
 
-    Attributes:
-        question, answer: what the tokenizer's own template writes before what the user and the assistant say, without
-            the end of the turn before; "" if that cannot be found out.
-        begins: what its renderings begin with, after the beginning of the text.
-        written: finds the special tokens that it writes.
-        bos: the token of the beginning of the text; "" without one.
-    """
-
-    question: str = ""
-    answer: str = ""
-    begins: tuple[str, ...] = ()
-    written: re.Pattern[str] = NONE
-    bos: str = ""
+    question: str = ""  # what its own template writes before what the user says; "": it cannot be found out
+    answer: str = ""  # likewise, before what the assistant says; both without the end of the turn before
+    begins: tuple[str, ...] = ()  # what its renderings begin with, after the beginning of the text
+    written: re.Pattern[str] = NONE  # finds the special tokens that it writes
+    bos: str = ""  # the token of the beginning of the text; "" without one
 
     def in_text(self, text: str) -> str:
         """The first marker of the own template in a text, or else of another one; "" if there is none."""

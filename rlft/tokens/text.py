@@ -82,20 +82,13 @@ class RunTokenizer:
     """A tokenizer of transformers, with what a run has decided of its texts.
 
     It is called and asked as that one is: attributes that are not listed here are those of `own`.
-
-    Attributes:
-        own: transformers' tokenizer, for what takes no other.
-        date: the date that its chat template writes, as 2026-11-25.
-        variables: further variables of its template, such as {"enable_thinking": False}.
-        ends: tokens that the model's generation config names as ends, which texts do not show.
-        processor: gives the model's processor of images, see `rlft.tokens.images`; None: it is not known.
     """
 
-    own: PreTrainedTokenizerBase
-    date: str = field(default_factory=today)
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    ends: tuple[int, ...] = ()
-    processor: Callable[[], Any] | None = None
+    own: PreTrainedTokenizerBase  # transformers' tokenizer, for what takes no other
+    date: str = field(default_factory=today)  # the date that its chat template writes, as 2026-11-25
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of its template, such as {"enable_thinking": False}
+    ends: tuple[int, ...] = ()  # tokens that the model's generation config names as ends, which texts do not show
+    processor: Callable[[], Any] | None = None  # gives the model's processor of images; None: it is not known
 
     def __call__(self, *texts: Any, **options: Any) -> Any:
         return self.own(*texts, **options)
