@@ -49,7 +49,7 @@ CHECKSUMS = "base_checksums"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Everything that changes in a run. `records` are for runs that start from a role's folder; no resume reads them."""
+    """Everything that changes in a run. `records` are for runs that start from a role's folder, not for resumes."""
 
     step: int
     adapters: Mapping[str, Mapping[str, Tensor]]  # {role: {PEFT name: tensor}}
