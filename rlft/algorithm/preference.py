@@ -112,10 +112,13 @@ class BradleyTerry(RankingLoss):
 
         L = -log sigmoid(margin - m * (rank of the better - rank of the worse))
         reward = score(y)
+
+    Attributes:
+        margin: m, how far two scores should be apart for each unit of the difference of their ranks (m(r) in arXiv
+            2307.09288, equation 2, for a linear m); 0 in arXiv 2203.02155, equation 1. An evaluation measures the loss
+            without it.
     """
 
-    # M, how far two scores should be apart for each unit of the difference of their ranks (m(r) in arXiv 2307.09288,
-    # equation 2, for a linear m); 0 in arXiv 2203.02155, equation 1. An evaluation measures the loss without it.
     margin: float
 
     def __call__(self, completions: RankedValues, ranks: Sequence[float]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -135,11 +135,7 @@ class Generator(ABC):
 
 
 class GeneratorOver(Generator):
-    """A generator that makes its completions with another one; closing it ends its own part only.
-
-    Attributes:
-        generator: the other one; whoever opened it closes it.
-    """
+    """A generator that makes its completions with another one, `generator`; whoever opened that one closes it."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator

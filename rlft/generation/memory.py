@@ -145,20 +145,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherLoad:
-    """What a run has an engine do as its teacher, and where.
+    """What a run has an engine do as its teacher, and where; `device` and its memory as in `Load`."""
 
-    Attributes:
-        row_tokens: the most tokens of a row.
-        device, device_memory: as in `Load`.
-        share: share of a GPU's memory that the engine gets for it (TEACHER_SHARE).
-        libraries: whether the engine's libraries are counted here, and not with the one that samples.
-    """
-
-    row_tokens: int
+    row_tokens: int  # the most tokens of a row
     device: str
     device_memory: int
-    share: float
-    libraries: bool
+    share: float  # share of a GPU's memory that the engine gets for it (TEACHER_SHARE)
+    libraries: bool  # whether the engine's libraries are counted here, and not with the one that samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
