@@ -22,8 +22,7 @@ from rlft.generation.loaded_adapter import DOWN, PREFIX, UP, scale_of
 from rlft.generation.shared_base import INTEGERS, SharedBase, SharedBaseError, checksum
 from rlft.types import Adapter, UserError
 
-BLOCK = 2**23
-"""Number of a matrix's elements that are added up at a time, in float32."""
+BLOCK = 2**23  # number of a matrix's elements that are added up at a time, in float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,10 +24,8 @@ from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec
 from rlft.tokens.images import with_content
 from rlft.types import Adapter, Completion, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError, counted
 
-START_S = 900.0
-"""Seconds that an engine may take to load its base, in addition to `timeout_s`."""
-CLOSE_S = 5.0
-"""Seconds that engines may take to close before they are killed."""
+START_S = 900.0  # seconds that an engine may take to load its base, in addition to `timeout_s`
+CLOSE_S = 5.0  # seconds that engines may take to close before they are killed
 
 
 class EngineError(RuntimeError):

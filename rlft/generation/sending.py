@@ -19,8 +19,7 @@ from rlft.system.device import on_host
 from rlft.system.lazy import torch
 from rlft.types import Adapter
 
-PARTS = "parts"
-"""The key of a file's metadata with [name, first element, shape] of each part in it, in their order."""
+PARTS = "parts"  # the key of a file's metadata with [name, first element, shape] of each part in it, in their order
 
 
 class Part(NamedTuple):

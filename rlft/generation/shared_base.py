@@ -17,13 +17,11 @@ from torch.nn import Parameter
 
 Shape = tuple[int, ...]
 
-NUM_CHECKED = 8
-"""Number of shared tensors whose content is checked at every checkpoint."""
+NUM_CHECKED = 8  # number of shared tensors whose content is checked at every checkpoint
 
 DIFFERENT = "different"
 
-CHUNK = 2**22
-"""Number of a tensor's elements that a checksum reads at a time."""
+CHUNK = 2**22  # number of a tensor's elements that a checksum reads at a time
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """{bytes of an element: integer type that its bits are read as}."""

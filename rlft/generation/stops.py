@@ -16,11 +16,8 @@ from rlft.tokens.ends import turn_ends
 from rlft.tokens.text import decode, decoded, hidden_special_tokens, visible_special_ids
 from rlft.types import Sampling, UserError
 
-Decode = Callable[[Sequence[int]], str]
-"""The text of token ids, as `rlft.tokens.text` decodes them."""
-
-MISSING_BYTES = "\ufffd"
-"""What a decoder writes for bytes that are no character (yet)."""
+Decode = Callable[[Sequence[int]], str]  # the text of token ids, as `rlft.tokens.text` decodes them
+MISSING_BYTES = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 
 PROMPT_TAIL = 8
 """Tokens of the prompt that are decoded before a completion's first one: some tokenizers drop a text's first space."""

@@ -47,14 +47,9 @@ FLOAT32 = 4  # bytes
 BLOCK = 64
 """Number of tokens in a block of the vocabulary: to draw a token, a block is drawn first, then a token inside it."""
 
-AT_ONCE = 2**17
-"""The most probabilities that are turned into float64 at a time."""
-
-COMPACT_AT = 0.25
-"""Finished rows are dropped from the cache once they are this share of it: dropping copies the others."""
-
-NOTES_AT_ONCE = 64
-"""Number of tokens after which the experts that they went to leave the device."""
+AT_ONCE = 2**17  # the most probabilities that are turned into float64 at a time
+COMPACT_AT = 0.25  # finished rows are dropped from the cache once they are this share of it: dropping copies the others
+NOTES_AT_ONCE = 64  # number of tokens after which the experts that they went to leave the device
 
 READ_EVERY = 8
 """Number of tokens after which the host reads what a GPU has sampled, for which it has to wait; each one if somebody

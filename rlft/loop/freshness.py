@@ -336,8 +336,7 @@ def fixed_sequences(prompts: PromptSet, backbone: Backbone, num_tokens: int = 0)
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
-NUM_SAMPLES = 2
-"""Completions of each prompt."""
+NUM_SAMPLES = 2  # completions of each prompt
 
 LENGTHS = ((33, 4), (5, 16), (18, 10))
 """(tokens, the most tokens of a completion) of each prompt: they are padded, and rows leave the batch in between."""

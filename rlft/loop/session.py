@@ -43,8 +43,7 @@ from rlft.runs.lines import StepRecord, TokenValues
 from rlft.trainer.local import Trainer, TrainerState
 from rlft.types import Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
 
-CURRICULUM = "curriculum"
-"""Name of the curriculum's tensors and values in a checkpoint."""
+CURRICULUM = "curriculum"  # name of the curriculum's tensors and values in a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,8 +48,7 @@ POLICY, OLD, REFERENCE, TEACHER, SAMPLER = "policy", "old", "reference", "teache
 
 WORDS = {WEIGHTS: "the adapter", HEAD: "the scalar head"}
 
-Shapes = dict[str, tuple[int, ...]]
-"""{tensor's name: its shape}."""
+Shapes = dict[str, tuple[int, ...]]  # {tensor's name: its shape}
 
 REQUIRED = ("r", "lora_alpha", "target_modules")
 

@@ -234,8 +234,7 @@ class Backbone:
         return self.tokenizer.batch_decode([list(token_ids)], skip_special_tokens=False)[0]
 
 
-Adopt = Callable[[PreTrainedModel, torch.device], None]
-"""Puts a model that was read into main memory on its device."""
+Adopt = Callable[[PreTrainedModel, torch.device], None]  # puts a model that was read into main memory on its device
 
 
 def read_backbone(config: ModelConfig, adopt: Adopt | None = None) -> Backbone:

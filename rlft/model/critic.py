@@ -41,8 +41,7 @@ class ScalarHead(nn.Module):
 
 
 CRITIC = "critic"
-MEMORY = 0.99
-"""Weight of the earlier returns in the running statistics, after the first 1 / (1 - MEMORY) steps."""
+MEMORY = 0.99  # weight of the earlier returns in the running statistics, after the first 1 / (1 - MEMORY) steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlft.model.adapter_folder import ROUTER
 
-EXPERTS = "experts"
-"""What a module of experts is called in most models."""
+EXPERTS = "experts"  # what a module of experts is called in most models
 
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "num_experts", "down_proj")
 

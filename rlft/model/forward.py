@@ -440,8 +440,7 @@ def _padded(model: PreTrainedModel, reason: str) -> Forward:
     return Forward(model=model, packed=False, reason=f"padded rows: {reason}")
 
 
-LARGEST_GAP = 1e-4
-"""Nats by which a log-prob may differ between two float32 computations of one network."""
+LARGEST_GAP = 1e-4  # nats by which a log-prob may differ between two float32 computations of one network
 
 MEAN_GAP = 32
 """By how many eps of a 16-bit dtype log-probs may differ in the mean: 0.25 nats in bfloat16, 0.03 in float16. Single

@@ -28,8 +28,7 @@ from rlft.types import Adapter, require
 
 MODEL = "model"
 """The policy's folder in a checkpoint, a complete Hugging Face model; and its role where nothing else has one."""
-OWN = (POLICY, MODEL, SAMPLER)
-"""Roles that are the weights being trained."""
+OWN = (POLICY, MODEL, SAMPLER)  # roles that are the weights being trained
 UNLIMITED = 2**62
 """A token budget that no batch exceeds, where only losses of texts are computed, which have budgets of their own."""
 

@@ -23,8 +23,7 @@ TYPES = ("token_type_ids", "mm_token_type_ids")
 """What transformers calls the argument that says which tokens are an image's, by 1 among zeros."""
 
 PROBE = (0, 1, 1, 1, 1, 0, 1, 1, 0)
-WINDOW = 3
-"""A row with two images, and a sliding window that is shorter than the first of them."""
+WINDOW = 3  # a row with two images, and a sliding window that is shorter than the first of them
 
 
 class ImageMasks:

@@ -24,8 +24,7 @@ from rlft.model.text_model import own_class
 from rlft.tokens.images import ImageProcessor
 from rlft.types import Image, ImageRows, Prompt, counted, require
 
-KEPT_BYTES = 256 * 2**20
-"""How much memory the vectors of images take that are kept for later steps."""
+KEPT_BYTES = 256 * 2**20  # how much memory the vectors of images take that are kept for later steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

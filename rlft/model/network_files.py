@@ -36,8 +36,7 @@ NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX
 INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Modules that wrappers put between others: torch.compile, FSDP, and activation checkpointing."""
 
-DEQUANTIZED = ("fp8", "mxfp4")
-"""Methods of quantised weights that transformers turns into 16 bits while it reads them."""
+DEQUANTIZED = ("fp8", "mxfp4")  # methods of quantised weights that transformers turns into 16 bits while it reads them
 
 SCALES = re.compile(r"(_scale_inv|\.(activation|input)_scale)$")
 """Names of an fp8 file's tensors that belong to another tensor."""

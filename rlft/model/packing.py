@@ -269,8 +269,7 @@ class PaddedLayout:
     paths: Paths | None  # the rows that stand in the place of rows with branches; None if there are none
 
 
-Layout = PackedRows | PaddedLayout
-"""The form in which a batch goes through the network, packed or padded."""
+Layout = PackedRows | PaddedLayout  # the form in which a batch goes through the network, packed or padded
 
 
 def padded_layout(batch: Batch) -> PaddedLayout:

@@ -69,8 +69,7 @@ def windows_of(model: PreTrainedConfig) -> list[int]:
     return sorted({window for key in WINDOWS if isinstance(window := getattr(text, key, None), int)})
 
 
-SHORT = 9
-"""Tokens of the rows that are compared at other places than the beginning."""
+SHORT = 9  # tokens of the rows that are compared at other places than the beginning
 
 
 def probed_beginnings(model: PreTrainedConfig) -> list[int]:

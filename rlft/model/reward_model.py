@@ -102,8 +102,7 @@ LearnedReward = Callable[[Sequence[Group]], list[list[float]]]
 """Scores P groups, `[P, G]`. It runs in the trainer's process, with the models, and takes a whole step at once."""
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
-ENDING = 0
-"""The token that is added after each row, because a head is read before a token; nothing attends to it."""
+ENDING = 0  # the token that is added after each row, because a head is read before a token; nothing attends to it
 
 
 def reward_role(name: str) -> str:

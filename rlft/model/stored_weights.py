@@ -17,15 +17,12 @@ from pathlib import Path
 
 from rlft.system import digests
 
-WHOLE = 2**29
-"""Weights of up to so many bytes are read whole, at about 1 GB/s."""
+WHOLE = 2**29  # weights of up to so many bytes are read whole, at about 1 GB/s
 BLOCK = 2**14
-BLOCKS = 4096
-"""Blocks that are read of larger weights."""
+BLOCKS = 4096  # blocks that are read of larger weights
 FORMS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files that transformers looks for, in its order: the first that is there is loaded, and nothing else."""
-LOCAL_HEADER = 30
-"""Bytes of a zip entry's header before its name."""
+LOCAL_HEADER = 30  # bytes of a zip entry's header before its name
 
 
 @dataclass(frozen=True, slots=True)

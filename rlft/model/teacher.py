@@ -34,8 +34,7 @@ class TeacherEngine(Protocol):
         ...
 
 
-Part = tuple[Tensor, MicroBatch]
-"""Indices of rows in the batch, and the micro-batch of these rows."""
+Part = tuple[Tensor, MicroBatch]  # indices of rows in the batch, and the micro-batch of these rows
 
 
 def teacher_logprobs(

@@ -25,8 +25,7 @@ from rlft.model.network_files import Network, load_network
 from rlft.model.text_classes import INSIDE, causal_class
 from rlft.types import UserError
 
-PEFT = "base_model.model."
-"""Begins the names of an adapter's tensors."""
+PEFT = "base_model.model."  # begins the names of an adapter's tensors
 
 Value = TypeVar("Value")
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-BUCKET = 64 * 2**20
-"""Bytes of tensors that are sent at a time."""
+BUCKET = 64 * 2**20  # bytes of tensors that are sent at a time
 
 Bucket = list[tuple[int, int, int]]
 """Parts of tensors: (number of the tensor, its first element, the one after its last)."""

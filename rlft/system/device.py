@@ -189,8 +189,7 @@ def total_bytes(device: Device) -> int:
     return torch.get_device_module(device).get_device_properties(device).total_memory
 
 
-MULTIPROCESSORS = 132
-"""Their number on an H100 and an H200, for plans of a GPU that is not here."""
+MULTIPROCESSORS = 132  # their number on an H100 and an H200, for plans of a GPU that is not here
 
 
 def multiprocessors(device: Device) -> int:

@@ -41,8 +41,7 @@ CAUSES = {
 ERRNO_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 """The errno in messages of safetensors, tokenizers and shutil.Error, whose exceptions have no errno."""
 
-BLOCK = 4096
-"""The smallest number of bytes that a file takes on most file systems."""
+BLOCK = 4096  # the smallest number of bytes that a file takes on most file systems
 
 
 class DiskError(RuntimeError):

@@ -17,8 +17,7 @@ NOT_FLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EAC
 """The errors of file systems of networks and programs (NFS, CIFS, FUSE) that cannot flush a file or a folder."""
 
 
-PIECE_BYTES = 4 * 2**20
-"""The number of bytes written at once of content that comes in parts."""
+PIECE_BYTES = 4 * 2**20  # the number of bytes written at once of content that comes in parts
 
 
 def write_atomically(

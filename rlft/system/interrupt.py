@@ -22,10 +22,8 @@ from typing import Any, Literal
 from rlft.system.process import signals
 
 EXIT_CODE = 130
-GRACE_S = 1.5
-"""Time limit for cleaning up, after which the process is ended."""
-SECOND_GRACE_S = 5.0
-"""The limit after a second signal to a run, which also has to close its engine and its loggers."""
+GRACE_S = 1.5  # time limit for cleaning up, after which the process is ended
+SECOND_GRACE_S = 5.0  # the limit after a second signal to a run, which also has to close its engine and its loggers
 
 
 class Reported(KeyboardInterrupt):

@@ -15,10 +15,8 @@ from typing import TextIO, TypeVar
 Item = TypeVar("Item")
 Say = Callable[[str], None]
 
-EVERY_S = 10.0
-"""Seconds between two lines about the progress of long work; shorter work prints none."""
-CHECKED = 256
-"""Items between two readings of the clock."""
+EVERY_S = 10.0  # seconds between two lines about the progress of long work; shorter work prints none
+CHECKED = 256  # items between two readings of the clock
 
 
 def say(text: str) -> None:

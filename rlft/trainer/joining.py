@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlft.trainer.ranks import Exchange
 
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""{name: (shape, dtype)} of tensors that are sent."""
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # {name: (shape, dtype)} of tensors that are sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

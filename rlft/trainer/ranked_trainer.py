@@ -26,14 +26,10 @@ from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, R
 from rlft.trainer.update import step_metrics
 from rlft.types import Adapter, Batch, Rollouts, UserError
 
-MOST_FAILURES = 3
-"""After this many failures in a row, without answers of all ranks in between, the run stops."""
-START_S = 900.0
-"""The least time limit of a rank that starts: it imports torch and loads the base."""
-GRACE_S = 2.0
-"""How long a rank may take to notice that another one has failed, before it is replaced, too."""
-DEATH_S = 60.0
-"""How long a busy machine may take to say that a rank has died, after the connection to it was lost."""
+MOST_FAILURES = 3  # after this many failures in a row, without answers of all ranks in between, the run stops
+START_S = 900.0  # the least time limit of a rank that starts: it imports torch and loads the base
+GRACE_S = 2.0  # how long a rank may take to notice that another one has failed, before it is replaced, too
+DEATH_S = 60.0  # how long a busy machine may take to say that a rank has died, after the connection to it was lost
 OWN_ERROR_S = 5.0
 """Seconds that rank 0 continues after another rank has raised an error, since it may meet and raise the same error."""
 

@@ -23,8 +23,7 @@ from rlft.model.sequence import TokenShare
 from rlft.system.device import kind_of
 from rlft.system.process.running_time import RunningTime, in_background
 
-dist: Any = torch.distributed
-"""Without type checks, since torch's types lack the classes of its C++ part."""
+dist: Any = torch.distributed  # without type checks, since torch's types lack the classes of its C++ part
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.01
 """Pauses between polls of a collective: short at first, since most are done in a moment."""
 CLOSE_S = 1.0

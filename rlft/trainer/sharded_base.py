@@ -28,14 +28,12 @@ from transformers import PreTrainedModel
 from rlft.model.backbone import decoder_layers, layer_weights
 from rlft.trainer.ranks import Exchange, RanksError
 
-ALIGNMENT = 256
-"""Weights begin at multiples of this many bytes in a buffer, as they do with memory of their own."""
+ALIGNMENT = 256  # weights begin at multiples of this many bytes in a buffer, as they do with memory of their own
 NUM_BUFFERS = 2
 """One for the layer in use, one for the next. Autograd runs the functions of later layers first, so that even where a
 layer's graph keeps the weights themselves (gradient checkpointing), nothing reads a layer once the one below it begins.
 """
-NONE_LEFT = -1
-"""What a rank announces when it has no passes left."""
+NONE_LEFT = -1  # what a rank announces when it has no passes left
 
 
 @dataclass(slots=True, kw_only=True)

@@ -84,11 +84,8 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor, estim
 
 
 # -- the coefficient ---------------------------------------------------------------------------------------------------
-TOLERANCE = 1.5
-"""An adaptive coefficient does not change if the KL is from target / 1.5 to 1.5 target (PPO, section 4)."""
-
-LARGEST_ERROR = 0.2
-"""A proportional controller clips the relative error of the KL to +-0.2."""
+TOLERANCE = 1.5  # an adaptive coefficient does not change if the KL is from target / 1.5 to 1.5 target (PPO, section 4)
+LARGEST_ERROR = 0.2  # a proportional controller clips the relative error of the KL to +-0.2
 
 
 class KLController(StrEnum):

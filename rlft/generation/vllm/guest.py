@@ -35,8 +35,7 @@ ENVIRONMENT = {
 }
 """Set before vLLM is imported, unless the user has set them."""
 
-ELSEWHERE = "choose generation=transformers, or transformers for a teacher"
-"""What to do where vLLM cannot compute."""
+ELSEWHERE = "choose generation=transformers, or transformers for a teacher"  # what to do where vLLM cannot compute
 
 
 _SPEAKS_OF_MEMORY = re.compile(r"memory|kv.?cache|cache blocks|max_model_len|max seq len|\broom\b", re.IGNORECASE)
@@ -52,8 +51,7 @@ def lacks_memory(error: BaseException) -> bool:
     return False
 
 
-_running: list[Any] = []
-"""Instances of vLLM's `LLM` that were started in this process and have not been ended."""
+_running: list[Any] = []  # instances of vLLM's `LLM` that were started in this process and have not been ended
 
 
 class VLLMError(RuntimeError):

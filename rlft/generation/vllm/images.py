@@ -13,8 +13,7 @@ from typing import Any
 from rlft.tokens.images import ImageProcessor, picture
 from rlft.types import Prompt, UserError, counted
 
-CACHE_GB = 0.25
-"""Main memory for the numbers of images that come again, in GiB."""
+CACHE_GB = 0.25  # main memory for the numbers of images that come again, in GiB
 
 MODALITIES = ("image", "video", "audio")
 

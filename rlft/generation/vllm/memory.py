@@ -11,23 +11,18 @@ from rlft.generation.memory import TEACHER_SHARE, EngineMemory, Load, MemoryPart
 CPU_BLOCK_SIZE = 32
 """Tokens of a prefix-cache block on a CPU. The default is 128: shorter prompts would never be shared by their group."""
 
-CPU_CACHE_BYTES = 4 * 2**30
-"""The KV cache on a CPU is as large as `max_num_seqs` full sequences need, but at most this."""
+CPU_CACHE_BYTES = 4 * 2**30  # the KV cache on a CPU is as large as `max_num_seqs` full sequences need, but at most this
 
 CPU_LIBRARIES = 300 * 2**20
 """Bytes of vLLM's libraries and what it compiles on a CPU, besides base and cache: 240 to 400 MiB were measured."""
 
-LEAST_SHARE = 0.1
-"""The smallest share of a GPU's memory in which vLLM can do something."""
-
-MOST_SHARE = 0.95
-"""The largest share of a GPU's memory for vLLM, besides the CUDA context."""
+LEAST_SHARE = 0.1  # the smallest share of a GPU's memory in which vLLM can do something
+MOST_SHARE = 0.95  # the largest share of a GPU's memory for vLLM, besides the CUDA context
 
 BATCHED_TOKENS, LARGE_BATCHED_TOKENS, LARGE_DEVICE = 8192, 16384, 70 * 2**30
 """Tokens of one forward pass on a GPU, and on one with more memory, unless max_num_batched_tokens says otherwise."""
 
-GRAPHS = 2**29
-"""An allowance for CUDA graphs, which stay while the KV cache is released; not measured."""
+GRAPHS = 2**29  # an allowance for CUDA graphs, which stay while the KV cache is released; not measured
 
 TEACHER_SEQS, TEACHER_BATCHED_TOKENS = 32, 1024
 """Number of rows that a teacher reads together, and of their tokens in one forward pass on a GPU.

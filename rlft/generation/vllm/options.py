@@ -22,8 +22,7 @@ from rlft.types import UserError, require
 DEAD_ENGINE = "EngineDeadError"
 """The error of vLLM after which no call succeeds any more, although this process lives on."""
 
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values vLLM takes for max_lora_rank."""
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values vLLM takes for max_lora_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-AT_ONCE = 2**23
-"""Scores that plain products hold at a time."""
+AT_ONCE = 2**23  # scores that plain products hold at a time
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

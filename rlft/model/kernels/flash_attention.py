@@ -41,13 +41,9 @@ HEAD_SIZE_STEP = 8
 SIZES_WITHOUT_GRADIENT = range(200, 225)
 """Head sizes whose backward needs more shared memory than cards of compute capability 8.6 to 8.9 and 12.x have, from
 torch's own check (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`)."""
-OLDEST_CARD = (8, 0)
-"""Compute capability of Ampere, the first that flash attention runs on."""
-QUERY_BLOCK = 128
-"""So many rows lie between the runs of the float32 numbers that the backward adds up."""
-
-Index = Tensor | slice
-"""Places of tokens in a packed row."""
+OLDEST_CARD = (8, 0)  # compute capability of Ampere, the first that flash attention runs on
+QUERY_BLOCK = 128  # so many rows lie between the runs of the float32 numbers that the backward adds up
+Index = Tensor | slice  # places of tokens in a packed row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,8 +155,7 @@ with others round it otherwise."""
 
 
 MIXES_TOKENS = "has layers in which a token sees those before it, and which are not those of packed rows"
-APART = "keep packed sequences apart"
-"""What transformers says from 5.20 on, in place of such numbers."""
+APART = "keep packed sequences apart"  # what transformers says from 5.20 on, in place of such numbers
 
 
 @torch.no_grad()

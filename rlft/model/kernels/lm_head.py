@@ -63,8 +63,7 @@ def head_of(model: PreTrainedModel) -> Head:
     return Head(module, *_heads[model])
 
 
-LARGE, SMALL = 2.0**60, 2.0**-20
-"""Numbers of a head at which a cap is reached, and at which it has no effect."""
+LARGE, SMALL = 2.0**60, 2.0**-20  # numbers of a head at which a cap is reached, and at which it has no effect
 
 
 @torch.no_grad()

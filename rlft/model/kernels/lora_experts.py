@@ -19,10 +19,8 @@ from torch.nn import functional
 from rlft.model.experts import mixture_of
 
 GROUPED = (torch.float32, torch.bfloat16, torch.float16)
-ALIGNMENT = 16
-"""Bytes: of what lengths rows must be for `grouped_mm`."""
-GROUPED_FROM = (8, 0)
-"""The compute capability of GPUs from which on torch has it."""
+ALIGNMENT = 16  # bytes: of what lengths rows must be for `grouped_mm`
+GROUPED_FROM = (8, 0)  # the compute capability of GPUs from which on torch has it
 
 
 def install(config: LoraConfig, model: nn.Module) -> None:

@@ -30,8 +30,7 @@ from rlft.model.kernels.block_attention import Scoring, flash, flash_gradients, 
 
 T = TypeVar("T")
 
-Span = tuple[int, int]
-"""A run of tokens in a packed row: (start, length)."""
+Span = tuple[int, int]  # a run of tokens in a packed row: (start, length)
 
 BranchSpans = tuple[Span, tuple[Span, ...]]
 """A branch of a row: its own span, and the spans that it reads before it, in order."""
@@ -43,8 +42,7 @@ ones ..."""
 SMALL_BLOCK = 2**16
 """... or at most this many in all: below that a further kernel call costs more than the padding."""
 
-TILE = 256
-"""Queries that share a block at a window's edge, whose mask grows with the square of their number."""
+TILE = 256  # queries that share a block at a window's edge, whose mask grows with the square of their number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from transformers.integrations import hub_kernels
 
 from rlft.model.kernels.shared_states import SharedStates, is_over_tokens
 
-DELTA_RULE = "chunk_gated_delta_rule"
-"""Whose gradients flash-linear-attention may refuse."""
+DELTA_RULE = "chunk_gated_delta_rule"  # whose gradients flash-linear-attention may refuse
 
 Function = Callable[..., Any]
 

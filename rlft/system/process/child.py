@@ -37,15 +37,13 @@ sys.path[:] = path
 getattr(importlib.import_module(module), function)()
 """
 """The program of a process, whose first argument is the descriptor of a pipe; the others are its own."""
-READY = "ready"
-"""The first message of a child that is one of several (`Children`)."""
+READY = "ready"  # the first message of a child that is one of several (`Children`)
 START_LIMIT_S = 300.0
 STOPPED_LIMIT_S = 300.0
 """Seconds that a child may be stopped (SIGSTOP) while this process goes on, before another one gets its work."""
 MAX_FAILED_STARTS = 3  # in a row, without a successful one in between
 GRACE_S = 1.0  # added to a worker's own limit, which reports more: the parent's is for code that ignores signals
-END_S = 10.0
-"""Seconds that the system may take to end a process that was killed."""
+END_S = 10.0  # seconds that the system may take to end a process that was killed
 EXIT_S = 1.0
 """Seconds that a child which has closed its connection may take to end by itself, so that its exit code is known."""
 

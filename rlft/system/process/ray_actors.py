@@ -23,8 +23,7 @@ from rlft.system.process.ray_session import RaySession, actor_on, python_path
 from rlft.system.process.worker import LOGS, Answer, Host, LogReader, Place, WorkerError, WorkerSpec, where_it_wrote
 from rlft.types import counted
 
-LOG_S = 20.0
-"""Seconds that another machine may take to hand over the end of a log."""
+LOG_S = 20.0  # seconds that another machine may take to hand over the end of a log
 COPY_EVERY_S = 5.0
 """Seconds between copies of the logs of other machines' workers, so that they survive the loss of a machine."""
 PART_BYTES = 2**20

@@ -21,10 +21,8 @@ from rlft.system.process.placement import Resources
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
-ANSWER_S = 60.0
-"""Seconds that a cluster which is joined may take to answer."""
-CONNECT_S = 10.0
-"""Seconds that its machine may take to accept a connection."""
+ANSWER_S = 60.0  # seconds that a cluster which is joined may take to answer
+CONNECT_S = 10.0  # seconds that its machine may take to accept a connection
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -32,8 +30,7 @@ QUIET = {
     "RAY_COLOR_PREFIX": "0",
 }
 """Environment variables that are set before Ray is imported, unless the user has set them."""
-RESERVE_S = 60.0
-"""Seconds that Ray may take to assign a GPU."""
+RESERVE_S = 60.0  # seconds that Ray may take to assign a GPU
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 SEES_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 KEY = "cluster.address"

@@ -19,12 +19,10 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-TICK_S = 0.1
-"""Seconds between readings of the clock."""
+TICK_S = 0.1  # seconds between readings of the clock
 COUNTED_S = 0.3
 """The most seconds that count between two readings; above TICK_S, so that a busy machine does not count as a pause."""
-PROCESSOR_TICK_S = 0.02
-"""Seconds between readings of a thread's processor time."""
+PROCESSOR_TICK_S = 0.02  # seconds between readings of a thread's processor time
 
 
 class RunningTime:

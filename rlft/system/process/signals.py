@@ -23,8 +23,7 @@ connection."""
 JOB_WIDE = (*ENDING, signal.SIGQUIT)
 """The signals that a worker process of a run survives. SIGQUIT ends the run, and with it its workers."""
 
-SKEW_S = 0.1
-"""Seconds within which a signal to a whole job reaches all of its processes, one after another."""
+SKEW_S = 0.1  # seconds within which a signal to a whole job reaches all of its processes, one after another
 
 T = TypeVar("T")
 

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rlft.system.process.child import end_group, function_of
 
-LOGS = "cluster"
-"""The folder of the workers' logs in the run's folder."""
+LOGS = "cluster"  # the folder of the workers' logs in the run's folder
 
 
 class WorkerError(RuntimeError):

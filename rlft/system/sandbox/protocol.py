@@ -38,8 +38,7 @@ from typing import IO, Any
 PASSED, FAILED = "passed", "failed"
 PROGRAM = "program"  # name of the module that the program is run as
 
-Keep = Callable[[Any], int]
-"""Keeps an object without a plain form, and returns its number."""
+Keep = Callable[[Any], int]  # keeps an object without a plain form, and returns its number
 
 
 class ProgramError(Exception):
