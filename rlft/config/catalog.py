@@ -165,11 +165,7 @@ def bases(file: Path) -> list[Path]:
 def lineage(file: Path, group: str) -> list[Path]:
     """The files that a choice builds on by its defaults list, each before the files that override it; its own last.
 
-    Args:
-        file: the choice's file, in rlft's folder or in one of the user's, whose defaults list may name rlft's files.
-
-    Raises:
-        yaml.YAMLError: one of them is not YAML.
+    The choice's file may be the user's; its defaults list may name rlft's. Raises yaml.YAMLError: one is not YAML.
     """
     result: list[Path] = []
     _add_lineage(file, config_folder() / group, result, ())

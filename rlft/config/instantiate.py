@@ -54,12 +54,7 @@ def locate(target: Any, key: str) -> Any:
 
 
 def instantiate(config: Any, key: str, command: str = "train") -> Any:
-    """The component that a `_target_` config describes; types and bounds of a dataclass's fields are checked.
-
-    Args:
-        key: of the component.
-        command: that has this key, for refusals.
-    """
+    """The component that a `_target_` config describes; types and bounds of a dataclass's fields are checked."""
     if not isinstance(config, Mapping) or "_target_" not in config:
         group = key.partition(".")[0]
         if config == {} and key == group:

@@ -58,11 +58,7 @@ def looks_local(path: str) -> bool:
 
 
 def check_local(path: str) -> None:
-    """Checks that a local path is a model's folder; a hub id is not looked up.
-
-    Raises:
-        UserError: model.path is empty, names no embedded model, or a folder without config.json.
-    """
+    """Refuses an empty path, an unknown embedded model and a folder that is no model's; a hub id is not looked up."""
     if not path:
         remedy = "give a model folder, a hub id or embedded:tiny-arithmetic"
         raise UserError("model.path", "is empty", got="nothing", remedy=remedy)

@@ -120,11 +120,7 @@ def make_importable(config_dir: Path | None) -> None:
 
 
 def parse(words: Sequence[str], command: str = "train", own: Sequence[str] = ()) -> Arguments:
-    """Parses the words after the command.
-
-    Raises:
-        UserError: an option is unknown, a word is not an override, or a key is given twice.
-    """
+    """Parses words after a command; refuses unknown options, words that are no override, and a key given twice."""
     overrides: list[str] = []
     options: list[str] = []
     names: list[str] = []
@@ -358,9 +354,8 @@ def parse_overrides(overrides: Sequence[str], command: str) -> list[Any]:
 def of_one_run(overrides: Sequence[str], command: str) -> list[Any]:
     """These overrides as Hydra's objects, with one value each; a group's `null` is the empty list that Hydra needs.
 
-    Raises:
-        UserError: a value cannot be read, there are several, or a group's is neither a name nor a list of names, or is
-            null although something must be chosen.
+    Raises UserError: a value cannot be read, there are several, or a group's is neither a name nor a list of names, or
+    is null although something must be chosen.
     """
     # Hydra refuses keys that are the user's own, unless it is told to add them.
     words = [f"++{o}" if o.startswith(TEMPLATE_VARIABLES) else o for o in overrides]

@@ -69,11 +69,7 @@ class Resolved:
     def plan(self, **how: Any) -> Any:
         """The plan of this config's run (a `rlft.plan.run_plan.Plan`); plans are made nowhere else.
 
-        Args:
-            how: keywords of the command's `make_plan`, such as runs_here=False.
-
-        Raises:
-            UserError: the data, the tokenizer or the model are wrong.
+        `how` are keywords of `make_plan`. Raises UserError: the data, the tokenizer or the model are wrong.
         """
         config = with_budget_of_device(self.config, self.plain)
         with _seldom_collected():
@@ -83,12 +79,7 @@ class Resolved:
 def resolve(plain: Mapping[str, Any], name: str | None = None, check: Callable[[Any], Any] | None = None) -> Resolved:
     """Types a composed config, and refuses one that is wrong by itself or names local files that do not exist.
 
-    Args:
-        name: the command's; None for the one that the config names.
-        check: instead of the command's own check.
-
-    Raises:
-        UserError: with the key, what is wrong and what to do.
+    `name` is the command's, None for the one that the config names; `check` replaces the command's own.
     """
     command = commands.named(plain["command"] if name is None else name)
     config = build(plain, command.root, command.name)

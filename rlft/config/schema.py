@@ -191,8 +191,7 @@ class GenerationConfig:
     def with_sections_read(cls, values: Mapping[str, Any], prefix: str, command: str) -> dict[str, Any]:
         """The plain section, in which the sections of engines are replaced by `engines`, the engines made of them.
 
-        Raises:
-            UserError: a class that is not an engine's, or a wrong key of an engine.
+        Raises UserError: a class is not an engine's, or a key of an engine is wrong.
         """
         targets, chosen = _targets(values), str(values.get("engine"))
         shared_keys = [field.name for field in fields(cls) if field.name != "engines"]

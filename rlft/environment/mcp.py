@@ -100,11 +100,7 @@ class Listing(Mcp):
 def listed(keys: str) -> list[dict[str, Any]]:
     """The server's tools, {name, description, parameters} of each; it is started in a worker, under its limits.
 
-    Args:
-        keys: the environment's keys as JSON.
-
-    Raises:
-        UserError: the server does not answer, or its tools cannot be shown.
+    `keys` are the environment's, as JSON. Raises UserError: it does not answer, or its tools cannot be shown.
     """
     environment = Listing(**json.loads(keys) | {"max_answer": LONGEST_LIST, "shared": False})
     command, reply = " ".join(environment.command), begun(environment)
@@ -199,11 +195,7 @@ class Server:
         self._wait(ready, "it did not start in time")
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """A tool's answer as text.
-
-        Raises:
-            RuntimeError: the tool reports an error, or the server has ended.
-        """
+        """A tool's answer as text. Raises RuntimeError: the tool reports an error, or the server has ended."""
         if self.ended or self._client is None:
             raise RuntimeError(f"the tool's server has ended: {self.ended}")
         call = portal().start_task_soon(partial(self._client.call_tool, name, dict(arguments)))

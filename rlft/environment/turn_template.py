@@ -55,7 +55,6 @@ class TurnTemplate:
     """A tokenizer's chat template, for conversations of several turns.
 
     Args:
-        tokenizer: the model's, with its chat template.
         roles: who answers the policy.
         tools: JSON schemas of tools, as `transformers.utils.get_json_schema` makes them, which the template shows.
         opening: messages like those that conversations begin with; it matters whether they include a system message.
@@ -130,11 +129,8 @@ class TurnTemplate:
         They begin with the token that ends a turn if the policy did not sample it, because a limit or a stop string
         ended the turn. What looks like a special token in an answer stays text.
 
-        Args:
-            sampled: the turn's token ids.
-            answers: messages of one role at whose answers earlier turns stay as they are; those of tools in the order
-                of the calls.
-            check: is called with their text.
+        `answers` are messages of one role at whose answers earlier turns stay as they are; those of tools in the order
+        of the calls. `check` is called with their text.
         """
         roles = {answer["role"] for answer in answers}
         if len(roles) != 1 or roles & self.rewriting:
@@ -284,9 +280,7 @@ class Dialect:
     def suffix(self, sampled: Sequence[int], answers: Sequence[tuple[str, str]]) -> tuple[int, ...]:
         """The tokens between this turn and the next: the answers, and the start of the policy's next turn.
 
-        Args:
-            sampled: token ids of the turn.
-            answers: (name of the tool, its answer) in the order of the calls, or ("", observation) of a game.
+        `answers` are (name of the tool, its answer) in the order of the calls, or ("", observation) of a game.
         """
         messages = self._messages(answers)
         ids = [call.id for call in self.calls(sampled)] if self._as_messages_of_tools else []
@@ -309,10 +303,8 @@ class Dialect:
     ) -> tuple[int, ...]:
         """The tokens of the whole conversation up to the start of the policy's next turn, as the template has it now.
 
-        Args:
-            messages: messages of the prompt.
-            opened_with: what the environment has added to the prompt.
-            history: for each turn its token ids and its answers, as in `suffix`.
+        `messages` are the prompt's, to which the environment has added `opened_with`; `history` has each turn's token
+        ids and answers, as in `suffix`.
         """
         conversation = with_opening(self.shown.messages(messages), opened_with)
         for sampled, answers in history:

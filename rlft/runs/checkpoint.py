@@ -175,11 +175,7 @@ def load_newest(root: Path, say: Callable[[str], None]) -> Checkpoint | None:
 
 
 def newest_to_resume(root: Path, say: Callable[[str], None]) -> Path | None:
-    """Like `newest_whole`, but refuses a run of whose checkpoints none is whole, which must not restart at step 0.
-
-    Raises:
-        UserError: there are checkpoints and every one is damaged.
-    """
+    """Like `newest_whole`, but refuses a run of whose checkpoints none is whole, which must not restart at step 0."""
     folder = newest_whole(root, say)
     if folder is None and finished(root):
         remedy = "start the run again in a new folder"
@@ -200,8 +196,7 @@ def newest_whole(root: Path, say: Callable[[str], None]) -> Path | None:
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, in words; None if all files match its manifest.
 
-    Raises:
-        UserError: it is whole, but was written by a newer rlft: going back to an earlier one would lose it.
+    Raises UserError: it is whole, but was written by a newer rlft: going back to an earlier one would lose it.
     """
     try:
         lines = (folder / MANIFEST).read_text().splitlines()

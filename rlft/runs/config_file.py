@@ -47,9 +47,7 @@ def check_format(values: Any) -> None:
 def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
     """The plain config of a run, `command` and `origin` included, without the keys that mark the file as complete.
 
-    Args:
-        shared: whether equal sections of several runs' configs may be the same objects, for callers that read many
-            configs and change none.
+    With `shared` equal sections of several runs' configs may be the same objects, for callers that change none.
 
     Raises:
         OSError: the file cannot be read.
@@ -149,11 +147,7 @@ def recorded_paths(config: Mapping[str, Any], folder: Path) -> dict[str, dict[st
 
 
 def with_located_paths(config: Mapping[str, Any], recorded: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The config with every recorded path valid from the current working directory.
-
-    Args:
-        recorded: what `recorded_paths` returned when the config was written.
-    """
+    """The config with every path that `recorded_paths` has recorded valid from the current working directory."""
     result = copy.deepcopy(dict(config))
     for key, value in path_keys(config):
         entry = recorded.get(key)

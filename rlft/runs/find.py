@@ -60,10 +60,8 @@ def runs_below(folder: Path) -> list[Path]:
 def one_run(name: str, key: str, say: Say) -> Path:
     """The folder of the named run or checkpoint; a path that is neither is returned unchanged, to be refused later.
 
-    Args:
-        name: the name as it was typed; `latest` may also begin a path, such as `latest/checkpoints/step_000040`.
-        key: the key that names it, for errors: `run`, `resume`, a command.
-        say: prints which run was chosen, if the name does not show it.
+    `latest` may also begin a path, such as `latest/checkpoints/step_000040`. `key` names the run, for errors; `say`
+    prints which run was chosen, if the name does not show it.
     """
     path = named_folder(name, key, say)
     if path.parent.name == CHECKPOINTS and path.parent.is_dir() and not path.exists():

@@ -62,11 +62,7 @@ def checkpoints(folder: Path) -> Path:
 
 
 def steps_done(folder: Path) -> int:
-    """The step of the newest undamaged checkpoint; 0 if there is no checkpoint at all.
-
-    Raises:
-        UserError: there are checkpoints and every one is damaged.
-    """
+    """The step of the newest undamaged checkpoint; 0 if there is none at all. Raises UserError: all are damaged."""
     damages: list[str] = []  # the run itself prints them when it resumes
     try:
         newest = checkpoint.newest_to_resume(checkpoints(folder), damages.append)
@@ -80,9 +76,7 @@ def steps_done(folder: Path) -> int:
 def claim(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], num_steps: int) -> None:
     """Claims a new folder for a run: writes status.json, then config.yaml, so that every run has a status.
 
-    Raises:
-        UserError: the folder already holds a run.
-        DiskError: it cannot be written; nothing is left in it.
+    Raises UserError: it already holds a run. Raises DiskError: it cannot be written; nothing is left in it.
     """
     check_free(folder)
     with removed_on_failure(folder, (STATUS,)):

@@ -47,11 +47,7 @@ class Ending:
 
 @contextlib.contextmanager
 def recording_status(folder: Path, num_steps: int) -> Iterator[Ending]:
-    """Keeps status.json, which says that the run is running, and afterwards how it ended. A kill leaves it unchanged.
-
-    Args:
-        num_steps: number of steps of the whole run, which its config may give in epochs.
-    """
+    """Keeps status.json, which says that the run is running, and afterwards how it ended. A kill leaves it as it is."""
     write(folder, num_steps, Status.running)
     ending = Ending()
     try:

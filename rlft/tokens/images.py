@@ -99,12 +99,7 @@ def _without_videos(processor: Any) -> Any:
 
 
 class ImageProcessor:
-    """A processor of transformers, for images.
-
-    Args:
-        processor: it.
-        config: the model's config.
-    """
+    """A processor of transformers, for images of a model with this config."""
 
     def __init__(self, processor: Any, config: Any) -> None:
         self._processor = processor
