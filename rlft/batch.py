@@ -239,12 +239,6 @@ def last_tokens(completion: Completion, ends: Sequence[int], decode: Decode) -> 
     return places
 
 
-def select(batch: Batch, rows: Tensor) -> Batch:
-    """The rows of a batch with these indices (int64 `[N]`), in this order."""
-    chosen = {f.name: value[rows] for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
-    return replace(batch, **chosen)
-
-
 def to_device(things: T, device: torch.device) -> T:
     """The same with all its tensors on this device, where they get in one transfer, for which nobody waits.
 

@@ -10,7 +10,7 @@ This file imports no torch at run time, so that data and rule rewards (and their
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -463,6 +463,11 @@ class Batch:
     images: ImageRows | None = None  # what the model reads in place of images' tokens; None: there are no images
     advantages: Tensor | None = None
     returns: Tensor | None = None
+
+    def select(self, rows: Tensor) -> Batch:
+        """The rows with these indices (int64 `[N]`), in this order."""
+        chosen = {f.name: value[rows] for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return replace(self, **chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

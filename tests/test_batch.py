@@ -7,7 +7,7 @@ import pytest
 import torch
 from in_one_test import each
 
-from rlft.batch import collate, select
+from rlft.batch import collate
 from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Scores, StepScores, Turn
 
 
@@ -77,7 +77,7 @@ def test_a_completion_with_another_number_of_logprobs_than_tokens_is_an_error():
 
 def test_select_takes_rows_of_every_field_in_the_order_asked_for(batch):
     batch = replace(batch, advantages=torch.arange(20.0).view(4, 5))
-    part = select(batch, torch.tensor([3, 1]))
+    part = batch.select(torch.tensor([3, 1]))
     assert part.rewards.tolist() == [3, 0]
     assert part.token_ids.tolist() == [[4, 4, 4, 3, 2], [5, 6, 8, 9, 2]]
     assert part.advantages[:, 0].tolist() == [15, 5]
@@ -362,7 +362,7 @@ def test_each_reward_stands_by_itself_with_its_weight_and_those_of_weight_0_are_
     batch = collate([group([5], ((7,), (-0.5,))), group([5], ((7,), (-0.5,)))], scores, undecoded)
     assert batch.each_reward.tolist() == [[1.0, 0.5, 3.0], [0.0, 2.0, 4.0]]
     assert batch.each_weight.tolist() == [[2.0, 0.25, 1.0]] * 2
-    assert select(batch, torch.tensor([1])).each_weight.tolist() == [[2.0, 0.25, 1.0]]
+    assert batch.select(torch.tensor([1])).each_weight.tolist() == [[2.0, 0.25, 1.0]]
 
 
 def test_without_rewards_that_count_there_are_none_by_themselves(batch):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rlft.algorithm.ops.aggregate import row_sum
 from rlft.algorithm.ops.kl import k3
-from rlft.batch import select
 from rlft.environment.protocol import Cause
 from rlft.generation.engine import Generator
 from rlft.loop.evaluations import METRICS, filled
@@ -180,7 +179,7 @@ def text_loss(learner: Networks, batch: Batch, token_budget: int) -> float:
     total, forward = 0.0, learner.forward
     with torch.no_grad():
         parts = forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
-        for micro in forward.placed([select(batch, part) for part in parts]):
+        for micro in forward.placed([batch.select(part) for part in parts]):
             # Outside the mask the forward gives 0.
             total -= forward(micro.batch, 1.0, layout=micro.layout).logprobs.double().sum().item()
     return total / int(batch.loss_mask.sum())

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
-from rlft.batch import select
 from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
 from rlft.data.texts import teacher_prompts
@@ -293,7 +292,7 @@ def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...
     batch = longest_rows(*shape, run.token_budget)
     batch.token_ids[:, : len(prompt)] = torch.tensor(prompt)
     parts = forward.micro_batches(batch, torch.arange(len(batch.rewards)), run.token_budget)
-    micro = select(batch, max(parts, key=len))
+    micro = batch.select(max(parts, key=len))
     zeros = torch.zeros_like(micro.sampled_logprobs)
     if hinted_tokens:
         hinted_P = torch.tensor(prompt).repeat(-(-hinted_tokens // len(prompt)))[:hinted_tokens]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlft.batch import Decode, select
+from rlft.batch import Decode
 from rlft.model.adapter_folder import POLICY
 from rlft.model.networks import Networks
 from rlft.runs.lines import TokenValues
@@ -38,7 +38,7 @@ class Inspection:
     ) -> None:
         self.roles, self.prompt_lengths, self.decode = roles, prompt_lengths, decode
         self.rows = chosen_rows(batch.group_ids, zero_gradient_B, num_groups)
-        self.batch = select(batch, self.rows)
+        self.batch = batch.select(self.rows)
         self.old_BT = roles.logprobs(self.batch, POLICY)
         reference = roles.reference_role
         self.reference_BT = roles.logprobs(self.batch, reference) if roles.has(reference) else None

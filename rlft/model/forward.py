@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from rlft.batch import Row, batch_of_rows, select, to_device, unknown_expert
+from rlft.batch import Row, batch_of_rows, to_device, unknown_expert
 from rlft.model.critic import ScalarHead
 from rlft.model.kernels import decoder_layer, flash_attention, recurrent, state_functions
 from rlft.model.kernels.attention import NAME, on_this_device, prepare
@@ -180,7 +180,7 @@ class Forward:
     def parts(self, batch: Batch, token_budget: int) -> Iterator[tuple[Tensor, MicroBatch]]:
         """All rows of a batch in main memory as micro-batches, each with the indices of its rows."""
         parts = self.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
-        yield from zip(parts, self.placed([select(batch, part) for part in parts]), strict=True)
+        yield from zip(parts, self.placed([batch.select(part) for part in parts]), strict=True)
 
     def values(self, batch: Batch, head: ScalarHead, layout: Layout | None = None) -> Tensor:
         """`[B, T]`, 0 outside the completions: the head on the hidden state that precedes each completion token.

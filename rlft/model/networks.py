@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.batch import score_sequences, select
+from rlft.batch import score_sequences
 from rlft.config.model import CriticConfig, CriticKind, Old, RoutingSource, SnapshotConfig
 from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, TEACHER, load_head, read_record
 from rlft.model.backbone import Backbone, set_training_mode
@@ -276,7 +276,7 @@ class Networks(ABC):
         engine, has_teacher = self._teacher_engine, self.snapshot.teacher != "none"
         parts: list[Part] = []
         if fields_by_role or (has_teacher and engine is None):  # packed once for the passes of all roles
-            micros = self.forward.placed([select(batch, rows) for rows in micro_batches])
+            micros = self.forward.placed([batch.select(rows) for rows in micro_batches])
             parts = list(zip(micro_batches, micros, strict=True))
         for role, fields in fields_by_role.items():
             results |= self._without_gradient(batch, parts, role, fields)

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlft.batch import Row, batch_of_rows, select
+from rlft.batch import Row, batch_of_rows
 from rlft.config.model import is_adapter, looks_local
 from rlft.model.network_files import Network, check_files, check_quantized, load_network
 from rlft.model.networks import Networks
@@ -91,7 +91,7 @@ def numbers_of_rows(
     numbers_B = torch.zeros(len(batch.rewards), dtype=torch.float64)
     with torch.no_grad(), roles.using(role):
         parts = roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
-        micros = roles.forward.placed([select(batch, part) for part in parts])
+        micros = roles.forward.placed([batch.select(part) for part in parts])
         found = [of_rows(micro.batch, micro.layout) for micro in micros]
         if found:
             numbers_B[torch.cat(parts)] = torch.cat(found).cpu().double()

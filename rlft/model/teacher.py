@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlft.batch import batch_of_rows, select
+from rlft.batch import batch_of_rows
 from rlft.model.forward import Forward, MicroBatch
 from rlft.model.packing import PackedRows, paths_of, prompt_lengths
 from rlft.types import Batch
@@ -55,10 +55,10 @@ def teacher_logprobs(
             for name, values in _in_one_pass(forward, micro, top_k, vocabulary).items():
                 result[name][rows] = values.to(result[name])
             continue
-        for part, asked in forward.parts(_as_read(select(batch, rows)), token_budget):
+        for part, asked in forward.parts(_as_read(batch.select(rows)), token_budget):
             for name, values in _in_one_pass(forward, asked, top_k, vocabulary).items():
                 sampled = values[asked.batch.loss_mask]
-                _put(result[name], rows[part], select(batch, rows[part]).loss_mask, sampled)
+                _put(result[name], rows[part], batch.select(rows[part]).loss_mask, sampled)
     return result
 
 
@@ -73,7 +73,7 @@ def teacher_logprobs_by_engine(
     if not micro_batches:
         return result
     rows = torch.cat(list(micro_batches)).sort().values
-    micro = select(batch, rows)
+    micro = batch.select(rows)
     read = _as_read(micro)
     paths = None if read.previous is None else paths_of(read)
     linear = read if paths is None else paths.batch

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlft.batch import select
 from rlft.config.model import OFFLOAD, TILES
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.memory import EngineMemory, MemoryPart, ModelSizes, When
@@ -463,7 +462,7 @@ def largest_micro_batch(demand: Demand, *, packed: bool) -> tuple[int, int]:
     split = micro_batches if packed else padded_micro_batches
     largest = (0, 0)
     for part in split(batch, torch.arange(len(batch.rewards)), demand.token_budget):
-        micro = select(batch, part)
+        micro = batch.select(part)
         tokens = num_packed_tokens(micro) if packed else micro.attention_mask.numel()
         largest = max(largest, (tokens, len(part) * completion))
     return largest

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
-from rlft.batch import select
 from rlft.config.schema import RunConfig
 from rlft.config.trainer import TrainerConfig
 from rlft.model.adapter_folder import POLICY
@@ -240,7 +239,7 @@ class LocalTrainer:
         """The update on these rows (int64 `[N]`); at: (finished steps, number of this update in its step)."""
         (step, number), config, learns = at, self.config, self.policy_learns(at[0])
         live = rows[~zero_gradient_B[rows]]
-        scale = loss_scale(select(batch, rows), config.generation.max_tokens, self.roles)
+        scale = loss_scale(batch.select(rows), config.generation.max_tokens, self.roles)
         share = int(batch.loss_mask[live].sum()) / scale.num_tokens
         division = self._divide(batch, live)
         costs, text, rows_of_text = division.costs, None, ()
@@ -270,7 +269,7 @@ class LocalTrainer:
         """Forward and backward through these rows."""
         (step, number), roles = at, self.roles
         parts = roles.forward.micro_batches(batch, rows, roles.token_budget)
-        for part, micro in zip(parts, roles.forward.placed([select(batch, part) for part in parts]), strict=True):
+        for part, micro in zip(parts, roles.forward.placed([batch.select(part) for part in parts]), strict=True):
             self._seed_pass(step, f"dropout {number} {int(part[0])}")
             metrics = backward(roles, algorithm, micro, scale, self.policy_learns(step))
             yield PassRecord(metrics=metrics, real=micro.real_tokens, network=micro.network_tokens)

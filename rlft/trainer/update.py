@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import WEIGHT, WEIGHT_SQUARED, Objective
-from rlft.batch import select
 from rlft.model.critic import CRITIC
 from rlft.model.forward import MicroBatch
 from rlft.model.networks import Networks
@@ -90,7 +89,7 @@ def text_passes(
     """
     rows, num_tokens = torch.arange(len(text.rewards)) if rows is None else rows, int(text.loss_mask.sum())
     forward = learner.forward
-    for micro in forward.placed([select(text, part) for part in forward.micro_batches(text, rows, token_budget)]):
+    for micro in forward.placed([text.select(part) for part in forward.micro_batches(text, rows, token_budget)]):
         logprobs = forward(micro.batch, 1.0, layout=micro.layout).logprobs
         loss = loss_of(logprobs, micro.batch.loss_mask, num_tokens)
         loss.backward()

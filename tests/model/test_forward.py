@@ -9,7 +9,6 @@ from slow_cases import slow
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from rlft.batch import select
 from rlft.model import activations
 from rlft.model.critic import ScalarHead
 from rlft.model.forward import Forward, choose, packed_forward, padded_forward
@@ -183,7 +182,7 @@ def test_micro_batches_of_any_size_give_the_same_logprobs_and_gradients(budget, 
     parts = micro_batches(awkward_batch, torch.arange(6), budget)
     assert len(parts) > 1
     for part in parts:
-        logprobs = packed_forward(model, select(awkward_batch, part), 1.0, False).logprobs
+        logprobs = packed_forward(model, awkward_batch.select(part), 1.0, False).logprobs
         close(logprobs, whole[part], 1e-5)
         for total, g in zip(sums, torch.autograd.grad((weights[part] * logprobs).sum(), parameters), strict=True):
             total += g
@@ -418,7 +417,7 @@ def test_micro_batches_keep_to_the_budget_in_tokens_that_enter_the_network(kind,
     chosen = choose(random_model(kind))
     parts = chosen.micro_batches(awkward_batch, torch.arange(6), 28)
     assert sorted(torch.cat(parts).tolist()) == list(range(6))
-    assert all(chosen.network_tokens(select(awkward_batch, part)) <= 28 for part in parts)
+    assert all(chosen.network_tokens(awkward_batch.select(part)) <= 28 for part in parts)
     assert len(parts) < 6
 
 

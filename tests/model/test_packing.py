@@ -8,7 +8,6 @@ import pytest
 import torch
 from in_one_test import each
 
-from rlft.batch import select
 from rlft.model.packing import (
     BranchPart,
     micro_batches,
@@ -88,7 +87,7 @@ def test_every_row_is_there_exactly_once_in_order_within_the_budget(budget, many
     parts = micro_batches(batch, rows, budget)
     assert torch.equal(torch.cat(parts), rows)
     for part in parts:
-        assert len(part) == 1 or num_packed_tokens(select(batch, part)) <= budget
+        assert len(part) == 1 or num_packed_tokens(batch.select(part)) <= budget
 
 
 @pytest.mark.parametrize("budget", [60, 100, 500])
@@ -98,14 +97,14 @@ def test_no_micro_batch_could_take_the_next_group_whole(budget, many_rows, make_
     for part, following in itertools.pairwise(parts):
         group = batch.group_ids[following[0]]
         whole = (batch.group_ids == group).nonzero()[:, 0]
-        assert num_packed_tokens(select(batch, torch.cat([part, whole]).unique())) > budget
+        assert num_packed_tokens(batch.select(torch.cat([part, whole]).unique())) > budget
 
 
 def test_splitting_a_large_step_takes_time_in_proportion(make_batch):
     # 20,000 rows in 5,000 groups: 0.1 s when linear; looking through all rows for each group takes about 10 s.
     batch = make_batch([(0, [3, 4], [5])])
     batch = replace(
-        select(batch, torch.zeros(20_000, dtype=torch.int64)), group_ids=torch.arange(5_000).repeat_interleave(4)
+        batch.select(torch.zeros(20_000, dtype=torch.int64)), group_ids=torch.arange(5_000).repeat_interleave(4)
     )
     start = time.process_time()
     parts = micro_batches(batch, torch.arange(20_000), 1000)
@@ -146,7 +145,7 @@ def test_a_first_token_is_predicted_from_the_end_of_the_prompt_and_the_others_fr
 
 
 def test_the_number_of_packed_tokens_is_known_without_packing(two_groups, many_rows, make_batch):
-    for batch in (two_groups, many_rows(make_batch), select(two_groups, torch.tensor([4, 0, 2]))):
+    for batch in (two_groups, many_rows(make_batch), two_groups.select(torch.tensor([4, 0, 2]))):
         assert num_packed_tokens(batch) == pack(batch).num_tokens
     assert num_packed_tokens(two_groups) == 20
 
@@ -174,7 +173,7 @@ def test_micro_batches_keep_to_the_budget_where_completions_begin_with_other_ans
     batch = make_batch([(b // 5, [b // 5 + 1] * 6, [-(b + 9)] * n + [7] * 3) for b, n in enumerate(lead)])
     parts = micro_batches(batch, torch.arange(60), budget)
     assert torch.equal(torch.cat(parts), torch.arange(60))
-    assert max(num_packed_tokens(select(batch, part)) for part in parts) <= budget
+    assert max(num_packed_tokens(batch.select(part)) for part in parts) <= budget
 
 
 def test_a_row_without_branches_is_one_part(awkward_batch):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from mixtures import FAMILIES, LATENT, ROUTED
 from torch import Tensor
 
-from rlft.batch import collate, select, unknown_expert
+from rlft.batch import collate, unknown_expert
 from rlft.config.model import RoutingSource
 from rlft.generation.transformers import TransformersGenerator, Weights
 from rlft.model.activations import set_checkpointing
@@ -236,7 +236,7 @@ def test_the_old_policys_choice_is_replayed_after_the_policy_has_moved(mixture, 
         for _, parameter in roles.named_parameters():
             parameter.data += 0.5 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
         with torch.no_grad():
-            [micro] = roles.forward.placed([select(old, torch.tensor([0, 1]))])
+            [micro] = roles.forward.placed([old.select(torch.tensor([0, 1]))])
             with roles.routing.noting() as noted, roles.replaying(micro.batch, micro.layout):
                 roles.forward(micro.batch, 1.0, layout=micro.layout)
                 replayed = roles.forward.experts_by_row(noted(), micro.batch, micro.layout)

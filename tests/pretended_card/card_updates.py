@@ -14,7 +14,7 @@ import torch
 from pretended_card import COUNTS
 from torch import Tensor
 
-from rlft.batch import collate, select
+from rlft.batch import collate
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.loop.engines import load_teacher
@@ -137,7 +137,7 @@ def _updated(plan: TrainPlan, roles: Roles, weights: Sequence[tuple[Tensor, Tens
 
 
 def of_group(batch: Batch, group: int) -> Batch:
-    return select(batch, (batch.group_ids == group).nonzero()[:, 0])
+    return batch.select((batch.group_ids == group).nonzero()[:, 0])
 
 
 def rollouts(plan: Any) -> tuple[list[Group], Scores]:

@@ -20,7 +20,6 @@ from slow_cases import slow, slow_but
 from torch import Tensor
 
 import rlft
-from rlft.batch import select
 from rlft.config.schema import RunConfig
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.workers import opened_trainer
@@ -126,7 +125,7 @@ def batches(make_batch: Callable[..., Batch]) -> list[Batch]:
 def texts(make_batch: Callable[..., Batch]) -> Texts:
     rows = [(i, [7 + i], list(range(20, 24 + 3 * i))) for i in range(6)]
     whole = make_batch(rows)
-    return Texts([select(whole, torch.tensor(chosen)) for chosen in ([0, 1, 5], [2, 3], [4, 0, 2])])
+    return Texts([whole.select(torch.tensor(chosen)) for chosen in ([0, 1, 5], [2, 3], [4, 0, 2])])
 
 
 def top_k_of(config: RunConfig) -> int:

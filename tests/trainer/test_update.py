@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 import rlft
-from rlft.batch import select
 from rlft.config.compose import compose
 from rlft.config.model import CriticKind
 from rlft.config.resolved import resolve
@@ -494,7 +493,7 @@ def test_pretraining_text_adds_its_gradient_to_the_policys_whatever_the_token_bu
     keys = {"kind": CriticKind.adapter, "temperature": 0.8}
     roles = with_critic(make_roles, backbone=make_double(), **keys)
     step = algorithm.credit(roles.annotate(double_batch(batch), NOBODY, needs_old=False))
-    text = replace(select(batch, torch.tensor([0, 4, 6])), group_ids=torch.arange(3))
+    text = replace(batch.select(torch.tensor([0, 4, 6])), group_ids=torch.arange(3))
     logprobs = padded_forward(roles.backbone.model, text, 1.0, False).logprobs
     parameters = [p for _, p in roles.named_parameters()]
     added = torch.autograd.grad(-0.5 * logprobs.sum() / text.loss_mask.sum(), parameters)

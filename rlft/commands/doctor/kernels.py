@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlft.batch import select
 from rlft.commands.doctor.steps import with_noise
 from rlft.commands.doctor.supervise import NotReadyError, judged
 from rlft.commands.doctor.trial import MachineTrial
@@ -201,7 +200,7 @@ def one_pass(roles: Roles, batch: Batch) -> Tensor:
     logprobs_BT = torch.zeros_like(batch.sampled_logprobs)
     total = int(batch.loss_mask.sum())
     parts = roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), TOKENS)
-    for part, micro in zip(parts, roles.forward.placed([select(batch, part) for part in parts]), strict=True):
+    for part, micro in zip(parts, roles.forward.placed([batch.select(part) for part in parts]), strict=True):
         logprobs = roles.outputs(micro.batch, entropy=False, layout=micro.layout).logprobs
         (logprobs.sum() / total).backward()
         logprobs_BT[part] = logprobs.detach().float().cpu()
