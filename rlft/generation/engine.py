@@ -270,21 +270,14 @@ class Engine(ABC):
         return None
 
     def check(self, *, plain_kernels: bool) -> None:  # noqa: B027 (most engines have nothing to refuse)
-        """Checks the keys together.
+        """Checks the keys together; UserError by the engine's own key, such as `answers`.
 
         Args:
             plain_kernels: whether the trainer's base is computed as transformers and PEFT do it (model.kernels=plain).
-
-        Raises:
-            UserError: by the engine's own key, such as `answers`.
         """
 
     def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:
-        """Why it cannot load an adapter that is on these modules of the base, such as "it ..."; None if it can.
-
-        Args:
-            modules: gives the modules' names, which takes time.
-        """
+        """Why it cannot load an adapter on these modules, whose names take time, such as "it ..."; None if it can."""
         return None
 
     def why_no_images(self, kind: str, device: str) -> Missing | None:
@@ -318,10 +311,7 @@ class Engine(ABC):
     def check_device(self, *, device: str, itemsize: int, quantized: bool) -> None:  # noqa: B027
         """Checks the keys again, knowing the trainer's device and weights, before any weight is loaded.
 
-        The arguments are those of `base_sharing_obstacle`.
-
-        Raises:
-            UserError: by the engine's own key, such as `share_base`.
+        The arguments are those of `base_sharing_obstacle`. UserError by the engine's own key, such as `share_base`.
         """
 
     def quantization_obstacle(self) -> str | None:
@@ -352,26 +342,19 @@ class Engine(ABC):
         return EngineMemory()
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
-        """The same engine with one key changed so that it fits.
-
-        Args:
-            room: bytes that the rest of the run leaves.
-        """
+        """The same engine with one key changed so that it fits into `room`, bytes that the rest of the run leaves."""
         yield from ()
 
     def check_teacher(  # noqa: B027
         self, *, device: str, quantized: bool, share: float, samples_here: bool, runs_here: bool
     ) -> None:
-        """Checks that it can compute the teacher on the trainer's device.
+        """Checks that it can compute the teacher on the trainer's device; UserError by the whole key.
 
         Args:
             quantized: whether the teacher's weights are.
             share: share of a GPU's memory for the teacher.
             samples_here: whether it samples in this process, too.
             runs_here: False if the run is only planned.
-
-        Raises:
-            UserError: by the whole key.
         """
 
     def teacher_memory(self, model: ModelSizes, load: TeacherLoad) -> EngineMemory:

@@ -70,11 +70,7 @@ class MergedWeights:
         self._guard = embeddings.register_forward_pre_hook(self._refuse_or_take_back)
 
     def load(self, adapter: Adapter) -> None:
-        """Samples with this adapter from now on.
-
-        Raises:
-            UserError: the adapter lies on a matrix that is not shared.
-        """
+        """Samples with this adapter from now on. UserError if it lies on a matrix that is not shared."""
         self.take_back()
         deltas = deltas_of(adapter)
         for name in deltas:
@@ -159,11 +155,7 @@ class MergedWeights:
 
 
 def deltas_of(adapter: Adapter) -> dict[str, Delta]:
-    """{name of the base's matrix: what the adapter adds to it}.
-
-    Raises:
-        ValueError: the adapter does more than add a product of matrices, as DoRA does.
-    """
+    """{name of the base's matrix: what is added to it}. ValueError if the adapter does more than add, as DoRA does."""
     config = adapter.config
     if config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
         raise ValueError("only LoRA of one rank and scale is added to weights")

@@ -33,12 +33,7 @@ class EngineError(RuntimeError):
 
 
 class _Failed(Exception):
-    """An engine has to be replaced.
-
-    Args:
-        problem: why.
-        stale: whether it holds other weights than those it was given.
-    """
+    """An engine has to be replaced; `stale`: it holds other weights than those it was given."""
 
     def __init__(self, problem: str, *, stale: bool = False) -> None:
         self.stale = stale

@@ -229,11 +229,7 @@ class SharedBase:
         return f"{text}; kept apart: {', '.join(named[:3])}{more}"
 
     def check_addresses(self) -> None:
-        """Checks that every shared tensor is still where the engine's is; it takes no time.
-
-        Raises:
-            SharedBaseError: one of them has moved.
-        """
+        """SharedBaseError unless every shared tensor is still where the engine's is; the check takes no time."""
         for name, tensor in self.shared.items():
             if not tensor.own.data_ptr() == tensor.view.data_ptr() == tensor.address:
                 raise SharedBaseError(
@@ -243,13 +239,9 @@ class SharedBase:
                 )
 
     def check_content(self, before: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Checks that a few shared tensors have not changed; returns their checksums by name.
+        """SharedBaseError unless a few shared tensors are as before; returns their checksums by name.
 
-        Args:
-            before: their checksums in a checkpoint; None for those from when they were shared.
-
-        Raises:
-            SharedBaseError: one of them has changed.
+        `before` has their checksums in a checkpoint; None stands for those from when they were shared.
         """
         if self.before_check is not None:
             self.before_check()

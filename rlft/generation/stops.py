@@ -73,8 +73,7 @@ class ShownText:
 class StopStrings:
     """Watches the completions of a batch for stop strings; `stopped` holds the rows whose text contains one.
 
-    Args:
-        rows: the prompt of each completion, as token ids.
+    `rows` has the token ids of each completion's prompt.
     """
 
     def __init__(self, strings: Sequence[str], decode: Decode, rows: Sequence[Sequence[int]]) -> None:

@@ -40,8 +40,7 @@ class ImageMasks:
     def of(cls, own: type[PreTrainedModel], config: PreTrainedConfig) -> Self | None:
         """Those of a model with this config; None if each of its tokens sees only those before it.
 
-        Raises:
-            UserError: its tokens see others than those before them and the rest of their image.
+        UserError if they see others than those before them and the rest of their image.
         """
         if _argument(own) is None:
             return None

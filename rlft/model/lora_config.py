@@ -269,10 +269,7 @@ def folder_config(fields: Mapping[str, Any], model: PreTrainedModel) -> LoraConf
     """Of the adapter with these fields of adapter_config.json, after `rlft.model.adapter_folder.check_fields`.
 
     PEFT gets only what says how the tensors compute. It initialises an adapter before it reads the saved tensors, and
-    so a folder's own initialisation could change the base.
-
-    Raises:
-        ValueError: the fields contradict each other.
+    so a folder's own initialisation could change the base. ValueError if the fields contradict each other.
     """
     used = {name: fields[name] for name in OF_THE_FUNCTION if not is_neutral(fields.get(name))}
     if "target_parameters" in used:

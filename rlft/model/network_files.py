@@ -99,10 +99,8 @@ def load_network(network: Network, **options: Any) -> PreTrainedModel:
 def check_files(network: Network, *, downloads: bool = False) -> dict[str, str]:
     """{pattern in a name: what it becomes} for transformers, empty unless a wrapper's names are in the files.
 
-    Reads headers alone. Without `downloads`, a model that is not on this machine yet is not checked.
-
-    Raises:
-        UserError: as `load_network`.
+    Reads headers alone, with the UserErrors of `load_network`. Without `downloads`, a model that is not on this machine
+    yet is not checked.
     """
     if (files := _files(network, downloads=downloads)) is None:
         return {}
@@ -355,11 +353,7 @@ def _predicts_later_tokens(config: PreTrainedConfig) -> bool:
 
 # -- names that wrappers give ------------------------------------------------------------------------------------------
 def _wrapping_modules(network: Network, names: Iterable[str]) -> dict[str, str]:
-    """The renamings that take wrapping modules (`INNER`) out of the names.
-
-    Raises:
-        UserError: two names would become the same.
-    """
+    """The renamings that take wrapping modules (`INNER`) out of the names. UserError if two would become the same."""
     found = [[part for part in name.split(".") if part in INNER] for name in names]
     if not any(found):
         return {}
@@ -380,8 +374,7 @@ def _unwrapped(name: str) -> str:
 def _prefix(network: Network, names: Iterable[str], model: PreTrainedModel, found: Mapping[str, Any]) -> str | None:
     """What all names of the model begin with in the files; None if some of them are the model's own, or none begins so.
 
-    Raises:
-        UserError: the files hold the model several times, with different beginnings.
+    UserError if the files hold the model several times, with different beginnings.
     """
     missing = sorted(found["missing_keys"])
     if not missing or _names_read(model, found):

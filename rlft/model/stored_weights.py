@@ -38,10 +38,7 @@ class Piece:
 def digest_of_weights(folder: Path, named: str | None = None) -> str | None:
     """16 hex digits for the weights in this folder; None if they are not all there.
 
-    named: the file that config.json names as `transformers_weights`.
-
-    Raises:
-        OSError, ValueError: a file cannot be read.
+    `named` is the file that config.json names as `transformers_weights`. OSError or ValueError: a file is unreadable.
     """
     files = files_of_weights(folder, named)
     if files is None:

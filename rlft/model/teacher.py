@@ -124,10 +124,8 @@ def _in_one_pass(forward: Forward, micro: MicroBatch, top_k: int, vocabulary: in
 def with_other_prompts(batch: Batch, prompts_BP: Tensor) -> Batch:
     """The rows with these prompts (int64 `[B, P]`, -1 after their end) before the same completions.
 
-    Only what a forward reads of rows without branches is kept.
-
-    Raises:
-        ValueError: a row has branches, which may go on from inside of its prompt.
+    Only what a forward reads of rows without branches is kept. ValueError for branches, which may go on from inside of
+    a prompt.
     """
     if batch.previous is not None:
         raise ValueError("a row with branches cannot be read with another prompt")

@@ -138,11 +138,7 @@ def text_model_of(own: PreTrainedModel) -> PreTrainedModel:
 
 
 def empty_model(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The model that is trained, with its modules and shapes, but without weights.
-
-    Raises:
-        UserError: there is none, or its class cannot be made.
-    """
+    """The model that is trained, with modules and shapes, but without weights. UserError if it cannot be made."""
     contains = own_class(config)
     try:
         with torch.device("meta"):

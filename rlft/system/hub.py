@@ -32,7 +32,7 @@ def commit_of(path: str) -> str | None:
 
 
 @cache
-def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
+def hub_answers() -> bool:
     """Whether the hub can be reached; any HTTP answer counts. A thread asks: name lookups have no time limit."""
     from huggingface_hub import constants
 
@@ -41,7 +41,8 @@ def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
 
     def probe() -> bool:
         try:
-            urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=seconds).close()
+            request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+            urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
         except urllib.error.HTTPError:
             return True
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -50,6 +51,6 @@ def hub_answers(seconds: float = PROBE_SECONDS) -> bool:
         return True
 
     try:
-        return within(seconds, probe)
+        return within(PROBE_SECONDS, probe)
     except TimeoutError:
         return False

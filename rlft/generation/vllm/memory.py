@@ -53,11 +53,7 @@ def least_bytes(model: ModelSizes, load: Load, options: Mapping[str, Any], max_n
 
 
 def teacher_on_a_cpu(model: ModelSizes, row_tokens: int, *, libraries: bool) -> EngineMemory:
-    """A teacher's weights and KV cache.
-
-    Args:
-        libraries: whether vLLM's libraries are counted here and not with the policy's engine.
-    """
+    """A teacher's weights and KV cache; with `libraries` also vLLM's, if no engine of the policy counts them."""
     cache = cpu_cache_bytes(model.key_size * model.itemsize, row_tokens + 1, TEACHER_SEQS)
     size = model.base_bytes + cache + libraries * CPU_LIBRARIES
     return EngineMemory(
@@ -111,8 +107,7 @@ def share_of(size: int, device_memory: int) -> float:
 def cpu_cache_bytes(token: int, max_sequence_tokens: int, max_num_seqs: int) -> int:
     """Bytes of the KV cache for `max_num_seqs` full sequences, capped; vLLM writes to all of it, so it is real memory.
 
-    Args:
-        token: bytes of one token's keys and values.
+    One token's keys and values have `token` bytes.
     """
     sequence = token * (max_sequence_tokens + CPU_BLOCK_SIZE)  # the last block is rarely full
     return max(sequence, min(CPU_CACHE_BYTES, sequence * max_num_seqs))

@@ -50,11 +50,7 @@ def engine_rank(rank: int) -> int:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuses arguments that rlft sets itself, and where vLLM is installed those that its engine does not have.
-
-    Raises:
-        UserError: by the key `options.<argument>`.
-    """
+    """Refuses, by the key `options.<argument>`, what rlft sets itself, or an installed vLLM does not have."""
     for name, value in options.items():
         key = f"options.{name}"
         if refused := refused_settings("vllm").get(name):

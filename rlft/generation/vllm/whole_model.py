@@ -75,10 +75,8 @@ def layer_of(name: str) -> str:
 def read_whole(model: nn.Module, shapes: Mapping[str, Shape], faults: tuple[str, ...] = ()) -> LoadedAdapter:
     """What vLLM's model holds of weights with these names and shapes.
 
-    Tensors that it lays out in another way, or in another dtype than most, are unread.
-
-    Raises:
-        UnknownLayoutError: this vLLM packs matrices in another way.
+    Tensors that it lays out in another way, or in another dtype than most, are unread. UnknownLayoutError if this vLLM
+    packs matrices in another way.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     dtype = next(parameter.dtype for parameter in parameters.values() if parameter.is_floating_point())

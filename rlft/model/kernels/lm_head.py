@@ -51,11 +51,7 @@ _heads: WeakKeyDictionary[nn.Module, tuple[float, float | None]] = WeakKeyDictio
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    """The LM head of a model, and what the model does behind it.
-
-    Raises:
-        NotPackableError: it is neither a factor nor a cap.
-    """
+    """The LM head of a model, and what the model does behind it: NotPackableError unless that is a factor or a cap."""
     module = model.get_output_embeddings()
     assert isinstance(module, nn.Module), "a causal language model has an output embedding"
     if model not in _heads:
