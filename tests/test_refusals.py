@@ -958,7 +958,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     for name, (command, overrides) in begun.items():
         plain = compose(overrides.split(), command=command)
         (folder / name).mkdir()
-        run_folder.start(folder / name, plain, resolve(plain).plan().fingerprints)
+        run_folder.write_config(folder / name, plain, resolve(plain).plan().fingerprints)
     for name in ("good.jsonl", "demonstrations.jsonl"):
         (folder / name).write_text((folder / name).read_text().partition("\n")[2])
     for name in ("done", "damaged", "saved_run"):

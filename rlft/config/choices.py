@@ -18,13 +18,9 @@ def closest(name: object, choices: Iterable[str]) -> str | None:
         return other
     for spelled in dict.fromkeys((typed, typed.lower())):
         if close := difflib.get_close_matches(spelled, known, cutoff=LIKE):
-            return max(close, key=lambda choice: (_likeness(choice, spelled), sorted(choice) == sorted(spelled)))
+            ratios = {choice: difflib.SequenceMatcher(a=choice, b=spelled).ratio() for choice in close}
+            return max(close, key=lambda choice: (ratios[choice], sorted(choice) == sorted(spelled)))
     return None
-
-
-def _likeness(choice: str, typed: str) -> float:
-    """As `difflib.get_close_matches` orders by it."""
-    return difflib.SequenceMatcher(a=choice, b=typed).ratio()
 
 
 def choice_remedy(name: object, choices: Iterable[str]) -> str:

@@ -153,10 +153,7 @@ def _with_trainable_dtype(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_token_budget(config: Mapping[str, Any], *, gpu: bool = False) -> dict[str, Any]:
-    """The plain config with a number instead of `auto`, also in the rewards' own token budgets.
-
-    `gpu` says whether the base will be on a GPU.
-    """
+    """The plain config with a number instead of `auto`, also in the rewards' own; `gpu`: the base will be on one."""
     result = dict(config)
     if result.get("token_budget") == AUTO:
         budget = result["token_budget"] = token_budget(config, gpu=gpu)

@@ -95,11 +95,7 @@ class ClusterConfig:
 
 
 def kept_lanes(cluster: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The plain section with a number instead of `lanes: auto`, unless one process does all.
-
-    Args:
-        before: the section of the run that is resumed; None for a new run.
-    """
+    """The plain section with a number for `lanes: auto`, unless one process does all; `before` is a resumed run's."""
     if cluster.get("lanes", "auto") != "auto":
         return dict(cluster)
     begun = cluster if before is None else before

@@ -69,10 +69,7 @@ def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Ma
 
 
 def schema_of(function: Any, key: str, path: str) -> dict[str, Any]:
-    """The JSON schema of a function or method.
-
-    Raises UserError: it has no docstring, a parameter without a type, or one that the docstring does not describe.
-    """
+    """The JSON schema of a function. UserError: it has no docstring, or not the type or meaning of a parameter."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,

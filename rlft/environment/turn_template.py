@@ -151,10 +151,7 @@ class TurnTemplate:
         return *self._after(text, mark, role), gap
 
     def _after(self, text: str, mark: str, role: Role, *, may_be_open: bool = False) -> tuple[str, str]:
-        """(the special tokens that end the turn with the mark, the text after them).
-
-        Raises UserError: there are none, and the turn must not be left open.
-        """
+        """(the special tokens that end the turn with the mark, the text after them). UserError: it has none."""
         behind = text[text.rindex(mark) + len(mark) :]
         match = self._special.search(behind)
         if match is None and may_be_open and role == "tool":  # such as GLM's, which the answer's first token ends

@@ -143,11 +143,10 @@ def scores_part(by_name: Mapping[str, Sequence[float]], totals: Sequence[float])
 
 
 def batch_parts(batch: Batch) -> dict[str, str]:
-    advantages = {} if batch.advantages is None else {"advantages": batch.advantages}
-    return {
-        "masks": digests.of_tensors({"token_ids": batch.token_ids, "loss_mask": batch.loss_mask}),
-        **{name: digests.of_tensors({name: tensor}) for name, tensor in advantages.items()},
-    }
+    parts = {"masks": digests.of_tensors({"token_ids": batch.token_ids, "loss_mask": batch.loss_mask})}
+    if batch.advantages is not None:
+        parts["advantages"] = digests.of_tensors({"advantages": batch.advantages})
+    return parts
 
 
 def _of_pieces(pieces: Iterable[bytes]) -> str:

@@ -145,10 +145,7 @@ def find(path: Path) -> NamedRun:
 
 
 class CheckpointKind(StrEnum):
-    """The kind of a checkpoint: a whole model, a policy's adapter, or a reward model's adapter with its head.
-
-    The value is the name of the folder in the checkpoint.
-    """
+    """What a checkpoint holds, by folder: a whole model, a policy's adapter, or a reward model's, with its head."""
 
     weights = "model"
     policy = "policy"

@@ -81,13 +81,7 @@ def claim(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
     check_free(folder)
     with removed_on_failure(folder, (STATUS,)):
         run_status.write(folder, num_steps, Status.interrupted)
-        start(folder, config, fingerprints)
-
-
-def start(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str]) -> None:
-    """Checks that the folder holds no run, and writes config.yaml with commit, versions and fingerprints of inputs."""
-    check_free(folder)
-    write_config(folder, config, fingerprints)
+        write_config(folder, config, fingerprints)
 
 
 @contextlib.contextmanager
@@ -153,7 +147,7 @@ def check_writable(folder: Path, key: str = "hydra.run.dir") -> None:
 def write_config(
     folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, str], more: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes config.yaml, which makes the folder a run; `more` is added to its origin."""
+    """Writes config.yaml, which makes the folder a run, with its origin: commit, versions, fingerprints and `more`."""
     origin = {
         "rlft": rlft.__version__,
         "commit": commit(),

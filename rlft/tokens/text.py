@@ -324,10 +324,7 @@ def tail(tokenizer: RunTokenizer, prompt: str, *, by_template: bool) -> str:
 
 @lru_cache(maxsize=4)
 def _opening_of_turn(tokenizer: RunTokenizer) -> str | None:
-    """What the template has begun to say for the assistant: where a prompt goes beyond the header of earlier turns.
-
-    None if the header cannot be found out.
-    """
+    """What the template has begun to say for the assistant, behind the header of earlier turns; None if unknown."""
     spoken, prompt = rendered_if_taken(tokenizer, SPOKEN[0]), rendered_if_taken(tokenizer, SPOKEN[0][:1], start=True)
     if spoken is None or prompt is None:
         return None

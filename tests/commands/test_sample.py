@@ -88,7 +88,7 @@ def test_a_run_without_a_task_gives_no_prompts_and_one_without_an_adapter_its_mo
 
 
 def test_a_sampling_does_not_go_on_with_another_adapter(tmp_path: Path) -> None:
-    run_folder.start(tmp_path, compose([], command="sample"), {"adapter_fingerprint": "a" * 64})
+    run_folder.write_config(tmp_path, compose([], command="sample"), {"adapter_fingerprint": "a" * 64})
     origin = run_folder.read(tmp_path)[run_folder.ORIGIN]
     run_folder.check_same_inputs(origin, {"adapter_fingerprint": "a" * 64})
     with pytest.raises(UserError, match=r"^adapter: the adapter in that folder changed since the run began"):

@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began
     before, now, base = (
         {**PLAIN, "snapshot": {**PLAIN["snapshot"], "teacher": teacher}} for teacher in ("here", "there", "base")
     )
-    run_folder.start(tmp_path, before, {began: "a" * 64})
+    run_folder.write_config(tmp_path, before, {began: "a" * 64})
     run_folder.check_same_config(tmp_path, now)
     run_folder.check_same_inputs({began: "a" * 64}, {began: "a" * 64})
     [other] = {"snapshot.teacher_fingerprint", "teacher_fingerprint"} - {began}

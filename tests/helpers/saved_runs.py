@@ -50,7 +50,7 @@ def save_run(tmp_path: Path) -> Callable[..., NamedRun]:
         folder.mkdir()
         plain = compose([*LORA, "model.device=cpu", "scoring.workers=0", *overrides])
         base = {"base_fingerprint": fingerprint(from_mapping(ModelConfig, plain["model"], "model"))}
-        run_folder.start(folder, plain, base)
+        run_folder.write_config(folder, plain, base)
         saved = Checkpoint(
             step=7,
             adapters=adapters,

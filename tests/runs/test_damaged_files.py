@@ -67,7 +67,7 @@ def make_run(place: Path) -> None:
     import torch
 
     place.mkdir(parents=True)
-    run_folder.start(
+    run_folder.write_config(
         place, compose(["steps=2", "name=made", "data.size=16", "data.held_out_size=4"]), {"base_fingerprint": "0"}
     )
     (place / "status.json").write_text('{"status": "finished", "steps": 2}\n')
@@ -332,7 +332,7 @@ def test_damaged_samples_are_refused_before_weights_are_loaded(
     run = tmp_path / "runs" / "sampled"
     run.mkdir(parents=True)
     plain = compose(SAMPLED, command="sample")
-    run_folder.start(run, plain, resolve(plain).plan().fingerprints)
+    run_folder.write_config(run, plain, resolve(plain).plan().fingerprints)
     (run / "samples.jsonl").write_bytes(encode({"reward": 1.0}) * 3)
     size = (run / "samples.jsonl").stat().st_size
     done = {"step": 1, "bytes": size, "sampled": 4, "kept": 3, "prompts_kept": 2, "rewards": {"exact_match": 3.0}}

@@ -28,7 +28,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
         run = Path(folder)
         run.mkdir(parents=True)
         config = {"command": "train", "name": run.parent.name, "logger": {"jsonl": {}}, "lora": {"rank": 2}}
-        run_folder.start(run, config, {})
+        run_folder.write_config(run, config, {})
         (run / "status.json").write_text('{"status": "finished", "steps": 1}')
         if metrics:
             (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
@@ -173,7 +173,7 @@ def test_a_name_that_was_typed_is_a_path_as_it_was(three: tuple[Path, ...]) -> N
 def begun(folder: Path, **config: Any) -> Path:
     """A run without a checkpoint."""
     folder.mkdir()
-    run_folder.start(folder, config, {})
+    run_folder.write_config(folder, config, {})
     return folder
 
 

@@ -57,7 +57,7 @@ def make_fork(tmp_path: Path) -> MakeFork:
         run = tmp_path / "run"
         run.mkdir()
         plain = compose(["+recipe=grpo_arithmetic", *begun_with])
-        run_folder.start(run, plain, {"data_fingerprint": "a", "base_fingerprint": "b"})
+        run_folder.write_config(run, plain, {"data_fingerprint": "a", "base_fingerprint": "b"})
         saved = Checkpoint(step=4, adapters={"policy": {}}, adapter_config={}, optimizer={}, state=state or {})
         folder = checkpoint.save(run_folder.checkpoints(run), saved, keep=1)
         return open_fork(run, folder), changed(plain, list(changes), None)

@@ -79,7 +79,7 @@ def test_jobs_of_a_sweep_have_the_date_on_which_it_was_begun(today: Today, tmp_p
     word = sweep.date_word([plain, plain], None)
     assert word == "model.date=2026-11-25"
     (tmp_path / "0").mkdir()
-    run_folder.start(tmp_path / "0", sweep.dated(config, word).plain, {})
+    run_folder.write_config(tmp_path / "0", sweep.dated(config, word).plain, {})
     today("2026-11-26T12:00")
     assert sweep.date_word([plain], tmp_path) == word, "a job that is begun the next day"
     assert sweep.date_word([plain], tmp_path / "another") == "model.date=2026-11-26"

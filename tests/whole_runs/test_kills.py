@@ -146,8 +146,8 @@ class Case:
 
 # Going on from its newest checkpoint, every 2 steps.
 STAGES = [
-    killed("rlft.runs.run_folder:start", 1),
-    killed("rlft.runs.run_folder:start", 1, "after"),
+    killed("rlft.runs.run_folder:write_config", 1),
+    killed("rlft.runs.run_folder:write_config", 1, "after"),
     killed(EVALUATED, 1),  # in the evaluation before the first step
     killed(DECODE, 2, "after"),  # sample, after the evaluation's
     killed("rlft.reward.workers.scorer:Scorer.__call__", 3),  # score: the evaluation, step 1, step 2
