@@ -60,10 +60,7 @@ RANKS = {
 
 
 def advice_for(config: Any, parameters: int) -> Iterator[Advice]:
-    """The advice on trainer.lr and lora.rank of a run of `rlft train`, `sft`, `rm` or `dpo`; none for other commands.
-
-    parameters: those of the base.
-    """
+    """The advice on trainer.lr and lora.rank of a run that trains, on a base of so many parameters."""
     trainer, lora = getattr(config, "trainer", None), getattr(config, "lora", None)
     if trainer is None or config.command not in ("train", "sft", "rm", "dpo"):
         return

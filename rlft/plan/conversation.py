@@ -15,7 +15,6 @@ from rlft.types import EnvironmentFailure, Prompt, Sampling, Schema
 if TYPE_CHECKING:
     from rlft.environment.endpoint.agents import Endpoint
 
-LAST_WORDS = "done"
 ROOM = 10_000
 """The most tokens of the conversation, so large that the trial does not reach its limits."""
 MADE_UP: Mapping[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
@@ -45,7 +44,7 @@ def try_environment(environment: Environment, tokenizer: RunTokenizer, prompt: P
     from rlft.environment.turn_template import Dialect
     from rlft.generation.scripted import ScriptedGenerator
 
-    script, ends = [LAST_WORDS], turn_ends(tokenizer, "chat")
+    script, ends = ["done"], turn_ends(tokenizer, "chat")
     environment_alone = replace(environment, workers=1, turn_tokens=None)
     if environment.plays_itself:
         policy = ScriptedGenerator({"*": script}, tokenizer, ends)

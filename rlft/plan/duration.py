@@ -81,15 +81,10 @@ class Duration:
 def duration_of(
     plan: Plan, model: ModelSizes, demand: Demand, schedule: Schedule, *, absent: bool, card: str | None = None
 ) -> Duration | str:
-    """The estimate for this plan, or why there is none.
+    """The estimate for this plan, or why there is none; refuses a card for a run that would not be on a GPU.
 
-    Args:
-        demand: what the plan takes of the device.
-        absent: whether the device is not in this machine.
-        card: the GPU that is meant, by its name in CARDS.
-
-    Raises:
-        UserError: a card is named, and the run would not be on a GPU.
+    absent: whether the device is not in this machine.
+    card: the GPU that is meant, by its name in CARDS.
     """
     if card is not None and demand.device == "cpu":
         remedy = "add model.device=cuda, and device_memory=<its memory> where there is none"

@@ -34,10 +34,7 @@ def fingerprints(config: ModelConfig, what: str = BASE, key: str = "model.path")
 def of_source(source: Mapping[str, Any], config: Any, what: str, key: str) -> dict[str, str]:
     """{key of a fingerprint: its value} of the parts of the model that transformers loads with these arguments.
 
-    config: the model's, as transformers reads it.
-
-    Raises:
-        UserError: its weights cannot be read; names `key`.
+    `config` is as transformers reads it; a UserError about weights that cannot be read names `key`.
     """
     path, revision = source["pretrained_model_name_or_path"], source.get("revision")
     folder = Path(path) if Path(path).is_dir() else cached_folder(path, revision)
@@ -74,18 +71,15 @@ def _as_read(source: Mapping[str, Any], config: Any, folder: Path | None) -> dic
 
     fields = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     # What a run takes (`configured_ends`), then what generation_config.json says; once only the latter was recorded.
-    own = " ".join(map(str, configured_ids(generation_ends(source)))) or "none"
-    ends = f"{' '.join(map(str, configured_ids(_end_of(config)))) if own == 'none' else own}/{own}"
+    own = " ".join(map(str, configured_ids(generation_ends(source))))
+    taken = own or " ".join(map(str, configured_ids(getattr(config.get_text_config(), "eos_token_id", None))))
+    ends = f"{taken}/{own or 'none'}"
     parts: dict[str, str | None] = {"config": f"{_of_files(folder, 'config.json')}/{_short(fields)}", "ends": ends}
     with contextlib.suppress(ImportError, OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(**source)
         parts["tokenizer"] = f"{_of_files(folder, *TOKENIZER_FILES)}/{_contents(tokenizer)}"
         parts["template"] = _short(tokenizer.chat_template)
     return parts
-
-
-def _end_of(config: Any) -> Any:
-    return getattr(config.get_text_config(), "eos_token_id", None)
 
 
 OUTSIDE = (

@@ -121,10 +121,6 @@ def process_bytes(run: Run) -> int:
     return run.process + FIRST_USE * run.on_cpu
 
 
-def margin_bytes(run: Run) -> int:
-    return 0 if run.on_cpu else int(MARGIN * run.demand.device_memory)
-
-
 def base_bytes(run: Run) -> int:
     """The base's weights, or what a rank holds of them."""
     model, ranks = run.model, run.demand.ranks
@@ -166,10 +162,6 @@ def dora_bytes(run: Run) -> int | None:
     return run.model.adapter.bytes_of_a_norm(run.model.itemsize) or None
 
 
-def copies_bytes(run: Run) -> int | None:
-    return run.demand.networks.copies * run.model.base_bytes or None
-
-
 def engines_bases_bytes(run: Run) -> int | None:
     """A base for each engine in a process of its own that computes as the trainer does; others count theirs."""
     apart = run.demand.work.apart
@@ -182,11 +174,6 @@ def sent_bytes(run: Run) -> int | None:
     if not (apart and run.demand.networks.whole_model and run.on_cpu):
         return None
     return (SENDERS_BUCKETS + BUCKETS_OF_AN_ENGINE * apart) * min(BUCKET, run.model.base_bytes)
-
-
-def rewards_bytes(run: Run) -> int | None:
-    """The files of learned rewards that have networks of their own."""
-    return run.demand.networks.rewards or None
 
 
 def learned_key(demand: Demand) -> str | None:
@@ -298,10 +285,7 @@ def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
 
 
 def attention_gradients(run: Run, how: Mapping[str, Any]) -> int:
-    """Bytes that the backward of a layer's attention makes, less what its MLP's has freed; 0 where it is not flash's.
-
-    how: how layers are kept (`layers_kept`).
-    """
+    """Bytes that a backward of flash attention makes in a layer, less what its MLP's has freed; 0 with another one."""
     model, demand, (tokens, predicted) = run.model, run.demand, run.micro_batch
     caps = getattr(model.config, "attn_logit_softcapping", None)
     if demand.device != "cuda" or model.itemsize != 2 or not model.packed or caps:
@@ -416,27 +400,23 @@ def left_by_sampling(run: Run) -> int:
     return sum(part.bytes for part in run.engine.parts if part.when is When.sampling)
 
 
-def groups_key(demand: Demand) -> str:
-    return demand.rows.key
-
-
 # -- the table -----------------------------------------------------------------------------------------------------
 OF_THE_PROCESS, OF_THE_MARGIN = "process and libraries", "graphs, workspaces, fragments"
 """Parts that torch's allocator does not count."""
 
 HELD = (
     Row(OF_THE_PROCESS, process_bytes),  # measured
-    Row(OF_THE_MARGIN, margin_bytes),  # an allowance
+    Row(OF_THE_MARGIN, lambda run: 0 if run.on_cpu else int(MARGIN * run.demand.device_memory)),  # an allowance
     Row("base", base_bytes, "model.dtype"),
     Row("adapters", adapter_bytes, learned_key),
     Row("optimizer and gradients", learned_bytes, learned_key),
     Row("optimizer's step", roots_bytes, learned_key, When.stepping),
     Row("exchange of gradients", exchange_bytes, None, When.stepping),
     Row("weight norms of DoRA", dora_bytes, "lora.use_dora"),
-    Row("frozen copies", copies_bytes, "snapshot.reference"),
+    Row("frozen copies", lambda run: run.demand.networks.copies * run.model.base_bytes or None, "snapshot.reference"),
     Row("bases of the engines", engines_bases_bytes, "cluster.engines"),
     Row("weights on their way to engines", sent_bytes, None, When.publishing),
-    Row("learned rewards", rewards_bytes, "reward"),
+    Row("learned rewards", lambda run: run.demand.networks.rewards or None, "reward"),
 )
 """The parts of every run, but for those that an engine, a teacher and a vision tower count themselves."""
 
@@ -445,7 +425,7 @@ OF_AN_UPDATE = (
     Row("activations", lambda run: run.update.kept, "token_budget", When.updating),
     Row("gradients of activations", lambda run: run.update.gradients, "token_budget", When.updating),
     Row("LM head", lambda run: run.update.head, "token_budget", When.updating),
-    Row("batch", batch_bytes, groups_key),
+    Row("batch", batch_bytes, lambda demand: demand.rows.key),
     Row("freed blocks that stay", hole_bytes, "token_budget", When.updating),  # fitted
 )
 """The parts of a run that trains."""

@@ -129,11 +129,7 @@ def has_bitsandbytes() -> bool:
 
 
 def empty_model(config: ModelConfig, model: PreTrainedConfig) -> PreTrainedModel:
-    """The base with its modules and shapes, but without weights.
-
-    Raises:
-        UserError: transformers has no causal language model of this type, or its code does not take the config.
-    """
+    """The base with its modules and shapes, but without weights; refuses a model that transformers does not build."""
     from rlft.model import text_model
 
     try:
@@ -269,9 +265,6 @@ def with_keys(key: Callable[[str], str], remedy: Callable[[str], str] = str) -> 
         raise UserError(key(error.key), error.problem, got=error.got, remedy=remedy(error.remedy)) from None
 
 
-BYTES_OF_16_BITS = 2
-
-
 def resolve_mismatch(config: RunConfig, algorithm: Objective, engine: str, *, itemsize: int) -> Objective:
     """The algorithm with `algorithm.mismatch: auto` resolved for this engine.
 
@@ -279,7 +272,7 @@ def resolve_mismatch(config: RunConfig, algorithm: Objective, engine: str, *, it
     the engine's log-probs for the trainer's. `itemsize` is the bytes of a weight of the trainer's base.
     """
     generation, chosen = config.generation, config.generation.named(engine)
-    differs = chosen.rounds_apart and (itemsize <= BYTES_OF_16_BITS or chosen.rounds)
+    differs = chosen.rounds_apart and (itemsize <= 2 or chosen.rounds)
     undistorted = generation.top_p == 1 and generation.top_k == 0 and config.snapshot.old != "sampled"
     return algorithm.with_mismatch_of(rounds_apart=differs and undistorted)
 
@@ -406,12 +399,7 @@ def check_targets(lora: LoraSettings, settings: ModelConfig, model: PreTrainedCo
 def _bad_targets(
     named: Mapping[str, Sequence[str]], empty: PreTrainedModel, without: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """(target, why no adapter can be on the modules that it names).
-
-    Args:
-        named: {target: names of modules}.
-        without: {name of a layer that takes no adapter: why}.
-    """
+    """(target, why no adapter can be on the modules that `named` gives it); without: {layer without adapter: why}."""
     import torch
 
     from rlft.model.lora_config import linear_layers

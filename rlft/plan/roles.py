@@ -62,7 +62,7 @@ from rlft.plan.model_rules import (
     with_keys,
 )
 from rlft.reward.workers.reward_spec import RewardSpec, specs
-from rlft.runs.fingerprints import OF_SAMPLES, PARTS, Changed, differing, name_of
+from rlft.runs.fingerprints import OF_SAMPLES, PARTS, differing, name_of
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.terminal import override
 from rlft.tokens.text import RunTokenizer
@@ -502,7 +502,7 @@ class Use:
 
 def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
     """The adapter folders that this config names, in the order of its sections."""
-    adapter_uses = use_of_policy("lora.path", None if config.lora is None else config.lora.path)
+    adapter_uses = use_of_policy("lora.path", start_of(config.lora))
     if config.snapshot.reference not in ("none", "base", "copy", "ema"):
         reference, words = config.snapshot.reference, "none, base, copy or ema"
         adapter_uses.append(Use(key="snapshot.reference", path=reference, accepts=AdapterUse.frozen, words=words))
@@ -597,10 +597,7 @@ def check_adapters(
     base: Mapping[str, str],
     model: PreTrainedConfig,
 ) -> None:
-    """Checks that every adapter was made for the base of these fingerprints and config; called after `check_folders`.
-
-    lora: as in `check_folders`.
-    """
+    """Checks that each adapter was made for the base of these fingerprints and config; called after `check_folders`."""
     from rlft.model.experts import mixture_of
 
     names: frozenset[str] = frozenset()
@@ -609,7 +606,8 @@ def check_adapters(
         names = frozenset(mixture.parameters(experts=lora.experts, router=lora.router))
     for use in used:
         # `rlft sample` (adapter=) samples as the run did that trained it.
-        if changed := changed_base(use, base).without(() if use.key == "adapter" else OF_SAMPLES):
+        changed = differing(read_record(use.path, use.key), base)
+        if changed := changed.without(() if use.key == "adapter" else OF_SAMPLES):
             raise _other_base(use, f"its rlft.json says it was made for a base with other {changed.both}")
         if use.has_head:
             _check_head(use, model)
@@ -628,11 +626,6 @@ def _check_head(use: Use, model: PreTrainedConfig) -> None:
         if shapes.get(name) != shape:
             actual = f"{name} {shapes[name]}" if name in shapes else f"no {name}"
             raise _other_base(use, f"its head has {actual}, and this base takes {shape}")
-
-
-def changed_base(use: Use, base: Mapping[str, str]) -> Changed:
-    """What differs between the base that rlft.json records and this one; nothing where rlft did not make the folder."""
-    return differing(read_record(use.path, use.key), base)
 
 
 def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: PreTrainedConfig) -> frozenset[str]:
@@ -717,7 +710,7 @@ def notes_of_adapters(used: Sequence[Use], settings: ModelConfig, base: Mapping[
 
 def _notes(use: Use, settings: ModelConfig, base: Mapping[str, str]) -> Iterator[str]:
     record, fields = read_record(use.path, use.key), check_adapter_folder(use.path, use.key)
-    changed = changed_base(use, base)
+    changed = differing(record, base)
     if changed.parts and changed.parts.keys() <= set(OF_SAMPLES):
         yield f"the base of its run had other {changed.both}"
     elif template_in(Path(use.path).expanduser()) not in (None, base.get(name_of("base", "template"))):

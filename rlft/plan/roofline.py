@@ -53,13 +53,10 @@ slice, L40S)."""
 
 
 def read_card(text: str) -> str:
-    """The name in CARDS of a card that a command line names, in any case.
+    """The name in CARDS of a card that a command line names, in any case; refuses others.
 
     >>> read_card("h100")
     'H100'
-
-    Raises:
-        UserError: no figures are known of it.
     """
     name = text.strip().upper().removeprefix("RTX").strip()
     if name not in CARDS:

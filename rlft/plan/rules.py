@@ -432,8 +432,7 @@ def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
 
 
 def check_classifiers(rewards: Mapping[str, RewardSpec]) -> dict[str, str]:
-    """The fingerprints of reward models with a network of their own; refuses one whose
-    output is not a single score, or that lacks tensors."""
+    """The fingerprints of reward models that are networks of their own; refuses one that lacks tensors or one score."""
     from rlft.model.reward_model import check_classifier, classifier_source, read_classifier
     from rlft.plan.identity import of_source
 
@@ -502,8 +501,7 @@ def check_environment(config: SamplingRoot) -> None:
 def prompt_additions(environment: Environment | None, tokenizer: RunTokenizer, prompts: Sequence[Prompt]) -> Shown:
     """What prompts show of the environment, for `rlft.data.prompts.scan`; nothing without one.
 
-    Raises:
-        UserError: a tool has no types or docstring, or the chat template cannot hold such conversations.
+    Refuses a tool without types or a docstring, and a chat template that cannot hold such conversations.
     """
     if environment is None or not len(prompts):
         return NOTHING
@@ -655,8 +653,6 @@ def lora_of(config: SampleConfig) -> LoraSettings:
 
 # -- rlft rm and rlft dpo ----------------------------------------------------------------------------------------------
 REFERENCE = "snapshot.reference"
-MOVING = "ema"
-"""A reference that only `rlft train` has: its log-probs would have to be recomputed in every step."""
 FIXED = "copy, base or an adapter's folder"
 
 
@@ -670,7 +666,7 @@ def _loss_of(config: RmConfig | DpoConfig) -> RankingLoss:
         raise UserError("loss._target_", problem, got=got, remedy="derive it from that class")
     configured, reference = config.snapshot.reference, reference_of(config, loss)
     problem, remedy = "its log-probs are computed once for each completion, so it cannot move", f"use {FIXED}"
-    require(configured != MOVING, REFERENCE, problem, got=configured, remedy=remedy)
+    require(configured != "ema", REFERENCE, problem, got=configured, remedy=remedy)
     is_given = reference != "none"
     problem, remedy = "this loss compares the policy with a reference", f"use {FIXED}, or loss=simpo or orpo"
     require(is_given or not loss.needs_reference, REFERENCE, problem, got=configured, remedy=remedy)

@@ -189,10 +189,7 @@ LOWERED_BY = {
 def checkpoint_bytes(settings: CheckpointConfig, num_steps: int, demand: Demand, beside: int = 0) -> int:
     """The most bytes that the checkpoints of a run take at a time.
 
-    Args:
-        settings: how often a checkpoint is saved, and how many are kept.
-        demand: the run's, whose trained parameters are saved with their averages.
-        beside: number of parameters of adapters that change without being trained, such as a moving reference.
+    beside: number of parameters of adapters that change without being trained, such as a moving reference.
     """
     bytes_of_one = FLOAT32 * (demand.networks.trainable + beside) + averages_bytes(demand) + CHECKPOINT
     number = 1 + (num_steps - 1) // settings.every if settings.every else 1

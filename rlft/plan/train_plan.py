@@ -390,7 +390,7 @@ class TrainPlan(Plan):
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True) -> TrainPlan:
-    """Reads the model's config.json and tokenizer, and scans the data, as in `rlft.config.command.Command.make_plan`.
+    """Reads the model's config.json and tokenizer, and scans the data: `rlft.config.command.Command.make_plan`.
 
     trains: False if the config is only evaluated.
     """
@@ -545,8 +545,7 @@ def fingerprint_of(section: str, read: Any) -> dict[str, str]:
 def known_pass_rates(config: RunConfig, train_prompts: PromptSet) -> PassRates | None:
     """What the curriculum's file says of the train prompts; None if it names none.
 
-    Raises:
-        UserError: the file is not of these prompts, or a step takes more of them than the curriculum leaves.
+    Refuses a file that is not of these prompts, and a curriculum that leaves fewer of them than a step takes.
     """
     settings, prompts = config.curriculum, untokenised(train_prompts)
     if settings is None or not settings.is_on:
@@ -566,11 +565,7 @@ def known_pass_rates(config: RunConfig, train_prompts: PromptSet) -> PassRates |
 def longest_read_by_the_teacher(
     config: RunConfig, prompts: PromptSet, tokenizer: RunTokenizer, model_config: PreTrainedConfig
 ) -> int:
-    """Number of tokens of the longest prompt that the teacher may read.
-
-    Raises:
-        UserError: with its hint and a completion, it does not fit the context of a teacher that is on the base.
-    """
+    """Number of tokens of the longest prompt that the teacher may read; refuses a hint for which it has no context."""
     hint = config.snapshot.teacher_hint
     if hint is None:
         return config.prompts.max_tokens
