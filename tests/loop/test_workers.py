@@ -290,7 +290,7 @@ def test_a_process_whose_engine_is_dead_ends(
 
     monkeypatch.setattr(workers.os, "_exit", end)
     worker = EngineWorker.__new__(EngineWorker)
-    worker._generator = cast(Any, Dead())
+    worker._generator, worker._dead = cast(Any, Dead()), EngineDeadError.__name__
     with pytest.raises(Ended, match=r"^1$"):
         worker.sample([], 1, [], None)
     assert "engine core has died" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def opened(
     def open_one(
         rank: int, ranks: int, exchange: Exchange | None, kernels: str, checkpointing: bool, sharded: bool = True
     ) -> Iterator[LocalTrainer]:
-        def load(*_: Any, own: bool, adopt: None, sharded: ShardedLayers | None) -> Backbone:
+        def load(*_: Any, adopt: None, sharded: ShardedLayers | None) -> Backbone:
             model = random_model()
             if sharded is not None:
                 sharded.adopt(model, CPU)
