@@ -12,8 +12,7 @@ from typing import Any
 from rlft.config.trainer import OptimizerKind
 
 FAR = 10
-SMALL = 100_000_000
-"""Parameters of a model for which no published value says much."""
+SMALL = 100_000_000  # parameters of a model for which no published value says much
 
 UNSLOTH, TINKER, REGRET = "Unsloth's guide", "Tinker's cookbook", "LoRA Without Regret"
 

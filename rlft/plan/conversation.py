@@ -15,8 +15,7 @@ from rlft.types import EnvironmentFailure, Prompt, Sampling, Schema
 if TYPE_CHECKING:
     from rlft.environment.endpoint.agents import Endpoint
 
-ROOM = 10_000
-"""The most tokens of the conversation, so large that the trial does not reach its limits."""
+ROOM = 10_000  # the most tokens of the conversation, so large that the trial does not reach its limits
 MADE_UP: Mapping[str, Any] = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
 """{type of a parameter: an argument}; a parameter of any other type gets the prompt's reference answer."""
 

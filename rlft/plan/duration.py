@@ -37,26 +37,16 @@ FACTOR, UNMEASURED = 2.0, 3.0
 """What was measured lies within FACTOR of the model, or within UNMEASURED where nothing has been compared with it:
 docs/performance.md has the comparisons, tests/plan/test_duration.py holds them."""
 
-SHORT = 0.25
-"""The share of generation.max_tokens that completions have at the lower end of an interval."""
-
-LAUNCH_ON_A_CPU = 20e-6
-"""Seconds of Python and torch around each operation of a CPU, by the recorded steps of the smallest model."""
-
-OF_A_FORWARD = 0.5
-"""The most that a pass without gradient takes of a pass with one."""
-
-DISK, FILES_S = 100e6, 0.1
-"""Bytes per second that a checkpoint is written with, and seconds for its files: assumptions of a slow disk."""
-
-SAME_SHAPE = 0.05
-"""Share by which the number of a model's weights may differ from that of attention and gated MLPs."""
+SHORT = 0.25  # the share of generation.max_tokens that completions have at the lower end of an interval
+LAUNCH_ON_A_CPU = 20e-6  # seconds of Python and torch around an operation, by recorded steps of the smallest model
+OF_A_FORWARD = 0.5  # the most that a pass without gradient takes of a pass with one
+DISK, FILES_S = 100e6, 0.1  # bytes per second to write a checkpoint, seconds for its files: assumptions of a slow disk
+SAME_SHAPE = 0.05  # share by which the number of a model's weights may differ from that of attention and gated MLPs
 
 EVALUATE, CHECKPOINT = "evaluate", "checkpoint"
 BETWEEN_STEPS = (EVALUATE, CHECKPOINT)
 
-CHECKED = {2: 512}
-"""{bytes of a weight: tokens that a freshness check computes}; others have the 128 of two short sequences."""
+CHECKED = {2: 512}  # {bytes of a weight: tokens of a freshness check}; others have the 128 of two short sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

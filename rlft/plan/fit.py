@@ -29,10 +29,8 @@ from rlft.system.process.placement import GpuMemory, place
 from rlft.types import UserError
 
 CHECKPOINTING = "model.gradient_checkpointing"
-SHARE = 0.5
-"""Activations may take this share of the memory that is free after loading the weights; else they are recomputed."""
-LOWERED_TOKENS = 4096
-"""To so many tokens in a forward-backward `auto` lowers the budget before activations are computed again."""
+SHARE = 0.5  # of the memory that is free after loading the weights: larger activations are recomputed
+LOWERED_TOKENS = 4096  # to so many in a forward-backward `auto` lowers the budget before it recomputes activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +162,7 @@ def largest_budget(model: ModelSizes, demand: Demand, process: int, limit: int) 
     return high if fits(high) else max(longest, low // 64 * 64)
 
 
-MORE_RANKS = (2, 4, 8, 16, 32, 64)
-"""The numbers of ranks that a refusal may suggest."""
+MORE_RANKS = (2, 4, 8, 16, 32, 64)  # what a refusal may suggest
 
 
 def placed_here(plan: Plan) -> Plan:

@@ -32,8 +32,7 @@ from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
 MAX_BINS = 32
-MAX_CHARACTERS = 400
-"""The most characters of a text in the JSON (from data, a reward or a note): the JSON stays below 64 KiB."""
+MAX_CHARACTERS = 400  # of a text in the JSON (from data, a reward or a note): the JSON stays below 64 KiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

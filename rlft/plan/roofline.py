@@ -64,12 +64,8 @@ def read_card(text: str) -> str:
     return name
 
 
-IN_A_GRAPH = 1.5e-6
-"""Seconds between two kernels of a CUDA graph, in which engines decode."""
-
-SCHEDULED = 2e-3
-"""Seconds in which such an engine's host prepares a token of all rows; an assumption."""
-
+IN_A_GRAPH = 1.5e-6  # seconds between two kernels of a CUDA graph, in which engines decode
+SCHEDULED = 2e-3  # seconds in which such an engine's host prepares a token of all rows; an assumption
 SMALL, SMALL_IN_A_GRAPH = 18, 6
 """Kernels of a layer and a token besides its four products and its attention: of the transformers engine (counted on
 the pretended card), and of an engine that decodes in CUDA graphs."""

@@ -22,8 +22,7 @@ if TYPE_CHECKING:  # not at run time: a command from outside the tree plans in t
     from rlft.tokens.ends import TurnEnds
 
 
-LINE = 2048
-"""Bytes of a line of metrics or of the chain, or of a completion's line besides its text and tokens."""
+LINE = 2048  # bytes of a line of metrics or of the chain, or of a completion's line besides its text and tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

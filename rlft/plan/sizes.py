@@ -33,8 +33,7 @@ from rlft.system.disk import room, size_text
 from rlft.system.files import size_of
 from rlft.trainer.optimizer import is_matrix
 
-CUDA_CONTEXT = 2**29
-"""An allowance for a CUDA context and the kernels of its libraries; not measured."""
+CUDA_CONTEXT = 2**29  # an allowance for a CUDA context and the kernels of its libraries; not measured
 
 
 def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
@@ -169,14 +168,9 @@ def rehearse_decoding(generator: Generator, decodings: Iterable[Decoding], max_t
         generator.rehearse([decoding.longest] * decoding.num_prompts, decoding.samples, max_tokens)
 
 
-CHECKPOINT = 64 * 2**10
-"""Bytes of a checkpoint besides its tensors: their names, state.json, MANIFEST."""
-TEXT = 4
-"""Bytes of a token's text, an upper bound of the average."""
-TOKEN_ID = 8
-"""Bytes of a token id: digits and a comma."""
-LOGPROB = 24
-"""Bytes of a log-prob: digits and a comma."""
+CHECKPOINT = 64 * 2**10  # bytes of a checkpoint besides its tensors: their names, state.json, MANIFEST
+TEXT = 4  # bytes of a token's text, an upper bound of the average
+TOKEN_ID, LOGPROB = 8, 24  # bytes of a token id, of a log-prob: digits and a comma
 LOWERED_BY = {
     "checkpoints": "lower checkpoint.keep",
     "rollouts": "set rollouts.keep or a larger rollouts.every",

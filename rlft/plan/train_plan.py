@@ -421,6 +421,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     if trains and config.snapshot.teacher != "none":
         teacher, teacher_row_tokens = _read_teacher(config, algorithm.teacher_top_k, train_prompts, tokenizer, model)
 
+    optional: dict[str, Any] = {"held_out": held_out, "curriculum": pass_rates, "pretrain": pretrain_text}
     of_training: tuple[str, ...] = ()
     if trains:
         of_training = (
@@ -448,9 +449,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         loggers=(Rollouts(config.rollouts), *loggers) if trains else loggers,
         fingerprints={
             "data_fingerprint": train_prompts.fingerprint,
-            **fingerprint_of("held_out", held_out),
-            **fingerprint_of("curriculum", pass_rates),
-            **fingerprint_of("pretrain", pretrain_text),
+            **{f"{section}_fingerprint": read.fingerprint for section, read in optional.items() if read is not None},
             **base,
             **teacher,
             **classifiers,
@@ -535,11 +534,6 @@ def _read_teacher(
     require(top_k <= vocabulary, "algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
     longest = longest_read_by_the_teacher(config, prompts, tokenizer, model)
     return check_teacher(config, tokenizer, longest, vocabulary), longest + config.generation.max_tokens
-
-
-def fingerprint_of(section: str, read: Any) -> dict[str, str]:
-    """{key: fingerprint} of what was read for a section; empty if nothing was."""
-    return {} if read is None else {f"{section}_fingerprint": read.fingerprint}
 
 
 def known_pass_rates(config: RunConfig, train_prompts: PromptSet) -> PassRates | None:
