@@ -103,10 +103,11 @@ class Judge(ServerKeys):
         body: dict[str, Any] = {"messages": [{"role": "system", "content": instructions}, user]}
         if self.model is not None:
             body["model"] = self.model
-        if self.response_format is not ResponseFormat.none:
-            body["response_format"] = {"type": self.response_format.value}
+        wanted: dict[str, Any] = {"type": self.response_format.value}
         if self.response_format is ResponseFormat.json_schema:
-            body["response_format"]["json_schema"] = {"name": "ratings", "strict": True, "schema": SCHEMA}
+            wanted["json_schema"] = {"name": "ratings", "strict": True, "schema": SCHEMA}
+        if self.response_format is not ResponseFormat.none:
+            body["response_format"] = wanted
         return Request(body={**body, **self.options}, completions=order)
 
     def _ratings(self, answer: Any, num_completions: int) -> list[float]:
