@@ -111,15 +111,15 @@ class AnswerKeys:
 
     def right(self, group: Group) -> list[bool]:
         """Whether each completion gives the reference answer. Unscorable if there is none."""
-        return [bool(right) for right, _ in self._compared(group)]
+        return [bool(right) for right, _ in self._compared(group, forms=False)]
 
-    def _compared(self, group: Group) -> list[tuple[bool | None, str | None]]:
+    def _compared(self, group: Group, *, forms: bool = True) -> list[tuple[bool | None, str | None]]:
         """`_judged` of each, whatever a subclass makes of it; one after the other, for a worker watches them."""
         references = reference_answers(group.prompt)
-        return [self._judged(self.extract(rollout.completion.text), references) for rollout in group.rollouts]
+        return [self._judged(self.extract(each.completion.text), references, forms) for each in group.rollouts]
 
-    def _judged(self, answer: str | None, references: Sequence[str]) -> tuple[bool | None, str | None]:
-        """(whether an answer is one of the references, its normal form), the latter None without an answer.
+    def _judged(self, answer: str | None, references: Sequence[str], forms: bool) -> tuple[bool | None, str | None]:
+        """(whether an answer is one of the references, its normal form), the latter None without answer or `forms`.
 
         The former is None if it is none of those that were compared in time, and one was not. A right answer has the
         form of its reference, and a wrong one has not, because `is_right` need not be transitive: in `math`, 50% is
@@ -131,9 +131,12 @@ class AnswerKeys:
         for reference in references:
             verdicts.append(self.is_right(answer, reference))
             if verdicts[-1]:
-                return True, self.normal(reference)
+                return True, self.normal(reference) if forms else None
+        is_right = None if None in verdicts else False
+        if not forms:
+            return is_right, None
         form = self.normal(answer)
-        return None if None in verdicts else False, answer if form in map(self.normal, references) else form
+        return is_right, answer if form in map(self.normal, references) else form
 
     def normal(self, answer: str) -> str:
         """The same text for answers that this reward takes for the same, as far as their texts show it."""

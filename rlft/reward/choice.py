@@ -125,7 +125,7 @@ class Choice(AnswerKeys):
     choices_field: str | None
     reference_is: ReferenceIs = ReferenceIs.auto
 
-    def _compared(self, group: Group) -> list[tuple[bool | None, str | None]]:
+    def _compared(self, group: Group, *, forms: bool = True) -> list[tuple[bool | None, str | None]]:
         choices = self._choices(group.prompt)
         right = self._right(group.prompt, choices)
         answers, several = (self.extract(rollout.completion.text) for rollout in group.rollouts), len(right) > 1
