@@ -146,6 +146,7 @@ def check_evaluation(done: Ended, lines: Sequence[dict], step: int) -> None:
     assert len(lines) == 1 + 2 * 3  # metrics, then 2 prompts x 3 samples
     assert {"prompt_id", "prompt", "answer", "completion", "rewards"} <= lines[1].keys()
     assert all(line["read"].keys() == {"exact_match"} for line in lines[1:])
+    assert all(line["read"]["exact_match"] == line["answer"] for line in lines[1:] if line["rewards"]["exact_match"])
     rights = [line["rewards"]["exact_match"] for line in lines[1:]]
     assert lines[0]["accuracy"] == pytest.approx(sum(rights) / 6)
 

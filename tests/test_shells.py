@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 import shlex
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlft.config import command as commands
 from rlft.system.terminal import for_a_shell
 
 REPOSITORY = Path(__file__).parents[1]
@@ -43,11 +43,16 @@ def test_commands_of_pages_are_quoted(page: Path) -> None:
 
 
 def test_commands_in_help_and_comments_are_quoted() -> None:
-    for name in commands.OWN:
-        module = __import__(f"rlft.commands.{name}", fromlist=["x"])
-        for value in vars(module).values():
-            for line in value.splitlines() if isinstance(value, str) else ():
-                assert not line.startswith("  rlft ") or for_a_shell(line) == line
+    lines = [
+        line
+        for file in (REPOSITORY / "rlft" / "commands").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for line in node.value.splitlines()
+        if line.startswith("  rlft ")
+    ]
+    assert [for_a_shell(line) for line in lines] == lines
+    assert len(lines) > 30
     for folder in ("configs", "recipes"):
         for file in (REPOSITORY / folder).rglob("*.yaml"):
             for line in file.read_text().splitlines():
@@ -76,7 +81,11 @@ def test_any_override_in_a_sentence_is_one_word_of_a_shell() -> None:
     bare = [re.sub(r"'[^']*'", "", word) for word in said]
     assert not any(re.search(r"[\[*?{(]", word) for word in bare)
     assert len(said) > 200
-    if (zsh := shutil.which("zsh")) is not None:
-        for word in said:
-            done = subprocess.run([zsh, "-fc", f"print -r -- {word}"], capture_output=True, text=True, check=True)
-            assert done.stdout.rstrip("\n") == shlex.split(word)[0]
+    for shell in filter(None, map(shutil.which, ("bash", "zsh"))):
+        printed = subprocess.run([shell, "-c", f"printf '%s\\n' {' '.join(said)}"], capture_output=True, text=True)
+        assert printed.stdout.splitlines() == [shlex.split(word)[0] for word in said], shell
+
+
+def test_what_is_quoted_already_stays_as_it_is() -> None:
+    for line in ("rlft train 'name=use x=[a] here'", 'the text is "use a=[b] now"', "run=runs/a (steps=3)"):
+        assert for_a_shell(line) == line

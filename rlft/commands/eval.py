@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.launch import import_libraries
+from rlft.commands.launch import import_libraries, settled
 from rlft.commands.policy import as_training, check_base, check_names_a_model, of_a_run
 from rlft.config.compose import changed, compose
 from rlft.config.keys import is_below, known
@@ -19,7 +19,7 @@ from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.evaluations import label_of
 from rlft.plan.rules import check_train
-from rlft.runs.find import NamedRun, check_own_model, find_checkpoint, with_named_runs
+from rlft.runs.find import NamedRun, check_own_model, find_checkpoint
 from rlft.system.terminal import say, show
 from rlft.types import Evaluation, Group, Scores, counted
 
@@ -51,7 +51,7 @@ def command(arguments: list[str]) -> None:
         plain = compose(parsed.overrides, parsed.config_dir, requires=False)
     else:
         plain = changed(as_training(source), parsed.overrides, parsed.config_dir)
-    resolved = resolve_evaluation(with_named_runs(plain))
+    resolved = resolve_evaluation(settled(plain))
     for note in notes(parsed.overrides):
         say(f"note: {note}")
     if source is not None:

@@ -138,10 +138,12 @@ def launch(
             outcome = command.run(plan, folder, engines, say)
             ending.interrupted = outcome.interrupted
     except KeyboardInterrupt:
+        if command.stopped is not None:
+            say(command.stopped(folder))
+            raise Reported from None
         kept = checkpoint.finished(run_folder.checkpoints(folder))[-1:]
         saved_text = f"step {checkpoint.step_of(kept[0])} is saved" if kept else "no step is saved"
-        at_once = f"stopped at once; {saved_text}; resume with: {resuming(folder)}"
-        say(at_once if command.stopped is None else command.stopped(folder))
+        say(f"stopped at once; {saved_text}; resume with: {resuming(folder)}")
         raise Reported from None
     if outcome.interrupted:
         after = f"after step {outcome.step}, which is saved" if outcome.step else "before the first step"

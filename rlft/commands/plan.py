@@ -272,9 +272,8 @@ def time_rows(schedule: Schedule, estimated: Duration | str, price: Price | None
     if schedule.checkpoints:
         table.append(("evaluations", f"{schedule.evaluations:,}", when))
         table.append(("checkpoints", f"{schedule.checkpoints:,}", "of the last step as well"))
-    later = [f"after {FIRST} steps rlft watch says it from what they took"] * bool(
-        schedule.checkpoints
-    )  # of a run that writes metrics
+    measured = f"after {FIRST} steps rlft watch says it from what they took"
+    later = [measured] * bool(schedule.checkpoints)  # of a run that writes metrics
     if isinstance(estimated, str):
         table.append(("the run", "no estimate", "; ".join([estimated, *later])))
         said_later = "with price= rlft watch says what it costs" * bool(later)

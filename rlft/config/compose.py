@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
-from rlft.config.overrides import Arguments, choose_one, of_one_run
+from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run
 from rlft.config.suggest import SEVERAL, known_keys, unknown_in_section, unknown_key
 from rlft.types import UserError
 
@@ -57,23 +57,10 @@ def compose_run(
     overrides: Sequence[str], config_dir: str | Path | None = None, command: str = USUAL, *, requires: bool = True
 ) -> Composed:
     """As `compose`, with the run's folder, which is not created."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf, open_dict
 
-    read = of_one_run(overrides, command)
-    extend_hydra(requires=requires)
-    GlobalHydra.instance().clear()
-    primary, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
-    others += [Path(config_dir).resolve()] if config_dir else []
-    keys = [one for one in read if _sets_a_key(one, (primary, *others))]
-    choices = [one.input_line for one in read if one not in keys]
+    composed, choices, keys = _with_overrides(overrides, config_dir, command, requires=requires)
     try:
-        with initialize_config_dir(str(primary), version_base="1.3"):
-            composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)
-        for key in keys:
-            _set_key(composed, key, command)
         _replace_values(composed, REQUIRED, MISSING)
         OmegaConf.select(composed, "name", throw_on_missing=True)  # a part of the folder
         folder = Path(composed.hydra.run.dir)
@@ -89,12 +76,37 @@ def compose_run(
     return Composed(plain=plain(composed), folder=folder)
 
 
+def _with_overrides(
+    overrides: Sequence[str], config_dir: str | Path | None, command: str, *, requires: bool = True
+) -> tuple[Any, list[str], list[Any]]:
+    """(the config with Hydra's section, in which keys may still lack values; the choices; the keys that were set)."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    read = of_one_run(overrides, command)
+    extend_hydra(requires=requires)
+    GlobalHydra.instance().clear()
+    primary, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
+    others += [Path(config_dir).resolve()] if config_dir else []
+    keys = [one for one in read if _sets_a_key(one, (primary, *others))]
+    choices = [one.input_line for one in read if one not in keys]
+    try:
+        with initialize_config_dir(str(primary), version_base="1.3"):
+            composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)
+        for key in keys:
+            _set_key(composed, key, command)
+    except Exception as error:
+        raise refusal(error, command) or error from None
+    return composed, choices, keys
+
+
 def answer(command: str, parsed: Arguments) -> None:
     """Lets Hydra answer words such as --help and --cfg, once the overrides have been checked."""
     import hydra
 
     if parsed.overrides:
-        compose_run(parsed.overrides, parsed.config_dir, command)
+        _with_overrides(parsed.overrides, parsed.config_dir, command)
     extend_hydra()
     first, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
     overrides = [one.input_line for one in of_one_run(parsed.overrides, command)]
@@ -130,13 +142,18 @@ def _sets_a_key(override: Any, folders: Iterable[Path]) -> bool:
 def _set_key(config: Any, override: Any, command: str, *, recorded: bool = False) -> None:
     """Does to the config what an override says; refuses a key that the config has not, or has already.
 
-    recorded: whether the config is a run's, to which no key is added, and of whose keys alone one is suggested.
+    recorded: whether the config is a run's, which keeps its keys, but for variables of its chat template, and of whose
+    keys alone one is suggested.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.errors import ConfigCompositionException
 
     key, got = override.key_or_group, override.input_line.partition("=")[2]
-    has_key, adds = _has(config, key), override.is_force_add() or (override.is_add() and not recorded)
+    may_add = not recorded or key.startswith(f"{TEMPLATE_VARIABLES}.")
+    has_key, adds = _has(config, key), may_add and (override.is_force_add() or override.is_add())
+    if recorded and override.is_delete():
+        problem, remedy = "cannot be taken out of the config of a run", f"write {key}=<value>, or leave it out"
+        raise UserError(key, problem, got=f"~{key}", remedy=remedy)
     if not (has_key or adds):
         raise _unknown(key, config, command, None if override.is_delete() else got or "nothing", recorded=recorded)
     try:
@@ -352,7 +369,7 @@ def refusal(error: BaseException, command: str = USUAL, key: str = "command line
         problem = "must hold a section of keys" if match[2] == "ConfigTypeError" else f"cannot be used ({match[2]})"
         return UserError(f"{match[1]}.yaml", problem, remedy="write it as lines of `key: value`")
     problem = f"cannot be understood ({_first_line(error)})"
-    return UserError(wrong or "command line", problem, remedy=f"see rlft {command} --help")
+    return UserError(wrong or key, problem, remedy=f"see rlft {command} --help")
 
 
 def _first_line(error: BaseException) -> str:

@@ -222,7 +222,9 @@ def _check_recipe(value: str, override: str, command: str, config_dir: Path | No
             remedy = f"write +recipe={close}" if close else "see rlft recipes for the names"
             raise UserError("+recipe", problem, got=override, remedy=remedy)
     remedy = f"write +recipe={value or '<name>'}"
-    require(override[0] == "+", "recipe", "a recipe is added, so it takes a plus", got=override, remedy=remedy)
+    require(
+        override.startswith("+recipe"), "recipe", "a recipe is added, so it takes a plus", got=override, remedy=remedy
+    )
     if not value:
         raise UserError("+recipe", "has no name", remedy=choose_one("recipe", command))
     other = catalog.command_of(value) or command
@@ -282,7 +284,7 @@ def _check_own_keys(overrides: Sequence[str], own: Sequence[str], command: str) 
         key, _, value = override.lstrip("+~").partition("=")
         alike = {name: difflib.SequenceMatcher(None, name, key).ratio() for name in by_name}
         most = max(alike, key=alike.__getitem__, default="")
-        if not alike or alike[most] < LIKE or key in suggest.known_keys(command):
+        if not alike or alike[most] < LIKE or key in own or key in suggest.known_keys(command):
             continue
         others = [difflib.SequenceMatcher(None, meant.key, key).ratio() for meant in suggest.suggestions(key, command)]
         if alike[most] >= max(others, default=0):

@@ -83,7 +83,7 @@ def resolve(plain: Mapping[str, Any], name: str | None = None, check: Callable[[
     """
     command = commands.named(plain["command"] if name is None else name)
     config = build(plain, command.root, command.name)
-    for key, text in _texts(plain):
+    for key, text in _texts(plain, names=False):
         if not key.endswith(_NO_TEXT) and _ESCAPE.search(text):
             _warn_of_escape(key)
     check = check or command.check
@@ -121,15 +121,15 @@ def build(config: Mapping[str, Any], root: type[Any] = RunConfig, command: str =
     return from_mapping(root, {**empty, **_with_trainable_dtype(with_token_budget(config))}, "", command)
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, text) of all texts in a config; of the name of a key, the key of its section."""
+def _texts(value: Any, key: str = "", *, names: bool = True) -> Iterator[tuple[str, str]]:
+    """(key, text) of all texts in a config; with `names` also of the names of keys, with the key of their section."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield key, str(name)
-            yield from _texts(inner, f"{key}.{name}".lstrip("."))
+            yield from [(key, str(name))] if names else []
+            yield from _texts(inner, f"{key}.{name}".lstrip("."), names=names)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _texts(inner, key)
+            yield from _texts(inner, key, names=names)
     elif isinstance(value, str):
         yield key, value
 

@@ -117,7 +117,10 @@ class Curriculum:
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------------
     def state(self, step: int) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        """(arrays `[n]` of the prompts that have been counted, plain values), after `step` finished steps."""
+        """(arrays, plain values) of what changes, after `step` finished steps.
+
+        Arrays: prompts int64 `[n]`, right and wrong float64 `[n]`, of those that have been counted.
+        """
         prompts = np.flatnonzero(self.right + self.wrong)
         chosen = [[later, indices] for later, indices in self._chosen.items() if later >= step]
         arrays = {"prompts": prompts, "right": self.right[prompts], "wrong": self.wrong[prompts]}

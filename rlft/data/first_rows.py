@@ -67,12 +67,13 @@ def with_guessed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
 def _guessed(values: Mapping[str, Any], section: str) -> dict[str, str | None]:
     """{key: the field that is meant}; empty where the first row can be read, or cannot be read with a guess either."""
     path, key = values.get("path"), f"{section}.path"
-    if not isinstance(path, str) or not Path(path).expanduser().exists():
+    is_ours = str(values.get("_target_")).startswith("rlft.data.") and NAMES[section].keys() <= values.keys()
+    if not is_ours or not isinstance(path, str) or not Path(path).expanduser().exists():
         return {}
     with suppress(UserError, RowError):  # reading the data says what is wrong
         for record, table in _first_records(tables(files_at(path, key), key, values.get("rows"))):
-            row_id, fields = next(table.rows(record))
-            if _can_be_read(values, section, row_id, fields):
+            row_id, fields = next(table.rows(record), ("", {}))
+            if not fields or _can_be_read(values, section, row_id, fields):
                 return {}
             guessed = _names_in(fields, values, section)
             return guessed if _can_be_read({**values, **guessed}, section, row_id, fields) else {}

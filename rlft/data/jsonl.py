@@ -48,9 +48,10 @@ class JsonlFiles(RowSource):
     held_out_fraction: PositiveFraction
 
     def check(self) -> None:
-        """Checks that the files exist, and reads the first row of each. Raises UserError."""
-        files, _ = self._files()
-        check_first_rows(tables(files, f"{self.section}.path", self.rows), self.parse, f"{self.section}.path")
+        """Checks that the files exist, and the first row of each that can be read by itself. Raises UserError."""
+        files, held_out = self._files()
+        for key, found in ((f"{self.section}.path", files), (f"{self.section}.held_out_path", held_out or [])):
+            check_first_rows(tables(found, key, self.rows), self.parse, key)
 
     def read(self, split: Split, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         """The split's rows in file order. Raises UserError naming file and row for the first bad one."""

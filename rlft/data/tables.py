@@ -63,9 +63,7 @@ class Table(ABC):
     nested_in_records: bool = True  # whether that path begins in each record, not in the table as a whole
     streams: bool = True  # whether records can be read again without those before them
     unit: str = "row"  # what is numbered, line or row
-    has_types: bool = (
-        False  # whether its columns have types, so that objects have null for fields that they do not have
-    )
+    has_types: bool = False  # whether its columns have types: an object's fields that are not set are null
     hint: str = ""  # what a message about a missing field should say of the names of this table's fields
 
     @property

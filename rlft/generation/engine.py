@@ -179,7 +179,7 @@ class EngineArgs:
     # The trainer's networks, on whose base an engine may keep its copy of the policy (transformers.AdapterSlot); None
     # in a process without them.
     slot: Any
-    tokenizer: Any  # that of the base, a `rlft.tokens.text.RunTokenizer`: called as transformers', which is its `own`
+    tokenizer: Any  # a `rlft.tokens.text.RunTokenizer`, called as transformers' tokenizer is; that one is its `own`
     ends: TurnEnds  # what ends a turn; a completion ends with each of `ends.ids`
     device: Any  # the trainer's torch.device
     model_path: str  # folder or hub name of the base

@@ -78,8 +78,8 @@ class EnginePool(Generator):
         note: takes a line for the person watching when an engine is replaced.
         with_rows: whether engines get the prompts' metadata, which environments read.
 
-    `here` is an engine of this process, if
-    there has to be one (`Engine.on_trainers_base`): it loads what the others load, and samples nothing.
+    `here` is an engine of this process, if there has to be one (`Engine.on_trainers_base`): it loads what the others
+    load, and samples nothing.
     """
 
     replaces_engines = True

@@ -96,13 +96,13 @@ def filled(text: str, k: object, name: str) -> str:
 
 def compared(config: Config) -> list[str]:
     """The names of the metrics by which a study can compare runs with this plain config."""
-    num_samples, rewards = config["eval"].get("num_samples", 1), config.get("reward") or ("",)
+    num_samples = config["eval"].get("num_samples", 1)
     found = [
         filled(metric.name, k, reward)
         for metric in METRICS
         if metric.is_compared and metric.when(config)
         for k in metric.sizes(num_samples)
-        for reward in rewards
+        for reward in (config.get("reward") or () if "<name>" in metric.name else ("",))
     ]
     return list(dict.fromkeys(found))
 

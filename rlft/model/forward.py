@@ -337,7 +337,7 @@ def padded_most_likely(
 ) -> tuple[Tensor, Tensor, Tensor]:
     def results_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
         logits_BTV = model(**_inputs(model, rows, ids_BT, mask_BT), use_cache=False).logits[:, :-1]
-        return most_likely_of(logits_BTV, ids_BT[:, 1:], k, vocabulary)
+        return most_likely_of(widened(logits_BTV).log_softmax(-1), ids_BT[:, 1:], k, vocabulary)
 
     logprobs, ids, ids_logprobs = _of_padded_rows(batch, results_of, layout)
     return logprobs, ids, ids_logprobs

@@ -33,6 +33,10 @@ class TeacherEngine(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Ends what it has started."""
+        ...
+
 
 Part = tuple[Tensor, MicroBatch]  # indices of rows in the batch, and the micro-batch of these rows
 

@@ -146,7 +146,7 @@ def learned_bytes(run: Run) -> int:
 
 
 def roots_bytes(run: Run) -> int:
-    """The square roots of second moments, of all parameters at once but for 8-bit AdamW on a GPU."""
+    """On a GPU the square roots of all second moments of what AdamW moves, at once; 8-bit AdamW makes none such."""
     demand = run.demand
     at_once = not run.on_cpu and demand.optimizer is not OptimizerKind.adamw8bit
     return int(demand.ranks.held * moved_by_adamw(demand)) * FLOAT32 * at_once

@@ -143,7 +143,10 @@ class AnswerKeys:
         return " ".join(answer.split())
 
     def is_right(self, answer: str, reference: str) -> bool | None:
-        """Whether an answer is the reference answer, by this reward's own comparison; None if that took too long."""
+        """Whether an answer is the reference answer, by their normal forms; a reward may compare them otherwise.
+
+        None: that took too long.
+        """
         return self.normal(answer) == self.normal(reference)
 
     def _answers(self, text: str) -> Iterator[str]:

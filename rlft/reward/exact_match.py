@@ -16,9 +16,9 @@ def normal(answer: str, *, numeric: bool, ignore_case: bool) -> str:
     >>> [normal(text, numeric=True, ignore_case=True) for text in ("1,000.0", "-0", "New  York")]
     ['1000', '0', 'new york']
     """
-    if numeric and (value := plain_number(answer)) is not None:
-        return f"{value.normalize(_EXACT):f}" if value else "0"
     text = " ".join(answer.split())
+    if numeric and (value := plain_number(text)) is not None:
+        return f"{value.normalize(_EXACT):f}" if value else "0"
     return text.casefold() if ignore_case else text
 
 

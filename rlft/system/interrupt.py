@@ -10,6 +10,7 @@ ignored. SIGQUIT (Ctrl-\\) is not handled: it ends the process at once, like a k
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -47,15 +48,15 @@ class Order:
     SAME_S, SAME_CTRL_C_S = 1.0, 0.3
 
     def __init__(self) -> None:
-        self._first_at: float | None = None
+        self._counted_at = -math.inf
 
     def is_repeated(self, number: int) -> bool:
-        """Whether this signal only repeats the first one."""
-        now, first_at = time.monotonic(), self._first_at
-        if first_at is None:
-            self._first_at = now
-            return False
-        return now - first_at < (self.SAME_CTRL_C_S if number == signal.SIGINT else self.SAME_S)
+        """Whether this signal only repeats the last one that counted."""
+        now = time.monotonic()
+        if now - self._counted_at < (self.SAME_CTRL_C_S if number == signal.SIGINT else self.SAME_S):
+            return True
+        self._counted_at = now
+        return False
 
 
 _message = "nothing was begun"

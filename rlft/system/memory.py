@@ -188,7 +188,7 @@ def _lower(work: StageAndSteps, config: Any, again: str | None, engine: Mapping[
     if again is None:
         return what, f"lower {key} (now {value})"
     if largest.may_change and isinstance(value, int):
-        return what, f"go on with a lower {key} (now {value}): {again} {key}={max(1, value // 2)}"
+        return what, f"resume with a lower {key} (now {value}): {again} {key}={max(1, value // 2)}"
     return what, f"lower {key} (now {value}); rlft plan with the same words shows what each part takes"
 
 

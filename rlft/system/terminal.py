@@ -77,7 +77,9 @@ def command_line(*words: object) -> str:
     return shlex.join(map(str, words))
 
 
-_WORD = re.compile(r"(?<![^\s(])(?:~[a-z]|[+]{0,2}[a-z_][\w.@/-]*=)(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+")
+_WORD = re.compile(
+    r"(?<![^\s(])(?:(?P<quoted>'[^']*'|\"[^\"]*\")|(?:~[a-z]|[+]{0,2}[a-z_][\w.@/-]*=)(?:'[^']*'|\"[^\"]*\"|[^\s'\"])+)"
+)
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
@@ -92,7 +94,7 @@ def for_a_shell(text: str) -> str:
         word = match[0].rstrip(".,;:?")
         if word.count(")") > word.count("("):
             word = word.rpartition(")")[0]
-        if not re.search(r"^~|[\[*?{(]", _QUOTED.sub("", word)):
+        if match["quoted"] or not re.search(r"^~|=~|[\[*?{(]", _QUOTED.sub("", word)):
             return match[0]
         in_quotes = f'"{word}"' if "'" in word and not set(word) & set('"$`') else shlex.quote(word)
         return in_quotes + match[0][len(word) :]

@@ -78,7 +78,9 @@ def assign(costs: Costs, num_lanes: int) -> tuple[list[list[int]], list[float]]:
     for group in sorted(rows_of, key=lambda group: (-whole[group], rows_of[group][0])):
         lanes.add_group(lanes.cheapest, group, rows_of[group], whole[group])
     for _ in range(MOST_MOVES):
-        for move in lanes.best_moves():
+        if not (moves := lanes.best_moves()):
+            break
+        for move in moves:
             lanes.move(*move)
     return [sorted(rows) for rows in lanes.rows], lanes.totals
 

@@ -294,7 +294,7 @@ class RankedTrainer:
 
     def _watch(self, patience: float = OWN_ERROR_S) -> None:
         """Raises RanksError if a worker has failed; if the worker raised an error, only after `patience` seconds."""
-        errors = {m.name: e for m, f in self._pending.items() if f.done() and (e := f.exception()) is not None}
+        errors = {w.name: e for w, f in self._pending.items() if f.done() and (e := f.exception()) is not None}
         for error in errors.values():
             if isinstance(error, UserError):
                 raise error

@@ -16,6 +16,7 @@ from annotated_types import Gt
 from in_one_test import each
 
 import rlft
+from rlft import cli
 from rlft.algorithm.grpo import GRPO
 from rlft.algorithm.ops.ratio import Mismatch
 from rlft.config import catalog
@@ -452,3 +453,13 @@ def test_a_key_of_a_base_belongs_to_the_choices_that_build_on_it() -> None:
     assert set(known["algorithm.dual_clip"]) == {"grpo", "ppo", "reinforce"}
     with pytest.raises(UserError, match=r"it belongs to algorithm=grpo and algorithm=ppo and algorithm=reinforce$"):
         compose(["algorithm=kimi", "algorithm.dual_clip=3"])
+
+
+@pytest.mark.parametrize("words", [("sft", "trainer.lr=1e-4"), ("train", "data=jsonl"), ("dpo", "name=${x}"), ("sft",)])
+def test_cfg_prints_a_config_whose_values_are_not_all_given_yet(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *overrides = words
+    assert cli.run([command, "--cfg", "job", *overrides]) == 0
+    printed = capsys.readouterr()
+    assert (printed.err, "???" in printed.out or "${x}" in printed.out) == ("", True)

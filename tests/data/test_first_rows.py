@@ -15,6 +15,7 @@ from in_one_test import each
 
 from rlft.commands.launch import settled
 from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.data.first_rows import ANSWERS, CHATS, PROMPTS
 from rlft.types import UserError
 
@@ -82,6 +83,36 @@ def test_a_table_is_read_and_the_guess_is_said(tmp_path: Path, caplog: pytest.Lo
     assert caplog.messages == [f"{said}data.prompt_field=problem data.answer_field=solution"]
 
 
+@pytest.mark.parametrize("keys", [{}, {"prompt_field": "prompt", "answer_field": "answer"}])
+def test_data_of_ones_own_class_are_not_looked_into(
+    keys: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "class Rows:\n    def __init__(self, path, **keys):\n        self.path = path\n"
+    (tmp_path / "rows_of_mine.py").write_text(source)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?"}\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    plain = compose(("data=arithmetic",), None, "train")
+    own = {**plain, "data": {"_target_": "rows_of_mine.Rows", "path": str(tmp_path / "rows.jsonl"), **keys}}
+    assert settled(own)["data"] == own["data"]
+
+
+def test_a_first_record_without_rows_leaves_the_keys(tmp_path: Path) -> None:
+    nested = ("data.rows=items", "data.prompt_field=q")
+    assert read("data", {"items": []}, tmp_path, *nested)["prompt_field"] == "q"
+    assert (
+        read("data", {"items": [{"question": "1 + 1?", "answer": "2"}]}, tmp_path, *nested)["prompt_field"]
+        == "question"
+    )
+
+
+def test_a_held_out_file_is_looked_at_too(tmp_path: Path) -> None:
+    for name, row in (("train", {"prompt": "1 + 1?", "answer": "2"}), ("test", {"q": "1 + 2?", "answer": "3"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    files = (f"data.path={tmp_path / 'train.jsonl'}", f"data.held_out_path={tmp_path / 'test.jsonl'}")
+    with pytest.raises(UserError, match=r"data.held_out_path: .*test.jsonl:1: there is no field 'prompt'"):
+        resolve(settled(compose(("+recipe=grpo_arithmetic", "data=jsonl", *files), None, "train")))
+
+
 SCRIPT = """
 import sys
 from rlft.commands.launch import settled
@@ -109,8 +140,6 @@ def test_a_wrong_field_is_refused_before_torch_is_imported(tmp_path: Path) -> No
 def test_a_field_that_several_keys_name_is_not_blamed_on_one(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"q": "1 + 1?"}\n')
-    from rlft.config.resolved import resolve
-
     words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}", "data.answer_field=prompt")
     with pytest.raises(UserError, match=r"name other fields \(data\.\*_field\)"):
         resolve(settled(compose(words, None, "train")))

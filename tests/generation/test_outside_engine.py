@@ -243,7 +243,7 @@ INTERRUPT = {"at": "rlft.loop.session:Session.score", "call": 2, "do": "interrup
             ("generation.canned.fails_at=2", "generation.canned.runs_out=true"),
             [],
             1,
-            "what grows there is its cans; go on with a lower generation.canned.megabytes (now 64): rlft resume run "
+            "what grows there is its cans; resume with a lower generation.canned.megabytes (now 64): rlft resume run "
             "generation.canned.megabytes=32",
         ),
     ],

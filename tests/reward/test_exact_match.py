@@ -2,7 +2,7 @@ import pytest
 from in_one_test import each
 from reward_groups import TAGGED
 
-from rlft.reward.exact_match import ExactMatch
+from rlft.reward.exact_match import ExactMatch, normal
 
 
 def exact_match(**keys) -> ExactMatch:
@@ -73,3 +73,12 @@ def test_words_are_compared_with_runs_of_space_as_one(group):
 def test_a_prompt_without_an_answer_is_an_error_not_a_zero(group):
     with pytest.raises(ValueError, match="'p0' has no reference answer"):
         exact_match()(group(["<answer></answer>"], answer=" "))
+
+
+def test_white_space_around_an_answer_is_no_part_of_it():
+    for text in ("000", ".000", "018", "1", "1" * 60, "new york"):
+        for around in (f" {text}", f"{text} ", f"\n{text}\t"):
+            assert normal(around, numeric=True, ignore_case=False) == normal(text, numeric=True, ignore_case=False)
+            assert normal(normal(text, numeric=True, ignore_case=True), numeric=True, ignore_case=True) == normal(
+                text, numeric=True, ignore_case=True
+            )

@@ -97,3 +97,13 @@ def test_every_first_signal_is_a_request_and_a_second_one_an_order(
             ended = type(error).__name__
     assert ended == ("KeyboardInterrupt" if later else "abandoned" if on_signal == "now" else "")
     assert (len(said), signals.count()) == (1, before + 2)
+
+
+def test_each_press_of_ctrl_c_counts_once_however_often_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(interrupt.time, "monotonic", lambda: now[0])
+    order, counted = Order(), []
+    for now[0] in (5.0, 5.1, 5.2, 9.0, 9.1, 9.29, 9.31, 20.0):
+        if not order.is_repeated(signal.SIGINT):
+            counted.append(now[0])
+    assert counted == [5.0, 9.0, 9.31, 20.0]

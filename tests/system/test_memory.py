@@ -125,18 +125,18 @@ def fail(config, stage, error):
     [
         (
             "update",
-            "activations of a micro-batch; go on with a lower token_budget (now 2304): rlft resume runs/x token_budget="
-            "1152",
+            "activations of a micro-batch; resume with a lower token_budget (now 2304): rlft resume runs/x "
+            "token_budget=1152",
         ),
         (
             "sample",
-            "keys and values of the completions; go on with a lower generation.transformers.batch_size (now 256)",
+            "keys and values of the completions; resume with a lower generation.transformers.batch_size (now 256)",
         ),
         (
             "rehearse sampling",
             "generation.transformers.batch_size (now 256): rlft resume runs/x generation.transformers.batch_size=128",
         ),
-        ("rehearse update", "go on with a lower token_budget (now 2304): rlft resume runs/x token_budget=1152"),
+        ("rehearse update", "resume with a lower token_budget (now 2304): rlft resume runs/x token_budget=1152"),
         ("publish", "lower generation.transformers.weights (now merged); rlft plan"),
         ("starting", "the model's weights; lower model.dtype (now auto)"),
         ("a stage of a user's own", "activations of a micro-batch"),
@@ -154,7 +154,7 @@ def test_a_vllm_engine_has_a_key_of_its_own(run_config):
     with pytest.raises(OutOfMemoryError) as stopped:
         fail(run_config("generation=vllm"), "sample", MemoryError())
     key = "generation.vllm.max_num_seqs"
-    assert f"go on with a lower {key} (now 256): rlft resume runs/x {key}=128" in str(stopped.value)
+    assert f"resume with a lower {key} (now 256): rlft resume runs/x {key}=128" in str(stopped.value)
     with pytest.raises(OutOfMemoryError, match=r"what grows there is the adapter that is published; lower lora\.rank"):
         fail(run_config("generation=vllm"), "publish", MemoryError())
 
@@ -206,7 +206,7 @@ def test_every_command_tells_it(words, place, told, tmp_path, monkeypatch, capsy
 
 
 LOSSES = (
-    "memory ran out in evaluate after step 0: what grows there is activations of a micro-batch; go on with a lower "
+    "memory ran out in evaluate after step 0: what grows there is activations of a micro-batch; resume with a lower "
 )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlft.trainer import lanes
 from rlft.trainer.lanes import Costs, assign, balance, costs_of, divide
 from rlft.types import Batch
 
@@ -72,6 +73,21 @@ def test_one_long_group_is_shared_out() -> None:
     lanes, totals = assign(Costs(rows=[10.0] * 8, prompts=[1.0] * 8, groups=[0] * 8), 4)
     assert [len(lane) for lane in lanes] == [2, 2, 2, 2]
     assert totals == [21.0] * 4
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3])
+def test_moving_rows_ends_where_none_helps(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+    search = lanes._Lanes.best_moves
+
+    def counted(self: lanes._Lanes) -> list[tuple[int, int, int]]:
+        moves = search(self)
+        searches.append(len(moves))
+        return moves
+
+    monkeypatch.setattr(lanes._Lanes, "best_moves", counted)
+    lanes.assign(lanes.Costs(rows=[9.0, 7.0, 5.0, 3.0, 2.0], prompts=[1.0] * 5, groups=[0, 0, 1, 1, 2]), num_lanes)
+    assert searches.count(0) == 1, "the search that finds nothing is the last one"
 
 
 def test_there_may_be_fewer_rows_than_lanes() -> None:

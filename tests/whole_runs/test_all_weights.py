@@ -79,7 +79,7 @@ def test_an_engine_in_another_process_that_is_killed_changes_no_bit(
     assert cli.run(["train", *APART, *words]) == 0
     check_same(tmp_path / "run", by_one_process)
     [note] = disturbed.notes
-    assert re.match(r"engine-[01] is replaced: engine-[01] was killed by SIGKILL", note)
+    assert re.match(r"engine-([01]) is replaced: engine-\1 was killed by SIGKILL", note)
     assert note.startswith("engine-1") or publish is None
 
 

@@ -34,7 +34,9 @@ GREY, BLUE, ORANGE, RED = "0.6", "#1f77b4", "#ff7f0e", "#d62728"
 COLOURS = {"complete": BLUE, "pruned": ORANGE, "failed": RED, "unfinished": GREY}
 PRINTED = ("steps", "accuracy_before", "accuracy", "reward", "loss", "seconds")
 """Columns of a plain sweep's table; the accuracy is printed with its standard error."""
-RESULTS = ("job", "state", "why", "folder", "accuracy_se", *PRINTED)  # columns of its sweep.csv besides the swept keys
+RESULTS = ("job", "state", "why", "steps", "accuracy_before", "accuracy", "accuracy_se", "reward", "loss", "seconds",
+           "folder")  # fmt: skip
+"""Columns of its sweep.csv besides the swept keys."""
 RANKED_BY = {"accuracy": ", best held-out accuracy first", "loss": ", lowest held-out loss first"}
 """{what ranks the rows of a plain sweep, if any job has it: how the title says so}; the first counts first."""
 

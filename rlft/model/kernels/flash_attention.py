@@ -178,6 +178,7 @@ def attend(
         parts = [call(own, keys, *runs, is_causal=True, **window) for own, keys, *runs, window in calls]
         out, lse = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts], 1)
         random, unused = parts[0][2:4]
+        del parts  # whose outputs are as large as `out`
     else:
         out, lse, random, unused, *_ = call(slice(None), slice(None), lengths.own, lengths.own, is_causal=True)
         if len(query) > first:

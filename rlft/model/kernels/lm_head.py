@@ -230,11 +230,12 @@ def _in_chunks(
 ) -> tuple[Tensor, ...]:
     """The results of `compute(logits, ids, *settings)`, for some rows at a time.
 
-    Logits are computed a chunk at a time, and again in the backward.
+    Logits are computed a chunk at a time, and again in the backward. `logits` is a function that returns them: an
+    argument would keep the head's own numbers alive while what is computed from them needs as much memory.
     """
 
     def of_chunk(hidden_CH: Tensor, ids_C: Tensor) -> tuple[Tensor, ...]:
-        return compute(head.logits(hidden_CH), ids_C, *settings)
+        return compute(lambda: widened(head.logits(hidden_CH)), ids_C, *settings)
 
     rows = chunk_rows(cast(Tensor, head.module.weight), len(ids_M))
     parts = [
@@ -244,8 +245,10 @@ def _in_chunks(
     return tuple(torch.cat(chunks) for chunks in zip(*parts, strict=True))
 
 
-def _of_targets(logits: Tensor, target: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, ...]:
-    logits = widened(logits) / temperature
+def _of_targets(
+    head_logits: Callable[[], Tensor], target: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, ...]:
+    logits = head_logits() / temperature
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, target[:, None])[:, 0] - normaliser
     if not entropy:
@@ -256,8 +259,8 @@ def _of_targets(logits: Tensor, target: Tensor, temperature: float, entropy: boo
 def top_k_logprobs(head: Head, hidden_MH: Tensor, ids_MK: Tensor, temperature: float) -> Tensor:
     """Log-probs `[M, K]` of K tokens at each position, with the dtype of `head_logprobs`."""
 
-    def of_ids(logits: Tensor, ids: Tensor) -> tuple[Tensor]:
-        logits = widened(logits) / temperature
+    def of_ids(head_logits: Callable[[], Tensor], ids: Tensor) -> tuple[Tensor]:
+        logits = head_logits() / temperature
         return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
 
     return _in_chunks(of_ids, head, hidden_MH, ids_MK)[0]
@@ -271,13 +274,16 @@ def most_likely(
 
     Only token ids below `vocabulary` are among the most likely.
     """
-    logprobs, ids, ids_logprobs = _in_chunks(most_likely_of, head, hidden_MH, target_M, k, vocabulary)
+
+    def of_target(head_logits: Callable[[], Tensor], target: Tensor) -> tuple[Tensor, ...]:
+        return most_likely_of(head_logits().log_softmax(-1), target, k, vocabulary)
+
+    logprobs, ids, ids_logprobs = _in_chunks(of_target, head, hidden_MH, target_M)
     return logprobs, ids, ids_logprobs
 
 
-def most_likely_of(logits: Tensor, target: Tensor, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `most_likely`, from logits `[.., V]` and targets `[..]`."""
-    logp = widened(logits).log_softmax(-1)
+def most_likely_of(logp: Tensor, target: Tensor, k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `most_likely`, from log-probs `[.., V]` of all tokens and targets `[..]`."""
     best = logp[..., :vocabulary].topk(k, -1)
     return logp.gather(-1, target[..., None])[..., 0], best.indices, best.values
 

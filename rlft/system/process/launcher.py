@@ -146,8 +146,8 @@ def open_launcher(
 ) -> Iterator[Launcher]:
     """Yields the launcher, and afterwards ends all that it has started. Ray is imported only to join a cluster.
 
-    There the GPU of this process, as CUDA_VISIBLE_DEVICES names it (None if it has none), is reserved; the other
-    arguments are those of `check_room`.
+    On a cluster that is joined, the GPU of this process, as CUDA_VISIBLE_DEVICES names it (None if it has none), is
+    reserved; the other arguments are those of `check_room`.
 
     Raises UserError: the cluster that is joined does not answer, is too small, or others use this process's GPU.
     """

@@ -162,7 +162,8 @@ def check_room(
 
     Args:
         config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
-        threads: number of threads of each worker.
+        on_gpus: whether each worker has a GPU of its own.
+        threads: number of threads of each worker that is not a reward worker.
         scorers: number of reward workers, each of which has a core and no GPU.
         counts_own: whether the GPU of the run's own process is one of the cluster's.
     """

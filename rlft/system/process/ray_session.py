@@ -220,7 +220,6 @@ try:
 except Exception as error:
     print(f"{type(error).__name__}: {error}")
     sys.exit(1)
-ray.shutdown()
 os._exit(0)  # whatever Ray does at the end of an interpreter says nothing of the cluster
 """
 

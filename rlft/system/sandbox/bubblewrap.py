@@ -354,6 +354,8 @@ def system_call_filter() -> bytes | None:
 
 def missing_filter() -> str | None:
     """Why system calls cannot be filtered here; None if they can."""
+    if sys.maxsize < 2**32:
+        return "there is no system-call filter for 32-bit Pythons"
     machine = platform.machine().lower()
     if machine not in NAMES:
         return f"there is no system-call filter for {machine}, only for x86_64 and aarch64"

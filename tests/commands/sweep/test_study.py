@@ -287,3 +287,11 @@ def test_more_trials_go_on_after_the_last(tmp_path: Path) -> None:
     make_and_do(tmp_path / "in_two", keys(trials=3))
     in_two = make_and_do(tmp_path / "in_two", keys(trials=8))
     assert outcome(in_two) == outcome(make_and_do(tmp_path / "at_once", keys(trials=8)))
+
+
+def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) -> None:
+    study = make_and_do(tmp_path, keys(trials=20, pruner="hyperband"))
+    pruned = [row for row in study.trials.rows() if row.state == "pruned"]
+    assert len(pruned) >= 5
+    # rungs at 1 and 3 steps; one at 9 is the end
+    assert {max(study.trials.reported(row.number)) for row in pruned} <= {1, 3}

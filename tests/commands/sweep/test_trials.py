@@ -14,7 +14,7 @@ import pytest
 from fake_studies import ALGORITHM, RANK, RATE, STEPS, accuracy, keys, make_trials
 
 from rlft.commands.sweep.space import Interval, Space
-from rlft.commands.sweep.trials import JOURNAL, Journal, Trials
+from rlft.commands.sweep.trials import JOURNAL, Journal, Trials, pruner
 from rlft.types import UserError
 
 SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
@@ -164,7 +164,9 @@ def test_the_journal_holds_what_was_kept_last_and_optunas_own_reader_reads_it(tm
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert (tmp_path / JOURNAL).read_bytes() == before
+    with journal.transaction():
+        journal.append_logs([{"op_code": 4, "worker_id": "y", "study_id": 0}])
+    assert (tmp_path / JOURNAL).read_bytes() == before, "half of a change is not written with the next one either"
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / JOURNAL)))
     study = optuna.load_study(study_name=None, storage=storage)
     assert [trial.value for trial in study.trials] == [
@@ -185,3 +187,9 @@ def test_a_journal_that_is_damaged_is_refused(damage: Callable[[str], str], tmp_
         UserError, match=rf"^hydra.sweep.dir: optuna.log in that folder is damaged \(\w+\), got {tmp_path};"
     ):
         make_trials(tmp_path, keys(), SPACE)
+
+
+def test_hyperband_counts_the_steps_of_all_runs_from_the_first_evaluation_on() -> None:
+    made = pruner(keys(pruner="hyperband", seeds=3), 2, STEPS)
+    assert isinstance(made, optuna.pruners.HyperbandPruner)
+    assert (made._min_resource, made._max_resource) == (2, 3 * STEPS)
