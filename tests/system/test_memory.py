@@ -181,8 +181,8 @@ def test_work_without_a_run_names_no_step_and_no_command(run_config):
         (
             ("sample", "prompts_per_step=2", "n=2", "data.size=16", "hydra.run.dir=sampled"),
             "rlft.generation.transformers.TransformersGenerator.sample",
-            "memory ran out in sample after step 0: what grows there is keys and values of the completions; go on with "
-            "a lower generation.transformers.batch_size (now 256): rlft resume sampled "
+            "memory ran out in sample after step 0: what grows there is keys and values of the completions; "
+            "resume with a lower generation.transformers.batch_size (now 256): rlft resume sampled "
             "generation.transformers.batch_size=128\n",
         ),
         (
