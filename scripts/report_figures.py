@@ -1,4 +1,4 @@
-"""The pictures of `rlft report` in docs/first-run.md, of the demo, trained anew: docs/report_*.png.
+"""The pictures of `rlft report` in docs/tutorials/first-run.md, of the demo, trained anew: report_*.png next to it.
 
 python scripts/report_figures.py        # a minute; needs selenium, chromium and chromedriver (the extra dev)
 """
@@ -15,7 +15,7 @@ from chromium import open_chromium
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
 
 
 def main() -> None:

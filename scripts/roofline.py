@@ -1,6 +1,6 @@
 """What a step should take on a GPU, by the model of rlft/plan/roofline.py: nothing here is a measurement.
 
-python scripts/roofline.py                                   # the table of docs/performance.md
+python scripts/roofline.py                                   # the table of docs/benchmarks/performance.md
 python scripts/roofline.py --prompts 32 --group 8 --prompt 150 --completion 512 --budget 32768
 python scripts/roofline.py --fusion                          # updates with and without compiled functions
 """

@@ -36,7 +36,8 @@ from rlft.config.resolved import build, resolve
 from rlft.config.schema import free_keys
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ANY_BLOCK = re.compile(r"^```(\w*)(?: \S+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?\)")
@@ -143,7 +144,7 @@ def run(command: str, model: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "page", slow_but(REPOSITORY / "docs" / "first-run.md", PAGES), ids=[page.stem for page in PAGES]
+    "page", slow_but(DOCS / "tutorials" / "first-run.md", PAGES), ids=[page.stem for page in PAGES]
 )
 def test_every_command_of_a_page_does_what_it_says(
     page: Path,
@@ -198,7 +199,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_keys_that_may_change_on_resume_are_those_of_the_page() -> None:
-    page = (REPOSITORY / "docs" / "resume-and-sweeps.md").read_text()
+    page = (DOCS / "how-to" / "resume-and-sweeps.md").read_text()
     paragraph = page.partition("Keys that change no number may differ:")[2].partition("Any other is refused")[0]
     of_engines = {*free_keys(compose([])["generation"])}
     told = {*re.findall(r"`([a-z_.]+)`", paragraph), "resume"}
@@ -212,8 +213,8 @@ def test_the_keys_that_may_change_on_resume_are_those_of_the_page() -> None:
 def test_sizes_of_the_demo_are_the_recipes() -> None:
     run = compose(["+recipe=grpo_arithmetic"])
     told = f"{run['prompts_per_step']} prompts x {run['group_size']} completions a step, {run['steps']} steps"
-    assert told in (REPOSITORY / "docs" / "first-run.md").read_text()
-    page = (REPOSITORY / "docs" / "batch-sizes.md").read_text()
+    assert told in (DOCS / "tutorials" / "first-run.md").read_text()
+    page = (DOCS / "explanation" / "batch-sizes.md").read_text()
     for key in ("prompts_per_step", "group_size", "epochs", "minibatches"):
         assert f"| `{key}` | {run[key]} |" in page
     assert f"together {run['prompts_per_step'] * run['group_size']} a step" in page
@@ -231,17 +232,17 @@ def test_what_commands_of_the_pages_write_is_ignored_by_git() -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    linked = {place for place, _ in LINK.findall((REPOSITORY / "docs" / "README.md").read_text())}
-    assert linked == {page.name for page in PAGES} - {"README.md"} | {"start.ipynb"}
+    linked = {place for place, _ in LINK.findall((DOCS / "index.md").read_text())}
+    assert linked == {str(page.relative_to(DOCS)) for page in PAGES} - {"index.md"} | {"tutorials/start.ipynb"}
 
 
 def files_of(page: str) -> dict[str, str]:
-    return {file: text for _, file, text in blocks(REPOSITORY / "docs" / page) if file}
+    return {file: text for _, file, text in blocks(DOCS / "how-to" / page) if file}
 
 
 def commands_shown(page: str) -> Iterator[list[str]]:
     """The words of every `rlft train` on a page that no test runs, also those inside of files and scripts."""
-    for match in ANY_BLOCK.finditer((REPOSITORY / "docs" / page).read_text()):
+    for match in ANY_BLOCK.finditer((DOCS / "how-to" / page).read_text()):
         language, text = match[1], match[2]
         if language == "sh":
             continue
@@ -332,7 +333,7 @@ def test_the_batch_script_ends_with_the_runs_own_code(tmp_path: Path) -> None:
 
 def test_every_script_that_a_page_names_is_run_by_a_test_or_was_there_at_the_commit_beside_it() -> None:
     tests = "".join(file.read_text() for file in Path(__file__).parent.rglob("test_*.py"))
-    for page in [*(REPOSITORY / "docs").glob("*.md"), REPOSITORY / "recipes" / "README.md"]:
+    for page in [*PAGES, REPOSITORY / "recipes" / "README.md"]:
         for paragraph in page.read_text().split("\n\n"):
             for name in re.findall(r"scripts/(\w+)\.py", paragraph):
                 if (REPOSITORY / "scripts" / f"{name}.py").exists():

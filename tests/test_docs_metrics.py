@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric that a run writes, and none that nothing writes."""
+"""docs/reference/metrics.md names every metric that a run writes, and none that nothing writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlft.loop.metrics import CAUSES
 from rlft.types import FinishReason
 
 REPOSITORY = Path(__file__).parents[1]
-PAGE = REPOSITORY / "docs" / "metrics.md"
+PAGE = REPOSITORY / "docs" / "reference" / "metrics.md"
 PLACEHOLDERS = {"<name>": "[a-z_]+", "<k>": r"\d+", "<role>": "(policy|critic|reward|model)"}
 SMALL = (
     "steps=2", "generation=transformers", "lora.rank=2", "lora.alpha=4", "model.device=cpu", "eval.num_prompts=4",

@@ -17,7 +17,7 @@ import yaml
 from rlft.system.terminal import for_a_shell
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), REPOSITORY / "recipes" / "README.md"]
+PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), REPOSITORY / "recipes" / "README.md"]
 FENCE = re.compile(r"^ *```(\w*)")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 

@@ -32,7 +32,7 @@ from rlft.config.resolved import resolve
 
 REPOSITORY = Path(__file__).parents[1]
 PROGRAMS = Path(sys.executable).parent
-NOTEBOOK = REPOSITORY / "docs" / "start.ipynb"
+NOTEBOOK = REPOSITORY / "docs" / "tutorials" / "start.ipynb"
 TARGETS = ("cpu", "cuda")
 
 
@@ -164,7 +164,7 @@ def check_shell(script: str, tmp_path: Path, *without: str) -> None:
 
 def test_the_batch_script_is_the_one_that_the_page_explains(tmp_path: Path) -> None:
     script = (REPOSITORY / "scripts" / "slurm.sh").read_text()
-    assert f"```sbatch rlft.sbatch\n{script}```\n" in (REPOSITORY / "docs" / "cluster.md").read_text()
+    assert f"```sbatch rlft.sbatch\n{script}```\n" in (REPOSITORY / "docs" / "how-to" / "cluster.md").read_text()
     check_shell(script, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""`rlft models`: what holds for each family of causal language models, as terminal text, JSON or docs/models.md."""
+"""`rlft models`: what holds for each family of causal language models, as text, JSON or docs/reference/models.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ adapters, export with the adapter merged; or why such a model is refused.
 
   <pattern>    families whose names contain it, or match it: qwen, gemma3*
   --json       the same as JSON
-  --markdown   the whole page docs/models.md
+  --markdown   the whole page docs/reference/models.md
 
   rlft models qwen
   rlft models"""
@@ -46,7 +46,7 @@ and adapter. transformers {transformers}, vLLM {vllm}. `tests/helpers/write_fami
 - **Decoding** is that of `generation=transformers`. Every run compares it with training before its first step.
 - **vLLM**: whether it has the family, and takes adapters on it. It may run others through its backend for transformers.
 - **Routing replay** (`snapshot.routing`) works in mixtures of experts; not in {routed}.
-- **Images** in prompts ([vision.md](vision.md)): of {images}; other families are trained on texts alone.
+- **Images** in prompts ([vision.md](../how-to/vision.md)): of {images}; other families are trained on texts alone.
 - **Export** is `rlft export` with the adapter merged (`as=adapter` always works).
 - **GGUF**: llama.cpp's converter decides by `architectures` in config.json; `convert_hf_to_gguf.py
   --print-supported-models` lists what it takes.
@@ -140,7 +140,7 @@ def vllm_of(family: Family) -> str:
 
 
 def page() -> str:
-    """The text of docs/models.md."""
+    """The text of docs/reference/models.md."""
     families = known()
     trained = {kind: family for kind, family in families.by_type.items() if family.is_trained}
     rows = [

@@ -38,7 +38,7 @@ usage: rlft serve run=<run or checkpoint folder> [serve.port=8000] [<key>=<value
 
 Answers requests of any client of OpenAI's API, and of vLLM's with tokens, until Ctrl-C: /v1/models,
 /v1/chat/completions, /v1/completions, /inference/v1/generate, /tokenize. Listens on this machine alone, and asks for a
-key, unless told otherwise; serve.<key> are described in docs/serve.md.
+key, unless told otherwise; serve.<key> are described in docs/how-to/serve.md.
   rlft serve run=runs/grpo_arithmetic/<time>
   rlft serve run=latest serve.port=8001 serve.token=secret generation.temperature=0
   rlft serve model.path=embedded:tiny-arithmetic"""

@@ -30,7 +30,7 @@ SWITCHES = ("use_rslora", "use_dora", "experts", "router")
 
 HEAD = "lm_head"  # what most models call their output layer
 
-MADE_BY_HAND = {Path("models/SmolLM2-135M-Instruct"): "docs/start.md"}
+MADE_BY_HAND = {Path("models/SmolLM2-135M-Instruct"): "docs/tutorials/start.md"}
 """{folder of a model that a recipe names and nothing brings: the page that says how it is made}."""
 
 DTYPES = ("float32", "bfloat16", "float16")  # the values of model.dtype besides auto

@@ -286,7 +286,7 @@ def _class(name: str, target: str | None, key: str) -> Any:
         return next(kind for kind in classes if kind.__module__ == module.__name__)
     cls = locate(target, key)
     if not (isinstance(cls, type) and issubclass(cls, engine)):
-        remedy = f"make it a subclass of {ENGINE} (docs/engines.md)"
+        remedy = f"make it a subclass of {ENGINE} (docs/how-to/engines.md)"
         raise UserError(key, "is not an engine's class", got=target, remedy=remedy)
     if isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))

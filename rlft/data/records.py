@@ -174,7 +174,7 @@ class RecordKeys(PromptKeys, RowSource):
             raise RowError(f"field {self.messages_field!r} holds no user message for the model to answer")
         if self.messages_field is not None and TOOLS not in self.metadata_fields and tools_of(fields):
             problem = f"field {TOOLS!r} has tools, which prompts show only of an environment"
-            raise RowError(problem, remedy="use environment=tools (docs/tools.md), or leave the field out")
+            raise RowError(problem, remedy="use environment=tools (docs/how-to/tools.md), or leave the field out")
         answers = [answer for worked in worked_answers for answer in self._answers(worked)]
         answer, *others = dict.fromkeys(answers) if answers else [""]
         turns, question = self.filled(turns, fields)

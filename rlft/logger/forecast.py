@@ -17,7 +17,7 @@ WINDOW = 10  # the pace is that of so many newest steps
 OUTLIER = 4.0  # a step counts as at most so many medians of those around it: a machine that slept says nothing of pace
 DRIFT, PRIOR_WEIGHT = 0.25, 2
 """Standard deviation of log(pace of the rest / pace so far) before a run has shown its own, and the number of the run's
-own earlier forecasts that weigh as much. It is from the runs in recipes/chains.json (docs/performance.md)."""
+own earlier forecasts that weigh as much. From the runs in recipes/chains.json (docs/benchmarks/performance.md)."""
 
 COVERAGE = 0.8
 Z = NormalDist().inv_cdf((1 + COVERAGE) / 2)

@@ -1,6 +1,7 @@
 """What is published about a run's learning rate and rank, and whether its own are ten times off.
 
-Published are values for models of half a billion parameters and more; docs/algorithms.md lists them with their sources.
+Published are values for models of half a billion parameters and more, with their sources in
+docs/explanation/algorithms.md.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 FACTOR, UNMEASURED = 2.0, 3.0
 """What was measured lies within FACTOR of the model, or within UNMEASURED where nothing has been compared with it:
-docs/performance.md has the comparisons, tests/plan/test_duration.py holds them."""
+docs/benchmarks/performance.md has the comparisons, tests/plan/test_duration.py holds them."""
 
 SHORT = 0.25  # the share of generation.max_tokens that completions have at the lower end of an interval
 LAUNCH_ON_A_CPU = 20e-6  # seconds of Python and torch around an operation, by recorded steps of the smallest model

@@ -32,8 +32,8 @@ MARGIN = 0.07
 """Share of a GPU's memory that a plan leaves to what torch's allocator does not count: CUDA graphs, workspaces of
 libraries, and blocks that nothing fits into. An allowance."""
 FIRST_USE = 40 * 2**20
-"""Bytes that torch and its matrix library allocate on a CPU when they first compute. Fitted: docs/performance.md,
-"Planned and measured memory"."""
+"""Bytes that torch and its matrix library allocate on a CPU when they first compute. Fitted:
+docs/benchmarks/performance.md, "Planned and measured memory"."""
 CRITIC_HOLES = 0.45
 """Share of the activations of a critic's own pass that stay as freed but unusable blocks. Fitted to runs that left 0.32
 to 0.47: the same section."""

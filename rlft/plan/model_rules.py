@@ -174,7 +174,7 @@ def check_engine(generation: GenerationConfig, model: ModelConfig) -> None:
     engine = ANYWHERE if generation.engine == AUTO else generation.engine
     section = section_of(engine)
     if section not in generation.engines:
-        remedy = f"{choice_remedy(engine, ('auto', *own_engines()))}, or one of your own (docs/engines.md)"
+        remedy = f"{choice_remedy(engine, ('auto', *own_engines()))}, or one of your own (docs/how-to/engines.md)"
         raise UserError("generation.engine", "is not an engine", got=engine, remedy=remedy)
     with _keys_of(engine):
         generation.named(engine).check(plain_kernels=model.kernels == "plain")

@@ -21,7 +21,7 @@ from rlft.config import catalog
 
 NAMES = catalog.choices("algorithm")
 FOLDER = catalog.config_folder() / "algorithm"
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "explanation"
 
 Shown = Callable[..., str]
 Pages = dict[str, tuple[dict[str, Any], str]]

@@ -1,4 +1,4 @@
-"""A command from outside the tree, found by its entry point, is one like rlft's own: that of docs/commands.md."""
+"""A command from outside the tree, found by its entry point, is like rlft's own: that of docs/how-to/commands.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from run_processes import Ended, Nursery
 
 import rlft
 
-PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "commands.md"
 MOST_LINES = 80
 """Of the module, blank ones apart: the measure of what a command asks for."""
 TINY = ("parrot", "text.path=texts.jsonl", "lora.rank=2", "trainer.lr=0.01", "model.device=cpu")

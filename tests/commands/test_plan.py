@@ -420,7 +420,7 @@ SEVEN_B = {
     "num_hidden_layers": 28, "layer_types": ["full_attention"] * 28, "vocab_size": 152064,
     "tie_word_embeddings": False, "max_position_embeddings": 32768, "dtype": "bfloat16",
 }  # fmt: skip
-TABLE = Path(__file__).parents[2] / "docs" / "vllm.md"
+TABLE = Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md"
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ def test_a_recipes_folder_that_nothing_brings_is_refused_with_the_page_that_make
     paths = {path for text in texts.values() if (path := text.get("model", {}).get("path")) and looks_local(path)}
     assert paths == {"./models/SmolLM2-135M-Instruct"}
     for path in paths:
-        with pytest.raises(UserError, match=r"^model.path: .*; make it as in docs/\w+\.md, or") as refused:
+        with pytest.raises(UserError, match=r"^model.path: .*; make it as in docs/tutorials/\w+\.md, or") as refused:
             check_local(path)
-        [page] = re.findall(r"docs/\w+\.md", str(refused.value))
+        [page] = re.findall(r"docs/tutorials/\w+\.md", str(refused.value))
         assert str(Path(path)) in (repository / page).read_text()
 
 

@@ -1,4 +1,4 @@
-"""What docs/data.md says of published sets: each command reads rows of the set's form, made for this project."""
+"""What docs/how-to/data.md says of published sets: each command reads rows of the set's form, made for this project."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlft.config.instantiate import instantiate
 from rlft.config.resolved import resolve
 from rlft.types import Prompt, Ranking, Split
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "data.md"
 LINE = re.compile(r"^\| ([^|]+) \| `(plan [^`]+)` \|$", re.MULTILINE)
 COMMANDS = dict(LINE.findall(PAGE.read_text().replace(r"\|", "¦")))
 

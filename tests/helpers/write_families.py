@@ -1,4 +1,4 @@
-"""Writes rlft/model/families.json and docs/models.md: what rlft does with a tiny random model of every family.
+"""Writes rlft/model/families.json and docs/reference/models.md: what rlft does with a tiny random model of each family.
 
     .venv/bin/python tests/helpers/write_families.py          # all families, in some minutes
     .venv/bin/python tests/helpers/write_families.py qwen3    # these again, the others as they are in the file
@@ -26,7 +26,7 @@ from family_probe import probe
 from rlft.commands.models import page
 from rlft.model.families import FILE, Family, known
 
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 MODELS, SUPPORTS_LORA = "vllm.model_executor.models", "SupportsLoRA"
 
 

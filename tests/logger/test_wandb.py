@@ -62,7 +62,7 @@ def test_the_sweep_of_the_docs_gives_words_that_rlft_takes(monkeypatch):
     """What wandb's agent does with a sweep's file, up to the process that it starts."""
     from wandb.sdk.launch.sweeps import utils
 
-    page = (Path(__file__).parents[2] / "docs" / "resume-and-sweeps.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "resume-and-sweeps.md").read_text()
     sweep = yaml.safe_load(page.partition("```yaml wandb_sweep.yaml\n")[2].partition("```")[0])
     drawn = {"trainer.lr": 0.00031, "lora.rank": 16, "algorithm": "gspo"}
     assert set(drawn) == set(sweep["parameters"])

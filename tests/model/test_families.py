@@ -103,7 +103,7 @@ def test_encoders_and_models_without_layers_for_an_adapter_are_refused_by_key(
 # -- rlft models -------------------------------------------------------------------------------------------------------
 def test_the_page_of_families_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["models", "--markdown"]) == 0
-    assert capsys.readouterr().out == (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == (REPOSITORY / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
 
 
 def test_families_that_read_images_are_found_though_their_language_model_stands_under_its_own_name(

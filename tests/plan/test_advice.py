@@ -14,7 +14,7 @@ from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.plan.advice import RANKS, RATES, advice_for
 
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "algorithms.md"
 LARGE, SMOLLM2, TINY = 494_000_000, 134_515_008, 823_424
 SFT = ("demonstrations.path=embedded:arithmetic-demonstrations",)
 PAIRS = ("preferences.path=embedded:arithmetic-preferences",)

@@ -42,10 +42,10 @@ from rlft.plan.sizes import sizes_of
 from rlft.system import rates
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "benchmarks" / "performance.md"
 
 XEON = cpu(313e9, 12e9)
-"""The products' rate is in docs/performance.md; its bandwidth was not recorded."""
+"""The products' rate is in docs/benchmarks/performance.md; its bandwidth was not recorded."""
 EPYC, ONE_THREAD = cpu(130e9, 14e9), cpu(65e9, 13e9)
 """What `rlft plan` read on such a machine, on both cores and on one, while other programs left it alone."""
 
@@ -65,7 +65,7 @@ def demand_of(at_once: int = 256) -> Demand:
 
 @dataclass(frozen=True)
 class Measured:
-    """Median seconds of a step whose completions all have the same length, from a table of docs/performance.md."""
+    """Median seconds of a step whose completions have the same length, from a table of benchmarks/performance.md."""
 
     name: str
     rows: tuple[int, int, int, int]  # prompts, completions of each, tokens of a prompt and of a completion
@@ -149,7 +149,7 @@ RUNS = [
 
 
 def table() -> list[str]:
-    """The lines of docs/performance.md."""
+    """The lines of docs/benchmarks/performance.md."""
     lines = []
     for case in STEPS:
         estimated = case.estimated
@@ -182,7 +182,7 @@ def test_the_factor_covers_each_stage_that_was_measured() -> None:
         ratios.setdefault(card, []).append(ratio)
     assert {card: f"{min(found):.2f} to {max(found):.2f}" for card, found in ratios.items()} == {
         "H100": "1.00 to 1.32", "H200": "1.02 to 1.71",
-    }, "docs/performance.md says these"  # fmt: skip
+    }, "docs/benchmarks/performance.md says these"  # fmt: skip
     assert {card for card, machine in CARDS.items() if machine.is_compared} == ratios.keys()
 
 

@@ -156,7 +156,7 @@ def test_a_real_model_calls_tools_is_exported_and_answers(
 
 @pytest.mark.slow
 def test_a_real_model_learns_equations_and_is_then_rewarded_for_their_results(smollm2: Path, here: Path) -> None:
-    """docs/start.md's two commands for word problems, on problems made in SVAMP's form."""
+    """docs/tutorials/start.md's two commands for word problems, on problems made in SVAMP's form."""
     problems = [
         {"ID": f"own-{a}", "Body": f"Ada had {a} apples and ate 2", "Question": "How many are left?",
          "Equation": f"( {a}.0 - 2.0 )", "Answer": float(a - 2), "Type": "Subtraction"}

@@ -365,7 +365,7 @@ def test_fields_of_messages_of_another_role_and_what_contradicts_itself_are_refu
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
-PAGE = Path(__file__).parents[3] / "docs" / "serve.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "serve.md"
 NAMED: dict[type[Fields], str] = {
     Chat: "`/v1/chat/completions`", Complete: "`/v1/completions`", Generate: "`/inference/v1/generate`",
     DrawnTokens: "its `sampling_params`", Tokenize: "`/tokenize`", StreamOptions: "`stream_options`",
