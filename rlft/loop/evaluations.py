@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlft.algorithm.ops.aggregate import majority, pass_at, pass_sizes
-from rlft.config.instantiate import locate
+from rlft.reward.workers.reward_spec import says
 
 Config = Mapping[str, Any]
 
@@ -39,8 +39,8 @@ def _samples(config: Config) -> bool:
 
 
 def _reads_answers(config: Config) -> bool:
-    targets = [reward["_target_"] for reward in (config.get("reward") or {}).values()]
-    return _samples(config) and bool(targets) and getattr(locate(targets[0], "reward"), "reads_answers", False)
+    first = next(iter((config.get("reward") or {}).values()), None)
+    return _samples(config) and first is not None and says(first["_target_"], "reads_answers")
 
 
 def _of(*commands: str) -> Callable[[Config], bool]:

@@ -152,10 +152,6 @@ def replaced(scores: Scores, positions: Sequence[int], new: Scores, rows: Sequen
     def chosen(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
         return [after[source_of[p]] if p in source_of else row for p, row in enumerate(before)]
 
-    def nothing(of: Scores) -> list[Any]:
-        """The answers of a reward that has read none: each group of these scores has failed, or has plain numbers."""
-        return [[None] * of.total.shape[1]] * len(of.total)
-
     steps = None if scores.steps is None or new.steps is None else chosen(scores.steps, new.steps)
     outcome = None
     if scores.outcome is not None or new.outcome is not None:
@@ -172,8 +168,5 @@ def replaced(scores: Scores, positions: Sequence[int], new: Scores, rows: Sequen
         outcome=outcome,
         steps=steps,
         weights={**scores.weights, **new.weights},
-        answers={
-            name: chosen(scores.answers.get(name, nothing(scores)), new.answers.get(name, nothing(new)))
-            for name in {**scores.answers, **new.answers}
-        },
+        answers={name: chosen(rows, new.answers[name]) for name, rows in scores.answers.items()},
     )

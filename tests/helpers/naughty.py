@@ -60,6 +60,9 @@ def verdicts(group):
     return [Verdict(misbehave(text), text.lower()) for text in texts]
 
 
+verdicts.reads_answers = True  # type: ignore[attr-defined]
+
+
 def diary(group, path):
     """Writes down each completion it comes to, then misbehaves."""
     scores = []

@@ -231,19 +231,14 @@ def test_groups_without_rewards_of_turns_replace_such_with_them_and_the_other_wa
     assert torch.equal(mixed.total, mixed.outcome + mixed.by_reward["turns"])
 
 
-@pytest.mark.parametrize("read", [(True, False), (False, True), (True, True)])
-def test_answers_are_known_of_the_groups_in_which_a_reward_has_read_some(read):
-    """A reward reads none in groups that have failed, which may be all of a round."""
-
-    def scores_of(text, *, has_answers):
-        ones = torch.ones(2, 1)
-        answers = {"math": [[f"{text}0"], [f"{text}1"]]} if has_answers else {}
-        return Scores(total=ones, by_reward={"math": ones}, answers=answers)
-
-    old, new = (scores_of(text, has_answers=has) for text, has in zip(("old", "new"), read, strict=True))
-    kept, replacing = ("old1" if read[0] else None), ("new1" if read[1] else None)
-    assert replaced(old, [0], new, [1]).answers == {"math": [[replacing], [kept]]}
-    assert replaced(old, [], new, []).answers.keys() == {"math"}
+def test_answers_are_replaced_with_their_groups():
+    ones = torch.ones(2, 1)
+    old, new = (
+        Scores(total=ones, by_reward={"math": ones}, answers={"math": [[f"{text}0"], [f"{text}1"]]})
+        for text in ("old", "new")
+    )
+    assert replaced(old, [0], new, [1]).answers == {"math": [["new1"], ["old1"]]}
+    assert replaced(old, [], new, []).answers == old.answers
 
 
 def test_the_weights_of_both_sides_stay_known():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 
@@ -12,6 +13,8 @@ import pytest
 from in_one_test import each
 from reward_groups import TAGGED, make_group
 
+from rlft.loop.evaluations import compared
+from rlft.loop.metrics import summarise
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.choice import Choice
 from rlft.reward.cosine import Cosine
@@ -145,3 +148,16 @@ def test_scores_have_the_answers_of_rewards_that_read_them(workers: int) -> None
         "verdicts": [["<answer>18.0</answer>", None], ["<think>ab", "<think></think><answer>7</answer>"]],
     }
     assert scores.by_reward["exact_match"].tolist() == [[1.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("target", "has_it"), [("naughty.verdicts", True), ("naughty.naughty", False)])
+def test_an_evaluation_whose_groups_all_failed_has_the_metrics_that_a_study_expects(target: str, has_it: bool) -> None:
+    """A reward says whether it reads answers: what came of an evaluation does not decide which metrics it has."""
+    reward = {"first": {"_target_": target, "weight": 1.0, "on_error": 0.0}}
+    groups = [make_group(["raise", "raise"])] * 2
+    with closing(Scorer(specs(reward), 0, 10.0, "stop")) as scorer:
+        scores = scorer(groups)
+    assert scorer.num_failures == 4
+    metrics = summarise(groups, scores, step=0, correct_at=1.0, num_examples=0).metrics
+    expected = compared({"command": "train", "eval": {"num_samples": 2}, "reward": reward})
+    assert ("eval/maj@2" in metrics, "eval/maj@2" in expected) == (has_it, has_it)

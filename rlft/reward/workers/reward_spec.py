@@ -78,15 +78,22 @@ class RewardSpec:
     @property
     def scores_steps(self) -> bool:
         """Whether it gives `StepScores` instead of numbers: its class or function has `scores_steps = True`."""
-        return self._says("scores_steps")
+        return says(self.target, "scores_steps")
 
     @property
     def runs_in_trainer(self) -> bool:
         """Whether the trainer computes it, never a worker: its class or function has `runs_in_trainer = True`."""
-        return self._says("runs_in_trainer")
+        return says(self.target, "runs_in_trainer")
 
-    def _says(self, attribute: str) -> bool:
-        return getattr(locate(self.target, f"reward.{self.name}._target_"), attribute, False) is True
+    @property
+    def reads_answers(self) -> bool:
+        """Whether its scores are Verdicts: its class or function has `reads_answers = True`."""
+        return says(self.target, "reads_answers")
+
+
+def says(target: str, attribute: str) -> bool:
+    """Whether the class or function of this dotted path has this attribute with the value True."""
+    return getattr(locate(target, "reward"), attribute, False) is True
 
 
 def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:

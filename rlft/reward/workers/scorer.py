@@ -78,6 +78,7 @@ class Scorer:
         pooled = [spec for name, spec in rewards.items() if name not in resident]
         self._pooled = tuple(spec.name for spec in pooled)
         self._process = tuple(spec.name for spec in pooled if spec.scores_steps)
+        self._reading = tuple(spec.name for spec in pooled if spec.reads_answers)
         self._pool: Pool | InProcess
         if workers and pooled:
             self._pool = WorkerPool(pooled, workers, timeout_s) if open_pool is None else open_pool(pooled)
@@ -103,9 +104,8 @@ class Scorer:
             return with_turns(Scores(total=zeros, by_reward={TURNS: zeros}, outcome=zeros), groups)
         scores = mixed(by_reward, {name: spec.weight for name, spec in self._rewards.items()}, self._process)
         answers = {
-            name: [[score.answer if isinstance(score, Verdict) else None for score in row] for row in rows]
-            for name, rows in by_reward.items()
-            if any(isinstance(score, Verdict) for row in rows for score in row)
+            name: [[score.answer if isinstance(score, Verdict) else None for score in row] for row in by_reward[name]]
+            for name in self._reading
         }
         return with_turns(replace(scores, answers=answers), groups)
 
