@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,14 +97,21 @@ def named_folder(name: str, key: str, say: Say) -> Path:
     return latest.joinpath(*path.parts[1:])
 
 
-def short_names(keys: Sequence[str]) -> list[str]:
-    """The last part of each key, or the whole key if two keys have the same last part.
+def setting_name(values: Mapping[str, object]) -> str:
+    """What runs with these values of their keys are called among others, fractions with four digits.
 
-    >>> short_names(["trainer.lr", "seed"]), short_names(["trainer.lr", "critic.lr"])
-    (['lr', 'seed'], ['trainer.lr', 'critic.lr'])
+    >>> setting_name({"trainer.lr": "3e-5", "lora.rank": 8, "algorithm": "grpo"})
+    'trainer.lr=3e-05, lora.rank=8, algorithm=grpo'
     """
-    last_parts = [key.rpartition(".")[2] for key in keys]
-    return [last if last_parts.count(last) == 1 else key for last, key in zip(last_parts, keys, strict=True)]
+
+    def shown(value: object) -> str:
+        text = str(value)
+        try:
+            return text if re.fullmatch("[a-z]*|-?[0-9]+", text, re.IGNORECASE) else f"{float(text):.4g}"
+        except ValueError:
+            return text
+
+    return ", ".join(f"{key}={shown(value)}" for key, value in values.items())
 
 
 def _is_run(folder: Path) -> bool:

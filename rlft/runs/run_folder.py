@@ -29,6 +29,7 @@ from rlft.runs.config_file import (
     ORIGIN,
     WHOLE,
     NewerError,
+    is_path_key,
     may_have_moved,
     recorded_paths,
     same_path,
@@ -295,9 +296,23 @@ def _is_of_an_adapter(name: str) -> bool:
 
 
 def may_change(key: str, config: Mapping[str, Any]) -> bool:
-    """Whether a resume may change this key of a plain config: the key is free, or its engine says so."""
+    """Whether a resume may change this key of a plain config: the key is free, or its engine says so.
+
+    `steps` decides where a schedule ends, so that it is free only with a constant one.
+    """
+    if key == "steps" and (config.get("trainer") or {}).get("schedule") != "constant":
+        return False
     of_engines = free_keys(config.get("generation") or {})
     return bool(known(commands.named(config["command"]).root, key).free) or is_below(key, of_engines)
+
+
+def decides_results(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether runs that differ in this key of their plain configs are of different experiments, whatever their seeds.
+
+    A resume may name the same file by another path, so that paths are compared although they may change.
+    """
+    free = may_change(key, config) and not is_path_key(key)
+    return not free and known(commands.named(config["command"]).root, key).measured is not False and key != "seed"
 
 
 def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -311,7 +326,7 @@ def check_same_config(folder: Path, config: Mapping[str, Any]) -> None:
         if before.get(key, ABSENT) != now.get(key, ABSENT)
         and not same_path(before.get(key), now.get(key))
         and not (key == TEACHER and may_have_moved(before.get(key), now.get(key)))
-        and not (may_change(key, saved) and (key != "steps" or before.get("trainer.schedule") == "constant"))
+        and not may_change(key, saved)
     ]
     changed = [f"{key}: {before.get(key, 'absent')} -> {now.get(key, 'absent')}" for key in keys]
     problem = f"the config differs from the run's ({'; '.join(changed)})"

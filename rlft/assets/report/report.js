@@ -219,7 +219,7 @@ function drawChart(chart) {
   for (const one of found) {
     const colour = report.runs.length > 1 ? colourOf(one.run) : COLOURS[(found.indexOf(one)) % COLOURS.length];
     const own = report.runs[one.run];
-    const of = one.seeds ? [...(report.seeds.length > 1 || report.runs.length > one.seeds ? [own.family] : []), `${one.seeds} seeds`].join(", ") : own.label;
+    const of = one.seeds ? [own.setting, `mean of ${one.seeds} seeds`].filter(Boolean).join(", ") : own.label;
     const label = report.runs.length > 1 ? `${of}: ${one.name}` : one.name;
     const value = (u, number) => shown(number);
     if (one.low) {

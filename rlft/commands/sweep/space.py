@@ -20,7 +20,7 @@ from rlft.config.keys import Key, known
 from rlft.config.overrides import key_of, parse_overrides
 from rlft.runs import run_folder
 from rlft.runs.config_file import is_path_key
-from rlft.runs.find import short_names
+from rlft.runs.find import setting_name
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
 
@@ -156,10 +156,8 @@ class Space:
         return {key_of(one.key): params[one.key] for one in self.varied}
 
     def name(self, params: Mapping[str, Any]) -> str:
-        """What a run with these values is called: its keys, short, and numbers with four digits."""
-        values = self.named(params)
-        shown = [f"{value:.4g}" if isinstance(value, float) else value for value in values.values()]
-        return ", ".join(f"{key}={value}" for key, value in zip(short_names(list(values)), shown, strict=True))
+        """What a run with these values is called, also by `rlft runs` and `rlft report`."""
+        return setting_name(self.named(params))
 
     def corners(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(the word that is tried, {key: value}): each value and end of an interval once, the others at their first.

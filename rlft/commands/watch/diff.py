@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from rlft.commands.watch.names import differing
 from rlft.commands.watch.runs import read_words
 from rlft.config.choices import choice_remedy
 from rlft.logger.console import open_terminal
@@ -19,7 +20,7 @@ from rlft.logger.summary import points
 from rlft.logger.text import visible
 from rlft.runs.find import one_run, runs_below
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
-from rlft.runs.run_folder import ORIGIN, flatten, read
+from rlft.runs.run_folder import flatten, read
 from rlft.system.terminal import say
 from rlft.types import require
 
@@ -95,14 +96,6 @@ def steps_text(first: int, last: int) -> str:
     ('step 3', 'steps 91 to 100')
     """
     return f"step {last}" if first == last else f"steps {first} to {last}"
-
-
-def differing(configs: Sequence[Mapping[str, Any]], absent: str) -> list[tuple[str, list[Any]]]:
-    """(key, its value in each config, or `absent`) of the keys whose values differ, the origin's keys last."""
-    names = dict.fromkeys(name for config in configs for name in config if name != "resume")
-    rows = [(name, [config.get(name, absent) for config in configs]) for name in names]
-    rows = [(name, values) for name, values in rows if any(value != values[0] for value in values)]
-    return sorted(rows, key=lambda row: row[0].startswith(f"{ORIGIN}."))
 
 
 def compare_metrics(first: Path, second: Path, at: str) -> tuple[list[tuple[int, int] | None], list[Difference]]:

@@ -15,13 +15,13 @@ from typing import Any
 
 import rlft
 from rlft.commands.watch import runs as runs_command
-from rlft.commands.watch.diff import differing
+from rlft.commands.watch.names import differing, names_of, same_settings, text_of
 from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, digests_in, safe, shown_images
 from rlft.commands.watch.runs import REPORT, read_words
 from rlft.config import command as commands
-from rlft.runs.find import named_folder, short_names
+from rlft.runs.find import named_folder
 from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, read_lines, silent
-from rlft.runs.run_folder import ORIGIN, flatten, read
+from rlft.runs.run_folder import flatten, read
 from rlft.system import interrupt
 from rlft.system.disk import blame_key, writing
 from rlft.system.files import write_atomically
@@ -108,10 +108,8 @@ def _allowed(kind: str, texts: list[str]) -> str:
 
 MAX_POINTS = 2000  # the most points of a curve; in a longer run neighbours are averaged, and the page says so
 DIGITS = 5
-MAX_KEYS_OF_LABEL = 3
 SWEEP = "sweep.csv"
 """The file in a sweep's folder with a line for each job or trial."""
-SEED_KEYS = ("seed", "name", "resume")  # keys in which runs of the same experiment with different seeds may differ
 
 Line = Mapping[str, Any]
 
@@ -164,16 +162,18 @@ def report_of(folders: Sequence[Path], max_bytes: int, words: Sequence[str] = ()
 
     `words` are the folders as they were typed, which may be those of sweeps or above them.
     """
-    runs = [run_of(folder, max_bytes // len(folders), MAX_IMAGE_BYTES // len(folders)) for folder in folders]
+    plain = [read(folder, "report") for folder in folders]
+    share = max_bytes // len(folders), MAX_IMAGE_BYTES // len(folders)
+    runs = [run_of(folder, config, *share) for folder, config in zip(folders, plain, strict=True)]
     configs = [run["config"] for run in runs]
-    for run, label, family in zip(runs, labels(runs), labels(runs, without=SEED_KEYS), strict=True):
-        run |= {"label": label, "family": family}
+    for run, (name, setting) in zip(runs, names_of(folders, plain), strict=True):
+        run |= {"label": safe(name), "setting": safe(setting)}
     return {
         "made": f"{datetime.now():%Y-%m-%d %H:%M}",
         "rlft": rlft.__version__,
         "runs": runs,
         "differences": [{"key": name, "values": values} for name, values in differing(configs, "")],
-        "seeds": same_but_seeds(configs),
+        "seeds": same_settings(plain),
         "sweeps": [sweep for folder in sweep_folders(words, folders) if (sweep := sweep_of(folder)) is not None],
     }
 
@@ -207,9 +207,9 @@ def _number(cell: str) -> str:
         return safe(cell)
 
 
-def run_of(folder: Path, max_bytes: int, max_image_bytes: int) -> dict[str, Any]:
-    """The data of one run. Raises UserError if the run has no metrics."""
-    config, row = read(folder, "report"), runs_command.read(folder, silent)
+def run_of(folder: Path, config: Mapping[str, Any], max_bytes: int, max_image_bytes: int) -> dict[str, Any]:
+    """The data of one run with this plain config. Raises UserError if the run has no metrics."""
+    row = runs_command.read(folder, silent)
     lines, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)
     if row is None or not (lines or evaluations):
         raise no_metrics(folder)
@@ -230,7 +230,7 @@ def run_of(folder: Path, max_bytes: int, max_image_bytes: int) -> dict[str, Any]
         "evaluated": [line["step"] for line in evaluations],
         "evaluations": columns(evaluations),
         "alarms": alarms,
-        "config": {safe(name): safe(_text(value)) for name, value in flatten(config).items()},
+        "config": {safe(name): safe(text_of(value)) for name, value in flatten(config).items()},
         "completions": completions,
         "images": shown_images(config, digests_in(completions["groups"]), max_image_bytes),
     }
@@ -271,36 +271,5 @@ def alarms_of(folder: Path, lines: Sequence[Line], evaluations: Sequence[Line]) 
     return sorted(alarms, key=lambda alarm: alarm["step"])
 
 
-def labels(runs: Sequence[Mapping[str, Any]], without: Sequence[str] = ("name",)) -> list[str]:
-    """A label for each run: the keys in which it differs from the others, or its folder if they are many or none.
-
-    Labels leave out the keys in `without`. If the seed is one of them, all seeds of an experiment have the same label.
-    """
-    of_runs = {key: values for key, values in differing([run["config"] for run in runs], "") if key not in without}
-    keys = sorted((key for key in of_runs if not key.startswith(f"{ORIGIN}.")), key=lambda key: key in SEED_KEYS)
-    folders = ["/".join(Path(run["name"]).parts[-2:]) for run in runs]
-    if not 0 < len(keys) <= MAX_KEYS_OF_LABEL:
-        return folders
-    named = list(zip(short_names(keys), keys, strict=True))
-    texts = [", ".join(f"{name}={of_runs[key][i]}" for name, key in named) for i in range(len(runs))]
-    if "seed" in without:
-        return texts
-    pairs = zip(texts, folders, strict=True)
-    return [f"{text} ({folder})" if texts.count(text) > 1 else text for text, folder in pairs]
-
-
-def same_but_seeds(configs: Sequence[Mapping[str, str]]) -> list[list[int]]:
-    """Groups of two or more runs, by index, that differ only in their seed, name and origin."""
-    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for index, config in enumerate(configs):
-        kept = {k: v for k, v in config.items() if k not in SEED_KEYS and not k.startswith(f"{ORIGIN}.")}
-        groups.setdefault(tuple(sorted(kept.items())), []).append(index)
-    return [indices for indices in groups.values() if len(indices) > 1]
-
-
 def _rounded(value: Any) -> float | None:
     return value if not isinstance(value, float) else float(f"{value:.{DIGITS}g}")
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import gzip
 import json
 import math
@@ -17,8 +18,12 @@ import pytest
 
 from rlft import cli
 from rlft.commands.watch import report, report_completions
-from rlft.commands.watch.report import MAX_POINTS, report_of, same_but_seeds, thinned
+from rlft.commands.watch.names import same_settings
+from rlft.commands.watch.report import MAX_POINTS, report_of, thinned
 from rlft.commands.watch.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose, fitting
+from rlft.config.compose import compose
+from rlft.config.keys import keys_of
+from rlft.config.schema import RunConfig
 from rlft.runs.lines import TokenValues, encode, rollout_files, token_fields
 
 HOSTILE = {
@@ -133,7 +138,26 @@ def test_runs_that_differ_by_their_seed_alone_are_one_band(make_run: Callable[..
     found = report_of(runs, 10**6)
     assert found["seeds"] == [[0, 1, 2]]
     assert [row["key"] for row in found["differences"]] == ["name", "seed", "trainer.lr"]
-    assert same_but_seeds([run["config"] for run in found["runs"][2:]]) == []
+    assert found["runs"][0]["label"] == "trainer.lr=0.01, seed=0"
+    assert found["runs"][3]["setting"] == "trainer.lr=0.5"
+
+
+def test_seeds_may_differ_in_what_a_resume_may_change_and_in_nothing_else() -> None:
+    """Every key of the schema, one at a time: a resumed seed stays in its band, and another experiment is in none."""
+    plain = compose(["+recipe=grpo_arithmetic"])
+    for key, known in keys_of(RunConfig).items():
+        section, _, name = key.rpartition(".")
+        inside, other = (plain.get(section) if section else plain), copy.deepcopy(plain)
+        if key in ("seed", "command", "steps") or not isinstance(inside, dict) or isinstance(inside.get(name), dict):
+            continue
+        (other[section] if section else other)[name] = "another"
+        is_path = name == "path" or known.roles
+        free = bool(known.free and not is_path) or known.measured is False
+        assert (same_settings([plain, other]) == [[0, 1]]) == free, key
+    cosine = {**plain, "trainer": {**plain["trainer"], "schedule": "cosine"}}
+    longer = [{**config, "steps": 80} for config in (plain, cosine)]
+    assert same_settings([plain, longer[0]]) == [[0, 1]]
+    assert same_settings([cosine, longer[1]]) == [], "the schedule ends with the steps"
 
 
 def test_a_folder_above_runs_stands_for_all_of_them(make_run: Callable[..., Path]) -> None:

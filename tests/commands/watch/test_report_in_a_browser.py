@@ -136,18 +136,20 @@ def test_seeds_are_a_band_that_can_be_taken_apart(opened: Callable[..., Page], m
     page = opened(*(make_run(f"s{i}", seed=i, steps=40) for i in range(3)), make_run("other", lr=0.5, steps=40))
     band, label = page.find("#band"), "[data-chart='reward and held-out accuracy'] .u-label"
     assert band.is_displayed()
-    assert "lr=0.01, 3 seeds: reward/mean" in page.texts(label)
+    assert "trainer.lr=0.01, mean of 3 seeds: reward/mean" in page.texts(label)
     assert len(set(page.colours())) == 2, "a band's seeds have its colour"
     page.shot("seeds")
     band.click()
     apart = page.texts(label)
-    assert "lr=0.01, 3 seeds: reward/mean" not in apart
-    assert {f"lr=0.01, seed={i}: reward/mean" for i in range(3)} | {"lr=0.5, seed=0: reward/mean"} <= set(apart)
+    assert "trainer.lr=0.01, mean of 3 seeds: reward/mean" not in apart
+    assert {f"trainer.lr=0.01, seed={i}: reward/mean" for i in range(3)} | {
+        "trainer.lr=0.5, seed=0: reward/mean"
+    } <= set(apart)
     assert len(set(page.colours())) == 4
     page.press("2")
     page.select("step", "1")
     listed = {text.partition(", step")[0] for text in page.texts("#groups .hint")}
-    assert listed == {*(f"lr=0.01, seed={i}" for i in range(3)), "lr=0.5, seed=0"}
+    assert listed == {*(f"trainer.lr=0.01, seed={i}" for i in range(3)), "trainer.lr=0.5, seed=0"}
     assert set(page.colours("#groups")) == set(page.colours()), "a run has one colour everywhere"
     page.press("4")
     assert page.texts("#config table:first-of-type tr:nth-child(4) td") == ["trainer.lr", "0.01", "0.01", "0.01", "0.5"]
