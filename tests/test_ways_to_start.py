@@ -125,13 +125,14 @@ def test_the_notebook_can_be_read_without_running_it() -> None:
 
 
 # -- a fork's checks ---------------------------------------------------------------------------------------------------
-def test_the_workflow_of_a_fork_is_one_and_runs_what_anybody_runs() -> None:
-    file = REPOSITORY / ".github" / "workflows" / "tests.yml"
+@pytest.mark.parametrize(("name", "does"), [("tests", ["lint", "test"]), ("docs", ["docs"])])
+def test_the_workflow_of_a_fork_is_one_and_runs_what_anybody_runs(name: str, does: list[str]) -> None:
+    file = REPOSITORY / ".github" / "workflows" / f"{name}.yml"
     run(PROGRAMS / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", file)
-    steps = yaml.safe_load(file.read_text())["jobs"]["test"]["steps"]
-    lines = [line for step in steps for line in step.get("run", "").splitlines()]
+    [job] = yaml.safe_load(file.read_text())["jobs"].values()
+    lines = [line for step in job["steps"] for line in step.get("run", "").splitlines()]
     targets = [line.removeprefix("make ") for line in lines if line.startswith("make ")]
-    assert targets == ["lint", "test"]
+    assert targets == does
     makefile = (REPOSITORY / "Makefile").read_text()
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
     assert not re.search(r"\{\{ *secrets\b", file.read_text()), "a fork has none"
