@@ -18,6 +18,7 @@ from functools import partial
 
 import rlft
 from rlft.config import command as commands
+from rlft.config import recipe_file
 from rlft.config.choices import closest
 from rlft.config.compose import answer, compose_run
 from rlft.config.overrides import check_text, make_importable, parse
@@ -185,7 +186,7 @@ def run(arguments: Sequence[str]) -> int:
     except (
         Exception
     ) as error:  # whatever escapes a command is told by its kind, and ends with the exit code of its kind
-        return _failed(error)
+        return _failed(error, arguments)
 
 
 def _command(name: str) -> tuple[Callable[[list[str]], int], str]:
@@ -232,8 +233,8 @@ def _interruptible(command: Callable[[list[str]], int], arguments: list[str]) ->
         return interrupt.EXIT_CODE
 
 
-def _failed(error: Exception) -> int:
-    """Prints in one line what ended the command; returns its exit code."""
+def _failed(error: Exception, words: Sequence[str] = ()) -> int:
+    """Prints in one line what ended the command with these words; returns its exit code."""
     from rlft.system import crash, disk
 
     if crash.debugging():
@@ -242,7 +243,8 @@ def _failed(error: Exception) -> int:
         discard(sys.stdout)
         return 1
     if isinstance(error, UserError):
-        print(f"rlft: {for_a_shell(crash.one_line(error))}", file=sys.stderr)
+        place = recipe_file.place_of(error.key, words)
+        print(f"rlft: {for_a_shell(crash.one_line(error))}{place}", file=sys.stderr)
         return 2
     error = disk.failure_of(error) or error
     line = crash.one_line(error) if crash.explains_itself(error) else crash.report(error)

@@ -21,7 +21,7 @@ from rlft.commands.launch import import_libraries, settled
 from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.compose import USUAL, compose_run
-from rlft.config.overrides import only_overrides
+from rlft.config.overrides import only_overrides, recipe_in
 from rlft.config.resolved import resolve
 from rlft.generation.memory import MemoryPart, busiest, in_words, peak
 from rlft.logger.console import grid, open_terminal
@@ -101,8 +101,7 @@ def command(arguments: list[str]) -> int:
 
 def command_of(words: Sequence[str]) -> str:
     """The command of the named recipe, or `train`."""
-    recipe = next((word.partition("=")[2] for word in words if word.startswith("+recipe=")), "")
-    return catalog.command_of(recipe) or USUAL
+    return catalog.command_of(recipe_in(words)) or USUAL
 
 
 def read_bytes(text: str) -> int:

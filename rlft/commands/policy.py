@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from rlft.config import command as commands
 from rlft.config.compose import USUAL, changed, compose
-from rlft.config.overrides import Arguments, key_of, only_overrides
+from rlft.config.overrides import Arguments, key_of, only_overrides, with_recipe
 from rlft.config.resolved import Resolved, with_budget_of_device
 from rlft.config.schema import RunConfig
 from rlft.plan.identity import fingerprints
@@ -33,6 +33,7 @@ def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments
 
     `words` are keys of the command itself, which do not change the config.
     """
+    arguments = with_recipe(arguments)
     if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
         arguments = [f"run={arguments[0]}", *arguments[1:]]
     parsed = only_overrides(arguments, own=("run", "checkpoint", *words))

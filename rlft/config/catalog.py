@@ -15,7 +15,7 @@ _VALUE = re.compile(r"""(?P<value>(?:'[^']*'|"[^"]*"|[^'"#]|(?<=\S)#)*?)(?: *(?<
 _BASES = re.compile(r"^defaults: \[(.*)\]", re.MULTILINE)
 _CHOSEN = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
 _ROOT_BASES = re.compile(r"^  - base/(\w+)$", re.MULTILINE)
-_COMMAND = re.compile(r"^command: (\w+)", re.MULTILINE)
+_COMMAND = re.compile(r"^command: *['\"]?(\w+)", re.MULTILINE)
 _TARGET = re.compile(r"^_target_:", re.MULTILINE)
 _REFERENCE = re.compile(r"\$\{([a-z_.]+)\}")
 _PAPER = re.compile(r"^# Paper: (.+)$", re.MULTILINE)
@@ -79,7 +79,14 @@ def _chosen(command: str) -> dict[str, str]:
 
 
 def command_of(recipe: str) -> str | None:
-    """The command of one of rlft's recipes; None if there is none of that name."""
+    """The command of a recipe: the name of one of rlft's, or the path of a YAML file; None if there is none.
+
+    A file of the user's own is for every command unless it names one.
+    """
+    if Path(recipe).suffix in (".yaml", ".yml"):
+        file = Path(recipe).expanduser()
+        match = _COMMAND.search(file.read_text(errors="replace")) if file.is_file() else None
+        return match[1] if match else None
     file = files("recipe").get(recipe)
     return None if file is None else _command_in(file)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlft.config import catalog
+from rlft.config import catalog, recipe_file
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
 from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run
@@ -90,7 +90,7 @@ def _with_overrides(
     primary, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
     others += [Path(config_dir).resolve()] if config_dir else []
     keys = [one for one in read if _sets_a_key(one, (primary, *others))]
-    choices = [one.input_line for one in read if one not in keys]
+    choices = [_choice(one) for one in read if one not in keys]
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)
@@ -109,7 +109,7 @@ def answer(command: str, parsed: Arguments) -> None:
         _with_overrides(parsed.overrides, parsed.config_dir, command)
     extend_hydra()
     first, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
-    overrides = [one.input_line for one in of_one_run(parsed.overrides, command)]
+    overrides = [_choice(one) for one in of_one_run(parsed.overrides, command)]
     root = logging.getLogger()  # which Hydra configures
     argv, handlers, level = sys.argv, root.handlers[:], root.level
     sys.argv = [f"rlft {command}", *parsed.options, *overrides, *_search_path(others)]
@@ -137,6 +137,15 @@ def _sets_a_key(override: Any, folders: Iterable[Path]) -> bool:
     if override.package is not None or "/" in name or name.partition(".")[0] == "hydra":
         return False
     return isinstance(override.value(), Mapping) or not any((folder / name).is_dir() for folder in folders)
+
+
+def _choice(override: Any) -> str:
+    """The override for Hydra, in which a recipe's file has a name that Hydra reads as one word."""
+    value = None if override.is_delete() else override.value()
+    if override.key_or_group != "recipe" or not str(value).endswith(recipe_file.SUFFIXES):
+        return override.input_line
+    recipe_file.lines_of(value)
+    return f"+recipe={recipe_file.encoded(value)}"
 
 
 def _set_key(config: Any, override: Any, command: str, *, recorded: bool = False) -> None:
@@ -210,9 +219,12 @@ def extend_hydra(*, requires: bool = True) -> None:
     class YamlFiles(FileConfigSource):
         requires_keys: ClassVar[bool] = requires
 
+        def is_config(self, config_path: str) -> bool:
+            return recipe_file.decoded(config_path) is not None or super().is_config(config_path)
+
         def load_config(self, config_path: str) -> ConfigResult:
             try:
-                loaded = super().load_config(config_path)
+                loaded = self._own_recipe(config_path) or super().load_config(config_path)
             except UnicodeDecodeError as error:
                 file = Path(self.path, self._normalize_file_name(config_path))
                 raise UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8") from None
@@ -224,6 +236,17 @@ def extend_hydra(*, requires: bool = True) -> None:
                     raise UserError(str(key), problem, got=MISSING, remedy=remedy)
             _replace_values(loaded.config, MISSING, REQUIRED)
             return loaded
+
+        def _own_recipe(self, config_path: str) -> ConfigResult | None:
+            """The content of a user's own file, given by its path; None for another config."""
+            if (named := recipe_file.decoded(config_path)) is None:
+                return None
+            recipe_file.lines_of(named[1])
+            content = OmegaConf.to_container(OmegaConf.load(recipe_file.located(named[1])), resolve=False)
+            config = OmegaConf.create()
+            for key, value in recipe_file.as_recipe(content, *named).items():
+                OmegaConf.update(config, key, value, force_add=True)
+            return ConfigResult(config=config, path=self.path, provider=self.provider, header={"package": "_global_"})
 
     Plugins.instance()  # registers Hydra's own sources, of which this one replaces one
     SourcesRegistry.instance().types[YamlFiles.scheme()] = YamlFiles

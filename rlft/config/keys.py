@@ -13,6 +13,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
+from rlft.config import command as commands
+
+PATH_NAMES = ("path", "held_out_path")
+"""Keys whose last part is one of these, and keys that may name a role of a run, may name a local file or folder."""
+KEYWORDS = ("auto", "none", "base", "copy", "ema", "reward")
+"""Values of these keys that are never a folder, whatever folders the working directory has."""
+
 ABSENT = object()  # the value of a key that is not there; null is a value
 
 
@@ -147,3 +154,26 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
     return flat
+
+
+def is_path_key(key: str) -> bool:
+    """Whether values of this key may name a local file or folder.
+
+    >>> is_path_key("data.path"), is_path_key("trainer.lr")
+    (True, False)
+    """
+    return key.rpartition(".")[2] in PATH_NAMES or key in _keys_of_roles()
+
+
+@cache
+def _keys_of_roles() -> set[str]:
+    roots = (commands.named(command).root for command in commands.OWN)
+    return {key for root in roots for key, known in keys_of(root).items() if known.roles}
+
+
+def set_value(config: dict[str, Any], key: str, value: str) -> None:
+    """Changes the value of this full key in a nested config."""
+    *sections, name = key.split(".")
+    for section in sections:
+        config = config[section]
+    config[name] = value

@@ -8,6 +8,7 @@ was probably meant.
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlft.config import catalog, suggest
+from rlft.config import catalog, recipe_file, suggest
 from rlft.config.choices import LIKE, choice_remedy, closest
 from rlft.types import UserError, require
+
+logger = logging.getLogger(__name__)
 
 CFG = ("--cfg", "-c")
 OF_CFG = ("--resolve", "--package", "-p")  # options that change what --cfg prints
@@ -31,7 +34,6 @@ OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equa
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 """Text in Hydra's quotes, where brackets and commas have no meaning."""
 INTERVAL = re.compile(r"(?:(?:int|float|tag)\(.*)?interval\(")  # how Hydra's value for an interval of numbers begins
-FILES_OF_DATA = (".json", ".jsonl", ".gz", ".csv", ".parquet")
 FIXED = ("hydra.mode", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.job.chdir",
          "hydra.searchpath")  # fmt: skip
 """Keys that rlft sets, and the user may not."""
@@ -119,13 +121,29 @@ def make_importable(config_dir: Path | None) -> None:
             sys.path.append(str(folder.resolve()))
 
 
+def with_recipe(words: Sequence[str]) -> list[str]:
+    """The words, with the path of a YAML file as the override that chooses it as the recipe.
+
+    >>> with_recipe(["qa/run.yaml", "steps=2", "a=b.yml", "./a=b.yml"])
+    ['+recipe=qa/run.yaml', 'steps=2', 'a=b.yml', '+recipe=./a=b.yml']
+    """
+    files = [recipe_file.of_word(word) for word in words]
+    return [word if file is None else f"+recipe={_quoted(file)}" for word, file in zip(words, files, strict=True)]
+
+
+def recipe_in(words: Sequence[str]) -> str:
+    """The name or path of the recipe that these words choose; "" without one."""
+    of_recipe = (word.partition("=")[2] for word in with_recipe(words) if word.startswith("+recipe="))
+    return unquoted(next(of_recipe, ""))
+
+
 def parse(words: Sequence[str], command: str = "train", own: Sequence[str] = ()) -> Arguments:
     """Parses words after a command; refuses unknown options, words that are no override, and a key given twice."""
     overrides: list[str] = []
     options: list[str] = []
     names: list[str] = []
     config_dir: Path | None = None
-    remaining = list(words)
+    remaining = with_recipe(words)
     while remaining:
         word = remaining.pop(0)
         if not word.startswith("-"):
@@ -183,7 +201,7 @@ def _check_overrides(overrides: Sequence[str], command: str, config_dir: Path | 
         require(ends_well, "+recipe" if key == "recipe" else key, "ends with a comma", got=value, remedy=remedy)
         if key == "recipe":
             _check_recipe(value, override, command, config_dir)
-        if key in ("data", "demonstrations", "preferences") and unquoted(value).endswith(FILES_OF_DATA):
+        if key in ("data", "demonstrations", "preferences") and unquoted(value).endswith(recipe_file.FILES_OF_DATA):
             remedy = f"write {key}=jsonl {key}.path={value}"
             raise UserError(key, "is chosen by a name, not as a file", got=value, remedy=remedy)
         if key in suggest.SEVERAL and value.startswith("["):
@@ -201,35 +219,27 @@ def _check_overrides(overrides: Sequence[str], command: str, config_dir: Path | 
 
 
 def _check_recipe(value: str, override: str, command: str, config_dir: Path | None) -> None:
-    """Refuses a recipe without a plus, of another command, or given as a file.
-
-    rlft's recipes are chosen by name, the user's by --config-dir and name.
-    """
-    file = Path(unquoted(value)).expanduser()
-    name = file.name.removesuffix(".yaml")
-    if value and "," not in value and not (config_dir and (config_dir / "recipe" / f"{value}.yaml").is_file()):
-        problem = "is given by its name, not as a file"
-        users_file = file if file.is_file() else file.with_name(f"{file.name}.yaml")
-        rlfts_file = catalog.recipe_folder() / f"{name}.yaml"
-        if users_file.is_file() and not (rlfts_file.is_file() and users_file.samefile(rlfts_file)):
-            folder = users_file.resolve().parent
-            remedy = f"write --config-dir {folder.parent} +recipe={name}"
-            if folder.name != "recipe":
-                remedy = f"put it into {folder}/recipe and write --config-dir {folder} +recipe={name}"
-            raise UserError("+recipe", problem, got=override, remedy=remedy)
-        if value != name:
-            close = closest(name, catalog.choices("recipe"))
-            remedy = f"write +recipe={close}" if close else "see rlft recipes for the names"
-            raise UserError("+recipe", problem, got=override, remedy=remedy)
+    """Refuses a recipe without a plus, of another command, or that is no recipe's name or file."""
+    name = unquoted(value)
+    is_in_config_dir = config_dir is not None and (config_dir / "recipe" / f"{name}.yaml").is_file()
+    file = next((f"{name}{suffix}" for suffix in recipe_file.SUFFIXES if Path(f"{name}{suffix}").is_file()), None)
+    is_path = name.endswith(recipe_file.SUFFIXES)
+    if is_path and ("," not in value or name != value):  # else a sweep over files
+        recipe_file.lines_of(name)
+    elif file is not None and name in catalog.choices("recipe"):
+        logger.warning("+recipe=%s is a recipe of rlft's; to use the file of that name write %s", name, file)
+    elif name and "," not in value and not is_in_config_dir and (file is not None or name != Path(name).name):
+        remedy = f"write {file}" if file else "write the path of a YAML file, or see rlft recipes for rlft's own"
+        raise UserError("+recipe", "is no recipe of rlft's", got=override, remedy=remedy)
     remedy = f"write +recipe={value or '<name>'}"
     require(
         override.startswith("+recipe"), "recipe", "a recipe is added, so it takes a plus", got=override, remedy=remedy
     )
     if not value:
         raise UserError("+recipe", "has no name", remedy=choose_one("recipe", command))
-    other = catalog.command_of(value) or command
-    remedy = f"write rlft {other} +recipe={value}"
-    require(other == command, "+recipe", f"is for rlft {other}", got=value, remedy=remedy)
+    other = catalog.command_of(name) or command
+    remedy = f"write rlft {other} {name if is_path else override}"
+    require(other == command, "+recipe", f"is for rlft {other}", got=name, remedy=remedy)
 
 
 def _check_of_hydra(key: str, value: str, command: str) -> None:
@@ -298,6 +308,8 @@ def _not_an_override(word: str, following: Sequence[str], command: str) -> UserE
         suggestion = f"did you mean +recipe={key}?"
     elif key == "recipe":
         suggestion = f"did you mean +recipe={value or '<name>'}?"
+    elif file := recipe_file.meant_by(word):
+        suggestion = f"did you mean {file}?"
     else:
         suggestion = suggest.remedy(suggest.suggestions(key, command), value)
     remedy = suggestion or "for instance +recipe=grpo_arithmetic steps=10"
@@ -396,6 +408,11 @@ def _of_one_run(parsed: Any, command: str) -> Any:
 def choose_one(group: str, command: str) -> str:
     names = catalog.choices(group, command)
     return f"choose one of {', '.join(names)}" if names else f"leave it out; `rlft {command} --cfg job` shows every key"
+
+
+def _quoted(path: str) -> str:
+    """A path as Hydra's value, in quotes where it has characters that mean something there."""
+    return path if re.fullmatch(r"[\w./-]+", path) else "'" + path.replace("'", "\\'") + "'"
 
 
 def _quoted_twice(key: str, value: str) -> str:

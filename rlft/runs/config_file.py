@@ -11,7 +11,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import yaml
 
 from rlft.config import command as commands
 from rlft.config.command import UnknownCommandError
-from rlft.config.keys import flatten, keys_of
+from rlft.config.keys import KEYWORDS, flatten, is_path_key, set_value
 
 CONFIG = "config.yaml"
 ORIGIN = "origin"
@@ -109,32 +109,11 @@ def _load(content: bytes) -> Any:
     return yaml.load(content, Loader=yaml.CSafeLoader if fast else yaml.SafeLoader)
 
 
-PATH_NAMES = ("path", "held_out_path")
-"""Keys whose last part is one of these, and keys that may name a role of a run, may name a local file or folder."""
-KEYWORDS = ("auto", "none", "base", "copy", "ema", "reward")
-"""Values of these keys that are never a folder, whatever folders the working directory has."""
-
-
 def path_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, path) of every key that may name a local file or folder and is not empty."""
     for key, value in flatten(config).items():
         if isinstance(value, str) and value and value not in KEYWORDS and is_path_key(key):
             yield key, value
-
-
-def is_path_key(key: str) -> bool:
-    """Whether values of this key may name a local file or folder.
-
-    >>> is_path_key("data.path"), is_path_key("trainer.lr")
-    (True, False)
-    """
-    return key.rpartition(".")[2] in PATH_NAMES or key in _keys_of_roles()
-
-
-@cache
-def _keys_of_roles() -> set[str]:
-    roots = (commands.named(command).root for command in commands.OWN)
-    return {key for root in roots for key, known in keys_of(root).items() if known.roles}
 
 
 def recorded_paths(config: Mapping[str, Any], folder: Path) -> dict[str, dict[str, str]]:
@@ -180,11 +159,3 @@ def _located(value: str, folder: Path, relative: str) -> str:
 
 def _absolute(path: str) -> Path:
     return Path(path).expanduser().resolve()
-
-
-def set_value(config: dict[str, Any], key: str, value: str) -> None:
-    """Changes the value of this full key in a nested config."""
-    *sections, name = key.split(".")
-    for section in sections:
-        config = config[section]
-    config[name] = value

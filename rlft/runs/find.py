@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.config import command as commands
 from rlft.config.command import UnknownCommandError
-from rlft.config.keys import flatten, keys_of
+from rlft.config.keys import KEYWORDS, flatten, keys_of, set_value
 from rlft.runs import changed_since, checkpoint, run_folder, run_status
-from rlft.runs.config_file import KEYWORDS, set_value
 from rlft.runs.lines import METRICS
 from rlft.runs.run_folder import CONFIG, checkpoints, whole_config
 from rlft.runs.run_status import FILE as STATUS

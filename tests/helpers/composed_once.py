@@ -1,8 +1,8 @@
 """rlft's YAML read and merged once in a process, where Hydra does it anew for every config that it composes.
 
 A config's files depend only on the choices in groups: what is typed of single keys comes afterwards, from Hydra itself.
-Folders of a test's own may change between two configs; nothing of them is kept. What is kept is pickled, which makes
-a copy in a fifth of `copy.deepcopy`'s time.
+Folders and files of a test's own may change between two configs; nothing of them is kept. What is kept is pickled,
+which makes a copy in a fifth of `copy.deepcopy`'s time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def chosen_files(
 ) -> DefaultsList:
     """As Hydra's `create_defaults_list`: once for the same choices in groups."""
     rest = config_name, overrides_list, prepend_hydra, skip_missing
-    if (folders := _folders(repo)) is None:
+    if (folders := _folders(repo)) is None or any("file:" in o.input_line for o in overrides_list):
         return create_defaults_list(repo, *rest)
     keys = Overrides(repo=repo, overrides_list=overrides_list).config_overrides
     groups = [o.input_line for o in overrides_list if not o.is_sweep_override() and not any(o is key for key in keys)]
@@ -74,7 +74,7 @@ def chosen_files(
 
 def merged_files(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
     """As the loader's own method: a copy of what the same files gave before."""
-    if (folders := _folders(repo)) is None:
+    if (folders := _folders(repo)) is None or any("/file:" in str(d.config_path) for d in defaults):
         return _merge(loader, defaults, repo)
     requires = tuple(getattr(source, "requires_keys", None) for source in repo.get_sources())
     known = folders, requires, tuple((d.config_path, d.package, d.parent, d.is_self, d.primary) for d in defaults)

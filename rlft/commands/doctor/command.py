@@ -15,7 +15,7 @@ from rlft.commands.tables import print_rows
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
 from rlft.config.keys import keys_of
-from rlft.config.overrides import Arguments, key_of, only_overrides
+from rlft.config.overrides import Arguments, key_of, only_overrides, recipe_in
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.runs.find import with_named_runs
@@ -24,7 +24,7 @@ from rlft.system.check_rows import Status
 from rlft.system.crash import debugging
 from rlft.system.locks import owned_folder
 from rlft.system.terminal import say
-from rlft.types import UserError, require
+from rlft.types import require
 
 USAGE = """\
 usage: rlft doctor [+recipe=<name>] [<key>=<value>] ... [--json]
@@ -118,11 +118,11 @@ def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, op
 
 def check_recipe(words: Sequence[str], example: str) -> None:
     """Refuses a recipe of another command, whose runs have other parts than those that the checks try."""
-    for name in (word.partition("=")[2] for word in words if word.startswith("+recipe=")):
-        if (command := catalog.command_of(name) or COMMAND) != COMMAND:
-            remedy = f"give the keys that matter, as in {example}, or a recipe of rlft {COMMAND}"
-            problem = f"is for rlft {command}, and a run of rlft {COMMAND} is tried"
-            raise UserError("+recipe", problem, got=name, remedy=remedy)
+    name = recipe_in(words)
+    command = catalog.command_of(name) or COMMAND
+    remedy = f"give the keys that matter, as in {example}, or a recipe of rlft {COMMAND}"
+    problem = f"is for rlft {command}, and a run of rlft {COMMAND} is tried"
+    require(command == COMMAND, "+recipe", problem, got=name, remedy=remedy)
 
 
 def settings_of(plain: dict[str, Any], parsed: Arguments, folder: Path) -> Settings:

@@ -20,6 +20,7 @@ import rlft
 from rlft.commands.export import gguf
 from rlft.commands.export.request import Export
 from rlft.config.instantiate import component_name
+from rlft.config.keys import PATH_NAMES
 from rlft.config.model import ALL_LINEAR, EMBEDDED, SWITCHES, looks_local
 from rlft.data.files import is_data_file
 from rlft.data.templates import PLACEHOLDER, for_typed, prompt_of
@@ -27,7 +28,6 @@ from rlft.generation.vllm.options import engine_rank
 from rlft.logger.summary import ends
 from rlft.model.adapter_folder import CONFIG, switches_of
 from rlft.runs import checkpoint, run_folder
-from rlft.runs.config_file import PATH_NAMES
 from rlft.runs.find import CheckpointKind
 from rlft.runs.lines import EVALUATIONS, read_lines
 from rlft.system.terminal import command_line, overrides

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from rlft.commands.sweep.space import SECTION, StudyConfig, changes_no_number
-from rlft.config.keys import ABSENT, flatten, keys_of
+from rlft.config.keys import ABSENT, flatten, is_path_key, keys_of
 from rlft.config.overrides import CONFIG_DIR, Arguments, key_of
 from rlft.config.schema import RunConfig
 from rlft.runs import run_folder
-from rlft.runs.config_file import is_path_key, same_path
+from rlft.runs.config_file import same_path
 from rlft.system.files import write_atomically
 from rlft.system.terminal import resuming
 from rlft.types import UserError, require

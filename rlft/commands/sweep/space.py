@@ -16,10 +16,9 @@ from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.config.instantiate import from_mapping
-from rlft.config.keys import Key, known
+from rlft.config.keys import Key, is_path_key, known
 from rlft.config.overrides import key_of, parse_overrides
 from rlft.runs import run_folder
-from rlft.runs.config_file import is_path_key
 from rlft.runs.find import setting_name
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, require

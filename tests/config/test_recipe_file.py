@@ -1,0 +1,189 @@
+"""A YAML file of the user's own, given by its path, is a recipe wherever it lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlft import cli
+from rlft.config.compose import compose
+from rlft.config.keys import is_path_key
+from rlft.config.overrides import parse
+
+TEXT = """\
+data: jsonl
+reward: [exact_match, format]
+data.path: rows.jsonl
+trainer.lr: 1e-3
+trainer: {warmup: 3}
+lora: {rank: 4, path: ./adapter}
+model.path: models/mine
+pretrain.path: embedded:arithmetic-text
+snapshot.teacher: Qwen/Qwen3-8B
+prompts:
+  max_tokens: 64
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def written(file: Path, text: str = TEXT) -> Path:
+    (file.parent / "models" / "mine").mkdir(parents=True, exist_ok=True)
+    rows = [json.dumps({"prompt": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(40)]
+    (file.parent / "rows.jsonl").write_text("\n".join(rows))
+    file.write_text(text)
+    return file
+
+
+def composed(*words: str, command: str = "train") -> dict[str, Any]:
+    parsed = parse(words, command)
+    return compose(parsed.overrides, parsed.config_dir, command)
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("run.yaml", "work"), ("./run.yaml", "work"), ("qa/run.yaml", "qa"), ("qa/fast.yml", "fast"), 
+        ("../x.yaml", "x"),         ("{}/qa/run.yaml", "qa"), ("~/qa/run.yaml", "qa"), 
+        ("my qa/a=b, c.yaml", "a=b, c"), ("it's/$x[1]~.yaml", "$x[1]~"),
+        ("steps=3/run.yaml", "steps=3"), ("qa/\"{'ü'}%2F.yaml", "\"{'ü'}%2F"),
+    ],
+)  # fmt: skip
+def test_a_file_is_a_recipe_wherever_it_lies_and_its_paths_are_relative_to_it(
+    typed: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    typed = typed.replace("{}", str(tmp_path)) if typed.startswith("{}") else typed
+    file = Path(typed).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    written(file)
+    plain = composed(typed, "steps=2", "eval.every=0")
+    for section, own in (("data", "rows.jsonl"), ("model", "models/mine"), ("lora", "adapter")):
+        assert plain[section]["path"] == os.path.normpath(file.parent / own)
+    assert plain["pretrain"]["path"] == "embedded:arithmetic-text"
+    assert plain["snapshot"]["teacher"] == "Qwen/Qwen3-8B"
+    assert (plain["name"], plain["steps"], plain["prompts"]["max_tokens"]) == (name, 2, 64)
+    assert (plain["trainer"]["lr"], plain["trainer"]["warmup"], plain["lora"]["rank"]) == (1e-3, 3, 4)
+    assert list(plain["reward"]) == ["exact_match", "format"]
+
+
+def test_a_typed_path_stays_relative_to_the_working_directory(workplace: Path) -> None:
+    (workplace / "qa").mkdir()
+    written(workplace / "qa" / "run.yaml")
+    assert composed("qa/run.yaml", "data.path=rows.jsonl", "name=x")["data"]["path"] == "rows.jsonl"
+
+
+def test_a_file_may_build_on_files_next_to_it_and_on_rlfts_recipes(workplace: Path) -> None:
+    (workplace / "qa").mkdir()
+    written(workplace / "qa" / "common.yaml", "data: jsonl\ndata.path: rows.jsonl\nname: common\n")
+    text = "# @package _global_\ndefaults:\n  - {}\n  - override /algorithm: dapo\nsteps: 3\n"
+    on_common = composed(str(written(Path("qa/run.yaml"), text.format("common"))))
+    assert (on_common["data"]["path"], on_common["name"], on_common["steps"]) == ("qa/rows.jsonl", "qa", 3)
+    on_rlfts = composed(str(written(workplace / "qa" / "run.yaml", text.format("grpo_arithmetic"))))
+    assert (on_rlfts["group_size"], on_rlfts["name"], on_rlfts["trainer"]["lr"]) == (8, "qa", 1e-3)
+
+
+def test_every_key_that_may_hold_a_path_is_relative_to_its_file(workplace: Path) -> None:
+    (workplace / "qa" / "there").mkdir(parents=True)
+    keys = ["data.held_out_path", "curriculum.path", "critic.init", "snapshot.reference", "reward.learned.path"]
+    assert all(map(is_path_key, keys))
+    text = "data: jsonl\ndata.path: there\nreward: [learned]\n" + "".join(f"{key}: there\n" for key in keys)
+    plain = composed(str(written(Path("qa/run.yaml"), text)))
+    for key in keys:
+        value: Any = plain
+        for part in key.split("."):
+            value = value[part]
+        assert value == "qa/there", key
+
+
+REFUSED = {
+    "empty.yaml": ("# nothing\n", "empty.yaml: is empty; write it as lines"),
+    "list.yaml": ("- a\n", "list.yaml: must hold a section of keys"),
+    "bad.yaml": ("steps: 1\nseed: [1\n", "bad.yaml: line 3 is not YAML"),
+    "twice.yaml": ("seed: 1\nseed: 2\n", "line 2 is not YAML (found duplicate key seed)"),
+    "latin.yaml": (b"seed: \xff\n", "latin.yaml: cannot be read as UTF-8 text"),
+    "in.yaml": ("seed: 1\ntrainer:\n  learning: 3\n", "trainer.learning: there is no such key", "(in.yaml, line 3)"),
+    "dotted.yaml": ("\ntrainer.lrr: 3\n", "trainer.lrr: there is no such key", "(dotted.yaml, line 2)"),
+    "top.yaml": ("steps: 1\nstepz: 2\n", "stepz: there is no such key, got 2; did you", "(top.yaml, line 2)"),
+    "range.yaml": ("\n\nsteps: -5\n", "steps: must be greater than 0, got -5", "(range.yaml, line 3)"),
+    "choice.yaml": ("data: jsnl\n", "data: is not one of its choices, got jsnl; did you mean jsonl?", "line 1)"),
+    "sft.yaml": ("command: sft\n", "+recipe: is for rlft sft, got sft.yaml; write rlft sft sft.yaml"),
+    "both.yaml": ("trainer.lr: 1\ntrainer.lr.x: 2", "trainer.lr: must be a number, got {'x': 2}", "(both.yaml, line 1"),
+    "defaults.yaml": ("defaults: x\n", "defaults.yaml: its defaults must be a list, got x"),
+    "folder.yaml": (None, "folder.yaml: is a folder; name a YAML file"),
+    "qa": (None, "got qa; did you mean qa/run.yaml?"),
+    "qa/run": (None, "got qa/run; did you mean qa/run.yaml?"),
+    "qa/rum.yaml": (None, "qa/rum.yaml: there is no such file; did you mean qa/run.yaml?"),
+    "grpo_arithmetic.yaml": (None, "there is no such file; did you mean +recipe=grpo_arithmetic?"),
+    "no/where.yaml": (None, "no/where.yaml: there is no such file; name a YAML file"),
+    "+recipe=qa/run": (None, "got +recipe=qa/run; write qa/run.yaml"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", REFUSED)
+def test_a_wrong_file_is_refused_with_its_line(typed: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "qa").mkdir()
+    (workplace / "folder.yaml").mkdir()
+    written(workplace / "qa" / "run.yaml")
+    text, *expected = REFUSED[typed]
+    if text is not None:
+        (workplace / typed).write_bytes(text if isinstance(text, bytes) else text.encode())
+    for words in (["train", typed], ["train", "-m", typed, "seed=0,1"]):
+        assert cli.run(words) == 2
+        shown = capsys.readouterr().err
+        without_job = re.sub(r" \(job 0: [^)]*\)", "", shown)
+        assert all(part in without_job for part in expected), (words, shown)
+
+
+def test_a_typed_key_hides_the_files_line(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(workplace / "run.yaml", "steps: -5\n")
+    assert cli.run(["train", "run.yaml", "steps=-6"]) == 2
+    assert "line" not in capsys.readouterr().err
+
+
+def test_a_file_named_like_a_recipe_is_told_from_it(workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(workplace / "grpo_arithmetic.yaml", "steps: 3\n")
+    assert composed("+recipe=grpo_arithmetic")["steps"] == 40
+    assert "to use the file of that name write grpo_arithmetic.yaml" in caplog.text
+    assert composed("grpo_arithmetic.yaml")["steps"] == 3
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "plan train", "reward try", "eval", "sample", "doctor"])
+def test_every_command_that_takes_a_recipe_takes_a_file(
+    command: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workplace / "qa").mkdir()
+    written(workplace / "qa" / "run.yaml", "scoring.timeout: -1\n")
+    assert cli.run([*command.split(), "qa/run.yaml"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("rlft: scoring.timeout: must be")
+    assert "(qa/run.yaml, line 1)" in shown
+
+
+@pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
+def test_a_file_is_for_each_command_that_has_its_keys(command: str, workplace: Path) -> None:
+    group = "demonstrations" if command == "sft" else "preferences"
+    written(workplace / "run.yaml", f"{group}.path: embedded:arithmetic-{group}\nsteps: 7\n")
+    assert composed("run.yaml", command=command)["steps"] == 7
+
+
+def test_a_sweep_over_files_has_a_job_for_each(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        written(workplace / f"{name}.yaml", f"steps: 1\nprompts_per_step: 1\ngroup_size: 2\nseed: {ord(name)}\n")
+    common = ["generation.max_tokens=2", "eval.every=0", "hydra.sweep.dir=s", "reward=[exact_match]"]
+    assert cli.run(["train", "-m", "+recipe=a.yaml,b.yaml", *common]) == 0, capsys.readouterr().err
+    configs = [yaml.safe_load((workplace / "s" / str(job) / "config.yaml").read_text()) for job in range(2)]
+    assert [(config["name"], config["seed"]) for config in configs] == [("a", 97), ("b", 98)]
