@@ -769,7 +769,7 @@ TABLE = [
     ("train --config-dir mine reward=[exact_match,mine]", "reward.mine._target_", "current folder, in --config-dir"),
     ("train --config-dir mine reward=[flat]", "reward", "got mine.flat; begin that YAML with `flat:` and indent"),
     ("train algorithm._target_=no.such.Thing", "algorithm._target_", "No module named 'no'), got no.such.Thing"),
-    ("train algorithm._target_=rlft.algorithm.grpo.GPRO", "algorithm._target_", "has no attribute 'GPRO'"),
+    ("train algorithm._target_=rlft.algorithm.grpo.GPRO", "algorithm._target_", "did you mean GRPO?"),
     # Resuming
     ("train resume=run hydra.run.dir=elsewhere", "resume", "leave hydra.run.dir out"),
     ("train resume=run trainer.lr=3", "resume", "trainer.lr: 1e-05 -> 3"),

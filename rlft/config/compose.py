@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 from rlft.config import catalog, recipe_file
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
-from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run
+from rlft.config.instantiate import locate
+from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run, parse_overrides
 from rlft.config.suggest import SEVERAL, known_keys, unknown_in_section, unknown_key
 from rlft.types import UserError
 
@@ -105,11 +106,13 @@ def answer(command: str, parsed: Arguments) -> None:
     """Lets Hydra answer words such as --help and --cfg, once the overrides have been checked."""
     import hydra
 
-    if parsed.overrides:
-        _with_overrides(parsed.overrides, parsed.config_dir, command)
+    composed = _with_overrides(parsed.overrides, parsed.config_dir, command)[0] if parsed.overrides else None
     extend_hydra()
     first, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
-    overrides = [_choice(one) for one in of_one_run(parsed.overrides, command)]
+    overrides = [
+        f"++{one.input_line}" if _is_argument(one.key_or_group, composed) else _choice(one)
+        for one in of_one_run(parsed.overrides, command)
+    ]
     root = logging.getLogger()  # which Hydra configures
     argv, handlers, level = sys.argv, root.handlers[:], root.level
     sys.argv = [f"rlft {command}", *parsed.options, *overrides, *_search_path(others)]
@@ -140,12 +143,15 @@ def _sets_a_key(override: Any, folders: Iterable[Path]) -> bool:
 
 
 def _choice(override: Any) -> str:
-    """The override for Hydra, in which a recipe's file has a name that Hydra reads as one word."""
-    value = None if override.is_delete() else override.value()
-    if override.key_or_group != "recipe" or not str(value).endswith(recipe_file.SUFFIXES):
+    """The override for Hydra, in which files have names that Hydra reads as one word."""
+    value, group = None if override.is_delete() else override.value(), override.key_or_group
+    if group == "recipe" and str(value).endswith(recipe_file.SUFFIXES):
+        recipe_file.lines_of(value)
+        return f"+recipe={recipe_file.encoded(value)}"
+    if group != "reward" or not isinstance(value, str | list):
         return override.input_line
-    recipe_file.lines_of(value)
-    return f"+recipe={recipe_file.encoded(value)}"
+    names = recipe_file.reward_choices([value] if isinstance(value, str) else value, Path())
+    return f"reward={names[0] if isinstance(value, str) else '[' + ','.join(names) + ']'}"
 
 
 def _set_key(config: Any, override: Any, command: str, *, recorded: bool = False) -> None:
@@ -163,7 +169,9 @@ def _set_key(config: Any, override: Any, command: str, *, recorded: bool = False
     if recorded and override.is_delete():
         problem, remedy = "cannot be taken out of the config of a run", f"write {key}=<value>, or leave it out"
         raise UserError(key, problem, got=f"~{key}", remedy=remedy)
-    if not (has_key or adds):
+    if not (recorded or has_key or adds or override.is_delete()) and _is_argument(key, config):
+        [override] = parse_overrides([f"++{override.input_line}"], command)
+    elif not (has_key or adds):
         raise _unknown(key, config, command, None if override.is_delete() else got or "nothing", recorded=recorded)
     try:
         ConfigLoaderImpl._apply_overrides_to_config([override], config)
@@ -174,6 +182,14 @@ def _set_key(config: Any, override: Any, command: str, *, recorded: bool = False
         if (inner := str(getattr(error.__cause__, "full_key", ""))).startswith(f"{key}."):  # of `reward={a: 1}`
             raise _unknown(inner, config, command, None, recorded=recorded) from None
         raise refusal(error, command, key) or error from None
+
+
+def _is_argument(key: str, config: Any) -> bool:
+    """Whether the key may be an argument of a reward of the user's own, which is refused by its signature if not."""
+    from omegaconf import OmegaConf
+
+    target = OmegaConf.select(config, f"{key.rpartition('.')[0]}._target_") if key.startswith("reward.") else None
+    return isinstance(target, str) and not target.startswith("rlft.")
 
 
 def _unknown(key: str, config: Any, command: str, got: str | None, *, recorded: bool) -> UserError:
@@ -220,11 +236,12 @@ def extend_hydra(*, requires: bool = True) -> None:
         requires_keys: ClassVar[bool] = requires
 
         def is_config(self, config_path: str) -> bool:
-            return recipe_file.decoded(config_path) is not None or super().is_config(config_path)
+            own = recipe_file.decoded(config_path) or recipe_file.reward_in(config_path)
+            return bool(own) or super().is_config(config_path)
 
         def load_config(self, config_path: str) -> ConfigResult:
             try:
-                loaded = self._own_recipe(config_path) or super().load_config(config_path)
+                loaded = self._of_the_user(config_path) or super().load_config(config_path)
             except UnicodeDecodeError as error:
                 file = Path(self.path, self._normalize_file_name(config_path))
                 raise UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8") from None
@@ -237,16 +254,22 @@ def extend_hydra(*, requires: bool = True) -> None:
             _replace_values(loaded.config, MISSING, REQUIRED)
             return loaded
 
-        def _own_recipe(self, config_path: str) -> ConfigResult | None:
-            """The content of a user's own file, given by its path; None for another config."""
-            if (named := recipe_file.decoded(config_path)) is None:
+        def _of_the_user(self, config_path: str) -> ConfigResult | None:
+            """The content of a recipe's file, or the section of a reward without YAML; None for another config."""
+            content, named = recipe_file.reward_in(config_path), recipe_file.decoded(config_path)
+            if named is not None:
+                recipe_file.lines_of(named[1])
+                read = OmegaConf.to_container(OmegaConf.load(recipe_file.located(named[1])), resolve=False)
+                content = recipe_file.as_recipe(read, *named)
+            elif not content:
                 return None
-            recipe_file.lines_of(named[1])
-            content = OmegaConf.to_container(OmegaConf.load(recipe_file.located(named[1])), resolve=False)
+            for reward in () if named else content.values():
+                locate(reward["_target_"], "reward")
             config = OmegaConf.create()
-            for key, value in recipe_file.as_recipe(content, *named).items():
+            for key, value in content.items():
                 OmegaConf.update(config, key, value, force_add=True)
-            return ConfigResult(config=config, path=self.path, provider=self.provider, header={"package": "_global_"})
+            header = {"package": "_global_" if named else None}
+            return ConfigResult(config=config, path=self.path, provider=self.provider, header=header)
 
     Plugins.instance()  # registers Hydra's own sources, of which this one replaces one
     SourcesRegistry.instance().types[YamlFiles.scheme()] = YamlFiles
@@ -407,5 +430,6 @@ def _unknown_choice(group: str, name: str, command: str) -> UserError:
     remedy = choice_remedy(name, known)
     if name.lower() in ("none", "off") and (group == "logger" or catalog.may_be_absent(group, command)):
         remedy = f"write {group}=null for none"
+    remedy += "; for one of your own write file.py:function" if group == "reward" else ""
     shown = "+recipe" if group == "recipe" else group
     return UserError(shown, "is not one of its choices", got=name or "nothing", remedy=remedy)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import hashlib
+import importlib.util
 import inspect
 import re
+import sys
+import traceback
 import typing
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from rlft.config import catalog
@@ -18,6 +22,7 @@ from rlft.config.keys import ABSENT, fields_of, joined, options
 from rlft.config.suggest import unknown_in_section
 from rlft.types import UserError, require
 
+PYTHON = ".py"
 ALLOW_UNSCORABLE = "allow_unscorable"  # the switch of `data` that the run reads, and not the source of the data
 
 SENTENCES = {  # {start of a message of pydantic: rlft's wording}
@@ -35,22 +40,66 @@ SENTENCES = {  # {start of a message of pydantic: rlft's wording}
 
 
 def locate(target: Any, key: str) -> Any:
-    """The class or function at a dotted path, the value of the config key `key`.
+    """The class or function at a dotted path or in a file, the value of the config key `key`.
 
     >>> locate("rlft.reward.format.Format", "reward.format._target_").__name__
     'Format'
     """
-    if not isinstance(target, str) or "." not in target.strip("."):
-        raise UserError(key, "must be module.Name of a class or function", got=target, remedy="name one to import")
-    module, _, name = target.rpartition(".")
+    path, colon, name = split_target(target)
+    if not colon:
+        remedy = "name one to import, or one in a file as file.py:name"
+        raise UserError(key, "must be module.Name of a class or function", got=target, remedy=remedy)
     try:
-        target_object = getattr(importlib.import_module(module), name)
-    except Exception as error:  # an import runs the module's own code, which may raise anything
+        module = _in_file(Path(path)) if path.endswith(PYTHON) else importlib.import_module(path)
+    except UserError as error:
+        raise UserError(key, error.problem, got=target, remedy=error.remedy) from None
+    except (Exception, SystemExit) as error:  # an import runs the module's own code, which may raise anything
         cause = f"{type(error).__name__}: {error}"
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
+        at_line = f"line {lines[-1]}, " if lines and not isinstance(error, SyntaxError) else ""
         remedy = "check the spelling; it is looked for in the current folder, in --config-dir and on PYTHONPATH"
-        raise UserError(key, f"cannot be imported ({cause})", got=target, remedy=remedy) from error
+        remedy = "fix that line" if path.endswith(PYTHON) else remedy
+        raise UserError(key, f"cannot be imported ({at_line}{cause})", got=target, remedy=remedy) from error
+    if not hasattr(module, name):
+        own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        known = [n for n in own if n[0] != "_" and callable(getattr(module, n))]
+        remedy = choice_remedy(name, known) if known else f"define it in {path}"
+        raise UserError(key, f"cannot be imported (there is no {name} in {path})", got=target, remedy=remedy)
+    target_object = getattr(module, name)
     require(callable(target_object), key, "is not callable", got=target, remedy="name a class or a function")
     return target_object
+
+
+def split_target(target: Any) -> tuple[str, str, str]:
+    """(module or file, its separator, name) of a `_target_`; the separator is empty if it is none.
+
+    >>> split_target("mine.close"), split_target("qa/reward.py:close")
+    (('mine', '.', 'close'), ('qa/reward.py', ':', 'close'))
+    """
+    text = target.strip(".") if isinstance(target, str) else ""
+    path, colon, name = text.rpartition(":")
+    return (path, colon, name) if path.endswith(PYTHON) else text.rpartition(".")
+
+
+def _in_file(file: Path) -> Any:
+    """The module in a file, loaded once for its content; it may import what lies next to it."""
+    file = file.expanduser()
+    remedy = "check its path; a run that used it has a copy in its folder `code`"
+    require(file.is_file(), str(file), "there is no such file", remedy=remedy)
+    name = f"{file.stem}_{hashlib.sha256(str(file.resolve()).encode() + file.read_bytes()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        if str(file.resolve().parent) not in sys.path:
+            sys.path.append(str(file.resolve().parent))
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None, "its name ends in .py"
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def instantiate(config: Any, key: str, command: str = "train") -> Any:

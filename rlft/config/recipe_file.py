@@ -1,8 +1,10 @@
-"""A recipe in a YAML file of the user's own, which a path names: `rlft train qa/run.yaml`, for `+recipe=qa/run.yaml`.
+"""What a path on the command line names: a recipe in a YAML file of the user's own, or a reward in one of Python's.
 
-It holds what rlft's recipes hold, and is written more freely: a choice in a group may stand as a key (`data: jsonl`,
-`reward: [exact_match, format]`), and a key with its sections before it (`trainer.lr: 1e-3`). Its paths are relative to
-its folder. It is given to Hydra under a name without characters that Hydra or a folder's name would give a meaning.
+`rlft train qa/run.yaml` stands for `+recipe=qa/run.yaml`, and `reward=[qa/reward.py:close]` names a function.
+
+A recipe's file holds what rlft's recipes hold, and is written more freely: a choice in a group may stand as a key
+(`data: jsonl`, `reward: [exact_match, format]`), and a key with its sections before it (`trainer.lr: 1e-3`). Its paths
+are relative to its folder. Hydra gets each file under a name without characters that mean something to it.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from urllib.parse import quote, unquote
 
 from rlft.config import catalog
 from rlft.config.choices import closest
+from rlft.config.instantiate import PYTHON, split_target
 from rlft.config.keys import KEYWORDS, is_path_key, joined
 from rlft.config.suggest import SEVERAL
 from rlft.types import UserError, require
 
 SUFFIXES = (".yaml", ".yml")
+REWARD = re.compile(r".+\.py:(\w+)|(?!.*\.yaml$)(?:\w+\.)+(\w+)")
+"""A reward that no YAML declares: a class or function in a file, or one that can be imported by its dotted name."""
 FILES_OF_DATA = (".json", ".jsonl", ".gz", ".csv", ".tsv", ".parquet")
 GIVEN, BUILT_ON = "file:", "base:"
 """How Hydra's names begin of a file that was given, and of a file next to it that its defaults list names."""
@@ -110,10 +115,35 @@ def encoded(path: str, kind: str = GIVEN) -> str:
 
 
 def decoded(config_path: str) -> tuple[str, str] | None:
-    """(GIVEN or BUILT_ON, path) of a file as Hydra asks for it; None for another config."""
+    """(GIVEN or BUILT_ON, path) of a recipe's file as Hydra asks for it; None for another config."""
     name = config_path.removeprefix("recipe/")
     kind = next((kind for kind in (GIVEN, BUILT_ON) if name.startswith(kind)), None)
     return None if kind is None else (kind, unquote(name.removeprefix(kind)))
+
+
+def reward_choices(names: Sequence[str], folder: Path) -> list[str]:
+    """The rewards' names as choices of Hydra's; paths are relative to this folder. UserError: two have one name."""
+    for file in (name for name in names if name.endswith(PYTHON)):
+        raise UserError("reward", "names no function in that file", got=file, remedy=f"write {file}:<function>")
+    owns = {name: next(filter(None, match.groups()), name) for name in names if (match := REWARD.fullmatch(name))}
+    shown = [owns.get(name, name) for name in names]
+    for name in (name for name in owns if shown.count(owns[name]) > 1):
+        problem = f"has two rewards of the name {owns[name]}"
+        raise UserError("reward", problem, got=name, remedy="give one of the functions another name")
+    return [encoded(located_target(name, folder)) if ":" in name else name for name in names]
+
+
+def reward_in(config_path: str) -> dict[str, Any]:
+    """The section of a reward that no YAML declares, as Hydra asks for it; empty for another config."""
+    target = unquote(config_path.removeprefix("reward/").removeprefix(GIVEN))
+    match = REWARD.fullmatch(target) if config_path.startswith("reward/") else None
+    return {match[1] or match[2]: {"_target_": target, "weight": 1.0}} if match else {}
+
+
+def located_target(target: str, folder: Path) -> str:
+    """A `_target_` whose file, if it names one, is as it is from the working directory."""
+    path, colon, name = split_target(target)
+    return f"{beside(folder, path)}:{name}" if colon == ":" else target
 
 
 def as_recipe(content: Mapping[Any, Any], kind: str, path: str) -> dict[str, Any]:
@@ -121,10 +151,13 @@ def as_recipe(content: Mapping[Any, Any], kind: str, path: str) -> dict[str, Any
     folder, groups, defaults = located(path).parent, catalog.groups(), content.get("defaults", [])
     require(isinstance(defaults, list), path, "its defaults must be a list", got=defaults, remedy="write `- <name>`")
     chosen = {key: value for key, value in content.items() if key in groups and _is_choice(key, value)}
-    by_choice = [{f"override /{group}": [] if value is None else value} for group, value in chosen.items()]
+    defaults = [*(_found(entry, folder) for entry in defaults)]
+    for group, value in chosen.items():
+        names = [value] if isinstance(value, str) else value or []
+        names = reward_choices(names, folder) if group == "reward" else names
+        defaults.append({f"override /{group}": names[0] if isinstance(value, str) else names})
     keys = {str(key): value for key, value in content.items() if key != "defaults" and key not in chosen}
     name = {"name": name_of(path)} if kind == GIVEN else {}
-    defaults = [*(_found(entry, folder) for entry in defaults), *by_choice]
     return {"defaults": defaults, **name, **_with_paths(keys, folder)}
 
 
@@ -132,6 +165,8 @@ def _with_paths(value: Any, folder: Path, key: str = "") -> Any:
     """The value of a key, or a section, with its paths as they are from the working directory."""
     if isinstance(value, dict):
         return {name: _with_paths(inner, folder, joined(key, name)) for name, inner in value.items()}
+    if isinstance(value, str) and key.endswith("_target_"):
+        return located_target(value, folder)
     return beside(folder, value) if isinstance(value, str) and is_path_key(key) else value
 
 
@@ -140,9 +175,12 @@ def _is_choice(group: str, value: Any) -> bool:
 
 
 def _found(entry: Any, folder: Path) -> Any:
-    """An entry of a defaults list, in which a name is that of a file in this folder if there is one."""
-    if not isinstance(entry, str):
-        return entry
+    """An entry of a defaults list, in which names are those of files in this folder where there are such."""
+    if isinstance(entry, dict):
+        return {
+            group: reward_choices(names, folder) if group.endswith("/reward") and isinstance(names, list) else names
+            for group, names in entry.items()
+        }
     file = next((file for suffix in SUFFIXES if (file := folder / f"{entry}{suffix}").is_file()), None)
     return entry if file is None else encoded(str(file), BUILT_ON)
 
@@ -155,5 +193,5 @@ def beside(folder: Path, path: str) -> str:
     if not path or path in KEYWORDS or path.startswith(("embedded:", "/", "~")):
         return path
     from_here = os.path.normpath(folder / path)
-    is_file = path.startswith(".") or path.endswith(FILES_OF_DATA) or Path(from_here).exists()
+    is_file = path.startswith(".") or path.endswith((*FILES_OF_DATA, PYTHON)) or Path(from_here).exists()
     return from_here if is_file else path

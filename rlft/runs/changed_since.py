@@ -1,4 +1,4 @@
-"""What has changed since a run was last running and is no reason to refuse it: libraries, and its config.yaml."""
+"""What has changed since a run was last running and is no reason to refuse it: libraries, own code, its config.yaml."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from rlft.config.schema import packages
 from rlft.runs import run_folder
 from rlft.runs.chain import CHAIN
+from rlft.runs.config_file import files_of_code
 from rlft.runs.fork import FORKED_FROM
 from rlft.runs.lines import read_lines, silent
 from rlft.system import digests
@@ -14,7 +15,7 @@ from rlft.system import digests
 
 def notes(run: Path) -> list[str]:
     """Sentences for whoever resumes, evaluates or exports the run in this folder."""
-    return [note for note in (other_libraries(run), _other_config(run)) if note is not None]
+    return [note for note in (other_libraries(run), other_code(run), _other_config(run)) if note is not None]
 
 
 def other_libraries(run: Path) -> str | None:
@@ -25,6 +26,19 @@ def other_libraries(run: Path) -> str | None:
     pairs = {name: (str(origin[name]).split("+")[0], now[name].split("+")[0]) for name in now if name in origin}
     changed = [f"{name} {before} -> {after}" for name, (before, after) in pairs.items() if before != after]
     return f"libraries changed since the run began: {', '.join(changed)}" if changed else None
+
+
+def other_code(run: Path) -> str | None:
+    """The files of rewards and other classes that are not as they were, in a sentence."""
+    config = run_folder.read(run, "run")
+    begun, files = config[run_folder.ORIGIN].get(run_folder.CODE, {}), files_of_code(config)
+    changed = {
+        str(file): run_folder.copy_of_code(run, file, begun[key])
+        for key, file in files.items()
+        if key in begun and not (file.expanduser().is_file() and digests.of_file(file.expanduser()) == begun[key])
+    }
+    listed = ", ".join(f"{file} (as it was: {copied})" for file, copied in changed.items())
+    return f"code of your own changed since the run began, and is used as it is now: {listed}" if changed else None
 
 
 def _other_config(run: Path) -> str | None:

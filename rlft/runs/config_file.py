@@ -19,6 +19,7 @@ import yaml
 
 from rlft.config import command as commands
 from rlft.config.command import UnknownCommandError
+from rlft.config.instantiate import split_target
 from rlft.config.keys import KEYWORDS, flatten, is_path_key, set_value
 
 CONFIG = "config.yaml"
@@ -110,10 +111,18 @@ def _load(content: bytes) -> Any:
 
 
 def path_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, path) of every key that may name a local file or folder and is not empty."""
+    """(key, path) of every key that may name a local file or folder and is not empty; of a class, that of its file."""
     for key, value in flatten(config).items():
         if isinstance(value, str) and value and value not in KEYWORDS and is_path_key(key):
             yield key, value
+    for key, file in files_of_code(config).items():
+        yield key, str(file)
+
+
+def files_of_code(config: Mapping[str, Any]) -> dict[str, Path]:
+    """{key: file} of the classes and functions that are named in files of the user's own."""
+    targets = {key: split_target(value) for key, value in flatten(config).items() if key.endswith("_target_")}
+    return {key: Path(file) for key, (file, separator, _) in targets.items() if separator == ":"}
 
 
 def recorded_paths(config: Mapping[str, Any], folder: Path) -> dict[str, dict[str, str]]:
@@ -127,11 +136,12 @@ def recorded_paths(config: Mapping[str, Any], folder: Path) -> dict[str, dict[st
 
 def with_located_paths(config: Mapping[str, Any], recorded: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The config with every path that `recorded_paths` has recorded valid from the current working directory."""
-    result = copy.deepcopy(dict(config))
-    for key, value in path_keys(config):
+    result, values = copy.deepcopy(dict(config)), flatten(config)
+    for key, path in path_keys(config):
         entry = recorded.get(key)
-        if isinstance(entry, Mapping) and entry.get("value") == value:  # otherwise it was edited by hand
-            set_value(result, key, _located(value, folder, str(entry.get("relative"))))
+        if isinstance(entry, Mapping) and entry.get("value") == path:  # otherwise it was edited by hand
+            located = _located(path, folder, str(entry.get("relative")))
+            set_value(result, key, values[key].replace(path, located, 1))
     return result
 
 

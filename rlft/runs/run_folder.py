@@ -29,6 +29,7 @@ from rlft.runs.config_file import (
     ORIGIN,
     WHOLE,
     NewerError,
+    files_of_code,
     is_path_key,
     may_have_moved,
     recorded_paths,
@@ -39,7 +40,7 @@ from rlft.runs.config_file import (
 from rlft.runs.fingerprints import are_of_a_model, differing, models_in
 from rlft.runs.run_status import FILE as STATUS
 from rlft.runs.run_status import LOCK, Status
-from rlft.system import locks
+from rlft.system import digests, locks
 from rlft.system.disk import DiskError, writing
 from rlft.system.files import atomic_folder, write_atomically
 from rlft.system.hub import commit_of
@@ -51,6 +52,7 @@ WRITTEN = (CONFIG, STATUS, "metrics.jsonl", "eval.jsonl", "alarms.jsonl", "chain
            "samples.jsonl")  # fmt: skip
 """Files that runs write."""
 PATHS = "paths"  # the key of the origin under which the config's paths relative to the run's folder are
+CODE = "code"  # the folder of copies of the user's own files, and the key of the origin with their digests
 PACKAGES = ("torch", "transformers", "peft", "hydra-core", "datasets", "math-verify")
 
 
@@ -80,7 +82,7 @@ def claim(folder: Path, config: Mapping[str, Any], fingerprints: Mapping[str, st
     Raises UserError: it already holds a run. Raises DiskError: it cannot be written; nothing is left in it.
     """
     check_free(folder)
-    with removed_on_failure(folder, (STATUS,)):
+    with removed_on_failure(folder, (STATUS, CODE)):
         run_status.write(folder, num_steps, Status.interrupted)
         write_config(folder, config, fingerprints)
 
@@ -157,7 +159,19 @@ def write_config(
         **fingerprints,
         **(more or {}),
     }
+    code = files_of_code(config)
+    if code:
+        origin[CODE] = {key: digests.of_file(file.expanduser()) for key, file in code.items()}
+    for key, file in code.items():
+        copied = copy_of_code(folder, file, origin[CODE][key])
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file.expanduser(), copied)
     _write(folder, {**config, ORIGIN: origin})
+
+
+def copy_of_code(folder: Path, file: Path, digest: str) -> Path:
+    """Where a run's folder has its copy of a file with a reward or another class of the user's own."""
+    return folder / CODE / digest[:12] / file.name
 
 
 def read(folder: Path, key: str = "resume") -> dict[str, Any]:

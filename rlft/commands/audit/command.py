@@ -78,8 +78,9 @@ def audit_run(folder: Path, findings: Findings, recompute: int, replay: int) -> 
     config = run_folder.read(folder, "run")
     run = Audited(folder=folder, config=config, lines=read_chain(folder, findings), findings=findings)
     check_files(run)
-    if libraries := changed_since.other_libraries(folder):
-        findings.leave_open("libraries", libraries)
+    for what, changed in (("libraries", changed_since.other_libraries), ("code", changed_since.other_code)):
+        if (sentence := changed(folder)) is not None:
+            findings.leave_open(what, sentence)
     if not (recompute or replay):
         return
     make_importable(None)

@@ -194,7 +194,8 @@ def read_grid(words: Sequence[str], command: str) -> Space:
         problem = "an interval has no values to go through one by one"
         remedy = "add sweep=optuna, which draws from it, or give values with commas between them"
         require(not parsed.is_interval_sweep(), key, problem, got=got, remedy=remedy)
-        one = Choice(key=parsed.get_key_element(), values=tuple(parsed.sweep_string_iterator()))
+        values = tuple(value.replace("\\:", ":") for value in parsed.sweep_string_iterator())  # which Hydra escapes
+        one = Choice(key=parsed.get_key_element(), values=values)
         problem, remedy = "cannot be swept: each job has its own folder", "leave it out of the sweep"
         require(key not in OF_THE_PLACE, key, problem, got=sorted(one.values), remedy=remedy)
         return one.word(one.values[0]) if len(one.values) == 1 else one if one.values else None
