@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlft.commands.next_steps import more_steps
 from rlft.config.command import Command
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import AUTO, Resolved, resolve
@@ -174,12 +175,8 @@ def _is_left_alone(command: Command, plan: Any, folder: Path, may_be_finished: b
 
 def after_the_end(command: Command, schedule: str | None, folder: Path, num_steps: int) -> str:
     """What a user can do with a finished run. schedule: of its learning rate, if it has one."""
-    remedies = []
-    newest = checkpoint.finished(run_folder.checkpoints(folder))[-1:]
-    if schedule == "constant":
-        remedies.append(f"raise steps ({resuming(folder)} steps={2 * num_steps})")
-    elif schedule is not None and newest:
-        remedies.append(f"start a new run from its newest checkpoint ({resuming(newest[0])} steps={2 * num_steps})")
+    suggested = more_steps(folder, schedule, num_steps)
+    remedies = [f"{purpose} ({command_line('rlft', *words)})" for purpose, words in suggested]
     if command.has_policy:
         remedies.append(command_line("rlft", "eval", f"run={folder}"))
     return ", or ".join(remedies) or "start another one"

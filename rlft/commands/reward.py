@@ -111,7 +111,7 @@ def specs_of(config: RunConfig) -> dict[str, RewardSpec]:
 
 
 def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows: int) -> tuple[Sequence[Prompt], Tried]:
-    """The rows of the data that were tried, and what came of it; prints the notes with which the run would begin."""
+    """The rows of the data that were tried, and the results; prints the notes with which the run would begin."""
     from rlft.config.instantiate import instantiate
     from rlft.data.prompts import scan
     from rlft.plan.rewards.references import check_servers

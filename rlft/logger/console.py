@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,10 @@ def open_terminal() -> Terminal:
     return StandardOutput(file=sys.stdout, markup=False, emoji=False, highlight=False)
 
 
+PRINTED: ContextVar[set[tuple[str, str, str]] | None] = ContextVar("rows", default=None)
+"""In a sweep, the rows of start-up tables that its earlier runs have printed, which later ones leave out."""
+
+
 @dataclass(kw_only=True)
 class Console:
     """Shows the start-up table, then the run: live where stdout is a terminal, else a line now and then.
@@ -64,8 +69,13 @@ class Console:
         progress = Progress(run, glyphs_for(terminal.encoding))
         # `isatty` instead of rich's `is_terminal`: FORCE_COLOR must not send cursor movements into a file.
         in_place = self.live and sys.stdout.isatty() and not terminal.is_dumb_terminal
-        terminal.print(Text(f"{visible(run.name)} in {run.folder}", style="bold"), soft_wrap=True)
-        terminal.print(grid(run.sizes))
+        earlier = PRINTED.get()
+        if not earlier:
+            terminal.print(Text(f"{visible(run.name)} in {run.folder}", style="bold"), soft_wrap=True)
+        if rows := [row for row in run.sizes if row not in (earlier or ())]:
+            terminal.print(grid(rows))
+        if earlier is not None:
+            earlier.update(run.sizes)
         self.view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, self.plain_seconds)
 
     def stage(self, name: str) -> None:

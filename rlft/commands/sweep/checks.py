@@ -88,7 +88,7 @@ class Tried:
 def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
     """Refuses a sweep for its words, or for what they mean in any of its runs; loads no weights.
 
-    `folder` is that of the sweep, if its words name it; there may be one that goes on.
+    `folder` is that of the sweep, if its words name it; there may be one that is resumed.
     """
     keys = None
     if own := [word for word in parsed.overrides if is_own(word)]:
@@ -216,7 +216,7 @@ def cluster_of(resolved: Sequence[Resolved]) -> ClusterConfig | None:
         require(len(values) == 1, f"cluster.{key}", problem, got=", ".join(values), remedy="give one value")
     several = {"engines": first.engines > 0, "ranks": first.ranks > 1, "scoring": first.scoring}
     for name in (name for name, is_so in several.items() if is_so and first.jobs > 1):
-        problem = f"a job that runs beside others (cluster.jobs={first.jobs}) is one process"
+        problem = f"a job that runs concurrently with others (cluster.jobs={first.jobs}) is one process"
         remedy = "leave it out, or set cluster.jobs=1"
         raise UserError(f"cluster.{name}", problem, got=getattr(first, name), remedy=remedy)
     return first
@@ -242,7 +242,7 @@ def gpus_of(config: ClusterConfig) -> list[str]:
 def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str | None:
     """The override by which all runs have the date on which the sweep was begun; None if their configs name dates.
 
-    Of a sweep that goes on in `folder`, the record or the first job with a date says which.
+    Of a sweep that is resumed in `folder`, the record or the first job with a date says which.
     """
     if any(plain.get("model", {}).get("date") != AUTO_DATE for plain in plains):
         return None

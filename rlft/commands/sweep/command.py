@@ -111,7 +111,7 @@ def _at_its_start(folder: Path, start: str) -> Path:
 
 
 def sweep(command: str, parsed: Arguments, *, resumed: bool = False) -> None:
-    """Begins a sweep, or goes on with the one in hydra.sweep.dir, and prints what came of its runs.
+    """Begins a sweep, or resumes the one in hydra.sweep.dir, and prints its results.
 
     A `resumed` one must be there already, with something left to do.
     """
@@ -169,9 +169,12 @@ def drive(source: Source[Any], checked: Checked, folder: Path) -> None:
     command, parsed, cluster = checked.command, checked.parsed, checked.cluster
     with ExitStack() as stack:
         if cluster is None or cluster.jobs == 1:
+            from rlft.logger.console import PRINTED
             from rlft.loop.engines import Engines
 
             before, tell, prunes = signals.count(), say if checked.keys is None else silent, checked.keys is not None
+            PRINTED.set(set())
+            stack.callback(PRINTED.set, None)
             here = InThisProcess(command, parsed.config_dir, stack.enter_context(Engines()), tell, prunes=prunes)
             Driver(source, here, 1, lambda: signals.count() > before).run()
             return

@@ -72,7 +72,7 @@ class Source(Protocol[R]):
     """What the runs of a sweep are, and what becomes of them.
 
     Attributes:
-        beginning: lines about the sweep that begins or goes on.
+        beginning: lines about the sweep that begins or is resumed.
         again: how it is resumed once it is interrupted.
     """
 
@@ -226,7 +226,7 @@ class InThisProcess(Place):
         self._prunes, self._ending = prunes, Ending(How.finished)
 
     def start(self, run: Run, is_pruned: Callable[[], bool]) -> None:
-        self._say(f"job {run.number}: {run.name}")
+        self._say(f"job {run.number}: {run.name} in {run.folder}")
         self._ending = Ending(How.finished)
         try:
             self._do(run, is_pruned)
@@ -249,12 +249,12 @@ class InThisProcess(Place):
         return self._ending
 
     def _do(self, run: Run, is_pruned: Callable[[], bool]) -> None:
-        resolved, plan, goes_on = run.resolved, run.plan, run_folder.config_file(run.folder).exists()
+        resolved, plan, is_resumed = run.resolved, run.plan, run_folder.config_file(run.folder).exists()
         plain = resolved.plain if resolved else configs.compose(run.words, self._config_dir, self._command)
-        kept = run_folder.with_kept_values(plain, run.folder if goes_on else None)
-        if resolved is None or (goes_on and kept != plain):  # the run that goes on has other values than were planned
+        kept = run_folder.with_kept_values(plain, run.folder if is_resumed else None)
+        if resolved is None or (is_resumed and kept != plain):  # the resumed run has other values than were planned
             resolved, plan = resolve_in(run.folder, {**plain, "resume": AUTO}, self._command), None
-        elif goes_on:
+        elif is_resumed:
             resumed: dict[str, Any] = {"resume": str(run.folder)}
             run_folder.check_same_config(run.folder, kept | resumed)
             resolved = replace(resolved, plain=kept | resumed, config=replace(resolved.config, **resumed))

@@ -1,4 +1,4 @@
-"""What came of a sweep: the table and sweep.csv; of a study also the importance of each key, and sweep.png."""
+"""The results of a sweep: its table and sweep.csv, the best run; of a study also the importance of keys, sweep.png."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
+from rlft.commands.next_steps import after_a_sweep
 from rlft.commands.sweep.space import Interval, Space
 from rlft.commands.watch.report import SWEEP as TABLE
-from rlft.runs import run_status
-from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
+from rlft.loop.evaluations import metric_of
+from rlft.runs import run_folder, run_status
+from rlft.runs.lines import EVALUATIONS, METRICS, read_lines, silent
 from rlft.runs.run_status import Status
 from rlft.system.files import write_atomically
+from rlft.system.terminal import command_line, program
 from rlft.types import counted
 
 if TYPE_CHECKING:
@@ -32,18 +36,44 @@ COLUMNS = 3  # panels in a row of the picture
 MOST_KEYS = 7  # keys with a panel of their own in the picture: the most important ones
 GREY, BLUE, ORANGE, RED = "0.6", "#1f77b4", "#ff7f0e", "#d62728"
 COLOURS = {"complete": BLUE, "pruned": ORANGE, "failed": RED, "unfinished": GREY}
-PRINTED = ("steps", "accuracy_before", "accuracy", "reward", "loss", "seconds")
-"""Columns of a plain sweep's table; the accuracy is printed with its standard error."""
+PRINTED = ("accuracy_before", "accuracy", "reward", "loss", "seconds")
+"""Columns of a plain sweep's table: means over seeds; what ranks the settings is printed with its standard error."""
 RESULTS = ("job", "state", "why", "steps", "accuracy_before", "accuracy", "accuracy_se", "reward", "loss", "seconds",
            "folder")  # fmt: skip
 """Columns of its sweep.csv besides the swept keys."""
-RANKED_BY = {"accuracy": ", best held-out accuracy first", "loss": ", lowest held-out loss first"}
-"""{what ranks the rows of a plain sweep, if any job has it: how the title says so}; the first counts first."""
+RANKED_BY = {
+    "accuracy": ", best held-out accuracy first",
+    "loss": ", lowest held-out loss first",
+    "reward": ", highest reward first",
+}
+"""{what ranks a plain sweep, the first that any finished job has: how the title says so}."""
+NOISE = 2.0  # standard errors of a difference below which it is called noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a setting has measured by seed, and the folder of the best of its runs.
+
+    evaluation_error: of a single seed, the standard error over the prompts of its evaluation.
+    """
+
+    name: str
+    values: Sequence[float]
+    folder: Path
+    evaluation_error: float | None
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+    @property
+    def error(self) -> float | None:
+        return self.evaluation_error if len(self.values) == 1 else standard_error(self.values)
 
 
 class Page:
-    def __init__(self, folder: Path, trials: Trials, space: Space, metric: str) -> None:
-        self._folder, self._trials, self._space, self._metric = folder, trials, space, metric
+    def __init__(self, folder: Path, trials: Trials, space: Space, metric: str, seeds: Sequence[int]) -> None:
+        self._folder, self._trials, self._space, self._metric, self._seeds = folder, trials, space, metric, seeds
 
     def write_table(self) -> None:
         """Writes sweep.csv with a line a trial, the best first: its values, its metric, and where its runs are."""
@@ -63,8 +93,10 @@ class Page:
         if not rows:
             return
         self.write_table()
-        columns = ["trial", KEYS, self._metric]
-        lines = [[str(row.number), self._space.name(row.params), value_of(row)] for row in rows]
+        columns = ["trial", KEYS, "seeds", self._metric]
+        lines = [
+            [str(row.number), self._space.name(row.params), str(len(row.values) or "-"), value_of(row)] for row in rows
+        ]
         if any(states := [state_of(row) for row in rows]):
             columns, lines = [*columns, STATE], [[*line, state] for line, state in zip(lines, states, strict=True)]
         best = f", best {self._metric} first" if any(row.value is not None for row in rows) else ""
@@ -76,32 +108,129 @@ class Page:
         drawn.savefig(picture, dpi=120, metadata={"Software": None})
         write_atomically(self._folder / PICTURE, picture.getvalue())
         print(f"written to {self._folder / TABLE} and {self._folder / PICTURE}")
+        complete = [row for row in rows if row.state == "complete" and row.same_as is None and row.values]
+        print_best([self._result(row) for row in complete], self._metric)
+
+    def _result(self, row: Trial) -> Result:
+        best = (min if self._trials.lower_is_better else max)(row.values)
+        run = self._folder / str(row.number) / f"seed_{self._seeds[list(row.values).index(best)]}"
+        metric, lines = metric_of(self._metric), read_lines(run / EVALUATIONS, silent)
+        error = lines[-1].get(f"{self._metric}_se") if lines and metric is not None and metric.has_error else None
+        return Result(name=self._space.name(row.params), values=row.values, folder=run, evaluation_error=error)
 
 
 def show_jobs(folder: Path, space: Space, failed: Mapping[int, str]) -> None:
-    """Writes sweep.csv of a plain sweep and prints the table, without columns that no job has.
+    """Writes sweep.csv of a plain sweep and prints a row for each setting, without columns that no job has.
 
     failed: {job: why it failed}, of those of this process.
     """
     table = rows(folder, space, failed)
     file = write_csv(folder, list(table[0]), [list(row.values()) for row in table])
-    names = [space.name(params) for params in space.combinations()]
-    ranked = [row for row in table if row["state"] == FINISHED]
-    first = next((words for name, words in RANKED_BY.items() if any(row[name] is not None for row in ranked)), "")
+    metric, names = ranking(table), [space.setting(params) for params in space.combinations()]
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in table:
+        groups.setdefault(names[row["job"]], []).append(row)
+    results = {name: result for name, jobs in groups.items() if (result := result_of(name, jobs, metric)) is not None}
+    best = sorted(results.values(), key=lambda result: sign_of(metric) * result.mean)
     shown = [name for name in PRINTED if any(row[name] is not None for row in table)]
-    lines = [[str(row["job"]), names[row["job"]], *(_shown(row, name) for name in shown)] for row in table]
-    columns = ["job", KEYS, *("before" if name == "accuracy_before" else name for name in shown)]
-    if len(ranked) < len(table):
-        columns.append(STATE)
-        lines = [[*line, "" if row in ranked else row["state"]] for line, row in zip(lines, table, strict=True)]
-    print_table(f"sweep of {counted(len(table), 'job')}{first}", columns, lines)
+    columns = ["job", KEYS, "seeds", *("before" if name == "accuracy_before" else name for name in shown), STATE]
+    lines = []
+    for name in dict.fromkeys([*(result.name for result in best), *groups]):
+        jobs, error = groups[name], results[name].error if name in results else None
+        ended = [job for job in jobs if job["state"] == FINISHED]
+        numbers = [_mean(ended or jobs, of, error if of == metric else None) for of in shown]
+        states = [(job["job"], job["state"]) for job in jobs if job not in ended]
+        state = ", ".join(said if len(jobs) == 1 else f"job {number} {said}" for number, said in sorted(states))
+        lines.append([numbers_text([job["job"] for job in jobs]), name, str(len(ended)), *numbers, state])
+    is_shown = {"seeds": len(groups) < len(table), STATE: any(line[-1] for line in lines)}
+    kept = [i for i, name in enumerate(columns) if is_shown.get(name, True)]
+    title = f"sweep of {counted(len(table), 'job')}{RANKED_BY.get(metric, '')}"
+    print_table(title, [columns[i] for i in kept], [[line[i] for i in kept] for line in lines])
     for row in (row for row in table if row["why"]):  # the table has no room for it
         print(f"job {row['job']} failed: {row['why']}")
     print(f"written to {file}")
+    print_best(best, metric)
+
+
+def ranking(table: Sequence[Mapping[str, Any]]) -> str:
+    """The name in RANKED_BY of what ranks these rows; "" if no finished one has any."""
+    finished = [row for row in table if row["state"] == FINISHED]
+    return next((name for name in RANKED_BY if any(row[name] is not None for row in finished)), "")
+
+
+def sign_of(metric: str) -> float:
+    return 1.0 if metric == "loss" else -1.0
+
+
+def result_of(name: str, jobs: Sequence[Mapping[str, Any]], metric: str) -> Result | None:
+    """The result of a setting's jobs, which are sorted, the best first; None if no finished one has the metric."""
+    measured = [job for job in jobs if metric and job["state"] == FINISHED and job[metric] is not None]
+    if not measured:
+        return None
+    error = measured[0]["accuracy_se"] if metric == "accuracy" else None
+    values = [job[metric] for job in measured]
+    return Result(name=name, values=values, folder=Path(measured[0]["folder"]), evaluation_error=error)
+
+
+def _mean(jobs: Sequence[Mapping[str, Any]], name: str, error: float | None) -> str:
+    values = [job[name] for job in jobs if job[name] is not None]
+    if not values:
+        return "-"
+    text = f"{sum(values) / len(values):{'.1f' if name == 'seconds' else '.3f'}}"
+    return text if error is None else f"{text} {PLUS_MINUS} {error:.3f}"
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Numbers of jobs.
+
+    >>> numbers_text([2, 0]), numbers_text([0, 3, 2, 1])
+    ('0, 2', '0-3')
+    """
+    first, last = min(numbers), max(numbers)
+    is_range = len(numbers) > 2 and last - first == len(numbers) - 1
+    return f"{first}-{last}" if is_range else ", ".join(map(str, sorted(numbers)))
+
+
+def print_best(results: Sequence[Result], metric: str) -> None:
+    """Prints whether the settings differ by more than noise, and the commands that continue with the best run.
+
+    results: of settings, the best first.
+    """
+    from rlft.logger.console import open_terminal
+    from rlft.logger.summary import print_commands
+
+    if not results:
+        return
+    terminal, best = open_terminal(), results[0]
+    terminal.print(noise(results), end="", soft_wrap=True)
+    where = f"its best seed in {best.folder}" if len(best.values) > 1 else f"in {best.folder}"
+    terminal.print(f"best: {best.name} ({metric.removeprefix('eval/')} {best.mean:.4g}), {where}", soft_wrap=True)
+    if run_folder.config_file(best.folder).exists():
+        suggested = after_a_sweep(best.folder)
+        print_commands(terminal, [(purpose, command_line(program(), *words)) for purpose, words in suggested])
+
+
+def noise(results: Sequence[Result]) -> str:
+    """A line that says whether the first result differs from the others by more than noise; "" if none can be said.
+
+    Two means differ by noise if their difference is less than NOISE of its standard errors, sqrt(a^2 + b^2).
+    """
+    best, others = results[0], [(one.mean, one.error) for one in results[1:] if one.error is not None]
+    if best.error is None or not others:
+        return ""
+    within = sum(abs(best.mean - mean) < NOISE * math.hypot(best.error, error) for mean, error in others)
+    if within == len(others):
+        text = f"differences are within noise: no setting is {NOISE:g} standard errors below the best"
+    elif within:
+        text = f"{within} of the {len(others)} others are within noise of the best ({NOISE:g} standard errors)"
+    else:
+        text = f"the best differs from the others by more than noise ({NOISE:g} standard errors)"
+    is_of_one_seed = all(len(one.values) == 1 for one in results)
+    return text + ("; seeds may differ by more: run several" if is_of_one_seed else "") + "\n"
 
 
 def rows(folder: Path, space: Space, failed: Mapping[int, str]) -> list[dict[str, Any]]:
-    """One row per job, finished ones in the order of RANKED_BY, or of the jobs if none of that was measured.
+    """One row per job, finished ones ranked by the first of RANKED_BY that any has.
 
     Then those that are not finished or have failed, which have no rank: what they measured last is not their result.
     """
@@ -132,21 +261,15 @@ def rows(folder: Path, space: Space, failed: Mapping[int, str]) -> list[dict[str
             }
         )
 
+    metric = ranking(result)
+
     def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        loss = row["loss"]
         if row["state"] != FINISHED:
             return (True, row["state"] != "failed", row["job"])
-        return (False, row["accuracy"] is None, -(row["accuracy"] or 0.0), loss is None, loss or 0.0, row["job"])
+        value = row[metric] if metric else None
+        return (False, value is None, sign_of(metric) * (value or 0.0), row["job"])
 
     return sorted(result, key=rank)
-
-
-def _shown(row: Mapping[str, Any], name: str) -> str:
-    value, error = row[name], row["accuracy_se"] if name == "accuracy" else None
-    if value is None:
-        return "-"
-    text = f"{value:.3f}" if isinstance(value, float) and name != "seconds" else str(value)
-    return text if error is None else f"{text} {PLUS_MINUS} {error:.3f}"
 
 
 def value_of(row: Trial) -> str:

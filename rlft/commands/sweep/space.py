@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -157,6 +157,11 @@ class Space:
     def name(self, params: Mapping[str, Any]) -> str:
         """What a run with these values is called, also by `rlft runs` and `rlft report`."""
         return setting_name(self.named(params))
+
+    def setting(self, params: Mapping[str, Any]) -> str:
+        """What the runs with these values are called that differ only in their seeds."""
+        values = {key: value for key, value in self.named(params).items() if key != "seed"}
+        return setting_name(values or replace(self, varied=()).named({}))
 
     def corners(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(the word that is tried, {key: value}): each value and end of an interval once, the others at their first.

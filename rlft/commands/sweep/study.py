@@ -48,7 +48,7 @@ class Study(Source[TrialRun]):
         self.seeds = [int(checked.plains[0]["seed"]) + i for i in range(keys.seeds)]
         self._space, self._steps, self._metric = checked.space, checked.plans[0].num_steps, keys.metric
         self._check_possible = partial(check_possible, checked.space, checked.parsed.config_dir, checked.command)
-        self._page = Page(folder, trials, checked.space, keys.metric)
+        self._page = Page(folder, trials, checked.space, keys.metric, self.seeds)
         unfinished = trials.unfinished()
         self._waiting = [self.run(trial, 0) for trial in unfinished]
         done = trials.number_drawn - len(unfinished)
@@ -62,8 +62,7 @@ class Study(Source[TrialRun]):
         while not self.is_done():
             run = self._waiting.pop(0) if self._waiting else self.run(self.trials.draw(), 0)
             trial = run.trial
-            if run.index == 0:
-                say(f"trial {trial.number}: {self._space.name(trial.params)}")
+            say(f"trial {trial.number}: {self._space.name(trial.params)}" if run.index == 0 else run.name)
             if trial.same_as is not None:
                 say(f"trial {trial.number} has the values of trial {trial.same_as}, and so its result")
                 self._page.write_table()

@@ -37,7 +37,7 @@ from rlft.types import UserError, counted
 JOURNAL = "optuna.log"
 """The file in the sweep's folder, in the format of Optuna's JournalFileBackend, which optuna-dashboard reads."""
 NAME = "sweep"
-REDUCTION = 3  # Hyperband lets one of so many trials go on at each rung
+REDUCTION = 3  # Hyperband lets one of so many trials continue at each rung
 FEWEST_TO_COMPARE = 4  # complete trials without which the importance of a key is not told
 
 SAME_AS, VALUES, WHY, ATTEMPTS = "same_as", "values", "why", "attempts"
@@ -228,7 +228,7 @@ class Trials:
             self._study.tell(number, state=TrialState.FAIL)
 
     def rows(self) -> list[Trial]:
-        """What became of the trials, the best first; then those that were pruned, failed, and are unfinished."""
+        """The trials, the best first; then those that were pruned, failed, and are unfinished."""
         order, sign = list(STATES.values()), 1.0 if self.lower_is_better else -1.0
         rows = [trial_of(trial) for trial in self._all()]
         return sorted(rows, key=lambda row: (order.index(row.state), sign * (row.value or 0.0), row.number))

@@ -31,7 +31,7 @@ from rlft.types import UserError, require
 USAGE = """\
 usage: rlft report <run or folder above runs> ... [out=<file.html>]
 
-One HTML file, to open in any browser, without network or account: curves with held-out accuracy beside the reward,
+One HTML file, to open in any browser, without network or account: curves with held-out accuracy next to the reward,
 seconds by stage, waste, alarms, the config and how runs differ, and a browser for completions, whose tokens are
 coloured by what the policy, the reference and the update say of them. Seeds of a sweep can be drawn as a band.
 

@@ -256,7 +256,7 @@ def print_table(terminal: Terminal, listed: Sequence[RunRow], root: Path) -> Non
 
 
 def explained(row: RunRow) -> str:
-    """Why the run stopped, or how to go on with one that was killed or interrupted; "" for any other."""
+    """Why the run stopped, or how to resume one that was killed or interrupted; "" for any other."""
     has_all_steps = row.steps is not None and row.step >= row.steps
     if row.status in (Status.killed, Status.interrupted) and not has_all_steps:
         return f"resume with: {resuming(Path(row.folder))}"

@@ -16,6 +16,8 @@ from rlft.commands.sweep import study as studies
 from rlft.commands.sweep.checks import curve
 from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, PrunedError, Run
 from rlft.commands.sweep.study import Study
+from rlft.logger.console import PRINTED, Console
+from rlft.logger.interface import RunInfo
 from rlft.loop.driver import BrokenRunError
 from rlft.loop.engines import Engines
 from rlft.runs import run_status
@@ -270,3 +272,19 @@ def test_a_signal_comes_too_late_for_a_run_that_is_pruned(tmp_path: Path) -> Non
         place.start(run, lambda: False)
     place.start(run, lambda: True)
     assert place.ending(run) == Ending(How.pruned)
+
+
+def test_the_start_up_table_is_printed_once_in_a_sweep_then_only_rows_that_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def printed(rank: int) -> str:
+        rows = [("model", "tiny", "on cpu"), ("trainable", str(rank), "LoRA")]
+        console = Console(live=False, plain_seconds=0.0)
+        console.start(RunInfo(folder=Path("0"), name="run", config={}, step=0, steps=4, sizes=rows))
+        return " ".join(capsys.readouterr().out.split())
+
+    whole = "run in 0 model tiny on cpu trainable 4 LoRA"
+    assert [printed(4), printed(4)] == [whole, whole], "of runs that are no sweep's"
+    before = PRINTED.set(set())
+    assert [printed(4), printed(4), printed(8)] == [whole, "", "trainable 8 LoRA"]
+    PRINTED.reset(before)

@@ -291,7 +291,7 @@ def test_what_cannot_differ_between_jobs_is_refused() -> None:
     assert cluster_of([without]) is None
     with pytest.raises(UserError, match=r"cluster\.jobs: is one for all jobs of a sweep, got 1, 2"):
         cluster_of([job(jobs=1), job(jobs=2)])
-    with pytest.raises(UserError, match=r"cluster\.ranks: a job that runs beside others \(cluster\.jobs=2\).* got 4"):
+    with pytest.raises(UserError, match=r"cluster\.ranks: a job that runs concurrently .*cluster\.jobs=2.* got 4"):
         cluster_of([job(jobs=2, ranks=4, lanes=4)])
 
 

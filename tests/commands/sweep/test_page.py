@@ -96,7 +96,7 @@ def test_names_of_trials_have_numbers_of_four_digits() -> None:
     assert SPACE.name(params) == "trainer.lr=0.0001235, lora.rank=4, algorithm=grpo"
 
 
-HEADERS = ["job", "keys", "steps", "before", "accuracy", "reward", "seconds"]
+HEADERS = ["job", "keys", "before", "accuracy", "reward", "seconds"]
 
 
 def space_of(*words: str) -> Space:
@@ -135,10 +135,11 @@ def test_headers_and_numbers_are_whole_at_80_columns(
     for number in range(4):
         finished(number, accuracy=0.1 * number)
     lines = printed(tmp_path, space, capsys)
-    assert max(map(len, lines[:-1])) <= 80
+    table = lines[: next(i for i, line in enumerate(lines) if line.startswith("written to"))]
+    assert max(map(len, table)) <= 80
     assert [cell.strip() for cell in lines[2].strip("┃").split("┃")] == HEADERS
     first = [cell.strip() for cell in lines[4].strip("│").split("│")]
-    assert [first[0], *first[2:]] == ["3", "4", "0.000", "0.300 ± 0.062", "0.500", "1234.6"]
+    assert [first[0], *first[2:]] == ["3", "0.000", "0.300 ± 0.062", "0.500", "1234.6"]
     text = "".join(line.split("│")[2].strip() for line in lines if line.startswith("│"))
     assert text.replace(" ", "").count("trainer.lr=0.0001,lora.target_modules=[q_proj,k_proj,v_proj]") == 1, (
         "no value is lost"
@@ -165,7 +166,7 @@ def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path: Path, finished
     [
         ({"accuracy": 0.5}, "sweep of 2 jobs, best held-out accuracy first"),
         ({"eval/loss": 0.5}, "sweep of 2 jobs, lowest held-out loss first"),
-        (None, "sweep of 2 jobs"),
+        (None, "sweep of 2 jobs, highest reward first"),
     ],
 )
 def test_the_title_names_only_what_was_measured(
@@ -235,3 +236,33 @@ def test_only_finished_jobs_are_ranked_and_the_others_say_why_they_are_not(
             f"job {number} failed: {whys[fates[number]]}" for number in lost
         ]
         assert printed_text.count("unfinished") == len(rest)
+        settings = {n // 2: [accuracies[m] for m in ranked if m // 2 == n // 2] for n in ranked}
+        order = sorted(settings, key=lambda n: -sum(settings[n]) / len(settings[n]))
+        cells = [line.split("│")[1:6] for line in printed_text.splitlines() if line.startswith("│")]
+        shown = [[cell.strip() for cell in line] for line in cells if line[0].strip()][: len(order)]
+        names = [f"trainer.lr=0.00{n + 1}" for n in order]
+        assert [[line[1], line[2]] for line in shown] == [
+            [n, str(len(settings[k]))] for n, k in zip(names, order, strict=True)
+        ]
+        means = [f"{sum(settings[n]) / len(settings[n]):.3f}" for n in order]
+        assert [line[4].split()[0] for line in shown] == means
+        best = [line for line in printed_text.splitlines() if line.startswith("best: ")]
+        assert len(best) == bool(order)
+        if order:
+            best_run = max((accuracies[n], n) for n in ranked if n // 2 == order[0])[1]
+            assert best[0].endswith(f" in {folder / str(best_run)}"), "its best seed, not the newest run"
+
+
+def test_a_difference_below_two_standard_errors_is_called_noise() -> None:
+    def told(*values: list[float]) -> str:
+        results = [page.Result(name="", values=v, folder=Path(), evaluation_error=0.1) for v in values]
+        return page.noise(results)
+
+    # errors of the means: 0.05 each, of the difference 0.0707: 0.10 is noise, and 0.20 is not
+    high, close, far = [0.85, 0.95], [0.75, 0.85], [0.65, 0.75]
+    assert told(high, close) == "differences are within noise: no setting is 2 standard errors below the best\n"
+    assert told(high, close, far) == "1 of the 2 others are within noise of the best (2 standard errors)\n"
+    assert told(high, far) == "the best differs from the others by more than noise (2 standard errors)\n"
+    assert "within noise" in told([0.9], [0.7])
+    assert told([0.9], [0.7]).endswith("; seeds may differ by more: run several\n")
+    assert told(high) == ""
