@@ -95,6 +95,9 @@ def _with_overrides(
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)
+            if _has_a_file_of_data(composed, keys) and not any(choice.startswith("data=") for choice in choices):
+                choices.append("data=jsonl")
+                composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)
         for key in keys:
             _set_key(composed, key, command)
     except Exception as error:
@@ -106,13 +109,13 @@ def answer(command: str, parsed: Arguments) -> None:
     """Lets Hydra answer words such as --help and --cfg, once the overrides have been checked."""
     import hydra
 
-    composed = _with_overrides(parsed.overrides, parsed.config_dir, command)[0] if parsed.overrides else None
+    overrides: list[str] = []
+    if parsed.overrides:
+        composed, overrides, keys = _with_overrides(parsed.overrides, parsed.config_dir, command)
+        lines = ((one.key_or_group, one.input_line) for one in keys)
+        overrides += [f"++{line}" if _is_argument(key, composed) else line for key, line in lines]
     extend_hydra()
     first, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
-    overrides = [
-        f"++{one.input_line}" if _is_argument(one.key_or_group, composed) else _choice(one)
-        for one in of_one_run(parsed.overrides, command)
-    ]
     root = logging.getLogger()  # which Hydra configures
     argv, handlers, level = sys.argv, root.handlers[:], root.level
     sys.argv = [f"rlft {command}", *parsed.options, *overrides, *_search_path(others)]
@@ -127,6 +130,17 @@ def answer(command: str, parsed: Arguments) -> None:
         sys.argv = argv
         root.handlers[:] = handlers
         root.setLevel(level)
+
+
+def _has_a_file_of_data(composed: Any, keys: Iterable[Any]) -> bool:
+    """Whether data.path names a local file or folder, where the source of the data that is chosen reads none."""
+    from omegaconf import OmegaConf
+
+    typed = next((one.value() for one in keys if one.key_or_group == "data.path" and not one.is_delete()), None)
+    path = typed or OmegaConf.select(composed, "data.path", throw_on_missing=False)
+    file = catalog.files("data").get(OmegaConf.select(composed, "hydra.runtime.choices.data") or "")
+    is_read = file is None or any("path" in catalog.entries(source) for source in (file, *catalog.bases(file)))
+    return isinstance(path, str) and not is_read and recipe_file.is_local(path)
 
 
 def _search_path(folders: Sequence[Path]) -> list[str]:

@@ -195,3 +195,8 @@ def beside(folder: Path, path: str) -> str:
     from_here = os.path.normpath(folder / path)
     is_file = path.startswith(".") or path.endswith((*FILES_OF_DATA, PYTHON)) or Path(from_here).exists()
     return from_here if is_file else path
+
+
+def is_local(path: str) -> bool:
+    """Whether this is the path of a file or folder, and not the id of a set or model on the hub."""
+    return path.startswith(("/", ".", "~")) or path.endswith(FILES_OF_DATA) or located(path).exists()

@@ -7,9 +7,10 @@ docs/explanation/algorithms.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rlft.config.model import EMBEDDED
 from rlft.config.trainer import OptimizerKind
 
 FAR = 10
@@ -27,10 +28,16 @@ class Advice:
     low: float | None = None
     high: float | None = None
     why: str  # the sources, or why there are no values
+    least: float | None = (
+        None  # of rlft's recipes for a model that ships with it, which learns nothing far below; or None
+    )
 
     @property
     def warning(self) -> str | None:
         """A warning about a value that is more than ten times off; else None."""
+        if self.least is not None and self.value < self.least / FAR:
+            problem = f"is more than {FAR} times below that of {RECIPES}, which learn next to nothing there"
+            return f"{self.key}: {problem}, got {self.value:g}; write {self.key}={self.least:g}"
         if self.low is None or self.high is None or self.low / FAR <= self.value <= self.high * FAR:
             return None
         where = "below" if self.value < self.low else "above"
@@ -42,6 +49,10 @@ class Advice:
         published = "" if self.low is None else f"published: {self.low:g} to {self.high:g}, "
         return self.key, f"{self.value:g}", published + self.why
 
+
+RECIPES = "rlft's recipes for embedded models"
+EMBEDDED_RATE = 1e-3
+"""The lowest learning rate of an adapter in those recipes, whatever the command."""
 
 RATES: dict[tuple[str, bool], tuple[float, float, str]] = {
     ("train", True): (5e-6, 1e-4, f"{UNSLOTH} for GRPO and {TINKER} for mathematics"),
@@ -66,7 +77,11 @@ def advice_for(config: Any, parameters: int) -> Iterator[Advice]:
         return
     rate = None if trainer.optimizer == OptimizerKind.muon else RATES.get((config.command, lora is not None))
     of_what = f"optimizer {trainer.optimizer}" if trainer.optimizer == OptimizerKind.muon else f"rlft {config.command}"
-    yield _advice("trainer.lr", trainer.lr, rate, parameters, of_what)
+    of_rate = _advice("trainer.lr", trainer.lr, rate, parameters, of_what)
+    is_known = lora is not None and trainer.optimizer == OptimizerKind.adamw
+    if parameters < SMALL and is_known and config.model.path.startswith(EMBEDDED):
+        of_rate = replace(of_rate, why=f"{of_rate.why}; {RECIPES}: {EMBEDDED_RATE:g} or more", least=EMBEDDED_RATE)
+    yield of_rate
     if lora is not None:
         yield _advice("lora.rank", lora.rank, RANKS.get(config.command), parameters, f"rlft {config.command}")
 

@@ -26,6 +26,7 @@ lora: {rank: 4, path: ./adapter}
 model.path: models/mine
 pretrain.path: embedded:arithmetic-text
 snapshot.teacher: Qwen/Qwen3-8B
+critic.init: runs/of_here
 prompts:
   max_tokens: 64
 """
@@ -70,11 +71,12 @@ def test_a_file_is_a_recipe_wherever_it_lies_and_its_paths_are_relative_to_it(
     file = Path(typed).expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
     written(file)
+    Path("runs/of_here").mkdir(parents=True)
     plain = composed(typed, "steps=2", "eval.every=0")
     for section, own in (("data", "rows.jsonl"), ("model", "models/mine"), ("lora", "adapter")):
         assert plain[section]["path"] == os.path.normpath(file.parent / own)
     assert plain["pretrain"]["path"] == "embedded:arithmetic-text"
-    assert plain["snapshot"]["teacher"] == "Qwen/Qwen3-8B"
+    assert (plain["snapshot"]["teacher"], plain["critic"]["init"]) == ("Qwen/Qwen3-8B", "runs/of_here")
     assert (plain["name"], plain["steps"], plain["prompts"]["max_tokens"]) == (name, 2, 64)
     assert (plain["trainer"]["lr"], plain["trainer"]["warmup"], plain["lora"]["rank"]) == (1e-3, 3, 4)
     assert list(plain["reward"]) == ["exact_match", "format"]
@@ -187,3 +189,30 @@ def test_a_sweep_over_files_has_a_job_for_each(workplace: Path, capsys: pytest.C
     assert cli.run(["train", "-m", "+recipe=a.yaml,b.yaml", *common]) == 0, capsys.readouterr().err
     configs = [yaml.safe_load((workplace / "s" / str(job) / "config.yaml").read_text()) for job in range(2)]
     assert [(config["name"], config["seed"]) for config in configs] == [("a", 97), ("b", 98)]
+
+
+@pytest.mark.parametrize(
+    ("words", "source"),
+    [
+        (["data.path=rows.csv"], "jsonl"), (["+recipe=grpo_arithmetic", "data.path=rows.csv"], "jsonl"),
+        (["qa/run.yaml"], "jsonl"), (["data.path=qa"], "jsonl"), (["data=hub", "data.path=rows.csv"], "hub"),
+        (["+recipe=grpo_gsm8k", "data.path=qa"], "hub"), ([], "arithmetic"),
+    ],
+)  # fmt: skip
+def test_a_path_to_a_file_of_data_needs_no_source(words: list[str], source: str, workplace: Path) -> None:
+    (workplace / "qa").mkdir()
+    (workplace / "rows.csv").write_text("question,response\n1 + 1?,2\n")
+    written(Path("qa/run.yaml"), "data.path: ../rows.csv\n")
+    assert composed(*words)["data"]["_target_"].startswith(f"rlft.data.{source}.")
+
+
+def test_a_path_that_is_no_files_or_contradicts_the_choice_is_refused(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["data.path=openai/gsm8k"], ["data=arithmetic", "data.path=rows.csv"]):
+        assert cli.run(["train", *words]) == 2
+        assert "it belongs to data=gsm8k and data=hub and data=jsonl" in capsys.readouterr().err
+    assert cli.run(["train", "data.path=none.csv"]) == 2
+    assert "data.path: there is no such file, got none.csv" in capsys.readouterr().err
+    assert cli.run(["train", "data.path=none.csv", "--cfg", "job"]) == 0
+    assert "path: none.csv" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from slow_cases import slow
 from rlft.config import catalog
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.plan.advice import RANKS, RATES, advice_for
+from rlft.plan.advice import EMBEDDED_RATE, RANKS, RATES, advice_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "algorithms.md"
 LARGE, SMOLLM2, TINY = 494_000_000, 134_515_008, 823_424
@@ -20,9 +21,10 @@ SFT = ("demonstrations.path=embedded:arithmetic-demonstrations",)
 PAIRS = ("preferences.path=embedded:arithmetic-preferences",)
 
 
-def warned(command: str, *words: str, parameters: int = LARGE) -> list[str]:
-    """The keys that are ten times off in a run of this command."""
+def warned(command: str, *words: str, parameters: int = LARGE, path: str = "org/some-model") -> list[str]:
+    """The keys that are ten times off in a run of this command, on a model that has this path."""
     config = resolve(compose(list(words), command=command), command).config
+    config = replace(config, model=replace(config.model, path=path))
     return [one.key for one in advice_for(config, parameters) if one.warning]
 
 
@@ -68,9 +70,42 @@ def test_the_words_name_the_value_the_range_and_the_sources() -> None:
     assert rank.row[:2] == ("lora.rank", "32")
     assert rank.row[2].startswith("published: 1 to 32, LoRA Without Regret")
     (small, _) = advice_for(config, TINY)
-    assert small.row[2] == "no published value is for a model of 823,424 parameters"
+    assert small.row[2].startswith(
+        "no published value is for a model of 823,424 parameters; rlft's recipes for embedded"
+    )
 
 
+@each(
+    ("command", "words", "expected"),
+    [
+        ("train", (), ["trainer.lr"]),  # 1e-5 is for larger models
+        ("train", ("trainer.lr=9e-5",), ["trainer.lr"]),
+        ("train", ("trainer.lr=1e-4",), []),
+        ("train", ("trainer.lr=0.1",), []),  # nothing is known of rates above
+        ("train", ("lora=null",), []),
+        ("train", ("trainer.optimizer=muon",), []),
+        ("dpo", PAIRS, ["trainer.lr"]),
+        ("sft", SFT, []),  # 1e-4
+    ],
+)
+def test_an_embedded_model_is_warned_of_a_rate_at_which_it_learns_nothing(
+    command: str, words: tuple[str, ...], expected: list[str]
+) -> None:
+    assert warned(command, *words, parameters=TINY, path="embedded:tiny-arithmetic") == expected
+
+
+def test_the_warning_has_the_lowest_rate_of_the_recipes() -> None:
+    rate, _ = advice_for(resolve(compose([]), "train").config, TINY)
+    assert rate.warning is not None
+    assert rate.warning.endswith("learn next to nothing there, got 1e-05; write trainer.lr=0.001")
+    recipes = [
+        (name, compose([f"+recipe={name}"], command=catalog.command_of(name), requires=False)) for name in RECIPES
+    ]
+    rates = [plain["trainer"]["lr"] for _, plain in recipes if plain["model"]["path"].startswith("embedded:")]
+    assert (len(rates), min(rates)) == (len(RECIPES), EMBEDDED_RATE)
+
+
+RECIPES = ("grpo_arithmetic", "grpo_shapes", "sft_arithmetic", "rm_arithmetic", "dpo_arithmetic", "ppo_arithmetic")
 OF_EACH_SIZE = ("ppo_arithmetic", "sft_smollm2_gsm8k", "gspo_gsm8k")
 
 
@@ -82,6 +117,7 @@ def test_no_recipe_is_ten_times_off(recipe: str) -> None:
     plain = compose([f"+recipe={recipe}"], command=command, requires=False)
     trainer, lora = (plain[key] and SimpleNamespace(**plain[key]) for key in ("trainer", "lora"))
     config, path = SimpleNamespace(command=command, trainer=trainer, lora=lora), plain["model"]["path"]
+    config.model = SimpleNamespace(path=path)
     parameters = TINY if path.startswith("embedded:") else SMOLLM2 if "smollm2" in path.lower() else LARGE
     assert not [one.warning for one in advice_for(config, parameters) if one.warning]
 
