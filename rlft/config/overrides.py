@@ -124,8 +124,8 @@ def make_importable(config_dir: Path | None) -> None:
 def with_recipe(words: Sequence[str]) -> list[str]:
     """The words, with the path of a YAML file as the override that chooses it as the recipe.
 
-    >>> with_recipe(["qa/run.yaml", "steps=2", "a=b.yml", "./a=b.yml"])
-    ['+recipe=qa/run.yaml', 'steps=2', 'a=b.yml', '+recipe=./a=b.yml']
+    >>> with_recipe(["qa/run.yaml", "steps=2", "data.path=rows.yml"])
+    ['+recipe=qa/run.yaml', 'steps=2', 'data.path=rows.yml']
     """
     files = [recipe_file.of_word(word) for word in words]
     return [word if file is None else f"+recipe={_quoted(file)}" for word, file in zip(words, files, strict=True)]

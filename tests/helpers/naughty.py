@@ -80,10 +80,12 @@ def naughty_later(group):
 
 
 def dawdle(group, path, seconds):
-    """Writes down that it was called, then takes its time."""
+    """Writes down that it was called, then takes its time; its n-th call at most until there is a file `<path>.<n>`."""
     with Path(path).open("a") as file:
         file.write("called ")
-    time.sleep(seconds)
+    end, number = time.monotonic() + seconds, Path(path).read_text().count("called")
+    while time.monotonic() < end and not Path(f"{path}.{number}").exists():
+        time.sleep(0.02)
     return [float(len(rollout.completion.text)) for rollout in group.rollouts]
 
 

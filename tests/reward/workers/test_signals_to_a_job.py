@@ -137,7 +137,7 @@ def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored
     begin: Begin, tmp_path: Path
 ) -> None:
     diary = tmp_path / "diary"
-    job = begin({"dawdle": noted("dawdle", diary)}, [["dawdle", "18", ""]])
+    job = begin({"dawdle": noted("dawdle", diary) | {"seconds": 60.0}}, [["dawdle", "18", ""]], limit_s=120.0)
     job.wait_until(lambda: bool(job.workers()))
     for number in signals.ENDING:  # while the worker starts
         job.send(number)
@@ -145,8 +145,10 @@ def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored
     workers = job.workers()
     for done, number in enumerate(signals.JOB_WIDE, start=2):
         job.send(number, to_main=number is not signal.SIGQUIT)
+        (tmp_path / f"diary.{done - 1}").touch()  # the call that the signal came to may end
         job.wait_until(lambda done=done: calls(diary) == done)
     assert job.workers() == workers
+    (tmp_path / f"diary.{calls(diary)}").touch()
     assert job.scores() == [[2.0]]
     assert calls(diary) == 1 + len(signals.JOB_WIDE)
 
