@@ -8,7 +8,7 @@
 With --task chains every recipe gets the keys that recipes/grpo_chains.yaml gives GRPO. Each run is an ordinary
 `rlft train` in a process of its own (so that its peak memory is its own), --jobs of them at a time, in
 <out>/<name>/seed_<k>. Stopped by Ctrl-C or killed, the same command goes on: finished runs are not repeated, begun ones
-are resumed. In <out> it leaves comparison.md (for recipes/README.md), comparison.png and comparison.json.
+are resumed. In <out> it leaves comparison.md (for docs/benchmarks/methods.md), comparison.png and comparison.json.
 
 Exit codes: 0 done, 1 a run failed, 2 a mistake the user can fix, 130 stopped.
 """

@@ -16,7 +16,7 @@ Only problems of the training split are used (`rlft.data.drawn.split_of`), so th
 held-out split is unseen.
 
 The tiny-arithmetic that ships was made at commit 135476d, before there was `rlft sft`, by a loop of the script's own on
-the same problems; one that is made today is another draw of the same model, and recipes/README.md has the numbers of
+the same problems; one that is made today is another draw of the same model, and docs/benchmarks has the numbers of
 the one that ships.
 """
 

@@ -1,4 +1,4 @@
-"""The demo's promise, as the demo runs it: the recipe, nothing overridden. recipes/README.md has more seeds."""
+"""The demo's promise, as the demo runs it: the recipe, nothing overridden. benchmarks/results.md has more seeds."""
 
 from __future__ import annotations
 
