@@ -11,19 +11,8 @@ import argparse
 
 from rlft.commands.doctor.work import SIZES, Size
 from rlft.model.activations import LayerSizes
-from rlft.plan.roofline import (
-    CARDS,
-    LAUNCHES,
-    Kernel,
-    Machine,
-    Network,
-    Work,
-    added_up,
-    publishing,
-    sampling,
-    seconds_of,
-    update,
-)
+from rlft.plan.cards import CARDS, Machine
+from rlft.plan.roofline import LAUNCHES, Kernel, Network, Work, added_up, publishing, sampling, seconds_of, update
 
 RANK = 16
 SHOWN = ("H100", "A100", "4090", "L4")

@@ -8,7 +8,8 @@ import pytest
 import roofline
 
 from rlft.commands.doctor.work import Size
-from rlft.plan.roofline import Machine, Work, added_up, seconds_of, update
+from rlft.plan.cards import Machine
+from rlft.plan.roofline import Work, added_up, seconds_of, update
 
 NETWORK = roofline.network(Size(hidden=4, layers=1, heads=2, key_heads=1, intermediate=8, vocabulary=10))
 WORK = Work(prompts=1, group=2, prompt=3, completion=2, budget=100)

@@ -14,20 +14,22 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console as Terminal
-from rich.table import Table
 from rich.text import Text
 
 from rlft.commands.launch import import_libraries, settled
 from rlft.config import catalog
 from rlft.config import command as commands
 from rlft.config.compose import USUAL, compose_run
-from rlft.config.overrides import only_overrides, recipe_in
+from rlft.config.overrides import key_of, only_overrides, recipe_in
 from rlft.config.resolved import resolve
-from rlft.generation.memory import MemoryPart, busiest, in_words, peak
+from rlft.generation.memory import busiest, in_words, peak
 from rlft.logger.console import grid, open_terminal
 from rlft.logger.forecast import FIRST, Forecast, Price, read_price
+from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import duration, one_line, visible
+from rlft.plan.cards import CARDS, read_card
 from rlft.system.disk import size_text
+from rlft.system.terminal import command_line
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -38,13 +40,11 @@ if TYPE_CHECKING:
     from rlft.plan.run_plan import Schedule
 
 BINS, BAR_WIDTH = 8, 40
-MAX_TURN_CHARACTERS, SHOWN_CHARACTERS = 200, 32
-MAX_SCORE_CHARACTERS = 6
-"""Of a score such as -0.125 or `failed`, so that a narrow terminal folds texts and cuts no number."""
+MAX_TURN_CHARACTERS = 200
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-USAGE = """\
+USAGE = f"""\
 usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [card=H100] [price=2.5/h]
                  [--json]
 
@@ -54,8 +54,9 @@ wrong answers, and in two lines what rlft reward try finds where all rewards are
 Whatever the run itself would refuse is refused here.
 
   <command>       of the run: by default the recipe's, else train
-  device_memory   of the device that the run is planned for; by default that of this machine
-  card            the GPU that it would run on, to say how long it may take: H200, H100, A100, 4090 or L4
+  device_memory   of the device that the run is planned for; by default that of the card, or of this machine
+  card            the GPU that it would run on, for its memory and how long a run may take; implies model.device=cuda:
+                  {", ".join(CARDS)}
   price           of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h: what the run may cost
   --json          the same as one JSON object of at most 64 KiB, for scripts
 
@@ -64,7 +65,7 @@ be computed and its environment begins, and 1 otherwise.
 
   rlft plan +recipe=grpo_arithmetic
   rlft plan sft demonstrations.path=mine.jsonl model.path=<folder>
-  rlft plan +recipe=grpo_gsm8k model.path=<folder> device_memory=24GiB"""
+  rlft plan +recipe=grpo_gsm8k card=4090"""
 
 
 def command(arguments: list[str]) -> int:
@@ -76,26 +77,38 @@ def command(arguments: list[str]) -> int:
     command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
     parsed = only_overrides(words, command, ("device_memory", "card", "price"))
     price, card = read_price(parsed.value("price")), parsed.value("card")
+    typed = [*parsed.overrides]
     if card is not None:
-        from rlft.plan.roofline import read_card  # it imports torch
-
         card = read_card(card)
-    with contextlib.redirect_stdout(sys.stderr):  # rewards and environments may print while they are built
-        run = compose_run(parsed.overrides, parsed.config_dir, command)
-        plain, device_memory = settled(run.plain), parsed.value("device_memory")
-        memory = None if device_memory is None else read_bytes(device_memory)
-        resolved = resolve(plain, command)
+        if "model.device" not in map(key_of, typed):
+            typed.append("model.device=cuda")
+    device_memory = parsed.value("device_memory")
+    memory = None if device_memory is None else read_bytes(device_memory)
+
+    def prediction_of(overrides: Sequence[str], *, tries: bool = True) -> Prediction:
+        run = compose_run(overrides, parsed.config_dir, command)
+        resolved = resolve(settled(run.plain), command)
         import_libraries()
         from rlft.plan.prediction import predict
         from rlft.plan.sizes import note_of_disk
 
-        predicted = predict(resolved, memory, card)
-    if disk_note := note_of_disk(predicted.disk, run.folder):
-        predicted = replace(predicted, notes=[*predicted.notes, disk_note])
+        predicted = predict(resolved, memory, card, tries=tries)
+        note = note_of_disk(predicted.disk, run.folder)
+        return replace(predicted, notes=[*predicted.notes, note]) if note else predicted
+
+    with contextlib.redirect_stdout(sys.stderr):  # rewards and environments may print while they are built
+        predicted, fitting = prediction_of(typed), None
+        for remedy in predicted.remedies():
+            changed = [word for word in typed if key_of(word) not in remedy.changes] + str(remedy).split()
+            if prediction_of(changed, tries=False).fits:
+                kept = [word for word in words if key_of(word) not in remedy.changes]
+                fitting = command_line("rlft", "plan", command, *kept, *str(remedy).split())
+                break
     if "--json" in arguments:
-        print(json.dumps(predicted.as_dict() | {"price": price and asdict(price)}, indent=1))
+        extra = {"tight": predicted.is_tight, "fitting": fitting, "price": price and asdict(price)}
+        print(json.dumps(predicted.as_dict() | extra, indent=1))
     else:
-        print_page(predicted, price)
+        print_page(predicted, price, fitting)
     return int(predicted.fails)
 
 
@@ -124,8 +137,10 @@ def read_bytes(text: str) -> int:
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
-def print_page(predicted: Prediction, price: Price | None) -> None:
+def print_page(predicted: Prediction, price: Price | None, fitting: str | None) -> None:
     terminal = open_terminal()
+    print_verdict(terminal, predicted, fitting)
+    terminal.print()
     terminal.print(grid(predicted.sizes))
     heading(terminal, "Parameters")
     terminal.print(grid([(role, f"{number:,}", "") for role, number in predicted.parameters.items()]))
@@ -165,54 +180,56 @@ def heading(terminal: Terminal, text: str) -> None:
 
 
 def print_memory(terminal: Terminal, predicted: Prediction) -> None:
-    """Prints every part, of training with and without gradient checkpointing, the peak, and whether the run fits."""
+    """Prints every part, of training with and without gradient checkpointing, the peak, and keys that lower it."""
     heading(terminal, f"Memory on {predicted.device}")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("part", no_wrap=True)
-    table.add_column("when", style="dim")
     how = predicted.demand.recompute
     columns = {
         "plain": predicted.memory(recompute=False),
         "gradient checkpointing": predicted.memory(recompute=how or True),
     }
-    names, of_this_run = list(columns), list(columns.values())[how is not False]
+    names = list(columns)
     names[how is not False] += "\n(this run)"
     if not predicted.demand.trains:
-        names, columns = ["bytes"], {"bytes": of_this_run}
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("key", style="dim", overflow="fold")
-    for same in zip(*columns.values(), strict=True):
-        if any(part.bytes for part in same):
-            table.add_row(same[0].name, str(same[0].when), *(in_words(part.bytes) for part in same), same[0].key or "")
-    peaks = (Text(in_words(peak(memory)), style="bold") for memory in columns.values())
-    table.add_row(Text("peak", style="bold"), "", *peaks, "")
-    terminal.print(table)
+        names, columns = ["bytes"], {"bytes": predicted.memory(recompute=how)}
+    rows: list[Sequence[object]] = [
+        (same[0].name, same[0].when, *(in_words(part.bytes) for part in same), same[0].key or "")
+        for same in zip(*columns.values(), strict=True)
+        if any(part.bytes for part in same)
+    ]
+    peaks = (Text(in_words(peak(memory)), "bold") for memory in columns.values())
+    rows.append((Text("peak", "bold"), "", *peaks, ""))
+    numbers = (Column(name, right=True) for name in names)
+    terminal.print(WordTable((Column("part"), Column("when", "dim"), *numbers, Column("key", "dim")), rows))
     if predicted.has_engine_apart:
         alone, engine = in_words(predicted.peak_without_engine), predicted.demand.engine
         title = "the engine" if engine is None else engine.title
         print_line(terminal, f"with {title} on a device of its own the trainer would take {alone}")
-    print_verdict(terminal, predicted, of_this_run)
+    for remedy in predicted.remedies():
+        print_line(terminal, f"{remedy} takes it to {in_words(remedy.peak)}")
 
 
-def print_verdict(terminal: Terminal, predicted: Prediction, memory_parts: Sequence[MemoryPart]) -> None:
-    limit_name = "device_memory" if predicted.named_limit else "this machine has free"
-    room = f"{in_words(predicted.peak)} of {in_words(predicted.limit)} ({limit_name})"
+def print_verdict(terminal: Terminal, predicted: Prediction, fitting: str | None) -> None:
+    """Prints whether the run fits; fitting: a command of this run that does, if it does not."""
+    room = f"{in_words(predicted.peak)} of {in_words(predicted.limit)} ({predicted.limit_name})"
     if predicted.fits:
-        print_line(terminal, f"fits: {room}", "green")
+        share = (
+            f", {predicted.peak / predicted.limit:.1%}: other programs, or longer rows, may leave it too little memory"
+        )
+        word, style = ("tight", "yellow") if predicted.is_tight else ("fits", "green")
+        print_line(terminal, f"{word}: {room}{share * predicted.is_tight}", style)
         return
     for who, lacking in predicted.shortfalls.items():
         share = f"the {who}'s share of the device is {in_words(lacking)} too small for it"
         print_line(terminal, f"does not start: {share}", "red")
+    memory_parts = predicted.memory(recompute=predicted.demand.recompute)
     if predicted.peak > predicted.limit:
         print_line(terminal, f"does not fit: {room}; it is highest while {busiest(memory_parts)}", "red")
-    ways = predicted.remedies()
-    for remedy in ways:
-        print_line(terminal, f"  {remedy} takes it to {in_words(remedy.peak)}")
-    if not ways:
-        largest = max(memory_parts, key=lambda part: part.bytes)
-        text = f"  no value of a key above makes it fit; the largest part is {largest.name} ({in_words(largest.bytes)})"
-        print_line(terminal, f"{text}: use a smaller model or a larger device")
+    if fitting is not None:
+        print_line(terminal, f"this fits: {fitting}")
+        return
+    largest = max(memory_parts, key=lambda part: part.bytes)
+    text = f"no value of a key makes it fit; the largest part is {largest.name} ({in_words(largest.bytes)})"
+    print_line(terminal, f"{text}: use a smaller model or a larger device")
 
 
 def print_lengths(terminal: Terminal, name: str, tokens: Sequence[int]) -> None:
@@ -247,19 +264,13 @@ def print_conversation(terminal: Terminal, tried: EnvironmentTrial) -> None:
 def print_trials(terminal: Terminal, trials: Sequence[RewardTrial]) -> None:
     heading(terminal, "What the rewards say, before their weights")
     names = list(dict.fromkeys(trial.reward for trial in trials))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("prompt", style="dim", overflow="fold")
-    table.add_column("completion", overflow="fold")
-    for name in names:
-        table.add_column(Text(visible(name)), justify="right", overflow="fold", min_width=MAX_SCORE_CHARACTERS)
-    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    scores: dict[tuple[str, str], dict[str, str]] = {}
     for trial in trials:
         score = "failed" if trial.score is None else f"{trial.score:g}"
-        rows.setdefault((trial.prompt, trial.kind, trial.completion), {})[trial.reward] = score
-    for (prompt, kind, completion), scores in rows.items():
-        completion_text = f"{kind}: {one_line(completion, SHOWN_CHARACTERS)}" if completion else kind
-        table.add_row(Text(visible(prompt)), Text(completion_text), *(scores.get(name, "") for name in names))
-    terminal.print(table)
+        scores.setdefault((trial.prompt, trial.shown), {})[trial.reward] = score
+    columns = (Column("prompt", "dim", folds=True), Column("completion", folds=True))
+    rows = ((*texts, *(of_one.get(name, "") for name in names)) for texts, of_one in scores.items())
+    terminal.print(WordTable((*columns, *(Column(name, right=True) for name in names)), rows))
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from rich.text import Text
 from rlft.config.bounds import NonNegativeFloat
 from rlft.logger.forecast import Forecast, Pace, Price
 from rlft.logger.interface import RunInfo
+from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.runs.lines import StepRecord
 from rlft.system.terminal import discard
@@ -98,15 +99,9 @@ class Console:
             self.view = None
 
 
-def grid(rows: Iterable[Sequence[object]]) -> Table:
+def grid(rows: Iterable[Sequence[object]]) -> WordTable:
     """A table of rows (name, value, explanation)."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(style="bold", overflow="fold")
-    table.add_column(style="dim", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(visible(str(cell))) for cell in row))
-    return table
+    return WordTable((Column(), Column(style="bold"), Column(style="dim")), rows)
 
 
 class Progress:

@@ -10,21 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rlft.generation.memory import ModelSizes
 from rlft.logger.forecast import Forecast
 from rlft.model.activations import layer_sizes
+from rlft.plan.cards import CARDS, NAMES, Machine
 from rlft.plan.demand import Demand
 from rlft.plan.memory_parts import FLOAT32, averages_bytes
-from rlft.plan.roofline import (
-    CARDS,
-    NAMES,
-    Kernel,
-    Machine,
-    Network,
-    StepWork,
-    Work,
-    publishing,
-    sampling,
-    seconds_of,
-    update,
-)
+from rlft.plan.roofline import Kernel, Network, StepWork, Work, publishing, sampling, seconds_of, update
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.machine import machine
 from rlft.system.rates import host_rates
@@ -77,7 +66,7 @@ def duration_of(
     card: the GPU that is meant, by its name in CARDS.
     """
     if card is not None and demand.device == "cpu":
-        remedy = "add model.device=cuda, and device_memory=<its memory> where there is none"
+        remedy = "leave out model.device=cpu, or card"
         raise UserError("card", "the run is planned for a CPU", got=card, remedy=remedy)
     work, network = plan.step_work(), network_of(model, whole=demand.networks.whole_model)
     if work is None:
@@ -87,7 +76,7 @@ def duration_of(
     if network is None:
         return "no figures for the layers of this model"
     if absent and card is None:
-        return "unknown card: the GPU is not here; name it with card=H100"
+        return "unknown card: the GPU is not here; name it as card=4090"
     known = machine_of(plan.config.model) if card is None else of_card(card, card, network.itemsize)
     if isinstance(known, str):
         return known

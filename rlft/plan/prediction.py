@@ -15,6 +15,7 @@ from rlft.config.resolved import AUTO, Resolved, with_budget_of_device, with_tok
 from rlft.config.schema import section_of
 from rlft.generation.memory import MemoryPart, ModelSizes, peak
 from rlft.plan.advice import Advice, advice_for
+from rlft.plan.cards import CARDS
 from rlft.plan.conversation import EnvironmentTrial, try_environment
 from rlft.plan.demand import Demand
 from rlft.plan.duration import Duration, duration_of
@@ -31,6 +32,7 @@ from rlft.system.memory import resident_bytes
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
+TIGHT = 0.97  # of the device's memory: what takes more than that may not fit after all
 MAX_BINS = 32
 MAX_CHARACTERS = 400  # of a text in the JSON (from data, a reward or a note): the JSON stays below 64 KiB
 
@@ -46,7 +48,7 @@ class Prediction:
     process: int  # bytes that the process takes besides models and batches
     device: str
     limit: int  # bytes of the device's memory
-    named_limit: bool  # whether device_memory= named the limit
+    limit_name: str  # where the limit comes from
     lengths: Mapping[str, Sequence[int]]
     rewards: Brief
     conversation: EnvironmentTrial | None
@@ -80,6 +82,11 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.peak <= self.limit and not memory_shortfall(self.model, self.demand)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the run fits, with almost no memory left."""
+        return self.fits and self.peak > TIGHT * self.limit
 
     def remedies(self) -> list[Remedy]:
         return [] if self.fits else remedies(self.model, self.demand, self.process, self.limit)
@@ -144,21 +151,25 @@ def notes_of(plan: Plan) -> list[str]:
     return list(plan.notes) if demand is None else plan.notes_with(planned_facts(plan, model, demand))
 
 
-def predict(resolved: Resolved, limit: int | None, card: str | None = None) -> Prediction:
+def predict(resolved: Resolved, limit: int | None, card: str | None = None, *, tries: bool = True) -> Prediction:
     """Predicts the run of this config, which may run on another machine.
 
     Args:
-        limit: bytes of the device's memory; None for the free memory of this machine's device.
-        card: the GPU that it is to run on, a name in `rlft.plan.roofline.CARDS`; None: the one that is here.
+        limit: bytes of the device's memory; None for those of the card, or the free memory of this machine's device.
+        card: the GPU that it is to run on, a name in `rlft.plan.cards.CARDS`; None: the one that is here.
+        tries: whether its rewards and its environment are tried.
 
     Raises:
         UserError: the run would be refused, or a card is named for a run on a CPU.
     """
-    settings = resolved.config.model
+    settings, limit_name = resolved.config.model, "this machine has free" if limit is None else "device_memory"
+    if limit is None and card is not None:
+        limit, limit_name = CARDS[card].memory, f"of card={card}"
     on_another = settings.device.startswith("cuda") and not torch.cuda.is_available()
     if on_another and limit is None:
         problem = "this machine has no such GPU, so its memory cannot be read"
-        raise UserError("model.device", problem, got=settings.device, remedy="name its memory: device_memory=24GiB")
+        remedy = "name it as card=4090, or its memory as device_memory=24GiB"
+        raise UserError("model.device", problem, got=settings.device, remedy=remedy)
     plan: Plan = (without_gpu(resolved) if on_another else resolved).plan(runs_here=False)
     settings = plan.config.model
     if not on_another:
@@ -200,10 +211,10 @@ def predict(resolved: Resolved, limit: int | None, card: str | None = None) -> P
         process=process,
         device="a GPU that is not here" if on_another else str(device),
         limit=device_limit,
-        named_limit=limit is not None,
+        limit_name=limit_name,
         lengths=plan.lengths(),
-        rewards=brief_on(plan),
-        conversation=conversation_of(plan),
+        rewards=brief_on(plan) if tries else Brief(),
+        conversation=conversation_of(plan) if tries else None,
         notes=[*plan.notes_with(facts), *_missing_here(plan), *_notes_of_demand(plan, demand, on_gpus)],
         disk=plan.disk_bytes(model),
         schedule=(schedule := plan.schedule),

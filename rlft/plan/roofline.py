@@ -14,55 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rlft.model.activations import LayerSizes
-from rlft.types import UserError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Rates of a device, and the shares of them that large products and passes reach."""
-
-    rate: float  # operations per second of dense products: of a GPU those published for bfloat16 with sums in float32
-    bandwidth: float  # bytes per second
-    # Seconds in which the host launches a kernel of an update, Python included, while a GPU computes earlier ones: what
-    # was measured on one H100, whose host took 168 ms for the 2,201 kernels that are counted here of an update of 0.5B
-    # (it launched 3,467: single calls of attention are several kernels).
-    launch: float = 168e-3 / 2201
-    of_the_rate: float = 0.7
-    of_the_bandwidth: float = 0.8
-    is_host: bool = False  # whether the host itself computes, so that launches take their time beside the kernels
-    is_compared: bool = False  # whether updates on it have been compared with this model
-
-
-CARDS = {
-    "H200": Machine(rate=989e12, bandwidth=4.8e12, is_compared=True),
-    "H100": Machine(rate=989e12, bandwidth=3.35e12, is_compared=True),
-    "A100": Machine(rate=312e12, bandwidth=2.04e12),
-    "4090": Machine(rate=165e12, bandwidth=1.01e12),
-    "L4": Machine(rate=121e12, bandwidth=0.30e12),
-}
-"""Published rates of GPUs."""
-NAMES = {
-    "NVIDIA H200": "H200",
-    "NVIDIA H100 80GB HBM3": "H100",
-    "NVIDIA A100-SXM4-80GB": "A100",
-    "NVIDIA GeForce RTX 4090": "4090",
-    "NVIDIA L4": "L4",
-}
-"""{name that a driver reports: card}. Cards with a part of such a name may be slower (H100 PCIe, RTX 4090 Laptop, a MIG
-slice, L40S)."""
-
-
-def read_card(text: str) -> str:
-    """The name in CARDS of a card that a command line names, in any case; refuses others.
-
-    >>> read_card("h100")
-    'H100'
-    """
-    name = text.strip().upper().removeprefix("RTX").strip()
-    if name not in CARDS:
-        raise UserError("card", "no figures are known of this card", got=text, remedy=f"use {', '.join(CARDS)}")
-    return name
-
+from rlft.plan.cards import Machine
 
 IN_A_GRAPH = 1.5e-6  # seconds between two kernels of a CUDA graph, in which engines decode
 SCHEDULED = 2e-3  # seconds in which such an engine's host prepares a token of all rows; an assumption

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -19,8 +20,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rlft
 from rlft import cli
 from rlft.commands.plan import print_trials, read_bytes
+from rlft.commands.tables import rows_table
+from rlft.config.keys import keys_of
+from rlft.config.schema import RunConfig
+from rlft.logger.console import grid
+from rlft.logger.tables import Column, WordTable
 from rlft.plan import prediction
+from rlft.plan.cards import CARDS, read_card
 from rlft.plan.rewards.brief import RewardTrial
+from rlft.system.check_rows import CheckRow, Status
 from rlft.system.terminal import pip_install
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
@@ -67,18 +75,16 @@ def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(
     )
     assert estimated["completion_tokens"] == [12, 48]
     assert planned(capsys, *ON_A_GPU, "device_memory=24GiB")["duration"] == {
-        "no_estimate": "unknown card: the GPU is not here; name it with card=H100"
+        "no_estimate": "unknown card: the GPU is not here; name it as card=4090"
     }
     for card in ("H100", "rtx 4090"):
         there = planned(capsys, *ON_A_GPU, "device_memory=24GiB", f"card={card}", "price=2.5/h")["duration"]
         assert there["machine"] == f"{card.upper().removeprefix('RTX ')}, by its published rates"
         assert 0 < there["run"]["low"] < there["run"]["seconds"] < there["run"]["high"]
-    assert cli.run(["plan", *ON_A_GPU, "device_memory=24GiB", "card=B200"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "rlft: card: no figures are known of this card, got B200; use H200, H100, "
-    )
+    assert cli.run(["plan", *ON_A_GPU, "card=A10G"]) == 2
+    assert capsys.readouterr().err.startswith("rlft: card: no figures are known of this card, got A10G; use B200, ")
     assert cli.run(["plan", *words, "card=H100"]) == 2
-    assert "rlft: card: the run is planned for a CPU, got H100; add model.device=cuda" in capsys.readouterr().err
+    assert "rlft: card: the run is planned for a CPU, got H100; leave out model.device=cpu" in capsys.readouterr().err
     assert cli.run(["plan", *words, "eval.every=0", "price=$3/h"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "steps 10 evaluations 0 none checkpoints 4 of the last step as well a step " in page
@@ -156,7 +162,7 @@ def test_a_run_that_samples_alone_has_no_part_of_training(no_weights: Path, caps
     on_card = parts_of(planned(capsys, *words, *on_a_gpu))
     assert on_card["vLLM, its KV cache (it shares the base)"] > 0
     assert cli.run(["plan", *words, "model.device=cuda", "device_memory=512MiB", "generation=transformers"]) == 1
-    assert "no value of a key above makes it fit" in capsys.readouterr().out
+    assert "no value of a key makes it fit" in capsys.readouterr().out
 
 
 def test_a_reward_that_cannot_be_computed_fails_the_plan(
@@ -187,9 +193,18 @@ def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(
     lower = [word if not word.startswith("token_budget") else f"token_budget={budget}" for word in words]
     assert planned(capsys, *lower)["fits"] or planned(capsys, *lower)["peak"] < 1.02 * found["device_memory"]
     assert cli.run(["plan", *words]) == 1, "it does not fit"
-    page = capsys.readouterr().out
-    assert "does not fit: " in page
-    assert f"  token_budget={budget} takes it to " in page
+    first, second, *page = capsys.readouterr().out.splitlines()
+    assert first.startswith("does not fit: ")
+    assert f"token_budget={budget} takes it to " in "\n".join(page)
+    rlft_word, *fitting = shlex.split(second.removeprefix("this fits: "))
+    assert (rlft_word, planned(capsys, *words)["fitting"]) == ("rlft", second.removeprefix("this fits: "))
+    assert cli.run(fitting) == 0, "one whole command, planned before it was named"
+    assert capsys.readouterr().out.startswith(("fits: ", "tight: "))
+    for share, verdict in ((0.98, "tight"), (0.96, "fits"), (1.0, "tight")):
+        memory = next(key for key in fitting if key.startswith("device_memory"))
+        size = round(planned(capsys, *fitting[1:])["peak"] / share)
+        cli.run([*(word for word in fitting if word != memory), f"device_memory={size}"])
+        assert capsys.readouterr().out.startswith(f"{verdict}: "), share
 
 
 @each(
@@ -233,7 +248,26 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
     assert cli.run(["plan", *ON_A_GPU]) == 2
     told = capsys.readouterr().err
     assert told.startswith("rlft: model.device: this machine has no such GPU, so its memory cannot be read")
-    assert told.endswith(", got cuda; name its memory: device_memory=24GiB\n")
+    assert told.endswith(", got cuda; name it as card=4090, or its memory as device_memory=24GiB\n")
+    # A card has its memory, unless another one is typed, and needs no model.device.
+    assert planned(capsys, *ON_A_GPU[:-1], "card=rtx4090")["device_memory"] == CARDS["4090"].memory
+    assert planned(capsys, *ON_A_GPU[:-1], "card=B200", "device_memory=24GiB")["device_memory"] == 24 * 2**30
+
+
+def test_cards_have_consistent_figures_and_one_name_each() -> None:
+    for name, card in CARDS.items():
+        assert 0.85 < card.memory / 2**30 / card.gb < 1, "GiB of which CUDA reports a little less"
+        assert 50 < card.rate / card.bandwidth < 450, "operations per byte"
+        for written in (
+            name,
+            name.lower(),
+            f"RTX {name}",
+            f"nvidia {name}",
+            f"{name}-SXM",
+            f"{name} {card.gb}GB",
+            card.driver,
+        ):
+            assert read_card(written) == name, written
 
 
 @pytest.mark.parametrize("recipe", [slow("grpo_gsm8k"), slow("ppo_gsm8k"), "gspo_gsm8k"])
@@ -448,18 +482,33 @@ def test_a_7b_model_is_planned_for_24_gib_as_the_page_says(
     assert planned(capsys, *words, "device_memory=24GiB", *told.split(" takes it to ")[0].split())["fits"]
 
 
-def test_a_narrow_page_shows_what_every_reward_says() -> None:
-    names = ("exact_match", "format", "a_reward_with_a_long_name")
-    kinds = ("wrong, in tags", "reference, in tags")
+def test_no_page_cuts_a_key_and_each_number_is_shown_whole() -> None:
+    keys = sorted(key for key in keys_of(RunConfig) if "_" in key)
+    keys = [*sorted(keys, key=len)[-4:], "generation.vllm.gpu_memory_utilization", "a_reward_with_a_long_name"]
+    scores = dict(zip(keys, (-0.125, 0.25, 17.5, 12.25, 0.375, 3.5), strict=True))
     trials = [
-        RewardTrial(reward=name, kind=kind, prompt="gsm8k-train-000017", completion="9" * 70, score=score)
-        for kind in kinds
-        for name, score in zip(names, (-0.125, 0.25, 17.5), strict=True)
+        RewardTrial(reward=key, kind=kind, prompt="gsm8k-train-000017", completion="9" * 70, score=score)
+        for kind in ("wrong, in tags", "reference, in tags")
+        for key, score in scores.items()
     ]
-    for width in (80, 60):
+    memory = (
+        Column("part"),
+        Column("when"),
+        Column("plain", right=True),
+        Column("checkpointing", right=True),
+        Column("key"),
+    )
+    rows = [CheckRow(f"{key}: gold answers", Status.limit, f"see {key}", f"set {key}=0") for key in keys]
+    for width in (60, 80, 100, 120, 200):
         terminal = Terminal(width=width, file=io.StringIO(), color_system=None)
         print_trials(terminal, trials)
+        terminal.print(grid((key, f"set {key} to {score}", f"as {key} says") for key, score in scores.items()))
+        long = "vLLM, its KV cache (it shares the base)"
+        terminal.print(WordTable(memory, [(long, "updating", s, "10.53 GiB", key) for key, s in scores.items()]))
+        terminal.print(rows_table(rows))
         page = cast("io.StringIO", terminal.file).getvalue()
-        for score in ("-0.125", "0.25", "17.5"):
-            assert page.count(score) == len(kinds), (width, page)
+        for key, score in scores.items():
+            words = page.replace("=", " ").replace(":", " ").split()
+            assert words.count(key) >= 8, (width, key, page)
+            assert words.count(f"{score:g}") >= 4, (width, key, page)
         assert max(map(len, page.splitlines())) <= width

@@ -22,6 +22,7 @@ from rlft.config.resolved import resolve
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes
 from rlft.logger.forecast import Forecast, Price
+from rlft.plan.cards import CARDS, NAMES, Machine
 from rlft.plan.demand import Demand, Networks, Rows
 from rlft.plan.duration import (
     FACTOR,
@@ -36,7 +37,7 @@ from rlft.plan.duration import (
     network_of,
     seconds_by_stage,
 )
-from rlft.plan.roofline import CARDS, NAMES, Machine, Network, Work, seconds_of, update
+from rlft.plan.roofline import Network, Work, seconds_of, update
 from rlft.plan.run_plan import Plan, Schedule
 from rlft.plan.sizes import sizes_of
 from rlft.system import rates
@@ -327,7 +328,7 @@ def test_a_gpus_engine_is_less_certain_than_its_updates() -> None:
 # -- machines and models -----------------------------------------------------------------------------------------------
 def test_cards_are_known_by_their_whole_names() -> None:
     assert set(NAMES.values()) == set(CARDS)
-    for name in ("NVIDIA L40S", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD Instinct MI300X", "H100",
+    for name in ("NVIDIA A10G", "NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD Instinct MI300X", "H100",
                  "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB", "mps", ""):  # fmt: skip
         assert name not in NAMES
 
@@ -338,7 +339,7 @@ def test_cards_are_known_by_their_whole_names() -> None:
         ("NVIDIA L4", "bfloat16", (CARDS["L4"], "NVIDIA L4, by its published rates")),
         ("NVIDIA L4", "float16", (CARDS["L4"], "NVIDIA L4, by its published rates")),
         ("NVIDIA L4", "float32", "no figures for weights of 32 bits on a GPU"),
-        ("NVIDIA L40S", "bfloat16", "unknown card: NVIDIA L40S"),
+        ("NVIDIA A10G", "bfloat16", "unknown card: NVIDIA A10G"),
     ],
 )
 def test_a_gpu_is_judged_by_its_name_and_dtype(

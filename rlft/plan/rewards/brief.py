@@ -44,6 +44,11 @@ class RewardTrial:
     score: float | None
     error: str | None = None
 
+    @property
+    def shown(self) -> str:
+        """The kind and the beginning of the completion."""
+        return f"{self.kind}: {one_line(self.completion, SHOWN_CHARACTERS)}" if self.completion else self.kind
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brief:

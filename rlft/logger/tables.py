@@ -1,0 +1,97 @@
+"""Tables for a terminal or a pipe of any width, in which no word is cut, so that keys can be read and copied whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from rich.console import Console, ConsoleOptions
+from rich.text import Text
+
+from rlft.logger.text import visible
+
+GAP, INDENT = "  ", " " * 4
+NARROW = 16  # cells of the terminal that a column of long words has at least
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        right: its cells are numbers: they are aligned to the right and stay on one line.
+        folds: its words may be cut, as those of completions.
+    """
+
+    title: str = ""
+    style: str = ""
+    right: bool = False
+    folds: bool = False
+
+
+class WordTable:
+    """Rows of cells in the width that there is; a rich renderable.
+
+    A cell with a word that is longer than its column is printed below its row, with the cells that follow it.
+    """
+
+    def __init__(self, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
+        self.columns = columns
+        self.rows = [
+            [
+                cell if isinstance(cell, Text) else Text(visible(str(cell)), c.style)
+                for c, cell in zip(columns, row, strict=True)
+            ]
+            for row in rows
+        ]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        titles = [Text(visible(column.title), "bold") for column in self.columns]
+        widths = self._widths(titles, options.max_width)
+        if any(titles):
+            yield from self._lines(console, titles[: len(widths)], widths)
+        for row in self.rows:
+            long = (n for n, cell in enumerate(row) if n and not self._holds(n, cell, widths))
+            apart = next(long, len(row))
+            yield from self._lines(console, row[:apart], widths)
+            named = zip(self.columns[apart:], row[apart:], strict=True)
+            below = Text(GAP).join(Text(f"{c.title} " * c.right) + cell for c, cell in named if cell)
+            for line in below.wrap(console, options.max_width - len(INDENT)) if below else ():
+                yield Text(INDENT) + line
+
+    def _holds(self, number: int, cell: Text, widths: Sequence[int]) -> bool:
+        if not cell or number >= len(widths):
+            return not cell
+        return self.columns[number].folds or _longest_word(cell) <= widths[number]
+
+    def _widths(self, titles: Sequence[Text], room: int) -> list[int]:
+        """The widths of the first columns, as many as have room in a row together."""
+        widths, least = [], []
+        for number, (column, title) in enumerate(zip(self.columns, titles, strict=True)):
+            cells = [row[number] for row in self.rows]
+            lines = [line.cell_len for cell in (title, *cells) for line in cell.split()]
+            words = [_longest_word(title), *(cell.cell_len if column.right else _longest_word(cell) for cell in cells)]
+            widths.append(max(lines, default=0))
+            least.append(max(words) if column.right or not number else min(max(words), NARROW))
+        while len(least) > 1 and sum(least) + len(GAP) * (len(least) - 1) > room:
+            least.pop()
+        widths = widths[: len(least)]
+        while sum(widths) + len(GAP) * (len(widths) - 1) > room and widths != least:
+            widths[max(range(len(widths)), key=lambda n: (widths[n] > least[n], widths[n]))] -= 1
+        return widths
+
+    def _lines(self, console: Console, row: Sequence[Text], widths: Sequence[int]) -> Iterator[Text]:
+        """The lines of cells that stand next to each other."""
+        wrapped = [cell.wrap(console, max(1, width)) for cell, width in zip(row, widths, strict=False)]
+        for parts in zip_longest(*wrapped, fillvalue=Text()):
+            line = Text()
+            for part, width, column in zip(parts, widths, self.columns, strict=False):
+                free = " " * (width - part.cell_len)
+                line += Text(free * column.right) + part + Text(free * (not column.right) + GAP)
+            line.rstrip()
+            yield line
+
+
+def _longest_word(text: Text) -> int:
+    return max((len(word) for word in text.plain.split()), default=0)
