@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING
 
 from rlft.commands.doctor.command import check_recipe
 from rlft.commands.launch import import_libraries, settled
-from rlft.commands.tables import print_rows
+from rlft.commands.tables import counts_of, rows_table
 from rlft.config.choices import closest
 from rlft.config.compose import compose_run
 from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
+from rlft.logger.tables import Column, WordTable
+from rlft.logger.text import one_line, visible
 from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
 from rlft.system import interrupt
-from rlft.system.check_rows import Status
-from rlft.system.terminal import say
+from rlft.system.check_rows import CheckRow, Status
+from rlft.system.terminal import command_line, say
 from rlft.types import Prompt, UserError, counted, require
 
 if TYPE_CHECKING:
@@ -30,15 +32,16 @@ if TYPE_CHECKING:
     from rlft.reward.workers.reward_spec import RewardSpec
 
 USAGE = """\
-usage: rlft reward try [+recipe=<name>] [<key>=<value>] ... [rows=4] [--json]
+usage: rlft reward try [+recipe=<name>] [<key>=<value>] ... [rows=4] [--all] [--json]
 
 Tries the rewards of a run of rlft train on its own data before anything is trained, and loads no weights: right answers
 in the forms that models write, wrong ones in the right form, two answers, the answer only in the reasoning, empty,
 endless and repeated texts, other languages, the prompt echoed, injections for judges, texts that name the reward,
-special tokens. It prints what gets which score, the cheapest text with the full reward, how long the rewards take, and
-what that says about their weights.
+special tokens. It prints its verdict, the cheapest text with the full reward, and what was found wrong or has to be
+known, with an example each.
 
   rows     rows of the data that are tried; each is a few hundred texts, also for judges and servers of your own
+  --all    every row as well, also how long the rewards take, and what gets which score
   --json   one JSON object with every text and score, for scripts
 
 A row is ok, slow, limit (to be known), wrong or skipped (not tried). The exit code is 1 if one is wrong, else 0.
@@ -52,7 +55,7 @@ TASK, COMMAND, ROWS = "try", "train", 4
 def command(arguments: list[str]) -> int:
     """Prints the table, or the JSON; returns 1 if something is wrong, else 0."""
     check_task(arguments[:1])
-    words = [word for word in arguments[1:] if word != "--json"]
+    words = [word for word in arguments[1:] if word not in ("--json", "--all")]
     check_recipe(words, "rlft reward try reward=[<reward>]")
     parsed = only_overrides(words, COMMAND, ("rows",))
     num_rows = rows_of(parsed.value("rows"))
@@ -76,8 +79,7 @@ def command(arguments: list[str]) -> int:
         }
         print(json.dumps(found, indent=1))
     else:
-        print_scores(tried, len(prompts))
-        print_rows(rows)
+        print_page(tried, rows, len(prompts), None if "--all" in arguments else ["rlft", "reward", *arguments])
     return 1 if any(row.status is Status.wrong for row in rows) else 0
 
 
@@ -147,22 +149,27 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     return prompts, RewardTester(config, rewards, writer).try_all(prompts)
 
 
-def print_scores(tried: Tried, num_rows: int) -> None:
-    """Prints the mean scores: of gold answers by form, of wrong texts the highest of each family."""
-    from rich.table import Table
-    from rich.text import Text
+def print_page(tried: Tried, rows: Sequence[CheckRow], num_rows: int, words: Sequence[str] | None) -> None:
+    """Prints the verdict and the faults; words: of the command, or None to print all rows and mean scores as well.
 
+    Mean scores are those of gold answers by form, and of wrong texts the highest of each family.
+    """
     from rlft.logger.console import open_terminal
-    from rlft.logger.text import one_line, visible
 
-    terminal, table = open_terminal(), Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("text", "example"):
-        table.add_column(title, overflow="fold", style="dim" if title == "example" else "")
-    for name in (*tried.weights, "total"):
-        table.add_column(Text(visible(name)), justify="right", no_wrap=True)
-    for title, example, means in score_lines(tried):
-        cells = ["" if mean is None else f"{mean:.3g}" for mean in means]
-        table.add_row(Text(title), Text(one_line(visible(example), 48)), *cells)
-    terminal.print(f"Mean scores over {counted(num_rows, 'row')} of the data, before weights; answers {tried.form}")
-    terminal.print(table)
+    terminal = open_terminal()
+    terminal.print(counts_of(rows))
+    for line in summary_of(tried):
+        terminal.print(visible(line), soft_wrap=True)
     terminal.print()
+    faults = [row for row in rows if row.status is not Status.ok]
+    terminal.print(rows_table(faults if words else rows))
+    if words:
+        terminal.print(f"\nall rows and scores: {command_line(*words, '--all')}", soft_wrap=True)
+        return
+    terminal.print(f"\nMean scores over {counted(num_rows, 'row')} of the data, before weights; answers {tried.form}")
+    scores = (
+        (title, one_line(visible(example), 48), *("" if mean is None else f"{mean:.3g}" for mean in means))
+        for title, example, means in score_lines(tried)
+    )
+    columns = (Column("text"), Column("example", "dim", folds=True))
+    terminal.print(WordTable((*columns, *(Column(name, right=True) for name in (*tried.weights, "total"))), scores))

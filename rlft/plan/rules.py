@@ -525,7 +525,7 @@ def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None
     if (missing := engine.why_no_images(kind, resolve_device(config.model.device).type)) is not None:
         got = config.generation.engine
         raise UserError("generation.engine", missing.problem, got=got, remedy=missing.remedy)
-    problem, environment = "goes on with texts alone, and the data have images", config.environment
+    problem, environment = "continues with texts alone, and the data have images", config.environment
     require(environment is None, "environment", problem, remedy="leave it out, or use data without images")
     for name, spec in specs(config.reward).items():
         problem = "reads texts alone, and the data have images"
@@ -570,7 +570,7 @@ def check_cluster_has_devices(cluster: ClusterConfig, device: torch.device) -> N
 def check_lag_has_devices(config: RunConfig, device: str) -> None:
     """Refuses a lag where engine and trainer share a GPU (`device` is the trainer's), which gains nothing."""
     if config.overlap.lag and device != "cpu" and (not config.cluster.engines or config.cluster.placement == "pairs"):
-        problem = "samples beside the update, and the engine shares the trainer's GPU, so that nothing would be gained"
+        problem = "samples during the update, and the engine shares the trainer's GPU, so that nothing would be gained"
         remedy = "give engines GPUs of their own (cluster.engines=1 cluster.placement=divided), or set overlap.lag=0"
         raise UserError("overlap.lag", problem, got=config.overlap.lag, remedy=remedy)
 

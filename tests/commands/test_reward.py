@@ -45,6 +45,14 @@ def current(group):
 
 def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([*WORDS]) == 0
+    verdict, accepted, cheapest, _, *faults, _, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d+ ok, 1 limit", verdict)
+    assert accepted.startswith("gold answers accepted in 5 of 18 forms")
+    assert cheapest.startswith("cheapest text: 8 tokens")
+    assert faults[0].startswith("exact_match: gold answers  limit  accepted in 5 of 18 forms; not: ")
+    assert re.search(r"; such as +'<answer>\d+\.</answer>' +-> say in the prompt", " ".join(faults))
+    assert last == f"all rows and scores: rlft {' '.join(WORDS)} --all"
+    assert cli.run([*WORDS, "--all"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     for words in (
         "right, in a tag",
@@ -55,7 +63,7 @@ def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(capsys: pyt
     ):
         assert words in told
     assert " 0 wrong" not in told
-    assert told.endswith(" limit")
+    assert told.startswith(f"{verdict} {accepted} {cheapest} ")
 
 
 def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(

@@ -46,7 +46,7 @@ def test_prompts_with_images_are_planned_with_the_tokens_of_their_images() -> No
         (["data=arithmetic", "lora=null"], "lora: a checkpoint of all weights would lack the vision tower"),
         (
             ["environment=game", "reward=null", "environment.factory=rlft.environment.oracle_game.OracleGame"],
-            "environment: goes on with texts alone, and the data have images",
+            "environment: continues with texts alone, and the data have images",
         ),
     ],
 )

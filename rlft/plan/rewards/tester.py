@@ -73,7 +73,7 @@ class RewardTester:
                 self._run = pool.run
                 return self._try_all(prompts)
         except RewardError as error:
-            raise UserError("reward", str(error), remedy="mend the reward") from error
+            raise UserError("reward", str(error), remedy="fix the reward") from error
 
     def _try_all(self, prompts: Sequence[Prompt]) -> Tried:
         built = {name: spec.build() for name, spec in self.rewards.items()}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from rlft.logger.text import one_line
 from rlft.plan.rewards.attacks import Family, number_in
 from rlft.plan.rewards.attacks import value as value_of
 from rlft.plan.rewards.scores import AGAIN, EPS, MORE_AND_MORE, SIBLINGS, WRONG, Scored, ScoredText, Tried
@@ -69,7 +70,8 @@ def _of_failures(tried: Tried, name: str) -> Iterator[CheckRow]:
     if failed:
         ends = any(text.scores[name] is None for text in failed.values())
         value = f"fails on {listed([*failed][::-1], MAX_KINDS)}: {[*failed.values()][-1].errors[name]}"
-        remedy = "mend it: an error like this ends the run" if ends else "these texts get on_error"
+        value += such_as([*failed.values()][-1])
+        remedy = "fix it: an error like this ends the run" if ends else "these texts get on_error"
         yield CheckRow(f"{name}: failures", Status.wrong if ends else Status.limit, value, remedy)
     if name in tried.groups:
         remedy = "return a score for each completion of a group"
@@ -113,6 +115,7 @@ def _of_families(scored: Scored, name: str, *, is_main: bool) -> Iterator[CheckR
     for family, remedy in REMEDIES.items():
         if bad := scored.bad_kinds(family):
             value = f"{verb}: {listed([scored.shown(family, kind) for kind in bad], len(bad))}"
+            value += such_as(next(text for text, _ in scored.points[family, bad[0]]))
             yield CheckRow(f"{name}: {family}", status, value, remedy)
     refused = [f"{family} ({n if n == every else f'{n} of {every}'})" for family, n, every in scored.refused()]
     if refused and scored.reads:
@@ -136,7 +139,7 @@ def _of_answers(scored: Scored, name: str, *, is_main: bool) -> CheckRow:
     name = f"{name}: {Family.gold}"
     if scored.gain < -scored.eps:
         value = f"a wrong answer gets {-scored.gain:.3g} more than the right one"
-        return CheckRow(name, Status.wrong, value, "turn the comparison, or the weight, round")
+        return CheckRow(name, Status.wrong, value, "invert the comparison, or the sign of the weight")
     if not scored.reads:
         words = scored.mean(Family.wrong, "words")
         answers = "any number" if fmean(scored.wrong.values()) > words + scored.eps else "any answer"
@@ -149,7 +152,8 @@ def _of_answers(scored: Scored, name: str, *, is_main: bool) -> CheckRow:
     if not refused:
         return CheckRow(name, Status.ok, value)
     remedy = "say in the prompt which form counts, or accept these"
-    return CheckRow(name, Status.limit, f"{value}; not: {listed(refused, len(refused))}", remedy)
+    example = such_as(scored.points[Family.gold, refused[0]][0][0])
+    return CheckRow(name, Status.limit, f"{value}; not: {listed(refused, len(refused))}{example}", remedy)
 
 
 def _of_time(tried: Tried, name: str, per_worker: float) -> Iterator[CheckRow]:
@@ -179,13 +183,13 @@ def _of_total(tried: Tried) -> Iterator[CheckRow]:
         if not cheapest.gives_gold or not number_in(cheapest.text, cheapest.gold):
             is_certain = not cheapest.gives_gold or value_of(cheapest.gold) is not None
             status = Status.wrong if is_certain else Status.limit
-            remedy = "a policy finds it: mend the reward that pays for it" if is_certain else "see whether it answers"
+            remedy = "a policy finds it: fix the reward that pays for it" if is_certain else "see whether it answers"
         yield CheckRow("cheapest text", status, shown_cheapest(cheapest), remedy)
     if not scored.right or not scored.wrong:
         yield CheckRow("weights", Status.skipped, "right and wrong answers have no sum")
         return
     if best := scored.as_good_as_right():
-        remedy = "a policy may learn these instead: mend the rewards that pay for them, or their weights"
+        remedy = "a policy may learn these instead: fix the rewards that pay for them, or their weights"
         value = f"as good as the right answer: {listed(best, MAX_KINDS)}"
         yield CheckRow("all rewards", Status.wrong, value, remedy)
     if not scored.lowest:
@@ -229,6 +233,11 @@ def shown_cheapest(text: ScoredText | None) -> str:
         return "none has the full reward"
     shown = text.text if len(text.text) <= 60 else f"{text.text[:60]}.."
     return f"{counted(text.tokens, 'token')} with the full reward: {shown!r} ({text.family}: {text.kind})"
+
+
+def such_as(text: ScoredText) -> str:
+    """An example, for the end of a row's words."""
+    return f"; such as {one_line(text.text, 60)!r}"
 
 
 def listed(names: Sequence[str], most: int) -> str:
