@@ -14,7 +14,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
+from itertools import chain, repeat
 
 import rlft
 from rlft.config import command as commands
@@ -27,133 +29,127 @@ from rlft.system.terminal import discard, for_a_shell
 from rlft.types import UserError
 
 
+class Part(StrEnum):
+    """The parts of `rlft --help`."""
+
+    TRAIN = "Train"
+    INSPECT = "Inspect"
+    USE = "Use"
+    HELP = "Help"
+    PACKAGES = "Packages"
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A command that makes no run.
 
     Attributes:
         module: the module with `USAGE` and `command(arguments)`, which returns an exit code, or None for 0.
-        usage: the words after the name, for `rlft --help`.
-        help: what it does, in one line.
+        part: where `rlft --help` lists it.
+        help: what it does, in one line of at most 59 characters.
         interrupted: the message for an interruption before the command has set a more precise one.
     """
 
     module: str
-    usage: str
+    part: Part
     help: str
     interrupted: str = "nothing was changed"
 
     def __call__(self, arguments: list[str]) -> int:
         module = importlib.import_module(self.module)
         if any(word in ("-h", "--help") for word in arguments):
-            print(module.USAGE)
+            example = next(line for line in module.USAGE.splitlines() if line.startswith("  rlft "))
+            print(f"rlft {example.split()[1]}: {self.help}\n\n{example}\n\n{module.USAGE}")
             return 0
         return module.command(arguments) or 0
 
 
-ONE_RUN = "run=<run or checkpoint>"
 TOOLS = {
     "resume": Tool(
         "rlft.commands.resume",
-        "<run> [<key>=<value>] ...",
-        "go on from where any of these was saved",
+        Part.TRAIN,
+        "continue a run exactly, or start a new one from a step",
         interrupted="the run is as it was",
     ),
+    "plan": Tool(
+        "rlft.commands.plan",
+        Part.INSPECT,
+        "whether a run fits and how long it takes, before it starts",
+        interrupted="nothing was begun",
+    ),
+    "reward": Tool("rlft.commands.reward", Part.INSPECT, "test rewards against adversarial completions"),
+    "runs": Tool("rlft.commands.watch.runs", Part.INSPECT, "list runs with status, step, reward, accuracy and age"),
+    "watch": Tool(
+        "rlft.commands.watch.watch",
+        Part.INSPECT,
+        "live view of a run, from another terminal",
+        interrupted="the view has ended, the run is left as it is",
+    ),
+    "report": Tool(
+        "rlft.commands.watch.report",
+        Part.INSPECT,
+        "one HTML file: curves, alarms, completions token by token",
+        interrupted="no report was written",
+    ),
+    "diff": Tool("rlft.commands.watch.diff", Part.INSPECT, "in which keys and results two runs differ"),
+    "audit": Tool("rlft.commands.audit.command", Part.INSPECT, "verify a run: checksums, files, rewards, random steps"),
     "eval": Tool(
         "rlft.commands.eval",
-        f"{ONE_RUN} [...]",
-        "mean@k and pass@k on the held-out split; or a model: model.path=<path>",
+        Part.USE,
+        "accuracy of a run or model on held-out prompts: pass@k",
         interrupted="nothing was written",
     ),
-    "chat": Tool("rlft.commands.chat", ONE_RUN, "talk to it", interrupted="the conversation has ended"),
+    "chat": Tool("rlft.commands.chat", Part.USE, "talk to a run or model", interrupted="the conversation has ended"),
     "serve": Tool(
         "rlft.commands.serve",
-        ONE_RUN,
-        "an endpoint that is compatible with those of OpenAI and vLLM",
+        Part.USE,
+        "an endpoint compatible with OpenAI's and vLLM's",
         interrupted="the server has ended",
     ),
     "export": Tool(
         "rlft.commands.export.command",
-        "run=<run> out=<folder>",
-        "a model folder for transformers and vLLM, or the bare adapter",
+        Part.USE,
+        "a model folder or adapter for transformers, vLLM, llama.cpp",
         interrupted="nothing was exported",
     ),
-    "audit": Tool(
-        "rlft.commands.audit.command",
-        "<run or exported folder>",
-        "is it what it says? chain, files, rewards and random steps",
-    ),
-    "plan": Tool(
-        "rlft.commands.plan",
-        "+recipe=<name> [...]",
-        "what a run needs, and whether it fits, before any weight is loaded",
-        interrupted="nothing was begun",
-    ),
-    "reward": Tool(
-        "rlft.commands.reward",
-        "try [+recipe=<name>] [...]",
-        "what do the rewards pay for? tried on the run's data, before weights are loaded",
-        interrupted="nothing was changed",
-    ),
+    "recipes": Tool("rlft.commands.recipes", Part.HELP, "list recipes"),
+    "algorithms": Tool("rlft.commands.algorithms", Part.HELP, "list algorithms; of one its loss, keys and paper"),
+    "models": Tool("rlft.commands.models", Part.HELP, "families of models: what is adapted, what is refused"),
     "doctor": Tool(
         "rlft.commands.doctor.command",
-        "[+recipe=<name>] [...]",
-        "does rlft work on this machine? measured in minutes, with nothing to download",
+        Part.HELP,
+        "check your installation, in minutes, without downloads",
         interrupted="no results were saved",
     ),
-    "runs": Tool(
-        "rlft.commands.watch.runs", "[<folder>]", "every run: how it stands, its step, reward or loss, accuracy, age"
-    ),
-    "watch": Tool(
-        "rlft.commands.watch.watch",
-        "<run>",
-        "the live view of a run, from another terminal",
-        interrupted="the view has ended, the run is left as it is",
-    ),
-    "diff": Tool("rlft.commands.watch.diff", "<run> <run>", "in which keys they differ, and what came of it"),
-    "report": Tool(
-        "rlft.commands.watch.report",
-        "<run> ...",
-        "one HTML file: curves, alarms, completions with coloured tokens",
-        interrupted="no report was written",
-    ),
-    "recipes": Tool("rlft.commands.recipes", "", "list the recipes"),
-    "algorithms": Tool(
-        "rlft.commands.algorithms", "[<name>]", "list the algorithms; or of one the loss, the keys, the paper"
-    ),
-    "models": Tool("rlft.commands.models", "[<pattern>]", "families of models: what holds for each, which are refused"),
 }
 
-ABOUT = """\
-<run> is a run's folder, a folder with one run below it, or `latest`: the run below runs/ that was started, resumed or
-trained last.
-
-First: rlft train +recipe=grpo_arithmetic         two minutes on an idle CPU, nothing to download"""
-HELP_COLUMN = 50
+FIRST = """\
+rlft train +recipe=grpo_arithmetic   two minutes on a CPU, nothing to download
+rlft recipes                         what else is ready to run
+rlft chat                            talk to what was trained
+"""
+LAST = """
+A run is named by its folder or by `latest`. More: rlft <command> --help
+rlft {version} fine-tunes language models with reinforcement learning."""
 
 
 def usage() -> str:
     """The text of `rlft --help`: one line per command, those of installed packages included."""
-    lines = ["rlft: fine-tune language models with reinforcement learning on the hardware you have", ""]
-    lines += [_line(name, *_usage_of(name)) for name in commands.OWN]
-    lines += [_line(name, tool.usage, tool.help) for name, tool in TOOLS.items()]
-    lines += ["  rlft --version", ""]
-    if others := [name for name in commands.names() if name not in commands.OWN]:
-        lines += ["From installed packages:", *(_line(name, *_usage_of(name)) for name in others), ""]
-    return "\n".join([*lines, ABOUT])
+    rows = [(Part.TRAIN if name in commands.OWN else Part.PACKAGES, name, _help_of(name)) for name in commands.names()]
+    rows += [(tool.part, name, tool.help) for name, tool in TOOLS.items()]
+    lines = []
+    for part in Part:
+        titles = chain([part], repeat(""))
+        lines += [f"{next(titles):<9}{name:<12}{help}" for of, name, help in rows if of is part]
+    return "\n".join([FIRST, *lines, LAST.format(version=rlft.__version__)])
 
 
-def _line(name: str, usage: str, help: str) -> str:
-    return f"  rlft {name} {usage}".ljust(HELP_COLUMN - 1) + f" {help}"
-
-
-def _usage_of(name: str) -> tuple[str, str]:
-    """(the words after this command's name, what it does), or why it cannot be loaded."""
+def _help_of(name: str) -> str:
+    """What this command does, or why it cannot be loaded."""
     try:
-        command = commands.named(name)
+        return commands.named(name).help
     except commands.UnknownCommandError as error:
-        return "", error.problem
-    return command.usage, command.help
+        return error.problem
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from rlft import cli
+from rlft.config import command as commands
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -93,7 +94,7 @@ def page_of(path: Path) -> str:
 
 def commands_page() -> str:
     """Every command with its help, in the order of `rlft --help`."""
-    names = dict.fromkeys(re.findall(r"^  rlft ([a-z]+)", cli.usage(), re.MULTILINE))
+    names = [*commands.names(), *cli.TOOLS]
     parts = ["# Commands\n", "What `rlft --help` and `rlft <command> --help` print.\n", block(cli.usage())]
     for name in names:
         with redirect_stdout(io.StringIO()) as printed:

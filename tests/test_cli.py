@@ -124,10 +124,25 @@ def test_the_version_is_told(arguments: list[str], capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("rlft 0.")
 
 
-@each("command", ["resume", "eval", "recipes", "algorithms"])
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@each("command", [*commands.OWN, *cli.TOOLS])
+def test_the_help_of_every_command_begins_with_what_it_does_and_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run([command, "--help"]) == 0
-    assert f"rlft {command}" in capsys.readouterr().out
+    what, space, example, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(f"rlft {command}: .{{10,}}", what)
+    assert not space
+    assert re.match(f"  rlft {command}( |$)", example)
+
+
+def test_the_page_of_commands_fits_a_small_terminal() -> None:
+    lines = cli.usage().splitlines()
+    assert len(lines) <= 32
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[:3]] == ["rlft"] * 3
+    parts = [line.split()[0] for line in lines[4:] if re.match("[A-Z][a-z]+  ", line)]
+    assert parts == ["Train", "Inspect", "Use", "Help"]
+    assert {line[9:].split()[0] for line in lines[4:-3]} == {*commands.OWN, *cli.TOOLS}
 
 
 def evaluated(folder: Path) -> list[dict]:
@@ -149,6 +164,20 @@ def check_evaluation(done: Ended, lines: Sequence[dict], step: int) -> None:
     assert all(line["read"]["exact_match"] == line["answer"] for line in lines[1:] if line["rewards"]["exact_match"])
     rights = [line["rewards"]["exact_match"] for line in lines[1:]]
     assert lines[0]["accuracy"] == pytest.approx(sum(rights) / 6)
+
+
+@each("words", ["watch", "report", "resume", "resume steps=2", "chat", "chat raw=true", "eval", "eval seed=1"])
+def test_without_a_name_it_is_the_latest_run(
+    words: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(trained.parents[2])
+    sources: list[object] = []
+    for command in ("chat", "eval"):
+        monkeypatch.setattr(f"rlft.commands.{command}.run", lambda resolved, source, *rest: sources.append(source.run))
+    cli.run(words.split())
+    run = trained.relative_to(trained.parents[2])
+    assert f"latest: {run}\n" in capsys.readouterr().err
+    assert sources == [run] * (words.split()[0] in ("chat", "eval"))
 
 
 SAMPLES = ("eval.num_samples=3", "eval.num_prompts=2")

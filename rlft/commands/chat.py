@@ -48,11 +48,12 @@ if TYPE_CHECKING:
     from rlft.reward.workers.scorer import Scorer
 
 USAGE = """\
-usage: rlft chat run=<run or checkpoint folder> [raw=true] [<key>=<value>] ...
+usage: rlft chat [run=<run or checkpoint folder>] [raw=true] [<key>=<value>] ...
        rlft chat model.path=<model> [raw=true] [<key>=<value>] ...
 
 Asks with the run's own system prompt, prompt template, tools and sampling; raw=true leaves prompt and template out.
-Lines may also come through a pipe. Within, /help lists the commands.
+Lines may also come through a pipe. Within, /help lists the commands. Without run= and model.path= it is the latest run.
+  rlft chat
   rlft chat run=runs/grpo_arithmetic/<time>
   rlft chat run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 generation.temperature=0
   rlft chat model.path=embedded:tiny-arithmetic generation.max_tokens=48"""
@@ -112,7 +113,7 @@ def read_raw(word: str | None) -> bool:
 
 def command(arguments: list[str]) -> None:
     """Starts a conversation with the policy of a run, or with a model."""
-    parsed, source, plain = sampled_by(arguments, "there is no model to chat with", ("raw",))
+    parsed, source, plain = sampled_by(arguments, ("raw",))
     raw = read_raw(parsed.value("raw"))
     resolved = read(with_named_runs(plain), raw)
     import_libraries()

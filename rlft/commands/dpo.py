@@ -7,7 +7,7 @@ from rlft.config.schema import DpoConfig
 COMMAND = Command(
     name="dpo",
     usage="+recipe=<name> [...]",
-    help="a policy from preferences",
+    help="fine-tune on preferences without a reward model",
     root=DpoConfig,
     check=lazy("rlft.plan.rules:check_preferences"),
     make_plan=lazy("rlft.plan.preference_plan:make_plan"),

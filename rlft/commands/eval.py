@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.launch import import_libraries, settled
-from rlft.commands.policy import as_training, check_base, check_names_a_model, of_a_run
+from rlft.commands.policy import as_training, check_base, of_a_run
 from rlft.config.compose import changed, compose
 from rlft.config.keys import is_below, known
 from rlft.config.model import SnapshotConfig
@@ -24,10 +24,12 @@ from rlft.system.terminal import say, show
 from rlft.types import Evaluation, Group, Scores, counted
 
 USAGE = """\
-usage: rlft eval run=<run or checkpoint folder> [<key>=<value>] ...
+usage: rlft eval [run=<run or checkpoint folder>] [<key>=<value>] ...
        rlft eval model.path=<model> [data=<name>] [<key>=<value>] ...
 
 Samples the held-out split and prints mean@k and pass@k with standard errors; every completion goes to a JSONL file.
+Without run= and model.path= it is the latest run.
+  rlft eval
   rlft eval run=runs/grpo_arithmetic/<time> eval.num_samples=8
   rlft eval run=runs/grpo_arithmetic/<time>/checkpoints/step_000060
   rlft eval model.path=embedded:tiny-arithmetic data=arithmetic generation.max_tokens=48"""
@@ -45,9 +47,8 @@ def notes(overrides: Sequence[str]) -> list[str]:
 
 
 def command(arguments: list[str]) -> None:
-    parsed, source = of_a_run(arguments)
+    parsed, source = of_a_run(arguments, else_latest=True)
     if source is None:
-        check_names_a_model(parsed, "there is nothing to evaluate")
         plain = compose(parsed.overrides, parsed.config_dir, requires=False)
     else:
         plain = changed(as_training(source), parsed.overrides, parsed.config_dir)

@@ -15,7 +15,17 @@ from rlft.config.resolved import Resolved, with_budget_of_device
 from rlft.config.schema import RunConfig
 from rlft.plan.identity import fingerprints
 from rlft.runs.checkpoint import STATE
-from rlft.runs.find import CheckpointKind, NamedRun, find, find_checkpoint, kind_of_checkpoint, one_run
+from rlft.runs.find import (
+    LATEST,
+    RUNS,
+    CheckpointKind,
+    NamedRun,
+    find,
+    find_checkpoint,
+    kind_of_checkpoint,
+    one_run,
+    run_folders,
+)
 from rlft.runs.fingerprints import differing, recorded
 from rlft.system.terminal import Say, say
 from rlft.types import UserError, require
@@ -28,10 +38,13 @@ if TYPE_CHECKING:
     from rlft.runs.checkpoint import Checkpoint
 
 
-def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments, NamedRun | None]:
+def of_a_run(
+    arguments: list[str], words: Sequence[str] = (), *, else_latest: bool = False
+) -> tuple[Arguments, NamedRun | None]:
     """The parsed words of a command that uses a run, and that run; None if they name none.
 
-    `words` are keys of the command itself, which do not change the config.
+    `words` are keys of the command itself, which do not change the config. `else_latest`: where they name no model
+    either, the run is the latest one, which is printed.
     """
     arguments = with_recipe(arguments)
     if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
@@ -40,26 +53,27 @@ def of_a_run(arguments: list[str], words: Sequence[str] = ()) -> tuple[Arguments
     run_name = parsed.value("run") or parsed.value("checkpoint")
     is_empty = not run_name and any(key_of(o) in ("run", "checkpoint") for o in parsed.own)
     require(not is_empty, "run", "is empty", remedy="write run=runs/<name>/<time>")
+    if else_latest and run_name is None and not names_a_model(parsed):
+        run_name, model = LATEST, "model.path=<model>"
+        remedy = f"train one first (rlft train +recipe=grpo_arithmetic), or give run=<folder> or {model}"
+        require(any(run_folders(RUNS)), "run", f"there is no run below {RUNS.resolve()} yet", remedy=remedy)
     return parsed, find(one_run(run_name, "run", say)) if run_name else None
 
 
-def check_names_a_model(parsed: Arguments, otherwise: str) -> None:
-    """Requires model.path= or +recipe= if no run is named, because the defaults alone are hardly ever intended."""
-    is_named = any(parsed.value(key) for key in ("model.path", "recipe"))
-    require(is_named, "run", f"is missing: {otherwise}", remedy="give run=<run>, model.path=<model> or +recipe=<name>")
+def names_a_model(parsed: Arguments) -> bool:
+    """Whether words name a model, or a recipe that does: the defaults alone are hardly ever intended."""
+    return any(parsed.value(key) for key in ("model.path", "recipe"))
 
 
 def sampled_by(
-    arguments: list[str], otherwise: str, words: Sequence[str] = ()
+    arguments: list[str], words: Sequence[str] = (), *, else_latest: bool = True
 ) -> tuple[Arguments, NamedRun | None, dict[str, Any]]:
-    """The parsed words of a command that samples from a run or a model, that run if one is named, and the config.
+    """The parsed words of a command that samples from a run or a model, that run if it is one, and the config.
 
-    It is one of `rlft train` if the run's command does not sample. `otherwise` and `words` are as in
-    `check_names_a_model` and `of_a_run`.
+    It is one of `rlft train` if the run's command does not sample. `words` and `else_latest` are as in `of_a_run`.
     """
-    parsed, source = of_a_run(arguments, words)
+    parsed, source = of_a_run(arguments, words, else_latest=else_latest)
     if source is None:
-        check_names_a_model(parsed, otherwise)
         return parsed, None, compose(parsed.overrides, parsed.config_dir, requires=False)
     if "generation" in source.config:
         return parsed, source, changed(source.config, parsed.overrides, parsed.config_dir, source.config["command"])

@@ -9,7 +9,9 @@ from rlft.types import UserError
 USAGE = """\
 usage: rlft recipes
 
-Every recipe with the command that it is for, and what it is."""
+Every recipe with the command that it is for, and what it is.
+
+  rlft recipes"""
 
 
 def command(arguments: list[str]) -> None:

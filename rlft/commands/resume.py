@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from rlft.commands.launch import begin, launch
@@ -11,19 +12,20 @@ from rlft.config import compose as configs
 from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
 from rlft.runs import checkpoint, run_folder
-from rlft.runs.find import find, one_run, with_named_runs
+from rlft.runs.find import LATEST, find, one_run, with_named_runs
 from rlft.runs.fork import forking, open_fork
 from rlft.system.terminal import override, say
 from rlft.types import UserError, require
 
 USAGE = """\
-usage: rlft resume <run> [<key>=<value>] ...
+usage: rlft resume [<run>] [<key>=<value>] ...
        rlft resume <checkpoint> [<key>=<value>] ... [hydra.run.dir=<new folder>]
        rlft resume <sweep> [sweep.trials=<number>] [cluster.jobs=<number>]
 
-A run goes on from its newest checkpoint, exactly as if never stopped. Keys that would change the run are refused.
-From a checkpoint a new run begins, whose steps count on; keys may change that the checkpoint still fits, such as
-trainer.lr, algorithm.kl_coef, data or rewards. A sweep whose values Optuna chooses is resumed with its trials.
+A run, by default the latest, resumes from its newest checkpoint, exactly as if never stopped. Keys that would change it
+are refused. From a checkpoint a new run begins, whose steps count on; keys may change that the checkpoint still fits,
+such as trainer.lr, algorithm.kl_coef, data or rewards. A sweep whose values Optuna chooses is resumed with its trials.
+  rlft resume
   rlft resume runs/grpo_arithmetic/<time>
   rlft resume runs/grpo_arithmetic/<time> steps=80
   rlft resume runs/grpo_arithmetic/<time>/checkpoints/step_000040 trainer.lr=1e-4"""
@@ -31,14 +33,16 @@ trainer.lr, algorithm.kl_coef, data or rewards. A sweep whose values Optuna choo
 
 def command(arguments: list[str]) -> None:
     """Resumes a run with its own config and the given changes, or forks a checkpoint."""
-    if not arguments or not arguments[0].removeprefix("run="):
-        raise UserError("resume", "names no run", remedy="write rlft resume runs/<name>/<time>")
-    if is_study(study_folder := Path(arguments[0].removeprefix("run="))):
+    if not arguments or _is_option(arguments[0]):
+        arguments = [LATEST, *arguments]
+    name, remedy = arguments[0].removeprefix("run="), "write rlft resume runs/<name>/<time>, or no name for the latest"
+    require(name, "resume", "names no run", remedy=remedy)
+    if is_study(study_folder := Path(name)):
         from rlft.commands.sweep.command import resume
 
         resume(study_folder, arguments[1:])
         return
-    folder = one_run(arguments[0].removeprefix("run="), "resume", say)
+    folder = one_run(name, "resume", say)
     if (folder / checkpoint.STATE).is_file():
         fork(folder, arguments[1:])
         return
@@ -55,6 +59,11 @@ def command(arguments: list[str]) -> None:
     plain = configs.changed(plain, parsed.overrides, parsed.config_dir, plain["command"])
     plain["resume"] = str(folder)
     begin(plain, folder)
+
+
+def _is_option(word: str) -> bool:
+    """Whether the word is an override or an option, and names no run: a sweep's folder may be named `lr=1e-05`."""
+    return re.match(r"-|(?!run=)[^=]+=", word) is not None and not Path(word).exists()
 
 
 def fork(folder: Path, arguments: list[str]) -> None:

@@ -24,7 +24,7 @@ def print_summary(plan: PreferencePlan, folder: Path) -> None:
 COMMAND = Command(
     name="rm",
     usage="+recipe=<name> [...]",
-    help="a reward model from preferences",
+    help="train a reward model on preferences",
     root=RmConfig,
     check=lazy("rlft.plan.rules:check_preferences"),
     make_plan=lazy("rlft.plan.preference_plan:make_plan"),

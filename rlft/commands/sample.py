@@ -289,7 +289,7 @@ def held_out_fraction(questions: Sequence[str]) -> float:
 COMMAND = Command(
     name="sample",
     usage="[run=<run>] [...]",
-    help="scored completions of a data set, to learn from or to look at",
+    help="write scored completions of a data set to a JSONL file",
     root=SampleConfig,
     check=lazy("rlft.plan.rules:check_sample"),
     make_plan=lazy("rlft.plan.sample_plan:make_plan"),

@@ -15,7 +15,7 @@ import yaml
 
 from rlft.commands import chat
 from rlft.commands.launch import import_libraries
-from rlft.commands.policy import check_ends, open_roles, policy_of, sampled_by
+from rlft.commands.policy import check_ends, names_a_model, open_roles, policy_of, sampled_by
 from rlft.config import catalog
 from rlft.config.bounds import Port, PositiveFloat, PositiveInt
 from rlft.config.instantiate import from_mapping
@@ -24,7 +24,7 @@ from rlft.config.resolved import Resolved
 from rlft.environment.endpoint.app import bound, check_installed
 from rlft.runs.find import NamedRun, with_named_runs
 from rlft.system.terminal import Say, say
-from rlft.types import UserError
+from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     import socket
@@ -90,7 +90,9 @@ def command(arguments: list[str]) -> None:
     serve_words = [word for word in arguments if word.startswith(f"{SECTION}.")]
     others = [word for word in arguments if word not in serve_words]
     own = [f"{SECTION}.{field.name}" for field in fields(ServeConfig)]
-    _, source, plain = sampled_by(others, "there is no model to serve", own)
+    parsed, source, plain = sampled_by(others, own, else_latest=False)
+    remedy = "give run=<run>, such as run=latest, or model.path=<model> or +recipe=<name>"
+    require(source or names_a_model(parsed), "run", "is missing: there is no model to serve", remedy=remedy)
     keys = read_config(serve_words)
     resolved = read(with_named_runs(plain))
     check_installed(SECTION)

@@ -45,7 +45,7 @@ def print_summary(plan: TrainPlan, folder: Path) -> None:
 COMMAND = Command(
     name="train",
     usage="+recipe=<name> [<key>=<value>] ...",
-    help="train; -m with several values sweeps; --help lists groups and recipes",
+    help="reinforcement learning; -m with several values sweeps",
     root=RunConfig,
     check=lazy("rlft.plan.rules:check_train"),
     make_plan=lazy("rlft.plan.train_plan:make_plan"),

@@ -43,7 +43,7 @@ class Command:
 
     Attributes:
         name: the word after `rlft`, which is also the value of the key `command` in the config of each run.
-        usage: the words after the name, for `rlft --help`.
+        usage: the words after the name, for `rlft <command> --help`.
         help: what the command does, in one line.
         root: the dataclass of its config, a `rlft.config.schema.Root`, with what is known of its keys
             (`rlft.config.keys.Key`), such as that a resume may change them.

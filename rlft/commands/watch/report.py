@@ -19,7 +19,7 @@ from rlft.commands.watch.names import differing, names_of, same_settings, text_o
 from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, digests_in, safe, shown_images
 from rlft.commands.watch.runs import REPORT, read_words
 from rlft.config import command as commands
-from rlft.runs.find import named_folder
+from rlft.runs.find import LATEST, named_folder
 from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, read_lines, silent
 from rlft.runs.run_folder import flatten, read
 from rlft.system import interrupt
@@ -29,14 +29,16 @@ from rlft.system.terminal import say
 from rlft.types import UserError, require
 
 USAGE = """\
-usage: rlft report <run or folder above runs> ... [out=<file.html>]
+usage: rlft report [<run or folder above runs>] ... [out=<file.html>]
 
-One HTML file, to open in any browser, without network or account: curves with held-out accuracy next to the reward,
-seconds by stage, waste, alarms, the config and how runs differ, and a browser for completions, whose tokens are
-coloured by what the policy, the reference and the update say of them. Seeds of a sweep can be drawn as a band.
+One HTML file of the named runs, or of the latest, to open in any browser, without network or account: curves with
+held-out accuracy next to the reward, seconds by stage, waste, alarms, the config and how runs differ, and a browser
+for completions, whose tokens are coloured by what the policy, the reference and the update say of them. Seeds of a
+sweep can be drawn as a band.
 
   out    the file; by default report.html in the run's folder, of several runs in the current one
 
+  rlft report
   rlft report runs/grpo_arithmetic/<time>
   rlft report sweeps/grpo_arithmetic/<time> out=sweep.html"""
 
@@ -68,6 +70,7 @@ def command(arguments: Sequence[str]) -> None:
 def report(arguments: Sequence[str]) -> Path:
     """Writes the page of the named runs and returns its path."""
     words, values, _ = read_words("report", arguments, ("out",))
+    words = words or [LATEST]
     folders = folders_of(words)
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     out = Path(values.get("out", default))
@@ -119,7 +122,6 @@ def folders_of(words: Sequence[str]) -> list[Path]:
 
     Of several runs, those without metrics are left out, with a line on stderr.
     """
-    require(words, "report", "needs a run", remedy="write rlft report runs/<name>/<time>; rlft runs lists them")
     named_runs: list[Path] = []
     for word in words:
         runs = runs_in(named_folder(word, "report", say))

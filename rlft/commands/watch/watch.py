@@ -1,4 +1,4 @@
-"""`rlft watch <run>`: shows the live view of a run in another process, or the closing page of one that has ended."""
+"""`rlft watch`: shows the live view of a run in another process, or the closing page of one that has ended."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from rlft.logger.loggers import is_declared
 from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible
 from rlft.runs import run_folder, run_status
-from rlft.runs.find import one_run
+from rlft.runs.find import LATEST, one_run
 from rlft.runs.lines import EVALUATIONS, METRICS, StepRecord, complete_lines, read_lines, silent
 from rlft.runs.run_status import Status
 from rlft.system.terminal import say
 from rlft.types import Evaluation, UserError, require
 
 USAGE = """\
-usage: rlft watch <run> [price=2.5/h]
+usage: rlft watch [<run>] [price=2.5/h]
 
-Shows the live view of a run from another terminal until the run ends; for a run that has ended, its closing page.
-Ctrl-C ends the view, not the run.
+Shows the live view of a run, by default the latest, from another terminal until the run ends; for a run that has ended,
+its closing page. Ctrl-C ends the view, not the run.
 
   price   of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h: what the run has cost and will have cost
 
+  rlft watch
   rlft watch runs/grpo_arithmetic/<time>"""
 
 SECONDS = 0.5
@@ -79,8 +80,8 @@ def command(arguments: Sequence[str]) -> None:
     folders, values, _ = read_words("watch", arguments, ("price",))
     price = read_price(values.get("price"))
     remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
-    require(len(folders) == 1, "watch", "takes one run", got=" ".join(folders) or "none", remedy=remedy)
-    watch(one_run(folders[0], "watch", say), price)
+    require(len(folders) <= 1, "watch", "takes one run", got=" ".join(folders), remedy=remedy)
+    watch(one_run(*(folders or [LATEST]), "watch", say), price)
 
 
 def watch(folder: Path, price: Price | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
