@@ -113,6 +113,7 @@ TOOLS = {
         interrupted="nothing was exported",
     ),
     "recipes": Tool("rlft.commands.recipes", Part.HELP, "list recipes"),
+    "keys": Tool("rlft.commands.keys", Part.HELP, "what each key means: unit, default, choices, file"),
     "algorithms": Tool("rlft.commands.algorithms", Part.HELP, "list algorithms; of one its loss, keys and paper"),
     "models": Tool("rlft.commands.models", Part.HELP, "families of models: what is adapted, what is refused"),
     "doctor": Tool(

@@ -49,7 +49,7 @@ def recipe_folder() -> Path:
 def groups(command: str | None = None) -> list[str]:
     """The names of all config groups, `recipe` included, or of those in a command's defaults list."""
     names = {f.name for folder in folders(command) for f in folder.iterdir() if f.is_dir()} - {"hydra", "base"}
-    return sorted(names) if command is None else sorted(names & {"recipe", *_chosen(command)})
+    return sorted(names) if command is None else sorted(names & {"recipe", *chosen(command)})
 
 
 def files(group: str, command: str | None = None) -> dict[str, Path]:
@@ -70,10 +70,10 @@ def recipes(command: str) -> dict[str, Path]:
 
 def may_be_absent(group: str, command: str) -> bool:
     """Whether the command's defaults list chooses null for the group."""
-    return _chosen(command).get(group) == "null"
+    return chosen(command).get(group) == "null"
 
 
-def _chosen(command: str) -> dict[str, str]:
+def chosen(command: str) -> dict[str, str]:
     """{group: its choice as written} of a command's defaults list."""
     return dict(_CHOSEN.findall(root_files(command)[-1].read_text()))
 

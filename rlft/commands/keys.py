@@ -1,0 +1,137 @@
+"""`rlft keys`: what each key means, its unit, default and choices, and where it is set; read from the YAML files."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from rlft.commands.tables import wrapped
+from rlft.config import catalog, suggest
+from rlft.config import command as commands
+from rlft.config.keys import fields_of, options
+from rlft.types import UserError, require
+
+USAGE = """\
+usage: rlft keys [<pattern>]
+
+Every key of every command: its default, what it means and in which unit, its choices, the file that sets it, and the
+commands or choices of a group that have it. Keys of a group's choice, such as algorithm=grpo, are listed with it.
+
+  <pattern>    keys whose name or meaning contains it, or whose name matches it: lr, trainer, 'generation.*'
+
+  rlft keys trainer.lr
+  rlft keys reward.code
+  rlft keys 'generation.*'"""
+
+INDENT = "    "
+OF_OTHERS = {"serve": "rlft serve", "sweep": "sweeps (-m)"}
+"""{file of base/: what has its keys} of files that no command's defaults list names."""
+
+
+@dataclass(slots=True)
+class Listed:
+    """A key as one file sets it, with all that have it: commands, or choices of its group."""
+
+    key: str
+    default: str
+    meaning: str
+    file: str
+    owners: list[str] = field(default_factory=list)
+
+
+def command(arguments: list[str]) -> None:
+    wrong = next((word for word in arguments if word.startswith("-")), None)
+    require(wrong is None, "keys", "has no such option", got=wrong, remedy="write rlft keys <pattern>")
+    got, remedy = " ".join(arguments), "write rlft keys <pattern>"
+    require(len(arguments) < 2, "keys", "takes one pattern", got=got, remedy=remedy)
+    for listed in matching(all_keys(), *arguments):
+        default = f" = {listed.default}" if listed.default else ""
+        print("\n".join(wrapped(f"{listed.key}{default}", "", INDENT)))
+        print("\n".join(wrapped(listed.meaning, INDENT, INDENT)))
+        print("\n".join(wrapped(f"[{listed.file}: {', '.join(listed.owners)}]", INDENT, INDENT)))
+
+
+def matching(listed: Sequence[Listed], pattern: str = "*") -> list[Listed]:
+    """The keys whose name or meaning contains the pattern, or whose name matches it; there must be one."""
+    wanted = pattern.lower()
+    found = [row for row in listed if fnmatch(row.key.lower(), wanted) or wanted in f"{row.key}\n{row.meaning}".lower()]
+    if not found:
+        meant = suggest.remedy(suggest.suggestions(pattern, "train")) or "rlft keys lists all"
+        raise UserError("keys", "no key has that in its name or meaning", got=pattern or "nothing", remedy=meant)
+    return found
+
+
+def all_keys() -> list[Listed]:
+    """Every key of every command and of every choice of a group, those that are set alike once."""
+    rows: dict[tuple[str, ...], Listed] = {}
+    for owner, row in [*_outside_groups(), *_of_groups()]:
+        same = rows.setdefault((row.key, row.default, row.meaning, row.file), row)
+        same.owners += [owner] * (owner not in same.owners)
+    return sorted(rows.values(), key=lambda row: row.key)
+
+
+def _outside_groups() -> Iterator[tuple[str, Listed]]:
+    for command in commands.working():
+        files = catalog.root_files(command.name)
+        for key, entry in catalog.root_entries(command.name).items():
+            file = [file for file in files if key in catalog.entries(file)][-1]
+            if _is_key(key, entry, catalog.root_entries(command.name)):
+                yield command.name, _listed(key, entry, file, _choices(command.root, key))
+        for group in (group for group in catalog.groups(command.name) if group != "recipe"):
+            chosen, names = catalog.chosen(command.name).get(group, ""), ", ".join(catalog.choices(group, command.name))
+            yield command.name, Listed(group, chosen, f"a group; its choices: {names}", _shown(files[-1]))
+    for name, owner in OF_OTHERS.items():
+        file = catalog.config_folder() / "base" / f"{name}.yaml"
+        for key, entry in catalog.entries(file).items():
+            if _is_key(key, entry, catalog.entries(file)):
+                yield owner, _listed(key, entry, file)
+
+
+def _of_groups() -> Iterator[tuple[str, Listed]]:
+    """Keys of the choices. A choice that changes only a default keeps the meaning of the file that it builds on."""
+    for group in {group for command in commands.working() for group in catalog.groups(command.name)} - {"recipe"}:
+        for command in commands.working():
+            for choice, own in catalog.files(group, command.name).items():
+                set_by = {key: (entry, file) for file in catalog.lineage(own, group)
+                          for key, entry in catalog.entries(file).items()}  # fmt: skip
+                meanings = {key: entry.comment for file in catalog.lineage(own, group)
+                            for key, entry in reversed(catalog.entries(file).items()) if entry.comment}  # fmt: skip
+                for key, (entry, file) in set_by.items():
+                    if _is_key(key, entry, set_by):
+                        about = catalog.Entry(default=entry.default, comment=entry.comment or meanings.get(key, ""))
+                        yield f"{group}={choice}", _listed(f"{group}.{key}", about, file)
+
+
+def _is_key(key: str, entry: catalog.Entry, all_keys: Iterable[str]) -> bool:
+    """Whether it has a value, and is not a section above other keys, nor the class of a choice."""
+    is_section = not entry.default and any(other.startswith(f"{key}.") for other in all_keys)
+    return not is_section and not key.endswith("_target_")
+
+
+def _listed(key: str, entry: catalog.Entry, file: Path, choices: str = "") -> Listed:
+    is_told = all(choice in entry.comment for choice in choices.split(" | "))
+    meaning = entry.comment if is_told else f"{entry.comment} ({choices})".strip()
+    return Listed(key, entry.default, meaning, _shown(file))
+
+
+def _shown(file: Path) -> str:
+    """The path of a YAML file from the folder above its configs."""
+    parent = next((folder.parent for folder in file.parents if folder.name == "configs"), file.parent)
+    return str(file.relative_to(parent))
+
+
+def _choices(root: type, key: str) -> str:
+    """The values that a key may have, where its type names them: `true | false`, or those of a `Literal`."""
+    *sections, name = key.split(".")
+    for section in sections:
+        found = next((f.section for f in fields_of(root) if f.name == section), None)
+        if found is None:
+            return ""
+        root = found
+    hint = next((f.hint for f in fields_of(root) if f.name == name), None)
+    values = [value for option in options(hint) if typing.get_origin(option) is typing.Literal
+              for value in typing.get_args(option)]  # fmt: skip
+    return "true | false" if hint is bool else " | ".join(map(str, values))
