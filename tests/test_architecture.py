@@ -54,8 +54,8 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "re
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
-    "algorithms", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "keys", "launch", "models",
-    "next_steps", "plan", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
+    "algorithms", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "keys", "launch",
+    "models", "next_steps", "plan", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
     "sweep/command", "tables", "train",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""

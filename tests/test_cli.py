@@ -18,6 +18,7 @@ from slow_cases import slow
 
 import rlft as package
 from rlft import cli
+from rlft.commands.recipes import GROUPS, group_of
 from rlft.config import catalog
 from rlft.config import command as commands
 
@@ -95,16 +96,25 @@ def test_a_commands_help_shows_its_own_groups_and_recipes(command: str, capsys: 
             assert told[group] == ", ".join(catalog.choices(group, command))
 
 
-def test_recipes_are_listed_with_their_first_comment_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["recipes"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name in catalog.choices("recipe"):
-        first, second = (catalog.recipe_folder() / f"{name}.yaml").read_text().splitlines()[:2]
-        assert first == "# @package _global_"
-        words = ["rlft", catalog.command_of(name), f"+recipe={name}", second.removeprefix("# ")]
-        assert any(line.split(maxsplit=3) == words for line in lines)
-    told = [line.split()[1] for line in lines]
-    assert told == sorted(told, key=commands.OWN.index), "by command"
+def test_recipes_are_listed_in_groups_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "qa.yaml").write_text("# @package _global_\n# My questions\ncommand: sft\n")
+    assert cli.run(["recipes", "--config-dir", str(tmp_path)]) == 0
+    page = capsys.readouterr().out
+    assert page.endswith("Yours\n  sft    qa                        My questions\n")
+    assert len(page.splitlines()) <= 40 + 2  # those of the user's own group
+    assert max(map(len, page.splitlines())) <= 80
+    assert {*catalog.choices("recipe")} <= {*re.findall(r"\w+", page)}
+    grouped = {group_of(catalog.recipe_folder() / f"{name}.yaml") for name in catalog.choices("recipe")}
+    assert grouped == {*GROUPS} - {"Yours"}
+
+
+def test_recipes_of_a_pattern_are_listed_with_their_whole_text(capsys: pytest.CaptureFixture[str]) -> None:
+    for pattern, names in {"GSM8K": 5, "ppo_*": 5, "r1": 4}.items():
+        assert cli.run(["recipes", pattern]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rlft ")]
+        assert len(lines) >= names
+        assert all(f"rlft {catalog.command_of(line.partition('=')[2])} +" in line for line in lines)
 
 
 def test_cfg_job_prints_the_config_and_trains_nothing(

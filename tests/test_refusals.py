@@ -85,7 +85,11 @@ TABLE = [
     ("sft demonstration.path=x", "demonstration.path", "did you mean demonstrations"),
     ("sft demonstrations=jsnl", "demonstrations", "did you mean jsonl?"),
     (f"{SFT} command=train", "command", "this is rlft sft, got train; leave it as it is"),
-    ("recipes gsm8k", "recipes", "takes no further words, got gsm8k"),
+    ("recipes gsm9k_x", "recipes", "no recipe has that in its name or text, got gsm9k_x; "),
+    ("recipes grpo_gsm9k", "recipes", "did you mean grpo_gsm8k?"),
+    ("recipes a b", "recipes", "takes one pattern, got a b"),
+    ("keys trainer.lrr", "keys", "no key has that in its name or meaning, got trainer.lrr; did you mean trainer.lr?"),
+    ("keys a b", "keys", "takes one pattern, got a b"),
     # Commands that train nothing
     ("algorithms grpoo", "algorithms", "no such algorithm, got grpoo; did you mean grpo? All: a2c, cispo, "),
     ("algorithms GSPO", "algorithms", "did you mean gspo?"),

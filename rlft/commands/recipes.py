@@ -1,25 +1,87 @@
-"""`rlft recipes`: prints each recipe's name with the first comment line of its YAML."""
+"""`rlft recipes`: lists the recipes in groups. A recipe's YAML says which: `# Group: <name>`."""
 
 from __future__ import annotations
 
+import re
+import textwrap
+from fnmatch import fnmatch
+from itertools import pairwise
+from pathlib import Path
+
+from rlft.commands.tables import wrapped
 from rlft.config import catalog
 from rlft.config import command as commands
-from rlft.types import UserError
+from rlft.config.choices import closest
+from rlft.config.overrides import CONFIG_DIR, parse
+from rlft.types import UserError, require
 
 USAGE = """\
-usage: rlft recipes
+usage: rlft recipes [<pattern>] [--config-dir <folder>]
 
-Every recipe with the command that it is for, and what it is.
+The recipes in groups, one line each; with a pattern everything about those that it names.
 
-  rlft recipes"""
+  <pattern>       recipes whose name, group or text contains it, or whose name matches it: gsm8k, r1, 'ppo_*'
+  --config-dir    a folder of yours, whose recipe/*.yaml are listed, too
+
+  rlft recipes
+  rlft recipes gsm8k"""
+
+GROUP = re.compile(r"^# Group: (.+)$", re.MULTILINE)
+ALGORITHMS, YOURS = "Algorithms", "Yours"  # the group that is listed by names only, and that of files without a group
+GROUPS = ("Start here", ALGORITHMS, "Other tasks", "GSM8K on one GPU", "A model of 135M parameters", "RLHF", "R1",
+          "Distillation", YOURS)  # fmt: skip
+COLUMNS = 80
 
 
 def command(arguments: list[str]) -> None:
-    if arguments:
-        raise UserError("recipes", "takes no further words", got=arguments[0], remedy="write rlft recipes")
-    recipes = [
-        (command, name, file) for command in commands.working() for name, file in catalog.recipes(command.name).items()
+    words = pairwise(["", *arguments])
+    patterns = [word for before, word in words if before not in CONFIG_DIR and not word.startswith("-")]
+    remedy = "write rlft recipes <pattern>"
+    require(len(patterns) < 2, "recipes", "takes one pattern", got=" ".join(patterns), remedy=remedy)
+    parsed = parse([word for word in arguments if word not in patterns])
+    files = {name: file for command in commands.working() for name, file in catalog.recipes(command.name).items()}
+    if parsed.config_dir is not None:
+        files |= {file.stem: file for file in sorted((parsed.config_dir / "recipe").glob("*.yaml"))}
+    if patterns:
+        print("\n".join(line for name in matching(files, patterns[0]) for line in _whole(name, files[name])))
+        return
+    print("rlft <command> +recipe=<name> uses one, rlft recipes <name> explains it")
+    groups = {name: group_of(file) for name, file in files.items()}
+    for group in sorted(set(groups.values()), key=lambda group: (*GROUPS, group).index(group)):
+        names = [name for name in files if groups[name] == group]
+        if group == ALGORITHMS:
+            text = f"{ALGORITHMS}, each on the demo's task (rlft train): {', '.join(names)}"
+            print(textwrap.fill(text, COLUMNS, subsequent_indent="  ", break_on_hyphens=False))
+            continue
+        print(group)
+        for name in names:
+            line = f"  {_command_of(files[name]):<6} {name:<25} {catalog.first_comment(files[name])}"
+            print(line if len(line) <= COLUMNS else f"{line[: COLUMNS - 2].rpartition(' ')[0]} ..")
+
+
+def group_of(recipe: Path) -> str:
+    match = GROUP.search(recipe.read_text(encoding="utf-8"))
+    return match[1] if match else YOURS
+
+
+def matching(files: dict[str, Path], pattern: str) -> list[str]:
+    """The recipes whose name, group or text contains the pattern, or whose name matches it; there must be one."""
+    wanted = pattern.lower()
+    texts = {name: f"{name}\n{group_of(file)}\n{catalog.first_comment(file)}".lower() for name, file in files.items()}
+    found = [name for name, text in texts.items() if fnmatch(name, wanted) or wanted in text]
+    if not found:
+        close = closest(wanted, files)
+        remedy = f"did you mean {close}?" if close else "rlft recipes lists all"
+        raise UserError("recipes", "no recipe has that in its name or text", got=pattern or "nothing", remedy=remedy)
+    return found
+
+
+def _command_of(file: Path) -> str:
+    return catalog.command_of(str(file)) or "train"
+
+
+def _whole(name: str, file: Path) -> list[str]:
+    return [
+        f"rlft {_command_of(file)} +recipe={name}",
+        *wrapped(f"{catalog.first_comment(file)} [{group_of(file)}]", "    ", "    "),
     ]
-    width = max(len(name) for _, name, _ in recipes)
-    for command, name, file in recipes:
-        print(f"rlft {command.name:<6} +recipe={name:<{width}}  {catalog.first_comment(file)}")
