@@ -325,7 +325,11 @@ def test_a_text_is_accepted_from_half_of_what_being_right_is_worth(
     family: Family, score: float, status: Status | None
 ) -> None:
     rows = verdicts(text(family, "some kind", score))
-    found = [row.status for row in rows.values() if row.value == f"accepted: some kind{' (1.1)' * (score > 1)}"]
+    found = [
+        row.status
+        for row in rows.values()
+        if row.value.partition("; such as ")[0] == f"accepted: some kind{' (1.1)' * (score > 1)}"
+    ]
     assert found == ([] if status is None else [status])
 
 
@@ -362,7 +366,10 @@ def test_a_reward_that_need_not_read_the_answer_has_limits_where_it_pays_for_tex
     found = Tried(texts=(*answers, more), weights=language, form="alone", forms=dict.fromkeys(language, "alone"))
     rows = rows_of(found)
     row = rows["second: the reward named"]
-    assert (row.status, row.value) == (Status.limit, "paid like an answer, or more: as a verdict (1)")
+    assert (row.status, row.value.partition("; such as ")[0]) == (
+        Status.limit,
+        "paid like an answer, or more: as a verdict (1)",
+    )
     assert rows["weights"].status is Status.ok
 
 
