@@ -25,7 +25,7 @@ def train(session: Session) -> State:
             batch = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
         inspection = session.inspect(clock, state.step + 1, rollouts, batch, zero_gradient_B)
         with clock("update"):
-            metrics = rollout_metrics(rollouts, batch, algorithm.rows_without_signal(batch))
+            metrics = rollout_metrics(rollouts, batch, algorithm)
             metrics |= trainer.update(algorithm, batch, zero_gradient_B, state.step)
             metrics |= {f"algorithm/{name}": value for name, value in algorithm.state().items()}
         tokens = session.inspected(clock, inspection)

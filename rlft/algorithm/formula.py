@@ -51,7 +51,7 @@ SYMBOLS = {
     "at_last_token": "x on the completion's last token, 0 on the others",
     "first_token": "x of the completion's first token; of an empty completion its reward",
     "to_go": "to_go(x, c): sum of c ** k * x over the completion's tokens k = 0, 1, .. from this one on; "
-    "to_go(x, c, n): over n of them at most",
+    "to_go(x, c, n): over n of them at most (null: no limit)",
     "to_go_in_turn": "to_go over the turn's tokens alone",
     "clip": "clip(x, low, high): x kept between low and high",
     "within": "within(x, low, high): 1 where low <= x <= high, else 0",

@@ -232,6 +232,10 @@ class Objective(ABC):
         """
         return torch.zeros_like(batch.group_ids, dtype=torch.bool)
 
+    def earned(self, batch: Batch) -> Tensor | None:
+        """What was earned from each token on, `[B, T]`, by which a critic is judged; None: there is no critic."""
+        return None
+
     def rows_without_signal(self, batch: Batch) -> Tensor:
         """Rows whose rewards are those of all rows that they are compared with, bool `[B]`: rewards teach them nothing.
 

@@ -14,18 +14,21 @@ The loss of an update, as formula.py reads it; what is not defined here is in ob
     E = max((V - G) ** 2, (V_clipped - G) ** 2) / (2 * s ** 2)      if value_clip!=null
     V_clipped = clip(V, V_old - value_clip * s, V_old + value_clip * s)
 
-Credit: the advantage A of a token is how much more it yielded than the critic expected: the rewards up to the end, or
-those of n_steps tokens and then the critic's value. G is what the critic learns. With credit_span=turn each turn is a
-separate episode, with the rewards of its own steps and, at its end, the reward of the completion.
+Credit: the advantage A of a token is how much more it yielded than the critic expected, over n_steps tokens, after
+which the critic's value stands in for the rest, or up to the end. G is what the critic learns: with value_lam=1 the
+rewards that were really earned from the token on. With credit_span=turn each turn is a separate episode, with the
+rewards of its own steps and, at its end, the reward of the completion.
 
     A = A_raw                                                       if whiten=false
     A = (A_raw - mean_tokens(A_raw)) / (std_tokens(A_raw) + 1e-8)   if whiten=true
 
-    A_raw = to_go(delta, gamma * lam)                               if estimator=gae and credit_span=trajectory
+    A_raw = to_go(delta, gamma * lam, n_steps)                      if estimator=gae and credit_span=trajectory
     A_raw = to_go(delta, gamma, n_steps)                            if estimator=n_step and credit_span=trajectory
-    A_raw = to_go_in_turn(delta, gamma * lam)                       if estimator=gae and credit_span=turn
+    A_raw = to_go_in_turn(delta, gamma * lam, n_steps)              if estimator=gae and credit_span=turn
     A_raw = to_go_in_turn(delta, gamma, n_steps)                    if estimator=n_step and credit_span=turn
-    G = A_raw + V_old
+    G = A_raw + V_old                                               if value_lam=null
+    G = to_go(delta, gamma * value_lam) + V_old                     if value_lam!=null and credit_span=trajectory
+    G = to_go_in_turn(delta, gamma * value_lam) + V_old             if value_lam!=null and credit_span=turn
     delta = reward_t + gamma * V_next - V_old
     V_next = next_token(V_old, past)                                if credit_span=trajectory
     V_next = next_in_turn(V_old, past)                              if credit_span=turn
@@ -59,15 +62,17 @@ default; and the value past the end of a truncated completion is 0 unless `boots
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rlft.algorithm.objective import CreditSpan, RatioObjective, required
-from rlft.algorithm.ops.advantage import gae, n_step, whiten
+from rlft.algorithm.ops.advantage import gae, reward_to_go, whiten
 from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, negative_log_likelihood
 from rlft.algorithm.ops.surrogate import value_loss
 from rlft.config.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
+from rlft.config.keys import Key
 from rlft.system.lazy import no_grad
 from rlft.types import Batch, Loss, LossScale, Outputs
 
@@ -89,7 +94,8 @@ class PPO(RatioObjective):
     estimator: AdvantageEstimator
     gamma: Fraction
     lam: Fraction
-    n_steps: PositiveInt
+    value_lam: Annotated[Fraction | None, Key(before=None)]
+    n_steps: PositiveInt | None
     bootstrap_truncated: bool
     whiten: bool
     value_coef: NonNegativeFloat
@@ -111,16 +117,33 @@ class PPO(RatioObjective):
         mask, ends = batch.loss_mask, self.credit_span.ends(batch)
         rewards_BT = self.token_scores(batch, ends)
         values_BT = required(batch.old_values, "old_values", "a critic's advantage").to(rewards_BT)
-        common: dict[str, Any] = {"gamma": self.gamma, "truncated": batch.truncated, "ends": ends}
-        common["bootstrap"] = self.bootstrap_truncated
-        match self.estimator:
-            case AdvantageEstimator.gae:
-                advantages_BT, returns_BT = gae(rewards_BT, values_BT, mask, lam=self.lam, **common)
-            case AdvantageEstimator.n_step:
-                advantages_BT, returns_BT = n_step(rewards_BT, values_BT, mask, n=self.n_steps, **common)
+        advantages_BT, returns_BT = gae(
+            rewards_BT,
+            values_BT,
+            mask,
+            gamma=self.gamma,
+            lam=self.lam if self.estimator == AdvantageEstimator.gae else 1.0,
+            n=self.n_steps,
+            value_lam=self.value_lam,
+            truncated=batch.truncated,
+            bootstrap=self.bootstrap_truncated,
+            ends=ends,
+        )
         advantages_BT = whiten(advantages_BT, mask) if self.whiten else advantages_BT
         like = batch.sampled_logprobs
         return replace(batch, advantages=advantages_BT.to(like), returns=returns_BT.to(like))
+
+    @no_grad
+    def earned(self, batch: Batch) -> Tensor:
+        """The rewards of each token and those after it in its episode, discounted by gamma, `[B, T]`."""
+        ends = self.credit_span.ends(batch)
+        return reward_to_go(self.token_scores(batch, ends), batch.loss_mask, self.gamma, ends)
+
+    @staticmethod
+    def of_older(keys: Mapping[str, Any]) -> dict[str, Any]:
+        """The recorded keys of a run from before `value_lam`, when estimator=gae did not read n_steps."""
+        unread = "value_lam" not in keys and keys.get("estimator") == AdvantageEstimator.gae
+        return {**keys, "n_steps": None} if unread else dict(keys)
 
     @property
     def warnings(self) -> tuple[str, ...]:

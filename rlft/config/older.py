@@ -1,7 +1,8 @@
 """Reads the config of a run that was recorded before a key existed: the key has the value of what rlft did then.
 
 That value stands at the key, `Annotated[int, Key(before=5)]`, in a typed section or in the class that a section's
-`_target_` names. Nothing else has to know that the key is new.
+`_target_` names. Nothing else has to know that the key is new. A class whose keys then meant something else has the
+static method `of_older(keys)`, which returns them as they are written now.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _with_components(value: Any) -> Any:
         return value
     inner = {name: _with_components(below) for name, below in value.items()}
     cls = _own_class(value.get("_target_"))
-    return inner if cls is None else _completed(inner, cls)
+    return inner if cls is None else _completed(getattr(cls, "of_older", dict)(inner), cls)
 
 
 def _own_class(target: Any) -> type | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlft.algorithm.objective import Objective
 from rlft.algorithm.ops.aggregate import row_sum
 from rlft.algorithm.ops.kl import k3
 from rlft.environment.protocol import Cause
@@ -54,8 +55,8 @@ class Clock:
         return self.stages() | {"time/step": time.monotonic() - self.start, "memory/peak_bytes": peak_memory_bytes()}
 
 
-def rollout_metrics(rollouts: Rollouts, batch: Batch, without_signal_B: Tensor) -> dict[str, float]:
-    """The rewards, lengths and tokens of a step; `without_signal_B` is of `Objective.rows_without_signal`.
+def rollout_metrics(rollouts: Rollouts, batch: Batch, algorithm: Objective) -> dict[str, float]:
+    """The rewards, lengths and tokens of a step, from the batch with credit.
 
     policy/entropy is estimated from the sampled tokens' log-probs, at no cost, in nats per token; an algorithm that
     computes it exactly overwrites it.
@@ -73,9 +74,9 @@ def rollout_metrics(rollouts: Rollouts, batch: Batch, without_signal_B: Tensor) 
     metrics["sampled/completions"] = rollouts.num_sampled
     if rollouts.num_sampled:
         metrics["waste/resampled_fraction"] = 1 - len(completions) / rollouts.num_sampled
-    metrics["waste/zero_advantage_fraction"] = without_signal_B.float().mean().item()
-    if batch.returns is not None and batch.old_values is not None:
-        metrics["value/explained_variance"] = explained_variance(batch.old_values, batch.returns, batch.loss_mask)
+    metrics["waste/zero_advantage_fraction"] = algorithm.rows_without_signal(batch).float().mean().item()
+    if batch.old_values is not None and (earned_BT := algorithm.earned(batch)) is not None:
+        metrics["value/explained_variance"] = explained_variance(batch.old_values, earned_BT, batch.loss_mask)
     metrics["policy/entropy"] = -(batch.sampled_logprobs.sum() / batch.loss_mask.sum()).item()
     return metrics
 
@@ -107,9 +108,13 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     }
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - var(returns - values) / var(returns) over the masked tokens; 0 if the returns do not vary."""
-    error, target = (returns - values)[mask].double(), returns[mask].double()
+def explained_variance(values: Tensor, earned: Tensor, mask: Tensor) -> float:
+    """1 - var(earned - values) / var(earned) over the masked tokens; 0 if what was earned does not vary.
+
+    Against the critic's own target it would be wrong: with a lambda below 1 that is mostly made of the values, and
+    random ones seem to explain it.
+    """
+    error, target = (earned - values)[mask].double(), earned[mask].double()
     variance = target.var(correction=0).item()
     return 1 - error.var(correction=0).item() / variance if variance > 0 else 0.0
 

@@ -64,10 +64,10 @@ OWN: dict[str, list[dict[str, Any]]] = {
         {**KL_IN_REWARD, "reward_to_go": False},
     ],
     "ppo": [
-        *({"estimator": estimator, "gamma": 0.9, "bootstrap_truncated": bootstrap, "n_steps": 2}
-          for estimator in ("gae", "n_step") for bootstrap in (True, False)),
-        *({"estimator": estimator, "gamma": 0.9, "bootstrap_truncated": bootstrap, "n_steps": 2, "credit_span": "turn"}
-          for estimator in ("gae", "n_step") for bootstrap in (True, False)),
+        *({"estimator": estimator, "gamma": 0.9, "bootstrap_truncated": bootstrap, "n_steps": n, "value_lam": value_lam,
+           "credit_span": span}
+          for estimator in ("gae", "n_step") for bootstrap in (True, False) for n in (2, None)
+          for value_lam in (None, 0.7, 1.0) for span in ("trajectory", "turn")),
         {**KL_IN_REWARD, "credit_span": "turn"},
         {"whiten": False},
         {"value_clip": None},

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rlft.algorithm.ops.advantage import gae, reward_to_go
 from rlft.batch import collate
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import (
@@ -64,6 +65,11 @@ def batch_of(rollouts):
     return collate(rollouts.groups, rollouts.scores, no_text)
 
 
+def without_signal(rows_B, earned_BT=None):
+    """An algorithm to which these rows teach nothing, and whose critic is judged by what was earned."""
+    return SimpleNamespace(rows_without_signal=lambda batch: rows_B, earned=lambda batch: earned_BT)
+
+
 def no_text(token_ids):
     raise AssertionError("no reward scores steps, so nothing is decoded")
 
@@ -78,7 +84,7 @@ def test_a_steps_rewards_lengths_and_tokens_are_the_numbers_one_gets_by_hand(ste
     # Totals 1, 0, 3, 3: mean 7/4, mean square 19/4, variance 19/4 - 49/16 = 27/16. 8 completion tokens, log-prob -1/4.
     # 10 completions were sampled and 4 are trained on.
     zero_rows = torch.tensor([False, False, True, True])
-    assert rollout_metrics(step, batch_of(step), zero_rows) == pytest.approx(
+    assert rollout_metrics(step, batch_of(step), without_signal(zero_rows)) == pytest.approx(
         {
             "reward/mean": 7 / 4,
             "reward/std": math.sqrt(27) / 4,
@@ -113,7 +119,7 @@ def test_what_a_policy_only_read_has_metrics_of_its_own_and_is_no_length(step):
     groups = step.groups
     first = replace(groups[0], rollouts=(replace(groups[0].rollouts[0], completion=spoken), groups[0].rollouts[1]))
     step = replace(step, groups=[first, groups[1]])
-    found = rollout_metrics(step, batch_of(step), torch.zeros(4, dtype=torch.bool))
+    found = rollout_metrics(step, batch_of(step), without_signal(torch.zeros(4, dtype=torch.bool)))
     shown = ("length/mean", "tokens/completion", "policy/entropy", "tokens/environment", "turns/", "calls/", "finish/")
     # Sampled: 3 + 3 + 2 + 2 tokens, of which 7 at -1/4 and 3 at -2 in all; turns 2 + 1 + 1 + 1.
     assert {name: value for name, value in found.items() if name.startswith(shown)} == {
@@ -158,11 +164,29 @@ def test_returns_that_do_not_vary_leave_nothing_to_explain():
 
 def test_a_step_with_a_critic_tells_its_explained_variance_and_others_do_not(step):
     batch, nobody = batch_of(step), torch.zeros(4, dtype=torch.bool)
-    returns = torch.arange(4.0)[:, None].expand(batch.loss_mask.shape)
-    with_values = replace(batch, returns=returns, old_values=0.5 * returns)
-    # Errors are half the returns: a quarter of their variance.
-    assert rollout_metrics(step, with_values, nobody)["value/explained_variance"] == pytest.approx(3 / 4, abs=1e-12)
-    assert "value/explained_variance" not in rollout_metrics(step, replace(batch, returns=returns), nobody)
+    earned = torch.arange(4.0)[:, None].expand(batch.loss_mask.shape)
+    with_values = replace(batch, returns=torch.zeros_like(earned), old_values=0.5 * earned)
+    # Errors are half of what was earned: a quarter of its variance.
+    metrics = rollout_metrics(step, with_values, without_signal(nobody, earned))
+    assert metrics["value/explained_variance"] == pytest.approx(3 / 4, abs=1e-12)
+    assert "value/explained_variance" not in rollout_metrics(step, with_values, without_signal(nobody))
+
+
+@pytest.mark.parametrize("num_tokens", [48, 300, 2000])
+@pytest.mark.parametrize("value_lam", [None, 1.0])
+def test_a_random_critic_explains_nothing_at_any_length(num_tokens, value_lam):
+    """Values that are one random number a row, rewards 0 or 1: the critic's own targets with lambda 0.95 hide it."""
+    random = torch.Generator().manual_seed(num_tokens)
+    shape = 64, num_tokens
+    values = torch.randn(64, 1, generator=random).expand(shape)
+    rewards = torch.zeros(shape)
+    rewards[:, -1] = torch.randint(0, 2, (64,), generator=random).float()
+    mask = torch.ones(shape, dtype=torch.bool)
+    keys = {"gamma": 1.0, "truncated": None, "bootstrap": False}
+    _, targets = gae(rewards, values, mask, lam=0.95, value_lam=value_lam, **keys)
+    assert explained_variance(values, reward_to_go(rewards, mask, 1.0), mask) <= 0.05
+    hidden = explained_variance(values, targets, mask)
+    assert hidden > 0.2 if value_lam is None else hidden <= 0.05
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------

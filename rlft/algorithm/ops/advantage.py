@@ -181,56 +181,46 @@ def gae(
     *,
     gamma: float,
     lam: float,
+    n: int | None = None,
+    value_lam: float | None = None,
     truncated: Tensor | None,
     bootstrap: bool,
     ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantages and returns = A + V, both `[B, T]` and 0 outside the mask.
+    """Generalised advantages A and the critic's targets, both `[B, T]` and 0 outside the mask.
 
-    A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t. V past a row's end is 0. With `bootstrap`, where
-    the length limit cut the row, it is V of the last token, the nearest known value. GAE, arXiv 1506.02438, equation
-    16.
+    A_t = sum_{k<n} (gamma lam)^k d_{t+k} with d_t = r_t + gamma V_{t+1} - V_t (GAE, arXiv 1506.02438, equation 16), cut
+    after n terms (PPO, arXiv 1707.06347, equation 11). With lam 1 that is the n-step advantage
+    sum_{k<n} gamma^k r_{t+k} + gamma^n V_{t+n} - V_t (A2C, arXiv 1602.01783, section 4). V past a row's end is 0. With
+    `bootstrap`, where the length limit cut the row, it is V of the last token, the nearest known value.
+
+    The target is A + V, or with `value_lam` V plus the advantage to the end with that lambda. With 1 it is what was
+    earned from t on, in which no value of the critic is left (VC-PPO, arXiv 2503.01491, section 3.2).
 
     Args:
         rewards, values: reward and critic's value of each token, `[B, T]`.
         mask: the masked tokens, bool `[B, T]`.
         gamma, lam: discount per token, and lambda of GAE.
+        n: the number of terms, at least 1; None: to the end.
+        value_lam: lambda of the critic's target; None: the target is made of the advantage.
         truncated: whether the length limit cut the row, bool `[B]`; None: no row was cut.
         bootstrap: whether a value past the end of a truncated row is estimated.
         ends: the ends of episodes; None: each row is one.
     """
+    assert n is None or n >= 1, n
     rewards_BT, values_BT = keep(rewards, mask), keep(values, mask)
     past_B = _value_past_end(values_BT, mask, truncated, bootstrap)
     errors_BT = rewards_BT + gamma * _successors(values_BT, mask, past_B, ends) - values_BT
-    advantages_BT = reward_to_go(errors_BT, mask, gamma * lam, ends)
-    return advantages_BT, advantages_BT + values_BT
-
-
-def n_step(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    *,
-    gamma: float,
-    n: int,
-    truncated: Tensor | None,
-    bootstrap: bool,
-    ends: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """n-step advantages and returns = A + V, both `[B, T]` and 0 outside the mask.
-
-    A_t = sum_{k<n} gamma^k r_{t+k} + gamma^n V_{t+n} - V_t. If the row ends after L < n tokens, the sum has these L
-    rewards and gamma^L V past the end, as in `gae`, which explains the other parameters. A2C: arXiv 1602.01783,
-    section 4.
-    """
-    assert n >= 1, n
-    rewards_BT, values_BT = keep(rewards, mask), keep(values, mask)
-    past_B = _value_past_end(values_BT, mask, truncated, bootstrap)
-    returns_BT = values_BT
-    for _ in range(min(n, mask.shape[1])):  # more iterations than the longest row has tokens change nothing
-        returns_BT = keep(rewards_BT + gamma * _successors(returns_BT, mask, past_B, ends), mask)
-    advantages_BT = returns_BT - values_BT
-    return advantages_BT, advantages_BT + values_BT
+    if n is None:
+        advantages_BT = reward_to_go(errors_BT, mask, gamma * lam, ends)
+    else:
+        advantages_BT, zero_B = errors_BT, torch.zeros_like(past_B)
+        for _ in range(min(n, mask.shape[1]) - 1):  # more terms than the longest row has tokens change nothing
+            later_BT = _successors(advantages_BT, mask, zero_B, ends)
+            advantages_BT = keep(errors_BT + gamma * lam * later_BT, mask)
+    if value_lam is None:
+        return advantages_BT, advantages_BT + values_BT
+    return advantages_BT, reward_to_go(errors_BT, mask, gamma * value_lam, ends) + values_BT
 
 
 def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:

@@ -11,7 +11,6 @@ from rlft.algorithm.ops.advantage import (
     group_is_equal,
     group_zscore,
     leave_one_out,
-    n_step,
     place_at_last_token,
     process_advantages,
     steps_are_equal,
@@ -74,7 +73,7 @@ def random_rows(seed):
 
 ESTIMATORS = [
     lambda *rows, **keys: gae(*rows, gamma=0.9, lam=0.8, **keys),
-    lambda *rows, **keys: n_step(*rows, gamma=0.9, n=2, **keys),
+    lambda *rows, **keys: gae(*rows, gamma=0.9, lam=1.0, n=2, value_lam=0.5, **keys),
 ]
 
 
@@ -105,28 +104,34 @@ def test_what_lies_outside_the_mask_has_no_influence_on_credit(estimate, junk):
 
 
 def defined(rewards, values, past, t, gamma, lam, n):
-    """(GAE, n-step advantage) of token t of a row without gaps, as the sums that define them."""
+    """(GAE of n terms, n-step advantage, rewards to go) of token t of a row without gaps, as sums."""
     after = [*values[1:], past]
     errors = [r + gamma * v - w for r, v, w in zip(rewards, after, values, strict=True)]
-    left = min(n, len(rewards) - t)
+    left, end = min(n, len(rewards) - t), len(rewards) - t
     return (
-        sum((gamma * lam) ** k * d for k, d in enumerate(errors[t:])),
+        sum((gamma * lam) ** k * d for k, d in enumerate(errors[t:][:n])),
         sum(gamma**k * rewards[t + k] for k in range(left)) + gamma**left * after[t + left - 1] - values[t],
+        sum(gamma**k * rewards[t + k] for k in range(end)) + gamma**end * past,
     )
 
 
 @each("n", [1, 2, 3, 8, 9, 10**9])
 @each("gamma", [0.0, 0.7, 1.0])
-def test_gae_and_n_step_are_the_sums_that_define_them(gamma, n):
+def test_gae_and_n_step_are_the_sums_that_define_them_and_the_critic_learns_what_was_earned(gamma, n):
     rewards, values, mask, truncated = random_rows(3)
-    by_gae, _ = gae(rewards, values, mask, gamma=gamma, lam=0.6, truncated=truncated, bootstrap=True)
-    by_steps, _ = n_step(rewards, values, mask, gamma=gamma, n=n, truncated=truncated, bootstrap=True)
+    keys = {"gamma": gamma, "truncated": truncated, "bootstrap": True}
+    by_gae, targets = gae(rewards, values, mask, lam=0.6, n=n, **keys)
+    by_steps, earned = gae(rewards, values, mask, lam=1.0, n=n, value_lam=1.0, **keys)
+    assert torch.equal(targets, by_gae + torch.where(mask, values, 0.0))
+    to_the_end = gae(rewards, values, mask, lam=0.6, **keys)[0]
+    torch.testing.assert_close(to_the_end, gae(rewards, values, mask, lam=0.6, n=10**9, **keys)[0])
     for b in range(len(mask)):
         r, v = rewards[b, mask[b]].tolist(), values[b, mask[b]].tolist()
         past = v[-1] if v and truncated[b] else 0.0
         expected = [defined(r, v, past, t, gamma, 0.6, n) for t in range(len(r))]
         close(by_gae[b, mask[b]], [e[0] for e in expected])
         close(by_steps[b, mask[b]], [e[1] for e in expected])
+        close(earned[b, mask[b]], [e[2] for e in expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -175,7 +180,7 @@ def test_no_rows_and_no_columns_give_no_credit():
         truncated, ids = torch.ones(shape[0], dtype=torch.bool), torch.zeros(shape[0], dtype=torch.int64)
         keys = {"gamma": 0.9, "truncated": truncated, "bootstrap": True}
         assert gae(nothing, nothing, mask, lam=0.9, **keys)[1].shape == shape
-        assert n_step(nothing, nothing, mask, n=3, **keys)[1].shape == shape
+        assert gae(nothing, nothing, mask, lam=1.0, n=3, value_lam=1.0, **keys)[1].shape == shape
         assert whiten(nothing, mask).shape == shape
         assert place_at_last_token(nothing.sum(-1), mask).shape == shape
         assert process_advantages(nothing, mask, mask, ids, Std.sample, 1e-6).shape == shape
