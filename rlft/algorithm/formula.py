@@ -9,7 +9,8 @@ The docstring of a family's module has definitions, indented by four spaces, amo
     A: what a symbol means, where it is not one of SYMBOLS
 
 The right-hand side is Python code of keys, symbols and other definitions. A line that begins with + or - continues the
-definition above. A condition joins `key=value`, `key=value|value`, `key!=value` and `key > number` with `and`.
+definition above. A condition joins `key=value`, `key=value|value`, `key!=value`, `key > number` and `key < number` with
+`and`, and such conditions with `or`.
 What L uses, directly or indirectly, and the module does not define, is defined by the modules of the classes that its
 class builds on (objective.py has what all families share). What L does not use is left out.
 """
@@ -66,7 +67,7 @@ LOSS = "L"
 _DEFINITION = re.compile(r" {4}(?P<head>(?P<name>\w+)(?:\(\w+\))?) = (?P<value>.+?)(?: +if (?P<condition>.+))?")
 _TERM = re.compile(r" {6}(?P<value>[+-] .+?)(?: +if (?P<condition>.+))?")
 _SYMBOL = re.compile(r" {4}(?P<name>\w+)(?:\(.*?\))?: (?P<meaning>.+)")
-_CONDITION = re.compile(r"(?P<key>\w+) ?(?P<relation>!=|=|>) ?(?P<value>\S+)")
+_CONDITION = re.compile(r"(?P<key>\w+) ?(?P<relation>!=|=|>|<) ?(?P<value>\S+)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -107,7 +108,7 @@ def formula(docstrings: Sequence[str], keys: Mapping[str, Any]) -> Formula | Non
         name = waiting.pop()
         if name not in used:
             used.add(name)
-            applying = [each.line(keys) for each in definitions.get(name, []) if _holds(each.condition, keys)]
+            applying = [each.line(keys) for each in definitions.get(name, []) if holds(each.condition, keys)]
             if len(applying) > 1:
                 raise ValueError(f"{name} has two definitions with these keys: {applying[0]!r} and {applying[1]!r}")
             if applying:
@@ -128,7 +129,7 @@ class _Definition:
     terms: list[tuple[str, str | None]] = field(default_factory=list)
 
     def line(self, keys: Mapping[str, Any]) -> str:
-        return " ".join([self.value, *(term for term, condition in self.terms if _holds(condition, keys))])
+        return " ".join([self.value, *(term for term, condition in self.terms if holds(condition, keys))])
 
 
 def _read(docstring: str) -> tuple[dict[str, list[_Definition]], dict[str, str]]:
@@ -151,18 +152,20 @@ def _read(docstring: str) -> tuple[dict[str, list[_Definition]], dict[str, str]]
     return definitions, symbols
 
 
-def _holds(condition: str | None, keys: Mapping[str, Any]) -> bool:
-    return all(_part_holds(part, keys) for part in (condition or "").split(" and ") if part)
+def holds(condition: str | None, keys: Mapping[str, Any]) -> bool:
+    """Whether a condition holds with these values of keys; one that says nothing does."""
+    alternatives = (condition or "").split(" or ")
+    return any(all(_part_holds(part, keys) for part in one.split(" and ") if part) for one in alternatives)
 
 
 def _part_holds(part: str, keys: Mapping[str, Any]) -> bool:
     match = _CONDITION.fullmatch(part)
     if match is None or match["key"] not in keys:
         raise ValueError(f"{part!r} is no condition on one of the keys {', '.join(keys)}")
-    value = keys[match["key"]]
-    if match["relation"] == ">":
-        return float(value) > float(match["value"])
-    return (_word(value) in match["value"].split("|")) == (match["relation"] == "=")
+    value, relation, wanted = keys[match["key"]], match["relation"], match["value"]
+    if relation in "<>":
+        return float(value) < float(wanted) if relation == "<" else float(value) > float(wanted)
+    return (_word(value) in wanted.split("|")) == (relation == "=")
 
 
 def _word(value: Any) -> str:

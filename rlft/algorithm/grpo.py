@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rlft.algorithm.objective import CreditSpan, RatioObjective, required
 from rlft.algorithm.ops.advantage import (
@@ -45,6 +45,7 @@ from rlft.algorithm.ops.advantage import (
 )
 from rlft.algorithm.ops.aggregate import keep
 from rlft.config.bounds import NonNegativeFloat
+from rlft.config.keys import Key
 from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch, require
 
@@ -70,11 +71,14 @@ class Supervision(StrEnum):
 class GRPO(RatioObjective):
     """Group-relative policy optimisation."""
 
-    supervision: Supervision
-    std: Std
-    eps: NonNegativeFloat
-    credit_span: CreditSpan
-    reward_aggregation: RewardAggregation
+    supervision: Annotated[Supervision, Key(acts="rewards=true")]
+    std: Annotated[Std, Key(acts="rewards=true")]
+    eps: Annotated[
+        NonNegativeFloat,
+        Key(acts="rewards=true and std!=none or rewards=true and reward_aggregation=normalize_then_sum"),
+    ]
+    credit_span: Annotated[CreditSpan, Key(acts="rewards=true and supervision=process")]
+    reward_aggregation: Annotated[RewardAggregation, Key(acts="rewards=true and supervision=outcome")]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +98,10 @@ class GRPO(RatioObjective):
             problem = "algorithm.reward_aggregation=normalize_then_sum has no one score that the KL could be a part of"
             remedy = "use algorithm.kl_in=loss, or algorithm.reward_aggregation=sum_then_normalize"
             require(not self._kl_in_reward, "algorithm.kl_in", problem, got=self.kl_in, remedy=remedy)
+
+    @property
+    def facts(self) -> dict[str, bool]:
+        return super().facts | {"token_advantages": self.supervision == Supervision.process}
 
     @property
     def needs_steps(self) -> bool:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rlft.algorithm.objective import Objective
 from rlft.algorithm.ops.advantage import Std, group_is_equal, group_mean, group_zscore
@@ -37,6 +37,7 @@ from rlft.algorithm.ops.aggregate import keep
 from rlft.algorithm.ops.ratio import Mismatch
 from rlft.algorithm.ops.surrogate import Surrogate, mirror_descent
 from rlft.config.bounds import NonNegativeFloat
+from rlft.config.keys import Key
 from rlft.system.lazy import no_grad
 from rlft.types import Batch, require
 
@@ -55,7 +56,7 @@ class Baseline(StrEnum):
 class Kimi(Objective):
     """Online mirror descent."""
 
-    tau: NonNegativeFloat
+    tau: Annotated[NonNegativeFloat, Key(acts="moved=true or baseline=soft")]
     baseline: Baseline
 
     def __post_init__(self) -> None:

@@ -57,10 +57,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
+from rlft.algorithm.formula import holds
 from rlft.algorithm.ops.advantage import group_is_equal, last_of_turns, place_at_last_token, rounded, steps_are_equal
 from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, max_abs, row_sum
 from rlft.algorithm.ops.kl import KLAnchor, KLController, KLEstimator, KLPlace, agreement, k3, kl, next_coefficient
@@ -83,7 +84,8 @@ from rlft.algorithm.ops.surrogate import (
     policy_gradient,
     sapo,
 )
-from rlft.config.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveFraction
+from rlft.config.bounds import AboveOne, Fraction, NonNegativeFloat, PositiveFloat, PositiveFraction
+from rlft.config.keys import Key, fields_of
 from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch, Loss, LossScale, Outputs, require
 
@@ -117,17 +119,18 @@ class Objective(ABC):
     """L = agg[w * policy term] + beta agg[KL] - c_e agg[entropy]. Fields: configs/algorithm/base/objective.yaml."""
 
     aggregate: Aggregate
-    kl_coef: NonNegativeFloat
-    kl_to: KLAnchor
-    kl_in: KLPlace
-    kl_estimator: KLEstimator
-    kl_controller: KLController
-    kl_target: PositiveFloat | None
-    kl_gain: PositiveFraction
+    kl_coef: Annotated[NonNegativeFloat, Key(acts="kl_to=reference or moved=true")]
+    kl_to: Annotated[KLAnchor, Key(acts="kl_coef > 0")]
+    kl_in: Annotated[KLPlace, Key(acts="kl=true")]
+    kl_estimator: Annotated[KLEstimator, Key(acts="kl=true and kl_to=reference")]
+    kl_controller: Annotated[KLController, Key(acts="kl=true")]
+    kl_target: Annotated[PositiveFloat | None, Key(acts="kl=true and kl_controller!=fixed")]
+    kl_tolerance: Annotated[AboveOne, Key(acts="kl=true and kl_controller=adaptive", before=1.5)]
+    kl_gain: Annotated[PositiveFraction, Key(acts="kl=true and kl_controller=proportional")]
     entropy_coef: NonNegativeFloat
     mismatch: Mismatch
-    mismatch_low: NonNegativeFloat
-    mismatch_high: PositiveFloat
+    mismatch_low: Annotated[NonNegativeFloat, Key(acts="mismatch=token_mask|sequence_mask|sequence_product_mask")]
+    mismatch_high: Annotated[PositiveFloat, Key(acts="mismatch!=off|auto")]
     off_policy_limit: PositiveFloat | None
 
     def __post_init__(self) -> None:
@@ -193,6 +196,24 @@ class Objective(ABC):
     def needs_text(self) -> bool:
         """Whether pretraining text is mixed in, by `text_loss`."""
         return False
+
+    @property
+    def facts(self) -> dict[str, bool]:
+        """What the conditions of keys (`Key.acts`) ask besides the keys: whether there are advantages at all, whether
+        those of a completion's tokens differ, and whether they come from rewards.
+        """
+        return {"advantages": True, "token_advantages": False, "rewards": True}
+
+    def without_effect(self, *, moved: bool) -> dict[str, str]:
+        """{key: the condition under which it acts} of the keys that can change no gradient.
+
+        moved: whether the policy that is trained ever differs from the old one; at the first update after sampling it
+        does not, so that all ratios are 1.
+        """
+        kl_acts = self.kl_coef > 0 and (moved or self.kl_to == KLAnchor.reference)
+        known = {f.name: getattr(self, f.name) for f in fields(self)} | self.facts | {"moved": moved, "kl": kl_acts}
+        conditions = {f.name: f.key.acts for f in fields_of(type(self))}
+        return {key: condition for key, condition in conditions.items() if not holds(condition, known)}
 
     @property
     def corrects_mismatch(self) -> bool:
@@ -422,7 +443,14 @@ class Objective(ABC):
             return self
         assert self.kl_target is not None, "refused when it was built"
         measured = metrics["kl/old_last" if self.kl_to == KLAnchor.old else "kl/reference"]
-        coef = next_coefficient(self.kl_controller, self.kl_coef, measured, target=self.kl_target, gain=self.kl_gain)
+        coef = next_coefficient(
+            self.kl_controller,
+            self.kl_coef,
+            measured,
+            target=self.kl_target,
+            tolerance=self.kl_tolerance,
+            gain=self.kl_gain,
+        )
         return replace(self, kl_coef=min(max(coef, SMALLEST_COEF), LARGEST_COEF))
 
     def state(self) -> dict[str, float]:
@@ -434,17 +462,29 @@ class Objective(ABC):
         return replace(self, **state)
 
 
+JOINED = "token_advantages=true and mismatch!=token_truncate|token_mask"
+"""Where a completion's tokens may share a number, and it matters also while all ratios are 1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RatioObjective(Objective):
     """An objective whose policy term is made of ratios or log-probs. Fields: configs/algorithm/base/ratio.yaml."""
 
-    surrogate: SurrogateKind
-    ratio: RatioLevel
-    clip_low: Fraction
-    clip_high: NonNegativeFloat
-    dual_clip: PositiveFloat | None
-    tau_positive: PositiveFloat
-    tau_negative: PositiveFloat
+    surrogate: Annotated[
+        SurrogateKind, Key(acts=f"moved=true and advantages=true or ratio=token|sequence and {JOINED}")
+    ]
+    ratio: Annotated[
+        RatioLevel,
+        Key(
+            acts="surrogate=clipped|importance|cispo|sapo and moved=true and advantages=true"
+            f" or surrogate=clipped|importance|sapo and {JOINED}"
+        ),
+    ]
+    clip_low: Annotated[Fraction, Key(acts="surrogate=clipped|cispo|gmpo and moved=true and advantages=true")]
+    clip_high: Annotated[NonNegativeFloat, Key(acts="surrogate=clipped|cispo|gmpo and moved=true and advantages=true")]
+    dual_clip: Annotated[PositiveFloat | None, Key(acts="surrogate=clipped and moved=true and advantages=true")]
+    tau_positive: Annotated[PositiveFloat, Key(acts="surrogate=sapo and moved=true and advantages=true")]
+    tau_negative: Annotated[PositiveFloat, Key(acts="surrogate=sapo and moved=true and advantages=true")]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from rlft.algorithm.grpo import GRPO
 from rlft.algorithm.objective import required
@@ -51,6 +51,7 @@ from rlft.algorithm.ops.aggregate import keep
 from rlft.algorithm.ops.kl import Divergence, teacher_advantages, top_k_divergence
 from rlft.algorithm.ops.ratio import RatioLevel
 from rlft.config.bounds import Decay, NonNegativeFloat, PositiveFloat, PositiveInt
+from rlft.config.keys import Key
 from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch, Outputs, require
 
@@ -71,9 +72,9 @@ class OPD(GRPO):
 
     teacher_coef: PositiveFloat
     teacher_in: TeacherPlace
-    divergence: Divergence
-    jsd_beta: Decay
-    top_k: PositiveInt
+    divergence: Annotated[Divergence, Key(acts="teacher_in=loss")]
+    jsd_beta: Annotated[Decay, Key(acts="divergence=jensen_shannon")]
+    top_k: Annotated[PositiveInt, Key(acts="teacher_in=loss")]
     reward_coef: NonNegativeFloat
 
     def __post_init__(self) -> None:
@@ -100,6 +101,12 @@ class OPD(GRPO):
             require(not self._kl_in_reward, "algorithm.kl_in", problem, got=self.kl_in, remedy=remedy)
 
     needs_teacher: ClassVar[bool] = True
+
+    @property
+    def facts(self) -> dict[str, bool]:
+        has_rewards, has_teachers = self.reward_coef > 0, self.teacher_in == TeacherPlace.advantage
+        of_tokens = has_teachers or (has_rewards and super().facts["token_advantages"])
+        return {"advantages": has_rewards or has_teachers, "token_advantages": of_tokens, "rewards": has_rewards}
 
     @property
     def learns_from_teacher_alone(self) -> bool:

@@ -91,19 +91,23 @@ class AdvantageEstimator(StrEnum):
 class PPO(RatioObjective):
     """Proximal policy optimisation."""
 
-    estimator: AdvantageEstimator
+    estimator: Annotated[AdvantageEstimator, Key(acts="lam < 1 and n_steps!=1")]
     gamma: Fraction
-    lam: Fraction
+    lam: Annotated[Fraction, Key(acts="estimator=gae and n_steps!=1")]
     value_lam: Annotated[Fraction | None, Key(before=None)]
     n_steps: PositiveInt | None
     bootstrap_truncated: bool
     whiten: bool
     value_coef: NonNegativeFloat
-    value_clip: PositiveFloat | None
+    value_clip: Annotated[PositiveFloat | None, Key(acts="moved=true")]
     ptx_coef: NonNegativeFloat
     credit_span: CreditSpan
 
     needs_values: ClassVar[bool] = True
+
+    @property
+    def facts(self) -> dict[str, bool]:
+        return super().facts | {"token_advantages": True}
 
     @property
     def needs_text(self) -> bool:

@@ -35,13 +35,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from rlft.algorithm.objective import RatioObjective
 from rlft.algorithm.ops.advantage import Std, group_zscore, leave_one_out, reward_to_go, whiten
 from rlft.algorithm.ops.aggregate import keep, row_sum
 from rlft.algorithm.ops.kl import KLController
 from rlft.config.bounds import Fraction
+from rlft.config.keys import Key
 from rlft.system.lazy import no_grad, torch
 from rlft.types import Batch
 
@@ -63,9 +64,13 @@ class Reinforce(RatioObjective):
     """Returns minus a baseline."""
 
     reward_to_go: bool
-    gamma: Fraction
+    gamma: Annotated[Fraction, Key(acts="reward_to_go=true")]
     baseline: Baseline
     whiten: bool
+
+    @property
+    def facts(self) -> dict[str, bool]:
+        return super().facts | {"token_advantages": self.reward_to_go}
 
     @property
     def min_group_size(self) -> int:

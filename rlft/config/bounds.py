@@ -8,6 +8,7 @@ PositiveInt = Annotated[int, Gt(0)]
 NonNegativeInt = Annotated[int, Ge(0)]
 Seed = Annotated[int, Ge(0), Le(2**63 - 1)]  # the seeds that torch takes
 PositiveFloat = Annotated[float, Gt(0)]
+AboveOne = Annotated[float, Gt(1)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 PositiveFraction = Annotated[float, Gt(0), Le(1)]

@@ -36,6 +36,8 @@ class Key:
         in_trial: whether the run that `rlft doctor` tries has the user's value: always, or if it was typed.
         free_in_sweep: whether it may change when a sweep is resumed.
         before: the value of runs that were recorded before there was such a key: what rlft did then.
+        acts: the condition under which a key of an algorithm has an effect, as `rlft/algorithm/formula.py` reads it;
+            "": always. Besides the algorithm's keys it may ask `moved` and `Objective.facts`.
         roles: the roles of another run that its value may name, in order of preference; a path, as well.
         inside: what is known of keys of this section, before what its own class says: {key: what}.
     """
@@ -48,12 +50,13 @@ class Key:
     in_trial: Literal["always", "typed"] | None = None
     free_in_sweep: bool | None = None
     before: Any = field(default=ABSENT, hash=False)
+    acts: str = ""
     roles: tuple[str, ...] = ()
     inside: Mapping[str, Key] = field(default_factory=dict, hash=False)
 
     def over(self, section: Key) -> Key:
         """This, with what its section says where it says nothing itself; without what is the section's own."""
-        own = ("before", "roles", "inside")
+        own = ("before", "acts", "roles", "inside")
         inherited = {f.name: getattr(section, f.name) for f in fields(Key) if f.name not in own}
         return replace(self, **{name: value for name, value in inherited.items() if getattr(self, name) is None})
 

@@ -84,7 +84,6 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor, estim
 
 
 # -- the coefficient ---------------------------------------------------------------------------------------------------
-TOLERANCE = 1.5  # an adaptive coefficient does not change if the KL is from target / 1.5 to 1.5 target (PPO, section 4)
 LARGEST_ERROR = 0.2  # a proportional controller clips the relative error of the KL to +-0.2
 
 
@@ -96,19 +95,22 @@ class KLController(StrEnum):
     proportional = "proportional"
 
 
-def next_coefficient(controller: KLController, coef: float, kl: float, *, target: float, gain: float) -> float:
+def next_coefficient(
+    controller: KLController, coef: float, kl: float, *, target: float, tolerance: float, gain: float
+) -> float:
     """The coefficient of the next step, from beta of the last one; kl and its target are in nats per token.
 
-    fixed: beta. adaptive: beta / 2 if kl < target / 1.5, 2 beta if kl > 1.5 target, else beta (arXiv 1707.06347,
-    section 4). proportional: beta (1 + gain clip(kl / target - 1, -0.2, 0.2)) (arXiv 1909.08593).
+    fixed: beta. adaptive: beta / 2 if kl < target / tolerance, 2 beta if kl > tolerance target, else beta (arXiv
+    1707.06347, section 4, with a tolerance of 1.5). proportional: beta (1 + gain clip(kl / target - 1, -0.2, 0.2))
+    (arXiv 1909.08593).
     """
     match controller:
         case KLController.fixed:
             return coef
         case KLController.adaptive:
-            if kl < target / TOLERANCE:
+            if kl < target / tolerance:
                 return coef / 2
-            return 2 * coef if kl > TOLERANCE * target else coef
+            return 2 * coef if kl > tolerance * target else coef
         case KLController.proportional:
             error = min(max(kl / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
             return coef * (1 + gain * error)

@@ -100,7 +100,7 @@ ADAPTIVE, PROPORTIONAL = KLController.adaptive, KLController.proportional
 
 
 def after(controller, kl, *, coef=0.25, target=3.0, gain=0.5):
-    return next_coefficient(controller, coef, kl, target=target, gain=gain)
+    return next_coefficient(controller, coef, kl, target=target, tolerance=1.5, gain=gain)
 
 
 @each("kl", [0.0, 1.0, 3.0, 1e9])
