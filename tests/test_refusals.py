@@ -802,6 +802,16 @@ TABLE = [
     ("resume changed", "data.path", "data changed since the run began"),
     # Sweeps
     ("train -m seed=1,1", "-m", "jobs 0 and 1 are the same"),
+    (
+        "train -m algorithm.clip_low=0.1,0.2",
+        "algorithm.clip_low",
+        "cannot be swept: it has no effect in any of the runs, got 0.1, 0.2; it acts with several updates a step",
+    ),
+    (
+        "train -m algorithm.kl_estimator=k1,k2 epochs=1,2",
+        "algorithm.kl_estimator",
+        "cannot be swept: it has no effect in any of the runs, got k1, k2; it acts with algorithm.kl_coef above 0",
+    ),
     ("train -m seed=1 seed=2", "seed", "is given twice"),
     ("train -m steps=1,0", "steps", "must be greater than 0 (job 1: steps=0), got 0"),
     ("train -m +recipe=grpo_arithmetic,grpo_x", "+recipe", "(job 1: +recipe=grpo_x)"),
@@ -1187,8 +1197,19 @@ def test_what_only_looks_like_a_mistake_is_planned(workplace: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "fragment"),
     [
-        ("algorithm=gspo algorithm.clip_high=0.2", "the paper's are clip_low=3e-4 clip_high=4e-4"),
-        ("algorithm=ppo_penalty critic.kind=adapter", "algorithm.kl_to: with one update per step"),
+        ("algorithm=gspo algorithm.clip_high=0.2 epochs=2", "the paper's are clip_low=3e-4 clip_high=4e-4"),
+        (
+            "algorithm=ppo_penalty critic.kind=adapter",
+            "have no effect, got 1.0, loss, adaptive, 0.01; they act with several updates a step (epochs or",
+        ),
+        (
+            "algorithm=dapo",
+            "algorithm.clip_high: has no effect, got 0.28; it acts with several updates a step (epochs or minibatches",
+        ),
+        (
+            "algorithm.kl_gain=0.2",
+            "algorithm.kl_gain: has no effect, got 0.2; it acts with algorithm.kl_coef above 0 and",
+        ),
         (
             "algorithm=gdpo reward.format.weight=0",
             "algorithm.reward_aggregation: normalises several rewards one by one, and there is one that counts, got",

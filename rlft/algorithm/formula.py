@@ -154,8 +154,17 @@ def _read(docstring: str) -> tuple[dict[str, list[_Definition]], dict[str, str]]
 
 def holds(condition: str | None, keys: Mapping[str, Any]) -> bool:
     """Whether a condition holds with these values of keys; one that says nothing does."""
-    alternatives = (condition or "").split(" or ")
-    return any(all(_part_holds(part, keys) for part in one.split(" and ") if part) for one in alternatives)
+    return not unmet(condition, keys)
+
+
+def unmet(condition: str | None, keys: Mapping[str, Any]) -> list[str]:
+    """The parts of a condition that do not hold; of several alternatives, those of the one with the fewest.
+
+    >>> unmet("a=1 and b > 2 or a=3", {"a": 1, "b": 0})
+    ['b > 2']
+    """
+    alternatives = [one.split(" and ") for one in (condition or "").split(" or ")]
+    return min(([part for part in parts if part and not _part_holds(part, keys)] for parts in alternatives), key=len)
 
 
 def _part_holds(part: str, keys: Mapping[str, Any]) -> bool:

@@ -61,7 +61,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
-from rlft.algorithm.formula import holds
+from rlft.algorithm.formula import unmet
 from rlft.algorithm.ops.advantage import group_is_equal, last_of_turns, place_at_last_token, rounded, steps_are_equal
 from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, max_abs, row_sum
 from rlft.algorithm.ops.kl import KLAnchor, KLController, KLEstimator, KLPlace, agreement, k3, kl, next_coefficient
@@ -119,7 +119,7 @@ class Objective(ABC):
     """L = agg[w * policy term] + beta agg[KL] - c_e agg[entropy]. Fields: configs/algorithm/base/objective.yaml."""
 
     aggregate: Aggregate
-    kl_coef: Annotated[NonNegativeFloat, Key(acts="kl_to=reference or moved=true")]
+    kl_coef: Annotated[NonNegativeFloat, Key(acts="moved=true or kl_to=reference")]
     kl_to: Annotated[KLAnchor, Key(acts="kl_coef > 0")]
     kl_in: Annotated[KLPlace, Key(acts="kl=true")]
     kl_estimator: Annotated[KLEstimator, Key(acts="kl=true and kl_to=reference")]
@@ -204,16 +204,20 @@ class Objective(ABC):
         """
         return {"advantages": True, "token_advantages": False, "rewards": True}
 
-    def without_effect(self, *, moved: bool) -> dict[str, str]:
-        """{key: the condition under which it acts} of the keys that can change no gradient.
+    def without_effect(self, *, moved: bool) -> dict[str, list[str]]:
+        """{key: the parts of its condition that do not hold} of the keys that can change no gradient.
 
         moved: whether the policy that is trained ever differs from the old one; at the first update after sampling it
         does not, so that all ratios are 1.
         """
-        kl_acts = self.kl_coef > 0 and (moved or self.kl_to == KLAnchor.reference)
-        known = {f.name: getattr(self, f.name) for f in fields(self)} | self.facts | {"moved": moved, "kl": kl_acts}
-        conditions = {f.name: f.key.acts for f in fields_of(type(self))}
-        return {key: condition for key, condition in conditions.items() if not holds(condition, known)}
+        known = {f.name: getattr(self, f.name) for f in fields(self)} | self.facts | {"moved": moved}
+        of_the_kl = unmet("kl_coef > 0 and moved=true or kl_coef > 0 and kl_to=reference", known)
+        lacking = {f.name: unmet(f.key.acts, known | {"kl": not of_the_kl}) for f in fields_of(type(self))}
+        return {
+            key: [*(of_the_kl if "kl=true" in parts else []), *(part for part in parts if part != "kl=true")]
+            for key, parts in lacking.items()
+            if parts
+        }
 
     @property
     def corrects_mismatch(self) -> bool:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.objective import Objective
 from rlft.algorithm.preference import BradleyTerry, PreferenceLoss, RankingLoss
+from rlft.config import catalog
 from rlft.config.instantiate import instantiate, locate
-from rlft.config.model import LoraSettings, is_adapter
+from rlft.config.model import LoraSettings, Old, is_adapter
 from rlft.config.schema import (
     AUTO,
     DpoConfig,
@@ -346,9 +347,15 @@ def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None
 def warnings_of_config(config: RunConfig, algorithm: Objective) -> tuple[str, ...]:
     """Warnings about valid settings that are usually mistakes, which the run prints at its start."""
     texts, keys, generation = [*algorithm.warnings], config.algorithm, config.generation
-    if keys.get("kl_to") == "old" and keys.get("kl_coef", 0) > 0 and config.updates_per_step == 1:
-        problem = "with one update per step the policy is still the old one, so the KL is 0"
-        texts.append(f"algorithm.kl_to: {problem}, got old; use several epochs or minibatches")
+    defaults, silent = _of_the_family(algorithm), without_effect(config, algorithm)
+    chosen = {
+        key: keys[key] for key in defaults if f"algorithm.{key}" in silent and keys[key] not in (None, defaults[key])
+    }
+    for remedy in dict.fromkeys(silent[f"algorithm.{key}"] for key in chosen):
+        alike = {key: value for key, value in chosen.items() if silent[f"algorithm.{key}"] == remedy}
+        names, values = ", ".join(f"algorithm.{key}" for key in alike), ", ".join(map(str, alike.values()))
+        verbs = ("has", "it acts") if len(alike) == 1 else ("have", "they act")
+        texts.append(f"{names}: {verbs[0]} no effect, got {values}; {verbs[1]} with {remedy}")
     if config.snapshot.routing == "old" and config.updates_per_step == 1:
         problem = "with one update per step the policy is still the old one and chooses the same experts"
         texts.append(f"snapshot.routing: {problem}, got old; use free or engine, or several epochs or minibatches")
@@ -367,6 +374,50 @@ def warnings_of_config(config: RunConfig, algorithm: Objective) -> tuple[str, ..
         problem = "leaves out unlikely tokens that the trained policy could have sampled, so its gradient is biased"
         texts.append(f"generation.{key}: {problem}, got {value:g}; use generation.top_p=1 generation.top_k=0")
     return tuple(texts)
+
+
+def without_effect(config: RunConfig, algorithm: Objective) -> dict[str, str]:
+    """{key of the algorithm that changes no gradient of this run: what would let it act}."""
+    moved = config.updates_per_step > 1 or config.snapshot.old is Old.sampled
+    lacking = algorithm.without_effect(moved=moved)
+    return {f"algorithm.{key}": " and ".join(map(_in_words, parts)) for key, parts in lacking.items()}
+
+
+FACTS = {
+    "moved=true": "several updates a step (epochs or minibatches above 1)",
+    "rewards=true": "algorithm.reward_coef above 0",
+    "advantages=true": "algorithm.reward_coef above 0",
+    "token_advantages=true": "advantages that differ between the tokens of a completion",
+}
+"""{part of a condition that is not about a key of the algorithm: what to set}."""
+
+
+def _in_words(part: str) -> str:
+    """A part of a condition of `Key.acts` as something to type.
+
+    >>> _in_words("surrogate=clipped|gmpo")
+    'algorithm.surrogate=clipped or gmpo'
+    """
+    text = part.replace("|", " or ").replace("!=", " other than ").replace(" > ", " above ").replace(" < ", " below ")
+    return FACTS.get(part, f"algorithm.{text}")
+
+
+def check_acts(key: str, got: str, configs: Sequence[RunConfig]) -> None:
+    """Refuses to sweep a key of the algorithm that changes no gradient in any of these runs."""
+    remedies = [without_effect(one, instantiate(one.algorithm, "algorithm")).get(key, "") for one in configs]
+    problem, remedy = "cannot be swept: it has no effect in any of the runs", f"it acts with {remedies[0]}"
+    require(not all(remedies), key, problem, got=got, remedy=remedy)
+
+
+def _of_the_family(algorithm: Objective) -> dict[str, Any]:
+    """{key: its default} in the YAML of the algorithm's family; {} for a family that is not rlft's."""
+    from omegaconf import OmegaConf
+
+    file = catalog.files("algorithm").get(type(algorithm).__module__.removeprefix("rlft.algorithm."))
+    defaults: dict[str, Any] = {}
+    for one in catalog.lineage(file, "algorithm") if file is not None else ():
+        defaults |= dict(OmegaConf.load(one).items())
+    return defaults
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------

@@ -388,7 +388,7 @@ def test_a_family_does_not_repeat_what_it_builds_on():
     assert not lines_in("opd") & lines_in("grpo")
 
 
-OTHER_VALUES = {"n_steps": 2, "eps": 0.1, "clip_low": 0.1}
+OTHER_VALUES = {"n_steps": 2, "kl_tolerance": 1.2, "eps": 0.1, "clip_low": 0.1}
 """Where half of a value could leave the loss of the random step as it is: no ratio there is below a half."""
 
 

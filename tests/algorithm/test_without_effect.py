@@ -19,14 +19,15 @@ from rlft.types import UserError
 
 FAMILIES = ("grpo", "reinforce", "ppo", "kimi", "opd")
 NUMBERS: dict[str, tuple[Any, ...]] = {
-    "clip_low": (0.05, 0.5), "clip_high": (0.05, 0.6), "dual_clip": (None, 1.7), "kl_tolerance": (1.1, 1.5),
+    "clip_low": (0.02, 0.3), "clip_high": (0.0, 0.6), "dual_clip": (None, 1.7), "kl_tolerance": (1.1, 1.5),
     "kl_target": (None, 0.002, 0.0128, 0.05), "kl_coef": (0.0, 0.3), "gamma": (0.5, 1.0), "lam": (0.5, 0.95),
-    "value_lam": (None, 0.4, 1.0), "n_steps": (None, 1, 2), "value_clip": (None, 0.05), "off_policy_limit": (None, 0.05),
-    "mismatch_low": (0.2, 0.9), "mismatch_high": (1.1, 3.0), "reward_coef": (0.0, 0.5),
+    "value_lam": (None, 0.4, 1.0), "n_steps": (None, 1, 2), "value_clip": (None, 0.05),
+    "off_policy_limit": (None, 0.1), "mismatch_low": (0.05, 0.6), "mismatch_high": (1.4, 3.0),
+    "reward_coef": (0.0, 0.5),
 }  # fmt: skip
 """Values of keys that are neither words nor switches; of others the value and half of it."""
 ELSEWHERE = {"ptx_coef", "top_k"}
-"""Keys of what is no part of this batch's loss: pretraining text, and how many of the teacher's tokens are asked for."""
+"""Keys of what is no part of this loss: pretraining text, and how many of the teacher's tokens are asked for."""
 
 
 def values_of(field: Any, value: Any) -> tuple[Any, ...]:
@@ -63,17 +64,20 @@ def gradients(full_step: Any, scale_of: Any) -> Any:
 
     def gradients(algorithm: Any, moved: bool) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
-        for seed in range(3):
+        for seed in range(8):
             outputs, batch = full_step(seed)
-            distance = 2.0 if moved else 0.0
+            distance = (-2.0, 2.0)[seed % 2] if moved else 0.0
             logprobs = batch.old_logprobs + distance * (outputs.logprobs.detach() - batch.old_logprobs)
             values = batch.old_values + distance * (outputs.values.detach() - batch.old_values)
             outputs = replace(outputs, logprobs=logprobs.requires_grad_(), values=values.requires_grad_())
             inputs = outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs
             measured = [{"kl/old_last": kl if moved else 0.0, "kl/reference": kl} for kl in (0.0026, 0.0166, 0.065)]
-            for one in (algorithm, *map(algorithm.adapt, measured)):
+            following = [algorithm, *map(algorithm.adapt, measured)]
+            of_each = {}
+            for one in set(following):
                 total = one.loss(outputs, one.credit(batch), scale_of(batch)).total
-                found += torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+                of_each[one] = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+            found += [gradient for one in following for gradient in of_each[one]]
         return found
 
     return gradients
@@ -82,7 +86,7 @@ def gradients(full_step: Any, scale_of: Any) -> Any:
 @pytest.mark.parametrize("moved", [False, True], ids=["one update", "several updates"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exactly_the_keys_without_effect_change_no_gradient(make, gradients, name, moved):
-    for algorithm in random_algorithms(make, name, 6):
+    for algorithm in random_algorithms(make, name, 4):
         keys = {f.name: getattr(algorithm, f.name) for f in fields_of(type(algorithm))}
         before, silent = gradients(algorithm, moved), set(algorithm.without_effect(moved=moved))
         for field in fields_of(type(algorithm)):

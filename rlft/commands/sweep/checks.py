@@ -38,6 +38,7 @@ from rlft.config.resolved import Resolved, resolve
 from rlft.config.trainer import NEVER, ClusterConfig
 from rlft.logger.loggers import is_declared
 from rlft.loop.evaluations import compared
+from rlft.plan.rules import check_acts
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder, run_status
 from rlft.runs.lines import EVALUATIONS, read_lines, silent
@@ -160,6 +161,9 @@ def checked_configs(
             check_changes_numbers(space, first)
             check_metric(metric, first)
             check_loggers(first)
+    for one in space.varied:
+        if (key := key_of(one.key)).startswith("algorithm.") and command == "train":
+            check_acts(key, ", ".join(map(str, one.extremes)), [resolved.config for resolved in configs])
     return configs
 
 
