@@ -411,12 +411,12 @@ def check_acts(key: str, got: str, configs: Sequence[RunConfig]) -> None:
 
 def _of_the_family(algorithm: Objective) -> dict[str, Any]:
     """{key: its default} in the YAML of the algorithm's family; {} for a family that is not rlft's."""
-    from omegaconf import OmegaConf
+    import yaml
 
     file = catalog.files("algorithm").get(type(algorithm).__module__.removeprefix("rlft.algorithm."))
     defaults: dict[str, Any] = {}
     for one in catalog.lineage(file, "algorithm") if file is not None else ():
-        defaults |= dict(OmegaConf.load(one).items())
+        defaults |= yaml.safe_load(one.read_text(encoding="utf-8"))
     return defaults
 
 
