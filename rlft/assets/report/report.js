@@ -50,29 +50,101 @@ const labelOf = (run) => curves.report.runs[run].label;
 
 const duration = (seconds) => (seconds < 100 ? `${seconds.toFixed(0)} s` : seconds < 6000 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`);
 
-function drawRuns(report) {
-  const head = element("tr");
-  for (const [name, kind] of [["run", ""], ["status", ""], ["step", "number"], ["reward", "number"], ["accuracy", "number"], ["time", "number"], ["peak memory", "number"], ["commit", ""]]) {
-    head.append(element("th", { textContent: name, className: kind }));
+/** A table; on a narrow screen each row is a block, whose cells have the column's name before them. */
+function tableOf(heads, rows, properties = {}) {
+  const made = element("table", { className: "wide", ...properties }, element("tr", {}, ...heads.map((name) => element("th", { textContent: name }))));
+  for (const cells of rows) {
+    const row = element("tr", {}, ...cells.map((cell) => (cell instanceof Node ? cell : element("td", { textContent: cell }))));
+    [...row.children].forEach((cell, i) => { cell.dataset.name = heads[i] ?? ""; });
+    made.append(row);
   }
-  const rows = report.runs.map((run, i) => {
-    const accuracy = run.evaluations.accuracy;
-    const cells = [
-      run.status + (run.reason ? `: ${run.reason}` : ""),
-      `${run.step}${run.planned ? ` / ${run.planned}` : ""}`,
-      shown(last(run.metrics["reward/mean"])),
-      accuracy ? `${shown(first(accuracy))} to ${shown(last(accuracy))}` : "-",
-      duration(run.seconds),
-      `${(run.peak / 1e9).toFixed(2)} GB`,
-      run.config["origin.commit"] || "-",
-    ];
-    const several = report.runs.length > 1;
-    const named = several ? [element("span", { textContent: run.label }), element("div", { className: "hint", textContent: run.name })] : [run.name];
-    const row = element("tr", {}, element("td", {}, ...(several ? [swatch(i)] : []), ...named));
-    cells.forEach((text, place) => row.append(element("td", { textContent: text, className: place > 0 && place < 6 ? "number" : "" })));
-    return row;
+  return made;
+}
+
+const NUMBERS = ["step", "reward", "accuracy", "time", "peak memory"];
+const ends = (values) => (first(values) === last(values) ? shown(last(values)) : `${shown(first(values))} to ${shown(last(values))}`);
+const changedOf = (run) => Object.entries(run.changed ?? {}).filter(([key]) => key !== "name").map(([key, [value]]) => `${key}=${value}`);
+
+/** {what: its text} of a run, without what it does not have. */
+function factsOf(run) {
+  const { config, choices } = run, data = ["demonstrations", "preferences", "data"].find((section) => config[`${section}._target_`]);
+  const rewards = Object.keys(config).map((key) => /^reward\.(.+)\.weight$/.exec(key)?.[1]).filter(Boolean);
+  const path = config[`${data}.path`];
+  const { processor, device, threads } = run.machine;
+  const facts = {
+    model: config["model.path"] && `${config["model.path"]}, ${config["lora.rank"] ? `LoRA rank ${config["lora.rank"]}` : "all weights"}`,
+    data: data && [choices[data] || config[`${data}._target_`], path].filter(Boolean).join(": "),
+    algorithm: choices.algorithm || choices.loss || config["algorithm._target_"],
+    rewards: rewards.map((name) => `${name} x ${config[`reward.${name}.weight`]}`).join(", "),
+    status: run.status + (run.reason ? `: ${run.reason}` : ""),
+    step: `${run.step}${run.planned ? ` / ${run.planned}` : ""}`,
+    reward: run.metrics["reward/mean"] && ends(run.metrics["reward/mean"]),
+    accuracy: run.evaluations.accuracy && ends(run.evaluations.accuracy),
+    time: duration(run.seconds),
+    "peak memory": `${(run.peak / 1e9).toFixed(2)} GB`,
+    machine: [processor, device, threads && `${threads} thread${threads === "1" ? "" : "s"}`].filter(Boolean).join(", "),
+    commit: config["origin.commit"],
+  };
+  return Object.fromEntries(Object.entries(facts).filter(([, text]) => text));
+}
+
+/** The command that repeats a run, with a button that copies it. */
+function commandOf(run) {
+  if (!run.repeat) return [element("span", { className: "hint", textContent: "no command repeats it: it has keys or classes that rlft alone does not have" })];
+  const code = element("code", { textContent: run.repeat }), button = element("button", { className: "copy", textContent: "copy" });
+  button.addEventListener("click", async () => {
+    getSelection().selectAllChildren(code); // stays for Ctrl-C where a browser refuses
+    await navigator.clipboard?.writeText(run.repeat).then(() => { button.textContent = "copied"; }, () => {});
   });
-  by("runs").replaceChildren(head, ...rows);
+  return [code, button];
+}
+
+const chips = (texts, run) => texts.map((text) => element("code", { className: "chip", textContent: text, title: `default: ${run.changed[text.split("=")[0]][1]}` }));
+
+/** The facts of the runs: those that all have, as a list, and those that differ, as columns of a table. */
+function drawRuns(report) {
+  const facts = report.runs.map(factsOf), several = report.runs.length > 1;
+  const names = [...new Set(facts.flatMap(Object.keys))];
+  const columns = several ? names.filter((name) => facts.some((own) => own[name] !== facts[0][name])) : [];
+  const list = element("dl", { id: "facts" });
+  const add = (name, ...parts) => list.append(element("dt", { textContent: name }), element("dd", {}, ...parts));
+  if (!several) add("run", report.runs[0].name);
+  for (const name of names.filter((one) => !columns.includes(one))) add(name, facts[0][name]);
+  const changed = report.runs.map(changedOf), shared = (changed[0] ?? []).filter((text) => changed.every((own) => own.includes(text)));
+  if (shared.length) add("changed keys", ...chips(shared, report.runs[0]));
+  if (!several) add("command", ...commandOf(report.runs[0]));
+  const rows = report.runs.map((run, i) => [
+    element("td", {}, swatch(i), run.label, ...(run.name.endsWith(run.label) ? [] : [element("div", { className: "hint", textContent: run.name })])),
+    ...columns.map((name) => element("td", { textContent: facts[i][name] ?? "-", className: NUMBERS.includes(name) ? "number" : "" })),
+  ]);
+  const again = element("details", {}, element("summary", { textContent: "commands that repeat these runs" }), ...report.runs.map((run) => element("p", {}, element("div", { textContent: run.label }), ...commandOf(run))));
+  const pairs = report.runs.map((run) => samplesOf(run));
+  const samples = pairs.flatMap((rows_, i) => (!rows_ ? [] : several ? [element("details", {}, element("summary", { textContent: `before and after: ${report.runs[i].label}` }), rows_)] : [rows_]));
+  by("about").className = several ? "" : "two";
+  by("about").replaceChildren(
+    element("div", {}, list, ...(several ? [tableOf(["run", ...columns], rows, { id: "runs" }), again] : [])),
+    ...(samples.length ? [element("div", { id: "samples" }, ...samples)] : []),
+  );
+}
+
+const SAMPLES = 3, SAMPLE_TEXT = 600;
+/** The same prompts at the first and the last evaluation, else the first and the last step, side by side; null without any. */
+function samplesOf(run) {
+  for (const kind of ["held out", "trained on"]) {
+    const groups = run.completions.groups.filter((group) => group.kind === kind).sort((a, b) => a.step - b.step);
+    const found = [...new Set(groups.map((group) => group.id))].map((id) => groups.filter((group) => group.id === id)).map((same) => [same[0], same.at(-1)]);
+    const widest = Math.max(...found.map(([old, now]) => now.step - old.step));
+    const pairs = found.filter(([old, now]) => now.step > old.step && now.step - old.step === widest).slice(0, SAMPLES);
+    if (!pairs.length) continue;
+    const said = ({ rows: [row] }) => {
+      const [mark, name] = row.reward === null ? ["", ""] : row.reward >= 1 ? ["right", "right"] : row.reward <= 0 ? ["wrong", "wrong"] : [`reward ${shown(row.reward)}`, ""];
+      return element("td", {}, element("div", { className: name, textContent: mark }), element("div", { className: "text", textContent: row.text.slice(0, SAMPLE_TEXT) + (row.text.length > SAMPLE_TEXT ? ".." : "") }));
+    };
+    const heads = ["prompt", `before (step ${pairs[0][0].step})`, `after (step ${pairs[0][1].step})`];
+    const asked = (group) => element("td", {}, element("div", { className: "text", textContent: (group.prompt.at(-1)?.text ?? "").slice(0, SAMPLE_TEXT) }), element("div", { className: "hint", textContent: `answer: ${group.answer.text.slice(0, 80)}` }));
+    return tableOf(heads, pairs.map(([old, now]) => [asked(now), said(old), said(now)]), { className: "wide samples" });
+  }
+  return null;
 }
 
 // -- curves -----------------------------------------------------------------------------------------------------------
@@ -97,7 +169,7 @@ const STAGES = ["sample", "score", "credit", "inspect", "update", "publish"].map
 const OUTSIDE = ["step", "evaluate", "checkpoint", "log"].map((name) => `time/${name}`); // no stages of the step
 
 const charts = [];
-let curves = { report: null, smoothing: 1, band: true };
+let curves = { report: null, smoothing: 1, band: true, unfolded: false };
 
 function drawCurves(report) {
   curves.report = report;
@@ -112,8 +184,42 @@ function redraw() {
   by("charts").replaceChildren();
   const chosen = by("metric").value;
   const wanted = chosen ? [{ title: chosen, metrics: [chosen], evaluations: [chosen] }, ...CHARTS] : CHARTS;
-  for (const chart of wanted) drawChart(chart);
+  const folded = wanted.map((chart) => drawChart(chart, chart === wanted[0] && chosen)).filter(Boolean);
   curves.report.runs.forEach(drawStages);
+  drawFolded(folded);
+}
+
+const ROUNDING = 1e-6; // a float32 loss below it is 0
+/** Whether a run's loss is 0 by construction: one update a step, at which the ratio is 1 and a group's advantages add up to 0. */
+const isZeroLoss = (run) => {
+  const loss = (run.metrics["loss/total"] ?? []).filter((value) => value !== null);
+  return run.config.epochs === "1" && run.config.minibatches === "1" && loss.length > 0 && loss.every((value) => Math.abs(value) <= ROUNDING) && (run.metrics["policy/grad_norm"] ?? []).some((value) => value > 0);
+};
+const ZERO_LOSS = "The loss is 0 by construction (up to rounding, about 1e-8): with one update per step the ratio is 1, and the advantages of a group add up to 0. Its gradient is not 0, and the policy learns; watch the reward.";
+
+/** {name: its only value} of the series of a chart, if each has one value at all steps and in all runs; else null. */
+function constantOf(found) {
+  const values = {};
+  for (const one of found) {
+    const own = one.values.filter((value) => value !== null);
+    const same = own.every((value) => Math.abs(value) <= (one.name === "loss/total" ? ROUNDING : 0)) ? 0 : own[0];
+    if (own.length < 2 || own.some((value) => value !== same && same !== 0) || (one.name in values && values[one.name] !== same)) return null;
+    values[one.name] = same;
+  }
+  return values;
+}
+
+/** One line for the charts of numbers that never change, which a button unfolds, and why a loss is 0. */
+function drawFolded(folded) {
+  const parts = [], zero = curves.report.runs.some(isZeroLoss);
+  if (zero) parts.push(element("p", { id: "zero-loss", textContent: ZERO_LOSS }));
+  if (folded.length || curves.unfolded) {
+    const button = element("button", { id: "unfold", textContent: curves.unfolded ? "fold constant charts" : "show them" });
+    button.addEventListener("click", () => { curves.unfolded = !curves.unfolded; redraw(); });
+    const line = element("p", {}, ...(folded.length ? [element("b", { textContent: "constant: " }), `${folded.join("; ")} `] : []), button);
+    parts.push(line);
+  }
+  by("constant").replaceChildren(...parts);
 }
 
 /** The series of a chart: {label, run, values, points} on the axis of all steps. */
@@ -209,11 +315,17 @@ function place(title, options, data) {
   charts.push(new uPlot(options, data, box));
 }
 
-function drawChart(chart) {
+/** Draws a chart, or returns what its constant numbers are. */
+function drawChart(chart, isChosen) {
   const { report, smoothing } = curves;
   const axis = [...new Set(report.runs.flatMap((run) => [...run.steps, ...run.evaluated]))].sort((a, b) => a - b);
   const found = seriesOf(chart, axis);
-  if (!found.length) return;
+  if (!found.length) return "";
+  const constant = curves.unfolded || isChosen ? null : constantOf(found);
+  if (constant) {
+    const names = Object.keys(constant), same = names.every((name) => constant[name] === constant[names[0]]);
+    return `${chart.title}: ${same ? `${shown(constant[names[0]])} (${names.join(", ")})` : names.map((name) => `${name} ${shown(constant[name])}`).join(", ")}`;
+  }
   const series = [{ label: "step" }], data = [axis], bands = [];
   const many = found.filter((one) => !one.points).length;
   for (const one of found) {
@@ -239,6 +351,7 @@ function drawChart(chart) {
     data.push(one.points ? one.values : smooth(one.values, smoothing));
   }
   place(chart.title, optionsOf(series, bands), data);
+  return "";
 }
 
 /** Seconds of a run's step by stage, one on top of the other; what no stage has is the last. */
@@ -281,13 +394,7 @@ function drawAlarmList(report) {
 function drawConfig(report) {
   const box = by("config");
   const heads = report.runs.map((run) => run.label);
-  const table = (rows) => {
-    const made = element("table", { className: "wide" }, element("tr", {}, element("th", { textContent: "key" }), ...heads.map((name) => element("th", { textContent: name }))));
-    for (const [key, values] of rows) {
-      made.append(element("tr", {}, element("td", { textContent: key, className: "key" }), ...values.map((value) => element("td", { textContent: value }))));
-    }
-    return made;
-  };
+  const table = (rows) => tableOf(["key", ...heads], rows.map(([key, values]) => [element("td", { textContent: key, className: "key" }), ...values]));
   const names = [...new Set(report.runs.flatMap((run) => Object.keys(run.config)))];
   const parts = [];
   if (report.runs.length > 1) {
@@ -562,11 +669,7 @@ const marked = (parts, kind) => parts.filter(([own]) => own === "same" || own ==
 // -- the page ---------------------------------------------------------------------------------------------------------
 function drawTrials(report) {
   by("tab-trials").hidden = !report.sweeps.length;
-  const parts = report.sweeps.flatMap((sweep) => {
-    const table = element("table", { className: "wide" }, element("tr", {}, ...sweep.columns.map((name) => element("th", { textContent: name }))));
-    for (const row of sweep.rows) table.append(element("tr", {}, ...row.map((value) => element("td", { textContent: value }))));
-    return [element("h2", { textContent: sweep.name }), table];
-  });
+  const parts = report.sweeps.flatMap((sweep) => [element("h2", { textContent: sweep.name }), tableOf(sweep.columns, sweep.rows)]);
   by("trials").replaceChildren(...parts);
 }
 

@@ -9,6 +9,7 @@ import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ from rlft.commands.watch.names import differing, names_of, same_settings, text_o
 from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, digests_in, safe, shown_images
 from rlft.commands.watch.runs import REPORT, read_words
 from rlft.config import command as commands
+from rlft.runs.chain import CHAIN
 from rlft.runs.find import LATEST, named_folder
-from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, read_lines, silent
-from rlft.runs.run_folder import flatten, read
+from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, silent
+from rlft.runs.run_folder import ORIGIN, flatten, read
+from rlft.runs.words import changed_keys, choices_of, words_of
 from rlft.system import interrupt
 from rlft.system.disk import blame_key, writing
 from rlft.system.files import write_atomically
-from rlft.system.terminal import say
+from rlft.system.terminal import command_line, say
 from rlft.types import UserError, require
 
 USAGE = """\
@@ -216,7 +219,7 @@ def run_of(folder: Path, config: Mapping[str, Any], max_bytes: int, max_image_by
     if row is None or not (lines or evaluations):
         raise no_metrics(folder)
     points, alarms = thinned(lines), alarms_of(folder, lines, evaluations)
-    completions = choose(folder, max_bytes)
+    completions, machine = choose(folder, max_bytes), last_line(folder / CHAIN, silent).get("machine", {})
     return {
         "name": safe(str(folder)),
         "command": row.command,
@@ -233,8 +236,25 @@ def run_of(folder: Path, config: Mapping[str, Any], max_bytes: int, max_image_by
         "evaluations": columns(evaluations),
         "alarms": alarms,
         "config": {safe(name): safe(text_of(value)) for name, value in flatten(config).items()},
+        "machine": {name: safe(str(value)) for name, value in machine.items()},
+        **begun_with({key: value for key, value in config.items() if key != ORIGIN}, row.command),
         "completions": completions,
         "images": shown_images(config, digests_in(completions["groups"]), max_image_bytes),
+    }
+
+
+def begun_with(config: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """What a run was begun with: its choices, the keys that differ from the defaults, and the command that repeats it.
+
+    The keys and the command are left out (None) where rlft has no words for them, as for a class that is gone.
+    """
+    words, changed = None, None
+    with suppress(UserError):
+        words, changed = words_of(config, command), changed_keys(config, command)
+    return {
+        "choices": choices_of(config, command),
+        "changed": changed and {safe(k): [safe(text_of(value)) for value in values] for k, values in changed.items()},
+        "repeat": words if words is None else safe(command_line("rlft", command, *words)),
     }
 
 

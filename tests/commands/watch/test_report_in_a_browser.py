@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,7 +114,7 @@ def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_curves_are_drawn_smoothed_and_changed(opened: Callable[..., Page], looked_at: Path) -> None:
     page = opened(looked_at)
     titles = page.texts(".chart h3")
-    for title in ("reward and held-out accuracy", "entropy, nats per token", "waste, share", "seconds by stage"):
+    for title in ("reward and held-out accuracy", "entropy, nats per token", "seconds by stage"):
         assert title in titles
     assert "accuracy" in "".join(page.texts(".chart:first-child .u-label"))
     assert page.pixels(47, 129, 247) > 100, "the first curve's own colour"
@@ -155,7 +156,73 @@ def test_seeds_are_a_band_that_can_be_taken_apart(opened: Callable[..., Page], m
     assert page.texts("#config table:first-of-type tr:nth-child(4) td") == ["trainer.lr", "0.01", "0.01", "0.01", "0.5"]
 
 
-@pytest.mark.parametrize("width", [400, 1200])
+def facts_of(page: Page) -> dict[str, str]:
+    return dict(zip(page.texts("#facts dt"), page.texts("#facts dd"), strict=True))
+
+
+def test_the_header_says_what_was_run_and_how_it_is_run_again(
+    opened: Callable[..., Page], make_run: Callable[..., Path]
+) -> None:
+    run, other = make_run("run", steps=40), make_run("b", lr=0.5, steps=20)
+    (run / "chain.jsonl").write_bytes(
+        encode({"step": 0, "machine": {"processor": "P", "device": "cpu", "threads": "1"}})
+    )
+    page = opened(run)
+    facts = facts_of(page)
+    expected = {"model": "embedded:tiny-arithmetic, LoRA rank 16", "data": "arithmetic", "algorithm": "grpo"}
+    expected |= {"rewards": "exact_match x 1.0, format x 0.2", "machine": "P, cpu, 1 thread", "step": "40 / 40"}
+    assert expected.items() <= facts.items()
+    changed = page.texts("#facts .chip")
+    assert {"trainer.lr=0.01", "steps=40", "prompts_per_step=32"} <= set(changed)
+    assert not [text for text in changed if text.startswith(("name=", "group_size="))], "a default is not changed"
+    assert {"rlft", "train", "name=made", "trainer.lr=0.01"} <= set(facts["command"].removesuffix("copy").split())
+    assert page.texts("#samples td")[:3] == ["held?answer: 7", "rightit was 0 of it is 7", "rightit was 40 of it is 7"]
+    page = opened(run, other)
+    assert {"run", "step", "reward"} <= set(page.texts("#runs th"))
+    assert not {"model", "algorithm"} & set(page.texts("#runs th")), "columns are what differs"
+    assert facts_of(page)["algorithm"] == "grpo"
+    assert len([text for text in page.texts("details code") if text.startswith("rlft train")]) == 2
+
+
+def test_constant_charts_are_folded_into_a_line_and_a_loss_of_zero_is_explained(
+    opened: Callable[..., Page], make_run: Callable[..., Path]
+) -> None:
+    run = make_run("run", steps=4)
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+
+    def shown(loss: float, **config: str) -> tuple[list[str], str, bool]:
+        numbers = {"kl/reference": 0.0, "ratio/clip_low_fraction": 0.25, "ratio/clip_high_fraction": 0.0}
+        rows = [
+            line | numbers | {"loss/total": loss * (-1) ** i, "policy/grad_norm": 1.0 + i}
+            for i, line in enumerate(lines)
+        ]
+        file.write_bytes(b"".join(map(encode, rows)))
+        text = (run / "config.yaml").read_text()
+        for key, value in config.items():
+            text = re.sub(rf"^{key}: .*$", f"{key}: {value}", text, flags=re.MULTILINE)
+        (run / "config.yaml").write_text(text)
+        page = opened(run)
+        folded = page.texts("#constant p:last-child")[0]
+        titles = page.texts(".chart h3")
+        page.find("#unfold").click()
+        assert len(page.texts(".chart h3")) > len(titles)
+        page.find("#unfold").click()
+        assert page.texts(".chart h3") == titles
+        return titles, folded, bool(page.all("#zero-loss"))
+
+    titles, folded, explained = shown(1e-8)
+    assert not {"loss", "KL, nats per token", "clipped tokens, share", "peak memory, bytes"} & set(titles)
+    assert "loss: 0 (loss/total); KL, nats per token: 0 (kl/reference)" in folded
+    assert "clipped tokens, share: ratio/clip_high_fraction 0, ratio/clip_low_fraction 0.25" in folded
+    assert explained
+    titles, _, explained = shown(0.5)
+    assert "loss" in titles
+    assert not explained
+    assert not shown(1e-8, minibatches="2")[2], "with several updates a loss of 0 has another reason"
+
+
+@pytest.mark.parametrize("width", [400, 1400])
 def test_nothing_is_wider_than_the_window_or_cut(
     width: int, opened: Callable[..., Page], make_run: Callable[..., Path]
 ) -> None:
@@ -173,6 +240,8 @@ def test_nothing_is_wider_than_the_window_or_cut(
                 sizes = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
                 content, window = page.driver.execute_script(sizes)
                 assert content <= window, (part, shade)
+                wide = "return [...document.querySelectorAll('table')].filter((t) => t.scrollWidth > t.clientWidth + 1)"
+                assert width == 1400 or page.driver.execute_script(wide) == [], "no table is cut"
                 page.shot(f"{width}_{part}_{page.find('html').get_attribute('data-theme')}")
             cut = page.driver.execute_script(
                 "return [...document.querySelectorAll('h1, h2, h3, th, nav button')]"
@@ -224,7 +293,7 @@ def test_numbers_are_written_as_they_are(opened: Callable[..., Page], make_run: 
     rows = [line | {"length/mean": n, "reward/mean": 1230.4} for line, n in zip(lines, lengths, strict=True)]
     file.write_bytes(b"".join(map(encode, rows)))
     page = opened(run)
-    assert page.texts("#runs td")[3] == "1,230"
+    assert facts_of(page)["reward"] == "1,230"
     told = page.driver.execute_script("return [1200.3, 999.96, 0.5, 0, 12, 1e-5, 110.2, null].map((n) => shown(n))")
     assert told == ["1,200", "1,000", "0.5", "0", "12", "1.00e-5", "110.2", "-"]
     ticks = page.driver.execute_script(
