@@ -13,7 +13,7 @@ from rlft.config import command as commands
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_][A-Za-z_0-9]*):(?: +(?P<rest>.*))?")
 _VALUE = re.compile(r"""(?P<value>(?:'[^']*'|"[^"]*"|[^'"#]|(?<=\S)#)*?)(?: *(?<!\S)# ?(?P<comment>.*))?""")
 _BASES = re.compile(r"^defaults: \[(.*)\]", re.MULTILINE)
-_CHOSEN = re.compile(r"^  - (\w+): (\S+)", re.MULTILINE)
+_CHOSEN = re.compile(r"^  - (\w+): (\[.*?\]|\S+)", re.MULTILINE)
 _ROOT_BASES = re.compile(r"^  - base/(\w+)$", re.MULTILINE)
 _COMMAND = re.compile(r"^command: *['\"]?(\w+)", re.MULTILINE)
 _TARGET = re.compile(r"^_target_:", re.MULTILINE)
@@ -74,8 +74,9 @@ def may_be_absent(group: str, command: str) -> bool:
 
 
 def chosen(command: str) -> dict[str, str]:
-    """{group: its choice as written} of a command's defaults list."""
-    return dict(_CHOSEN.findall(root_files(command)[-1].read_text()))
+    """{group: its choice as on a command line} of a command's defaults list."""
+    found = _CHOSEN.findall(root_files(command)[-1].read_text())
+    return {group: choice.replace(" ", "") for group, choice in found}
 
 
 def command_of(recipe: str) -> str | None:

@@ -373,10 +373,15 @@ def _rank(key: str, command: str) -> int:
 
 
 def _has(config: Any, key: str) -> bool:
+    """Whether the config has the key, be it without a value yet."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue
 
     missing = object()
-    return OmegaConf.select(config, key, default=missing) is not missing
+    try:
+        return OmegaConf.select(config, key, default=missing, throw_on_missing=True) is not missing
+    except MissingMandatoryValue:
+        return True
 
 
 # -- Hydra's errors in rlft's words ----------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 import yaml
 
 from rlft.config import catalog
-from rlft.config.compose import FILES, compose
+from rlft.config.compose import MISSING, compose
 from rlft.config.keys import ABSENT, flatten, is_below
 from rlft.config.suggest import SEVERAL
 from rlft.system.terminal import override
 from rlft.types import UserError
 
-SETTLED = ("resume", "model.date", "model.revision", "cluster.lanes")
+SETTLED = ("command", "resume", "model.date", "model.revision", "cluster.lanes")
 """Keys whose values a run has settled itself, or that are not of its command line."""
 
 Config = Mapping[str, Any]
@@ -27,10 +28,8 @@ def changed_keys(plain: Config, command: str) -> dict[str, tuple[Any, Any]]:
 
     Raises UserError: that cannot be composed here, as with a class of the user's own that is gone.
     """
-    defaults, choices = choices_of(None, command), choices_of(plain, command)
-    words = [f"{group}={choice}" for group, choice in choices.items() if choice not in ("", defaults[group])]
-    found = _differences(plain, _composed((*words, *_files(plain)), command))
-    return {key: (value, None if default is ABSENT else default) for key, (value, default) in found.items()}
+    changed = _apart(plain, command, [])[1]
+    return {key: (value, None if default is ABSENT else default) for key, (value, default) in changed.items()}
 
 
 def words_of(plain: Config, command: str) -> list[str] | None:
@@ -38,51 +37,33 @@ def words_of(plain: Config, command: str) -> list[str] | None:
 
     They begin with the recipe of its name if there is one.
     """
-    recipe = [f"+recipe={plain['name']}"] if plain.get("name") in catalog.recipes(command) else []
     found = []
-    for base in [[], recipe] if recipe else [[]]:
-        try:
-            settled = choices_of(_composed(tuple(base), command) if base else None, command)
-            wanted = choices_of(plain, command)
-            choices = [f"{group}={choice}" for group, choice in wanted.items() if choice != settled[group]]
-            words = [*base, *choices, *_files(plain)]
-            changed = _differences(plain, _composed(tuple(words), command)).items()
-        except UserError:
-            continue
-        if all(wanted.values()) and not any(default is ABSENT for _, (_, default) in changed):
-            found.append(list(dict.fromkeys([*words, *(_word(key, value) for key, (value, _) in changed)])))
+    for base in [[f"+recipe={plain['name']}"] if plain.get("name") in catalog.recipes(command) else [], []]:
+        with suppress(UserError):
+            words, changed = _apart(plain, command, base)
+            if all(choices_of(plain, command).values()) and all(old is not ABSENT for _, old in changed.values()):
+                found.append([*words, *(_word(key, value) for key, (value, _) in changed.items())])
     return min(found, key=len, default=None)
 
 
-def choices_of(plain: Config | None, command: str) -> dict[str, str]:
-    """{group: the choice} of a plain config; None: of the command's defaults list."""
-    groups = [group for group in catalog.groups(command) if group != "recipe"]
-    if plain is not None:
-        return {group: _choice(group, plain.get(group), command) for group in groups}
-    listed = yaml.safe_load(catalog.root_files(command)[-1].read_text(encoding="utf-8"))["defaults"]
-    defaults = {name: value for one in listed if isinstance(one, dict) for name, value in one.items()}
-    return {group: _choice_word(defaults[group]) for group in groups}
-
-
-def _choice_word(value: Any) -> str:
-    return "null" if value is None else f"[{','.join(value)}]" if isinstance(value, list) else str(value)
+def choices_of(plain: Config, command: str) -> dict[str, str]:
+    """{group: the choice in it, or "" for a class of the user's own}."""
+    return {group: _choice(group, plain.get(group), command) for group in catalog.chosen(command)}
 
 
 def _choice(group: str, section: Any, command: str) -> str:
     """The choice whose YAML agrees with most keys of a section; "" if none has its class."""
+    known = catalog.files(group, command)
     if section is None:
         return "null"
     if group in SEVERAL:
-        known = catalog.choices(group, command)
-        names = [name if name in known else str(one.get("_target_")) for name, one in section.items()]
-        return _choice_word(names)
-    flat = flatten(section)
-
-    agreement, known = {}, catalog.files(group, command)
-    for choice, content in ((choice, _content(file, group)) for choice, file in known.items()):
+        return f"[{','.join(name if name in known else str(one.get('_target_')) for name, one in section.items())}]"
+    flat, agreement = flatten(section), dict[str, int]()
+    for choice, file in known.items():
+        content = _content(file, group)
         if content.get("_target_") == flat.get("_target_"):
             agreement[choice] = sum(flat.get(key) == value for key, value in content.items())
-    return max(agreement, key=lambda choice: agreement[choice], default="")
+    return max(agreement, key=agreement.__getitem__, default="")
 
 
 @lru_cache
@@ -95,29 +76,28 @@ def _content(file: Path, group: str) -> dict[str, Any]:
 
 @lru_cache
 def _composed(words: tuple[str, ...], command: str) -> Config:
-    try:
-        return compose(words, None, command)
-    except UserError:  # a recipe's own words, without the keys that it requires
-        return compose(words, None, command, requires=False)
+    return compose(words, None, command, requires=False)
 
 
-def _files(plain: Config) -> list[str]:
-    """Words of the files that a command requires."""
-    flat = flatten(plain)
-    return [override(key, flat[key]) for key in FILES if flat.get(key)]
-
-
-def _differences(plain: Config, base: Config) -> dict[str, tuple[Any, Any]]:
-    """{key: (value, value in the base, or ABSENT)}; a section of the base that is null here is not absent."""
-    flat, sections = flatten(plain), {name: "a section" for name, value in base.items() if isinstance(value, Mapping)}
-    defaults = {**sections, **flatten(base)}
-    keys = [key for key in flat if not is_below(key, SETTLED) and key not in ("command", *FILES)]
-    return {key: (flat[key], defaults.get(key, ABSENT)) for key in keys if flat[key] != defaults.get(key, ABSENT)}
+def _apart(plain: Config, command: str, base: Sequence[str]) -> tuple[list[str], dict[str, tuple[Any, Any]]]:
+    """(`base`, choices, and keys that these require; {key: (value, value by these words, or ABSENT)} of the others)."""
+    flat, wanted, required = flatten(plain), choices_of(plain, command), []
+    for group, choice in wanted.items():
+        content = _content(file, group) if (file := catalog.files(group, command).get(choice)) else {}
+        keys = [f"{group}.{key}" for key, value in content.items() if value == MISSING]
+        required += [_word(key, flat[key]) for key in keys if key in flat]
+    begun = choices_of(_composed((*base, *required), command), command) if base else catalog.chosen(command)
+    choices = [f"{group}={choice}" for group, choice in wanted.items() if choice not in ("", begun[group])]
+    words = [*base, *choices, *required]
+    composed = _composed(tuple(words), command)
+    # A section of these that is null in the config is not absent.
+    defaults = {key: "a section" if isinstance(value, Mapping) else value for key, value in composed.items()}
+    defaults |= flatten(composed)
+    pairs = {key: (value, defaults.get(key, ABSENT)) for key, value in flat.items() if not is_below(key, SETTLED)}
+    return words, {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _word(key: str, value: Any) -> str:
-    if value is None or isinstance(value, bool | int | float):
-        return f"{key}={yaml.safe_dump(value).split()[0]}"
     if isinstance(value, str) and yaml.safe_load(value or "''") != value:
         return f"{key}='{value}'"
-    return override(key, value)
+    return override(key, "null" if value is None else str(value).lower() if isinstance(value, bool) else value)

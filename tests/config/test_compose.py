@@ -263,6 +263,7 @@ def test_a_key_that_a_file_requires_must_be_given_although_a_file_before_it_has_
     assert (composed["lora"]["path"], composed["steps"], composed["algorithm"]["clip_low"]) == (None, 7, 0.1)
     # What only samples does not ask for them.
     assert compose(["+recipe=first"], tmp_path, requires=False)["steps"] == compose([])["steps"]
+    assert compose(["data=jsonl", "data.path=a.jsonl"], requires=False)["data"]["path"] == "a.jsonl"
 
 
 def test_a_users_folder_adds_choices(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def test_a_recipes_words_begin_with_it_and_other_choices_are_named() -> None:
         "steps=5",
     ]
     assert choices_of(plain, "train")["algorithm"] == "gspo"
+    tools = compose(["environment=tools", "environment.tools=[mine.search]"])
+    assert words_of(tools, "train") == ["environment=tools", "environment.tools=[mine.search]"]
     assert changed_keys(plain, "train") == {"steps": (5, 100)}, "keys of the chosen algorithm are its defaults"
 
 
