@@ -58,7 +58,7 @@ def composed(recipe: str, *words: str):
 
 @each("recipe", RECIPES)
 def test_a_recipe_begins_with_its_package_and_says_what_it_is(recipe: str) -> None:
-    file = catalog.recipe_folder() / f"{recipe}.yaml"
+    file = catalog.files("recipe")[recipe]
     lines = file.read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert lines[1].startswith("# ")
@@ -67,7 +67,7 @@ def test_a_recipe_begins_with_its_package_and_says_what_it_is(recipe: str) -> No
 
 @each("recipe", RECIPES)
 def test_a_recipe_is_named_as_its_file(recipe: str) -> None:
-    assert yaml.safe_load((catalog.recipe_folder() / f"{recipe}.yaml").read_text())["name"] == recipe
+    assert yaml.safe_load(catalog.files("recipe")[recipe].read_text())["name"] == recipe
 
 
 @each("recipe", RECIPES)
@@ -85,7 +85,7 @@ def required(section: dict, path: str = "") -> list[str]:
 
 @each("recipe", RECIPES)
 def test_what_a_recipe_requires_has_no_default_from_another_file(recipe: str) -> None:
-    keys = required(yaml.safe_load((catalog.recipe_folder() / f"{recipe}.yaml").read_text()))
+    keys = required(yaml.safe_load(catalog.files("recipe")[recipe].read_text()))
     told = TOLD.get(recipe, [])
     for key in keys:
         words = [word for word in told if not word.startswith(f"{key}=")]
@@ -94,7 +94,7 @@ def test_what_a_recipe_requires_has_no_default_from_another_file(recipe: str) ->
 
 
 def test_most_recipes_of_a_pipeline_require_what_an_earlier_stage_has_made() -> None:
-    files = {recipe: catalog.recipe_folder() / f"{recipe}.yaml" for recipe in RECIPES}
+    files = {recipe: catalog.files("recipe")[recipe] for recipe in RECIPES}
     keys = {recipe: required(yaml.safe_load(file.read_text())) for recipe, file in files.items()}
     assert len({recipe for recipe, names in keys.items() if names}) >= 6
 
@@ -107,7 +107,7 @@ def test_the_command_line_goes_before_a_recipe(recipe: str) -> None:
 
 
 def test_a_recipe_of_another_command_says_which() -> None:
-    own = {recipe: yaml.safe_load((catalog.recipe_folder() / f"{recipe}.yaml").read_text()) for recipe in RECIPES}
+    own = {recipe: yaml.safe_load(catalog.files("recipe")[recipe].read_text()) for recipe in RECIPES}
     assert {recipe for recipe in RECIPES if command_of(recipe) == "train"} == {
         recipe for recipe in RECIPES if "command" not in own[recipe]
     }

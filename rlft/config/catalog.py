@@ -42,10 +42,6 @@ def folders(command: str | None = None) -> list[Path]:
     return [config_folder(), *([] if packages_folder is None else [packages_folder])]
 
 
-def recipe_folder() -> Path:
-    return config_folder() / "recipe"
-
-
 def groups(command: str | None = None) -> list[str]:
     """The names of all config groups, `recipe` included, or of those in a command's defaults list."""
     names = {f.name for folder in folders(command) for f in folder.iterdir() if f.is_dir()} - {"hydra", "base"}

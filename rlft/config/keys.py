@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from typing import Any, Literal
 
 from rlft.config import command as commands
@@ -174,9 +176,10 @@ def _keys_of_roles() -> set[str]:
     return {key for root in roots for key, known in keys_of(root).items() if known.roles}
 
 
-def set_value(config: dict[str, Any], key: str, value: str) -> None:
-    """Changes the value of this full key in a nested config."""
-    *sections, name = key.split(".")
-    for section in sections:
-        config = config[section]
-    config[name] = value
+def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the nested config with other values at these full keys, such as {"lora.rank": 4}."""
+    result = copy.deepcopy(dict(config))
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        reduce(getitem, sections, result)[name] = value
+    return result

@@ -90,7 +90,6 @@ class Chain:
         self._alarms += b"".join(map(encode, alarm_lines(evaluation.step, evaluation.alarms)))
 
     def seal(self, step: int, more: Mapping[str, str] | None = None) -> None:
-        """Appends the line of this step, with what was collected and `more`."""
         assert self._file is not None, "it was started"
         parts = {**self._always, **self._parts, **(more or {})}
         if self._alarms:
@@ -116,7 +115,6 @@ class Chain:
 def sealed(
     step: int, previous: str | None, machine: Mapping[str, str], parts: Mapping[str, str], metrics_line: str | None
 ) -> dict[str, Any]:
-    """The line of a step."""
     linked = {"step": step, "previous": previous, "machine": dict(machine), "sha256": dict(sorted(parts.items()))}
     return {**linked, "metrics_line": metrics_line, "digest": digests.of_bytes(encode(linked))}
 

@@ -125,7 +125,6 @@ def _write(temporary: Path, checkpoint: Checkpoint) -> None:
 
 
 def record_of(checkpoint: Checkpoint, role: str) -> dict[str, Any]:
-    """The fields of the role's rlft.json."""
     record = {"role": role, "step": checkpoint.step, "base_fingerprint": checkpoint.state.get("base_fingerprint")}
     return {**record, **fingerprints.recorded(checkpoint.state), **checkpoint.records.get(role, {})}
 

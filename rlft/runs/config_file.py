@@ -7,7 +7,6 @@ pipeline can be moved or renamed, and a run can be used from any directory; fing
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ import yaml
 from rlft.config import command as commands
 from rlft.config.command import UnknownCommandError
 from rlft.config.instantiate import split_target
-from rlft.config.keys import KEYWORDS, flatten, is_path_key, set_value
+from rlft.config.keys import KEYWORDS, flatten, is_path_key, with_values
 
 CONFIG = "config.yaml"
 ORIGIN = "origin"
@@ -136,13 +135,12 @@ def recorded_paths(config: Mapping[str, Any], folder: Path) -> dict[str, dict[st
 
 def with_located_paths(config: Mapping[str, Any], recorded: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The config with every path that `recorded_paths` has recorded valid from the current working directory."""
-    result, values = copy.deepcopy(dict(config)), flatten(config)
+    values, located = flatten(config), dict[str, str]()
     for key, path in path_keys(config):
         entry = recorded.get(key)
         if isinstance(entry, Mapping) and entry.get("value") == path:  # otherwise it was edited by hand
-            located = _located(path, folder, str(entry.get("relative")))
-            set_value(result, key, values[key].replace(path, located, 1))
-    return result
+            located[key] = values[key].replace(path, _located(path, folder, str(entry.get("relative"))), 1)
+    return with_values(config, located)
 
 
 def same_path(first: Any, second: Any) -> bool:

@@ -8,7 +8,6 @@ meant when the run started: a resume uses the same adapter, even if the other ru
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.config import command as commands
 from rlft.config.command import UnknownCommandError
-from rlft.config.keys import KEYWORDS, flatten, keys_of, set_value
+from rlft.config.keys import KEYWORDS, flatten, keys_of, with_values
 from rlft.runs import changed_since, checkpoint, run_folder, run_status
 from rlft.runs.lines import METRICS
 from rlft.runs.run_folder import CONFIG, checkpoints, whole_config
@@ -195,7 +194,6 @@ def kind_of_checkpoint(folder: Path) -> CheckpointKind:
 
 
 def check_own_model(folder: Path, model: ModelConfig) -> None:
-    """Refuses a model other than the one that this checkpoint holds."""
     if Path(model.path).expanduser().resolve() != (folder / CheckpointKind.weights).resolve():
         problem = "is not the model that this run has trained"
         raise UserError("model.path", problem, got=model.path, remedy="leave it out")
@@ -203,10 +201,8 @@ def check_own_model(folder: Path, model: ModelConfig) -> None:
 
 def with_named_runs(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The config with every run or checkpoint that a key names replaced by the folder of the role in it."""
-    changed, values = copy.deepcopy(dict(plain)), flatten(plain)
-    for key, roles in adapter_references(changed):
-        set_value(changed, key, folder_of(values[key], roles, key))
-    return changed
+    values = flatten(plain)
+    return with_values(plain, {key: folder_of(values[key], roles, key) for key, roles in adapter_references(plain)})
 
 
 def adapter_references(plain: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:

@@ -109,15 +109,20 @@ def read(folder: Path) -> tuple[Status, str]:
 
 
 def error(folder: Path) -> str | None:
-    return _value(folder, "error", str)
+    return _value(folder / FILE, "error", str)
 
 
 def num_steps(folder: Path) -> int | None:
     """Number of steps of the whole run; None if the file cannot be read."""
-    return _value(folder, "steps", int)
+    return _value(folder / FILE, "steps", int)
 
 
-def _value(folder: Path, name: str, kind: Callable[[Any], Any]) -> Any:
+def counted_steps(folder: Path) -> int:
+    """The number of finished steps of a run without metrics, from its progress.json; 0 without that file."""
+    return _value(folder / PROGRESS, "step", int) or 0
+
+
+def _value(file: Path, name: str, kind: Callable[[Any], Any]) -> Any:
     with contextlib.suppress(*UNREADABLE):
-        return kind(json.loads((folder / FILE).read_text(encoding="utf-8"))[name])
+        return kind(json.loads(file.read_text(encoding="utf-8"))[name])
     return None

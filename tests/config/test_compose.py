@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from rlft.config import command as commands
 from rlft.config.bounds import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.config.compose import compose, compose_run
 from rlft.config.instantiate import convert, from_mapping, instantiate, locate
+from rlft.config.keys import with_values
 from rlft.config.resolved import build
 from rlft.config.schema import RunConfig, SampleConfig, SftConfig
 from rlft.reward.workers.reward_spec import specs
-from rlft.runs.config_file import set_value
 from rlft.types import UserError
 
 
@@ -130,10 +129,8 @@ OUT_OF_BOUNDS = {
 
 @each(("key", "value"), OUT_OF_BOUNDS.items())
 def test_a_value_out_of_the_bounds_of_its_key_is_refused(key: str, value: Any) -> None:
-    plain = copy.deepcopy(DEFAULTS)
-    set_value(plain, key, value)
     with pytest.raises(UserError) as refusal:
-        build(plain)
+        build(with_values(DEFAULTS, {key: value}))
     assert refusal.value.key == key
 
 

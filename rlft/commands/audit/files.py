@@ -155,13 +155,12 @@ def _line_of(raw: bytes) -> Line | None:
 
 
 def check_files(run: Audited) -> None:
-    """Compares all files of the run with its chain."""
     _check_config(run)
     _check_status(run)
     if is_declared(run.config.get("logger") or {}, "writes_metrics"):
         _check_metrics(run)
-        _check_evaluations(run)
-        _check_alarms(run)
+        _check_by_step(run, EVALUATIONS, "evaluation", "evaluations of {}", "is not the evaluation of the chain")
+        _check_by_step(run, ALARMS, "alarms", "{} with alarms", "its alarms are not those of the chain")
     else:
         run.findings.leave_open(METRICS, "the run has no logger that writes it")
     _check_rollouts(run)
@@ -241,31 +240,19 @@ def _check_order(findings: Findings, name: str, found: Sequence[int], expected: 
             findings.differ(name, f"step {step} comes after step {before}")
 
 
-def _check_evaluations(run: Audited) -> None:
-    findings = run.findings
-    expected = [step for step, line in run.lines.items() if "evaluation" in line["sha256"]]
-    with findings.checking(EVALUATIONS, counted(len(expected), "line") if expected else ""):
-        found: list[int] = []
-        for step, raw, _ in _lines(run, EVALUATIONS):
-            found.append(step)
-            if step not in expected and not run.may_be_cut_off(step):
-                findings.differ(EVALUATIONS, f"step {step} is not in the chain")
-            elif step in expected and digests.of_bytes(raw) != run.lines[step]["sha256"]["evaluation"]:
-                findings.differ(EVALUATIONS, f"step {step}: is not the evaluation of the chain")
-        _check_order(findings, EVALUATIONS, found, expected)
-
-
-def _check_alarms(run: Audited) -> None:
+def _check_by_step(run: Audited, name: str, part: str, unit: str, problem: str) -> None:
+    """Compares a file whose lines have one digest a step in the chain."""
     findings, by_step = run.findings, dict[int, bytes]()
-    expected = {step: line["sha256"]["alarms"] for step, line in run.lines.items() if "alarms" in line["sha256"]}
-    with findings.checking(ALARMS, f"{counted(len(expected), 'step')} with alarms" if expected else ""):
-        for step, raw, _ in _lines(run, ALARMS):
+    expected = {step: line["sha256"][part] for step, line in run.lines.items() if part in line["sha256"]}
+    with findings.checking(name, unit.format(counted(len(expected), "step")) if expected else ""):
+        for step, raw, _ in _lines(run, name):
             by_step[step] = by_step.get(step, b"") + raw
-        for step in sorted({*expected, *by_step}):
-            digest = digests.of_bytes(by_step[step]) if step in by_step else None
-            if digest != expected.get(step) and not run.may_be_cut_off(step):
-                findings.differ(ALARMS, f"step {step}: its alarms are not those of the chain")
-        _check_order(findings, ALARMS, list(by_step), [])
+        for step in sorted(step for step in {*expected, *by_step} if not run.may_be_cut_off(step)):
+            if step not in by_step or step not in expected:
+                findings.differ(name, f"step {step} is {'missing' if step in expected else 'not in the chain'}")
+            elif digests.of_bytes(by_step[step]) != expected[step]:
+                findings.differ(name, f"step {step}: {problem}")
+        _check_order(findings, name, list(by_step), [])
 
 
 def _check_rollouts(run: Audited) -> None:

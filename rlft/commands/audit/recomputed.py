@@ -128,7 +128,6 @@ class Recomputing:
         self.here = made_on(machine(resolve_device(config.model.device)), plan.engine)
 
     def step(self, step: int) -> None:
-        """Recomputes one step from its file."""
         file = rollout_file(self.run.folder, step)
         name = str(file.relative_to(self.run.folder))
         try:
@@ -321,7 +320,6 @@ def replayable(run: Audited) -> list[int]:
 
 
 def check_replay(run: Audited, plan: Any, steps: int, unrepeatable: set[str]) -> None:
-    """Replays that many random steps of those that can be."""
     candidates = replayable(run)
     chosen = sorted(random.SystemRandom().sample(candidates, min(steps, len(candidates))))
     if not chosen:

@@ -77,7 +77,6 @@ class Settings:
 
     @property
     def makes_model(self) -> bool:
-        """Whether the model is made for the trial, because the user has named none."""
         return "model.path" not in self.typed
 
 

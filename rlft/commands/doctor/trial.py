@@ -16,6 +16,7 @@ import torch
 
 from rlft.commands.doctor.supervise import NotReadyError, Settings
 from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
+from rlft.config.keys import with_values
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.engines import Engines
@@ -152,15 +153,3 @@ def work_of(plain: Mapping[str, Any]) -> Workload:
         completion_tokens=plain["generation"]["max_tokens"],
         rank=plain["lora"]["rank"],
     )
-
-
-def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with other values at these keys, such as {"lora.rank": 4}; sections that change are copied."""
-    result = dict(plain)
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        if section:
-            result[section] = {**result[section], name: value}
-        else:
-            result[name] = value
-    return result

@@ -75,7 +75,6 @@ class Card:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The card, in Markdown."""
         from jinja2 import Environment, StrictUndefined
 
         request, config = self.request, self.request.source.config

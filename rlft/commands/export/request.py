@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from rlft.commands.export import gguf
@@ -15,10 +14,7 @@ from rlft.runs import run_folder
 from rlft.runs.find import CheckpointKind, NamedRun, find_checkpoint, kind_of_checkpoint
 from rlft.types import UserError, require
 
-
-class ExportKind(StrEnum):
-    model = "model"
-    adapter = "adapter"
+FORMS = ("model", "adapter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +30,10 @@ class Export:
     source: NamedRun
     checkpoint: Path
     checkpoint_kind: CheckpointKind
-    kind: ExportKind
+    is_model: bool
     dtype: str
     out: Path
     repo_id: str | None = None
-
-    @property
-    def is_model(self) -> bool:
-        return self.kind is ExportKind.model
 
 
 def prepare(
@@ -53,14 +45,13 @@ def prepare(
     if kind == "gguf":
         remedy = f"use as=model, then `{gguf.model_command(str(folder))}`"
         raise UserError("as", "is written by llama.cpp's converter, not by rlft", got=kind, remedy=remedy)
-    remedy = choice_remedy(kind, ExportKind)
-    require(kind in (None, *ExportKind), "as", "is not a form that rlft writes", got=kind or "nothing", remedy=remedy)
+    remedy = choice_remedy(kind, FORMS)
+    require(kind in (None, *FORMS), "as", "is not a form that rlft writes", got=kind or "nothing", remedy=remedy)
     remedy = choice_remedy(dtype, (AUTO, *DTYPES))
     require(dtype in (None, AUTO, *DTYPES), "dtype", "is not a known dtype", got=dtype or "nothing", remedy=remedy)
-    export_kind = ExportKind(kind or ExportKind.model)
+    is_model = kind != "adapter"
     problem = "applies to a model's weights only: an adapter keeps its own dtype"
-    is_for_weights = export_kind is ExportKind.model or dtype is None
-    require(is_for_weights, "dtype", problem, got=dtype, remedy="leave it out, or use as=model")
+    require(is_model or dtype is None, "dtype", problem, got=dtype, remedy="leave it out, or use as=model")
     is_new, problem = not (folder.exists() or folder.is_symlink()), "exists already, and nothing is ever overwritten"
     require(is_new, "out", problem, got=folder, remedy="choose a new folder, or remove that one first")
     is_among_them = folder.resolve().is_relative_to(run_folder.checkpoints(source.run).resolve())
@@ -68,16 +59,16 @@ def prepare(
     require(not is_among_them, "out", problem, got=folder, remedy="choose another folder")
     checkpoint = find_checkpoint(source, say)
     saved_kind = kind_of_checkpoint(checkpoint)
-    has_it = saved_kind is not CheckpointKind.weights or export_kind is ExportKind.model
-    require(has_it, "as", "the run trained all weights and has no adapter", got=export_kind, remedy="use as=model")
-    if saved_kind is CheckpointKind.reward and export_kind is ExportKind.model:
+    has_it = is_model or saved_kind is not CheckpointKind.weights
+    require(has_it, "as", "the run trained all weights and has no adapter", got=kind, remedy="use as=model")
+    if is_model and saved_kind is CheckpointKind.reward:
         problem = "a reward model is an adapter with a scalar head, which no causal language model holds"
-        raise UserError("as", problem, got=export_kind, remedy=f"use as=adapter; then reward.learned.path={folder}")
+        raise UserError("as", problem, got="model", remedy=f"use as=adapter; then reward.learned.path={folder}")
     return Export(
         source=source,
         checkpoint=checkpoint,
         checkpoint_kind=saved_kind,
-        kind=export_kind,
+        is_model=is_model,
         dtype=dtype or AUTO,
         out=folder,
     )

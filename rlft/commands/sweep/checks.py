@@ -141,7 +141,6 @@ def corners_of(space: Space) -> list[Tried]:
 
 
 def resolve_words(words: Sequence[str], config_dir: Path | None, command: str) -> Resolved:
-    """The config of a run with these overrides, checked by itself."""
     return resolve(settled(compose(words, config_dir, command)), command)
 
 
@@ -341,7 +340,6 @@ def check_measured_alike(first: Mapping[str, Any], other: Mapping[str, Any], met
 
 
 def check_evaluates(command: str) -> None:
-    """Refuses a command whose runs have no evaluations."""
     evaluates = "eval" in {field.name for field in fields(commands.named(command).root)}
     problem = f"trials are compared by what evaluations measure, and rlft {command} has none"
     require(evaluates, "sweep", problem, got="optuna", remedy="leave every sweep key out to try all values")
@@ -399,7 +397,6 @@ def check_same_questions(key: str, first: Plan, other: Plan) -> None:
 
 
 def check_same_steps(key: str, first: int, other: int) -> None:
-    """Refuses runs of different lengths, because of this key."""
     problem = "decides how many steps a run has, and trials are compared at the same steps"
     require(first == other, key, problem, got=f"{first} and {other} steps", remedy="set steps")
 

@@ -21,7 +21,7 @@ from rlft.config.resolved import AUTO, Resolved
 from rlft.logger.interface import Logger
 from rlft.runs import run_folder
 from rlft.system import disk
-from rlft.system.crash import explains_itself, one_line
+from rlft.system.crash import described, explains_itself, one_line
 from rlft.system.terminal import Say
 from rlft.types import Evaluation, UserError
 
@@ -203,7 +203,6 @@ class PrunedError(RuntimeError):
 
 
 def why_pruned(step: int) -> str:
-    """The reason in the status of a run that is pruned."""
     return f"pruned by its sweep after step {step}: its trial lags behind"
 
 
@@ -272,7 +271,5 @@ class InThisProcess(Place):
 
 
 def failure(error: BaseException) -> Ending:
-    """The ending of a run by this error."""
-    text, kind = one_line(error), type(error).__name__
-    problem = text if explains_itself(error) else f"{kind}: {text}" if text else kind
+    problem = one_line(error) if explains_itself(error) else described(error)
     return Ending(How.refused if isinstance(error, UserError) else How.failed, problem)

@@ -316,7 +316,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def state_of(row: Trial) -> str:
-    """What the table says of a trial besides its value."""
     said = "" if row.state == "complete" else f"{row.state}: {row.why}" if row.why else row.state
     return said if row.same_as is None else f"as {row.same_as}" + (f", {said}" if said else "")
 

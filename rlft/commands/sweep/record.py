@@ -69,7 +69,6 @@ def record_of(
 
 
 def is_study(folder: Path) -> bool:
-    """Whether the folder is that of a sweep whose values Optuna chooses."""
     return (folder / RECORD).is_file()
 
 
@@ -124,7 +123,6 @@ def _check_same_configs(folder: Path, before: StudyRecord, now: StudyRecord) -> 
 
 
 def _check_same_inputs(before: StudyRecord, now: StudyRecord) -> None:
-    """Refuses data, a base or adapters that have changed, of any corner."""
     for old, new in zip(before.fingerprints, now.fingerprints, strict=False):
         try:
             run_folder.check_same_inputs(old, new)

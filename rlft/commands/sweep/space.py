@@ -78,7 +78,6 @@ def read_config(words: Sequence[str], command: str) -> StudyConfig:
 
 
 def check_installed() -> None:
-    """Refuses a study without the libraries that it needs."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     problem = f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
     require(not missing, SECTION, problem, got=SWEEPER, remedy=pip_install("rlft[sweep]"))
@@ -95,9 +94,6 @@ class Choice:
     key: str
     values: tuple[str, ...]
 
-    def word(self, value: Any) -> str:
-        return f"{self.key}={value}"
-
     @property
     def extremes(self) -> tuple[str, ...]:
         return self.values
@@ -112,9 +108,6 @@ class Interval:
     high: float
     whole: bool
     log: bool
-
-    def word(self, value: Any) -> str:
-        return f"{self.key}={value!r}"
 
     @property
     def extremes(self) -> tuple[float, ...]:
@@ -145,7 +138,7 @@ class Space:
         return [*self.fixed, *self.chosen(params)]
 
     def chosen(self, params: Mapping[str, Any]) -> list[str]:
-        return [one.word(params[one.key]) for one in self.varied]
+        return [f"{one.key}={params[one.key]}" for one in self.varied]
 
     def named(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """{key without its sign: value} by which a run is told from the others; all its words if it is the only one."""
@@ -172,11 +165,10 @@ class Space:
         yield " ".join(self.chosen(first)), first
         for one in self.varied:
             for value in one.extremes[1:]:
-                yield one.word(value), {**first, one.key: value}
+                yield f"{one.key}={value}", {**first, one.key: value}
 
 
 def read_space(words: Sequence[str], command: str) -> Space:
-    """The space that these overrides of a study span."""
 
     def chosen(key: str, got: str, parsed: Any) -> Choice | Interval:
         remedy = "write sweep.seeds=3 for three runs of each trial" if key == "seed" else "give it one value"
@@ -203,7 +195,7 @@ def read_grid(words: Sequence[str], command: str) -> Space:
         one = Choice(key=parsed.get_key_element(), values=values)
         problem, remedy = "cannot be swept: each job has its own folder", "leave it out of the sweep"
         require(key not in OF_THE_PLACE, key, problem, got=sorted(one.values), remedy=remedy)
-        return one.word(one.values[0]) if len(one.values) == 1 else one if one.values else None
+        return f"{one.key}={one.values[0]}" if len(one.values) == 1 else one if one.values else None
 
     again = "repeat the sweep with hydra.sweep.dir=<its folder>: finished jobs are skipped"
     space = _read(words, command, chosen, again)

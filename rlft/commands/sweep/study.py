@@ -205,7 +205,6 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
 
 
 def notes(keys: StudyConfig, space: Space) -> list[str]:
-    """What the person watching should know when a study starts."""
     log = [one.key for one in space.varied if isinstance(one, Interval) and one.log]
     lines = [f"sampled on a log scale: {', '.join(log)} (otherwise write tag(linear,interval(..)))"] if log else []
     total = number_of_trials(keys, space)

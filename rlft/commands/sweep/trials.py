@@ -290,7 +290,6 @@ def distribution(one: Choice | Interval) -> BaseDistribution:
 
 
 def sampler(config: StudyConfig, number: int, *, parallel: bool) -> BaseSampler:
-    """What draws the trial of this number; parallel: see `Trials`."""
     seed = derive(config.seed, number, "sweep") % 2**32
     if config.sampler == "random":
         return RandomSampler(seed=seed)

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
@@ -37,6 +38,7 @@ the last tenth of the steps, medians of times, the largest memory, accuracy befo
   rlft diff runs/grpo_arithmetic/<time> runs/ppo_arithmetic/<time> at=last"""
 
 ABSENT = "-"
+SIDES = ("first", "second")
 LAST_SHARE = 0.1
 AT = ("common", "last")
 
@@ -56,8 +58,11 @@ def command(arguments: Sequence[str]) -> None:
         return
     limit = "the last step that both have done" if at == "common" else "each run's own last step"
     step_texts = dict.fromkeys("no steps" if span is None else steps_text(*span) for span in spans)
-    print_differences("config", runs, config)
-    print_differences("metrics", runs, metrics, f"metrics up to {limit}: means of {' and '.join(step_texts)}")
+    terminal = open_terminal()
+    for name, run in zip(SIDES, runs, strict=True):
+        terminal.print(Text(f"{name}: {visible(str(run))}"), soft_wrap=True)
+    print_differences(terminal, "config", config)
+    print_differences(terminal, "metrics", metrics, f"metrics up to {limit}: means of {' and '.join(step_texts)}")
 
 
 def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
@@ -153,17 +158,17 @@ def _summary(name: str, lines: Sequence[Mapping[str, Any]]) -> float | None:
     return sum(last) / len(last)
 
 
-def print_differences(title: str, runs: tuple[Path, Path], rows: Sequence[Difference], sentence: str = "") -> None:
+def print_differences(terminal: Terminal, title: str, rows: Sequence[Difference], sentence: str = "") -> None:
     """Prints a table of keys or of metrics, below a sentence that says over which steps means are taken."""
-    terminal = open_terminal()
     if not rows:
         terminal.print(Text(f"{title}: no difference", style="bold"))
         return
     if sentence:
         terminal.print(Text(sentence, style="bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in (title, *map(str, runs)):
-        table.add_column(Text(visible(name)), overflow="fold")
+    table.add_column(title, no_wrap=True)
+    for name in SIDES:
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*(Text(visible(text_of(value))) for value in (row.title, row.first, row.second)))
     terminal.print(table)

@@ -17,7 +17,7 @@ from typing import Any
 import rlft
 from rlft.commands.watch import runs as runs_command
 from rlft.commands.watch.names import differing, names_of, same_settings, text_of
-from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, digests_in, safe, shown_images
+from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, safe, shown_images
 from rlft.commands.watch.runs import REPORT, read_words
 from rlft.config import command as commands
 from rlft.runs.chain import CHAIN
@@ -71,7 +71,6 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def report(arguments: Sequence[str]) -> Path:
-    """Writes the page of the named runs and returns its path."""
     words, values, _ = read_words("report", arguments, ("out",))
     words = words or [LATEST]
     folders = folders_of(words)
@@ -239,7 +238,7 @@ def run_of(folder: Path, config: Mapping[str, Any], max_bytes: int, max_image_by
         "machine": {name: safe(str(value)) for name, value in machine.items()},
         **begun_with({key: value for key, value in config.items() if key != ORIGIN}, row.command),
         "completions": completions,
-        "images": shown_images(config, digests_in(completions["groups"]), max_image_bytes),
+        "images": shown_images(config, completions["groups"], max_image_bytes),
     }
 
 

@@ -278,18 +278,13 @@ def _size(value: ShownGroup) -> int:
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
-def digests_in(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The digests of the groups' images, each once, in the order in which the page shows them."""
-    return list(dict.fromkeys(digest for group in groups for digest in group.get("images", ())))
+def shown_images(config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], max_bytes: int) -> dict[str, str]:
+    """{digest: a data URL with the image, made small} of the groups' images that the run's data have and that fit.
 
-
-def shown_images(config: Mapping[str, Any], digests: Sequence[str], max_bytes: int) -> dict[str, str]:
-    """{digest: a data URL with the image, made small} of those that the run's data have and that fit.
-
-    A line on stderr says why the data cannot be read, as where they have moved. The first digests are the most
+    A line on stderr says why the data cannot be read, as where they have moved. The first groups are the most
     important; max_bytes is that of all URLs together.
     """
-    shown: dict[str, str] = {}
+    shown, digests = dict[str, str](), [digest for group in groups for digest in group.get("images", ())]
     if not digests:
         return shown
     try:

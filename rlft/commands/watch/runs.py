@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
+from rlft.commands.watch.names import names_of
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
 from rlft.config.overrides import unquoted
@@ -39,7 +40,7 @@ Every run below the folder (runs, if none is named), one line each, the newest l
 interrupted, stopped by itself (and why) or killed; its step; the last reward, or the last loss of a supervised run (of
 a command that has another such metric: that one, under reward if more is better, else under loss); held-out accuracy,
 the time that a running one still takes, age and size. A narrow terminal gets fewer columns; in a pipe or a file the
-columns are all there, separated by tabs.
+columns are all there, separated by tabs. Runs of a sweep are named by the settings in which they differ.
 
   status, name, command  show only those; name: part of the run's name or folder
   sort                   age, name, status, step, reward, loss, accuracy or size
@@ -51,7 +52,7 @@ columns are all there, separated by tabs.
 
 WORDS = ("status", "name", "command", "sort")
 COLUMNS = ("age", "name", "status", "step", "reward", "loss", "accuracy", "size")
-TITLES = ("run", "command", "status", "step", "reward", "loss", "accuracy", "left", "age", "size")
+TITLES = ("run", "setting", "command", "status", "step", "reward", "loss", "accuracy", "left", "age", "size")
 LEFT_OUT_FIRST = ("size", "command", "age")  # in this order, until folders fit in full length
 LEFT_OUT_LAST = ("accuracy", "left", "step")  # until the last LEAST_ROOM characters of a folder fit
 LEAST_ROOM = 12
@@ -61,6 +62,7 @@ DAMAGED = "damaged"
 WRITTEN_BY_RUNS = ("status.json", METRICS, EVALUATIONS, "checkpoints", "rollouts", run_status.PROGRESS)
 """Files next to a run's config.yaml, by which a damaged run is told from a folder with another config.yaml."""
 REPORT = "report.html"
+RESUME = "resume with:"
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -85,11 +87,12 @@ class RunRow:
     `reward` or `loss` is the last value of the command's headline metric (reward/mean or loss/total for rlft's own):
     `reward` if more is better, else `loss`. `age` is the number of seconds since anything was written, `size` the bytes
     of the whole folder. `steps` is None if it is not known before the run starts. `left` is how long it still takes;
-    None if it does not run, or has not done enough steps to say.
+    None if it does not run, or has not done enough steps to say. `setting` is what tells a sweep's run from its others.
     """
 
     folder: str
     name: str = ""
+    setting: str = ""
     command: str = ""
     status: str
     reason: str
@@ -109,11 +112,22 @@ def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
     require(root.is_dir(), "runs", "there is no such folder", got=root, remedy=remedy)
     _check("status", words.get("status"), [*map(str, Status), DAMAGED])
     _check("sort", words.get("sort"), COLUMNS)
-    all_rows = [row for folder in run_folders(root) if (row := read(folder)) is not None]
+    all_rows = with_settings([row for folder in run_folders(root) if (row := read(folder)) is not None])
     known = {*commands.names(), *(row.command for row in all_rows if row.command)}
     _check("command", words.get("command"), sorted(known))
     chosen = [row for row in all_rows if _matches(row, words)]
     return sorted(chosen, key=lambda row: _sort_key(row, words.get("sort", "age")))
+
+
+def with_settings(rows: Sequence[RunRow]) -> list[RunRow]:
+    """The rows with the names of their settings, as `rlft report` has them, if all are runs of one name and command."""
+    whole = [row for row in rows if row.status != DAMAGED]
+    if len(whole) < 2 or len({(row.name, row.command) for row in whole}) > 1:
+        return list(rows)
+    folders = [Path(row.folder) for row in whole]
+    named = names_of(folders, [whole_config(folder, shared=True) for folder in folders])
+    names = {row.folder: name for row, (name, setting) in zip(whole, named, strict=True) if setting or "=" in name}
+    return [replace(row, setting=names.get(row.folder, "")) for row in rows]
 
 
 def read(folder: Path, say: Say = say) -> RunRow | None:
@@ -151,7 +165,7 @@ def _read(folder: Path, say: Say) -> RunRow:
         command=config["command"],
         status=str(status),
         reason=reason,
-        step=int(last.get("step", counted_steps(folder))),
+        step=int(last.get("step", run_status.counted_steps(folder))),
         steps=steps,
         reward=None if is_loss else value,
         loss=value if is_loss else None,
@@ -169,14 +183,6 @@ def _left(folder: Path, config: Mapping[str, Any], steps: int, say: Say) -> Fore
         pace.add(line["step"], line)
     left = pace.forecast()
     return left and left.after(max(0.0, time.time() - (folder / METRICS).stat().st_mtime))
-
-
-def counted_steps(folder: Path) -> int:
-    """The number of finished steps of a run without metrics, from its progress.json; 0 without that file."""
-    try:
-        return int(json.loads((folder / run_status.PROGRESS).read_text(encoding="utf-8"))["step"])
-    except run_status.UNREADABLE:
-        return 0
 
 
 def _age_and_size(folder: Path) -> tuple[float, int]:
@@ -215,6 +221,7 @@ def cells_of(row: RunRow) -> dict[str, str]:
     numbers = {"reward": row.reward, "loss": row.loss, "accuracy": row.accuracy}
     return {
         "run": row.folder,
+        "setting": row.setting,
         "command": row.command,
         "status": row.status,
         "step": f"{row.step}" if row.steps is None else f"{row.step}/{row.steps}",
@@ -241,25 +248,28 @@ def print_table(terminal: Terminal, listed: Sequence[RunRow], root: Path) -> Non
     if any(len(row["run"]) > room for row in rows):
         terminal.print(Text(f"in {visible(str(root))}:", style="dim"), soft_wrap=True)
         folders = [_relative(row["run"], root) for row in rows]
-        folders = [text if len(text) <= room else f"...{text[3 - room :]}" for text in folders]
-        rows = [{**row, "run": text} for row, text in zip(rows, folders, strict=True)]
+        rows = [{**row, "run": _shortened(text, room)} for row, text in zip(rows, folders, strict=True)]
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for name in titles:
-        is_text = name in ("run", "command", "status")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, overflow="crop")
+        is_text = name in ("run", "setting", "command", "status")
+        justify, no_wrap = "left" if is_text else "right", name != "setting"
+        table.add_column(name, justify=justify, no_wrap=no_wrap, overflow="crop")
     for row in rows:
         table.add_row(*(Text(row[name]) for name in titles))
     terminal.print(table)
     for row in listed:
         if explanation := explained(row):
-            terminal.print(Text(f"{row.folder} {row.status}: {visible(explanation)}", style="dim"), soft_wrap=True)
+            text = f"{row.folder} {row.status}: {visible(explanation)}"
+            if len(text) > terminal.width:
+                text = text.replace(f" {RESUME} ", f" {RESUME}\n  ")  # the command is whole in its line
+            terminal.print(Text(text, style="dim"), soft_wrap=True)
 
 
 def explained(row: RunRow) -> str:
     """Why the run stopped, or how to resume one that was killed or interrupted; "" for any other."""
     has_all_steps = row.steps is not None and row.step >= row.steps
     if row.status in (Status.killed, Status.interrupted) and not has_all_steps:
-        return f"resume with: {resuming(Path(row.folder))}"
+        return f"{RESUME} {resuming(Path(row.folder))}"
     return row.reason
 
 
@@ -268,17 +278,27 @@ def fitting_columns(
 ) -> tuple[list[str], int]:
     """(columns, characters for the run's folder): as many columns as leave room for folders relative to the root."""
     kept = list(titles)
-    longest = max(len(_relative(row["run"], root)) for row in rows)
+    longest = max(len("run"), *(len(_relative(row["run"], root)) for row in rows))
+
+    texts = {name: [row[name] for row in rows] for name in titles}
 
     def room() -> int:
-        others = [max(len(name), *(len(row[name]) for row in rows)) for name in kept if name != "run"]
-        return width - sum(others) - GAP * len(others)
+        return width - sum(max(len(name), *map(len, texts[name])) + GAP for name in kept if name != "run")
 
     for columns, least in ((LEFT_OUT_FIRST, longest), (LEFT_OUT_LAST, min(longest, LEAST_ROOM))):
         for name in columns:
             if room() < least and name in kept:
                 kept.remove(name)
-    return kept, max(room(), LEAST_ROOM)
+        if room() < longest and "setting" in kept:  # takes several lines, then
+            texts["setting"] = [word for text in texts["setting"] for word in text.split()]
+    return kept, max(room(), min(longest, LEAST_ROOM))
+
+
+def _shortened(folder: str, room: int) -> str:
+    """The last parts of the folder that have room, or else its last characters."""
+    names = folder.split("/")
+    shown = [folder, *(f".../{'/'.join(names[i:])}" for i in range(1, len(names)))]
+    return next((text for text in shown if len(text) <= room), f"...{folder[3 - room :]}")
 
 
 def _relative(folder: str, root: Path) -> str:

@@ -22,8 +22,9 @@ from rlft.commands.doctor import command as doctor
 from rlft.commands.doctor import kernels, machine, steps
 from rlft.commands.doctor.command import CHECKS
 from rlft.commands.doctor.supervise import Check, Settings, run_checks
-from rlft.commands.doctor.trial import MachineTrial, with_values
+from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.compose import compose
+from rlft.config.keys import with_values
 from rlft.generation.adapter_files import PREFIX, memory_folder
 from rlft.generation.engine import Generator
 from rlft.loop.freshness import Freshness, Gap, Limits

@@ -14,7 +14,7 @@ from rlft import cli
 from rlft.commands.export import gguf
 from rlft.commands.export.command import export
 from rlft.commands.export.model_card import Card
-from rlft.commands.export.request import Export, ExportKind, prepare
+from rlft.commands.export.request import Export, prepare
 from rlft.model.roles import Roles
 from rlft.runs.find import CheckpointKind, NamedRun
 from rlft.tokens.ends import TurnEnds
@@ -66,7 +66,7 @@ def card_of(place: NamedRun, base: str, **kind: bool) -> str:
         source=replace(place, config=config),
         checkpoint=file.parents[1],
         checkpoint_kind=CheckpointKind.policy,
-        kind=ExportKind.adapter,
+        is_model=False,
         dtype="auto",
         out=Path("mine"),
     )

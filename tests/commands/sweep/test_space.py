@@ -6,7 +6,15 @@ import re
 
 import pytest
 
-from rlft.commands.sweep.space import Choice, Interval, changes_no_number, check_changes_numbers, read_grid, read_space
+from rlft.commands.sweep.space import (
+    Choice,
+    Interval,
+    Space,
+    changes_no_number,
+    check_changes_numbers,
+    read_grid,
+    read_space,
+)
 from rlft.config.compose import compose
 from rlft.types import UserError
 
@@ -60,7 +68,8 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
     assert interval("int(interval(4,64))", "lora.rank") == Interval(
         key="lora.rank", low=4, high=64, whole=True, log=True
     )
-    assert interval("int(interval(4,64))", "lora.rank").word(16) == "lora.rank=16"
+    space = Space(fixed=(), varied=(interval("int(interval(4,64))", "lora.rank"),))
+    assert space.words({"lora.rank": 16}) == ["lora.rank=16"]
 
 
 @pytest.mark.parametrize(

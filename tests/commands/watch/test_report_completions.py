@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image as pillow
 
-from rlft.commands.watch.report_completions import MAX_EDGE, data_url, digests_in, shown_images
+from rlft.commands.watch.report_completions import MAX_EDGE, data_url, shown_images
 from rlft.config.compose import compose
 from rlft.data.shapes import Shapes, drawing, pixels_of
 from rlft.types import Image, Split
@@ -35,7 +35,7 @@ def config() -> dict[str, Any]:
 def test_those_of_both_splits_are_shown_and_what_the_data_lack_is_not(config: dict[str, Any]) -> None:
     trained, held_out = (Shapes(**SHAPES).load(split)[-1] for split in (Split.train, Split.held_out))
     wanted = [trained.images[0].digest, "0" * 16, held_out.images[0].digest]
-    shown = shown_images(config, wanted, 10**6)
+    shown = shown_images(config, [{"images": wanted}], 10**6)
     assert list(shown) == [wanted[0], wanted[2]]
     for prompt, url in zip((trained, held_out), shown.values(), strict=True):
         # JPEG rounds: the colours of a picture of nine cells are hit on average, and those of another are not.
@@ -48,9 +48,9 @@ def test_they_take_no_more_bytes_than_they_may_and_the_first_come_first(config: 
     images = [prompt.images[0] for prompt in Shapes(**SHAPES).load(Split.train)]
     sizes = [len(data_url(image)) for image in images]
     wanted = [image.digest for image in images]
-    assert list(shown_images(config, wanted, sum(sizes[:3])))[:3] == wanted[:3]
-    assert shown_images(config, wanted, min(sizes) - 1) == {}
-    assert sum(map(len, shown_images(config, wanted, 3000).values())) <= 3000
+    assert list(shown_images(config, [{"images": wanted}], sum(sizes[:3])))[:3] == wanted[:3]
+    assert shown_images(config, [{"images": wanted}], min(sizes) - 1) == {}
+    assert sum(map(len, shown_images(config, [{"images": wanted}], 3000).values())) <= 3000
 
 
 def test_a_large_image_is_made_small() -> None:
@@ -69,16 +69,15 @@ def test_data_that_are_gone_or_damaged_are_no_error(
     rows.write_text("".join(json.dumps({**row, "prompt": f"How many? {i}"}) + "\n" for i in range(20)))
     config = compose(["data=jsonl", f"data.path={rows}", "data.image_field=image"])
     digest = hashlib.sha256(good.data or b"").hexdigest()[:16]
-    assert list(shown_images(config, [digest], 10**6)) == [digest]
+    assert list(shown_images(config, [{"images": [digest]}], 10**6)) == [digest]
     (tmp_path / "good.png").unlink()
-    assert shown_images(config, [digest], 10**6) == {}
+    assert shown_images(config, [{"images": [digest]}], 10**6) == {}
     assert "the report lacks images, since the run's data cannot be read" in capsys.readouterr().err
     rows.unlink()
-    assert shown_images(config, [digest], 10**6) == {}
+    assert shown_images(config, [{"images": [digest]}], 10**6) == {}
     assert "the report lacks images, since the run's data cannot be read" in capsys.readouterr().err
 
 
 def test_data_of_a_run_without_images_are_not_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert digests_in([{"prompt": []}]) == []
-    assert shown_images({}, [], 10**6) == {}
+    assert shown_images({}, [{"prompt": []}], 10**6) == {}
     assert capsys.readouterr().err == ""

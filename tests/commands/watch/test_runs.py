@@ -21,6 +21,7 @@ from rich.console import Console as Terminal
 
 from rlft import cli
 from rlft.commands.watch import runs, watch
+from rlft.commands.watch.names import names_of
 from rlft.logger.forecast import Price
 from rlft.runs import run_folder, run_status
 from rlft.runs.run_status import Status
@@ -65,6 +66,26 @@ def names(found: list[dict[str, Any]], root: Path) -> list[str]:
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("width", [120, 80, 60])
+def test_runs_of_a_sweep_are_named_as_in_its_report(
+    width: int, tmp_path: Path, make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [make_run(f"{i}", lr=lr, seed=seed) for i, (lr, seed) in enumerate([(3e-5, 0), (3e-5, 1), (1e-3, 0)])]
+    root, configs = folders[0].parent, [run_folder.read(folder) for folder in folders]
+    expected = [name for name, _ in names_of(folders, configs)]
+    assert expected[1] == "trainer.lr=3e-05, seed=1"
+    assert {row["folder"]: row["setting"] for row in listed(capsys, str(root))} == {
+        str(folder): name for folder, name in zip(folders, expected, strict=True)
+    }
+    stream = io.StringIO()
+    runs.print_table(Terminal(file=stream, width=width), runs.rows(root, {}), root)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, map(str.rstrip, lines))) <= width
+    assert {word for name in expected for word in name.split()} <= set(stream.getvalue().split()), "no word is cut"
+    make_run("other")
+    assert not any(row["setting"] for row in listed(capsys, str(root))), "runs of other names are no sweep"
+
+
 def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {row["folder"]: row for row in listed(capsys, str(made))}
     assert len(found) == 3, "a config.yaml of somebody else's is no run"
@@ -166,6 +187,8 @@ def test_a_killed_or_interrupted_run_says_how_to_go_on(
     stream = io.StringIO()
     runs.print_table(Terminal(file=stream, width=80), [waiting], Path("runs"))
     assert stream.getvalue().splitlines()[-1].endswith("killed: resume with: rlft resume 'runs/first try/b'")
+    runs.print_table(Terminal(file=stream, width=60), [waiting], Path("runs"))
+    assert stream.getvalue().splitlines()[-1] == "  rlft resume 'runs/first try/b'", "no command is wrapped"
     runs.print_lines([waiting])
     assert capsys.readouterr().out.splitlines()[1].endswith("\tresume with: rlft resume 'runs/first try/b'")
 
@@ -196,7 +219,7 @@ def test_on_a_terminal_a_run_is_one_line_whatever_the_width(
         if width > 80:
             assert f"grpo_arithmetic/{stamp}" in line, "a folder is whole where there is room"
         if width >= 80:
-            assert f"ithmetic/{stamp}" in line
+            assert f" {stamp} " in f" {line.replace('/', ' ')} ", "no name is cut"
             assert "accuracy" in lines[0]
     assert "loss" in lines[0]
 
