@@ -94,7 +94,9 @@ def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
     keys = None
     if own := [word for word in parsed.overrides if is_own(word)]:
         keys = read_config(own, command)
-        check_evaluates(command)
+        evaluates = "eval" in {field.name for field in fields(commands.named(command).root)}
+        problem = f"trials are compared by what evaluations measure, and rlft {command} has none"
+        require(evaluates, "sweep", problem, got="optuna", remedy="leave every sweep key out to try all values")
         check_installed()
         space = read_space([word for word in parsed.overrides if not is_own(word)], command)
         number_of_trials(keys, space)
@@ -183,7 +185,10 @@ def planned(tried: Sequence[Tried], resolved: Sequence[Resolved], folder: Path |
             planned_files.append(files)
             if one.key:
                 check_same_questions(one.key, plans[0], plan)
-                check_same_steps(one.key, plans[0].num_steps, plan.num_steps)
+                steps = plans[0].num_steps, plan.num_steps
+                problem = "decides how many steps a run has, and trials are compared at the same steps"
+                got = f"{steps[0]} and {steps[1]} steps"
+                require(steps[0] == steps[1], one.key, problem, got=got, remedy="set steps")
     return plans
 
 
@@ -339,12 +344,6 @@ def check_measured_alike(first: Mapping[str, Any], other: Mapping[str, Any], met
         raise UserError(key, problem, got=f"{before.get(key)} and {after.get(key)}", remedy=remedy)
 
 
-def check_evaluates(command: str) -> None:
-    evaluates = "eval" in {field.name for field in fields(commands.named(command).root)}
-    problem = f"trials are compared by what evaluations measure, and rlft {command} has none"
-    require(evaluates, "sweep", problem, got="optuna", remedy="leave every sweep key out to try all values")
-
-
 def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
     """Refuses a metric that evaluations of this run will not have.
 
@@ -394,11 +393,6 @@ def check_same_questions(key: str, first: Plan, other: Plan) -> None:
         problem = f"decides which {what} are held out, or their tokens, so that trials could not be compared"
         got = f"{what} with the fingerprints {texts[name][:12]} and {str(others.get(name))[:12]}"
         raise UserError(key, problem, got=got, remedy="give it one value")
-
-
-def check_same_steps(key: str, first: int, other: int) -> None:
-    problem = "decides how many steps a run has, and trials are compared at the same steps"
-    require(first == other, key, problem, got=f"{first} and {other} steps", remedy="set steps")
 
 
 def _questions(plan: Plan) -> list[tuple[Any, ...]]:

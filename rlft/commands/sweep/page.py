@@ -131,7 +131,7 @@ def show_jobs(folder: Path, space: Space, failed: Mapping[int, str]) -> None:
     for row in table:
         groups.setdefault(names[row["job"]], []).append(row)
     results = {name: result for name, jobs in groups.items() if (result := result_of(name, jobs, metric)) is not None}
-    best = sorted(results.values(), key=lambda result: sign_of(metric) * result.mean)
+    best = sorted(results.values(), key=lambda result: result.mean, reverse=metric != "loss")
     shown = [name for name in PRINTED if any(row[name] is not None for row in table)]
     columns = ["job", KEYS, "seeds", *("before" if name == "accuracy_before" else name for name in shown), STATE]
     lines = []
@@ -156,10 +156,6 @@ def ranking(table: Sequence[Mapping[str, Any]]) -> str:
     """The name in RANKED_BY of what ranks these rows; "" if no finished one has any."""
     finished = [row for row in table if row["state"] == FINISHED]
     return next((name for name in RANKED_BY if any(row[name] is not None for row in finished)), "")
-
-
-def sign_of(metric: str) -> float:
-    return 1.0 if metric == "loss" else -1.0
 
 
 def result_of(name: str, jobs: Sequence[Mapping[str, Any]], metric: str) -> Result | None:
@@ -262,12 +258,13 @@ def rows(folder: Path, space: Space, failed: Mapping[int, str]) -> list[dict[str
         )
 
     metric = ranking(result)
+    sign = 1.0 if metric == "loss" else -1.0
 
     def rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
         if row["state"] != FINISHED:
             return (True, row["state"] != "failed", row["job"])
         value = row[metric] if metric else None
-        return (False, value is None, sign_of(metric) * (value or 0.0), row["job"])
+        return (False, value is None, sign * (value or 0.0), row["job"])
 
     return sorted(result, key=rank)
 

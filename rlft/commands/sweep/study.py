@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlft.commands.sweep import record
 from rlft.commands.sweep.checks import Checked, check_possible, curve, lower_is_better
-from rlft.commands.sweep.driver import Ending, How, PrunedError, Run, Source, why_pruned
+from rlft.commands.sweep.driver import Ending, How, JobsFailedError, PrunedError, Run, Source, why_pruned
 from rlft.commands.sweep.page import TABLE, Page
 from rlft.commands.sweep.space import Interval, Space, StudyConfig, number_of_trials
 from rlft.commands.sweep.trials import Trial, Trials
@@ -25,10 +25,6 @@ from rlft.system.terminal import resuming, say
 from rlft.types import counted, require
 
 MOST_CRASHES = 2  # attempts in a row that end without an explanation and without progress; the next makes a trial fail
-
-
-class AllFailedError(RuntimeError):
-    """None of the trials could be done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,7 +126,7 @@ class Study(Source[TrialRun]):
         rows = self.trials.rows()
         failed = [row for row in rows if row.state == "failed"]
         if len(failed) == len(rows):
-            raise AllFailedError(f"no trial could be done; trial {rows[0].number} failed: {rows[0].why}")
+            raise JobsFailedError(f"no trial could be done; trial {rows[0].number} failed: {rows[0].why}")
         if failed:
             say(f"note: {len(failed)} of {counted(len(rows), 'trial')} failed; {TABLE} says why")
 

@@ -115,7 +115,9 @@ def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
     all_rows = with_settings([row for folder in run_folders(root) if (row := read(folder)) is not None])
     known = {*commands.names(), *(row.command for row in all_rows if row.command)}
     _check("command", words.get("command"), sorted(known))
-    chosen = [row for row in all_rows if _matches(row, words)]
+    chosen = [row for row in all_rows if any(words.get("name", "") in text for text in (row.name, row.folder))]
+    for key in ("status", "command"):
+        chosen = [row for row in chosen if getattr(row, key) == words.get(key, getattr(row, key))]
     return sorted(chosen, key=lambda row: _sort_key(row, words.get("sort", "age")))
 
 
@@ -201,12 +203,6 @@ def _age_and_size(folder: Path) -> tuple[float, int]:
 def _check(word: str, value: str | None, known: Sequence[str]) -> None:
     remedy = choice_remedy(value, known)
     require(value in (None, *known), word, "is not one of its choices", got=value, remedy=remedy)
-
-
-def _matches(row: RunRow, words: Mapping[str, str]) -> bool:
-    has_name = any(words.get("name", "") in text for text in (row.name, row.folder))
-    is_chosen = row.status == words.get("status", row.status) and row.command == words.get("command", row.command)
-    return has_name and is_chosen
 
 
 def _sort_key(row: RunRow, column: str) -> tuple[Any, ...]:

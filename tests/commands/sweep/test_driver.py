@@ -134,7 +134,7 @@ def test_whatever_ends_trials_they_fail_alone_and_the_sweep_comes_to_its_end(tmp
         again = make_study(folder, keys(trials=5, seeds=seeds, sampler="random"), RATE)
         assert (again.is_done(), again.trials.unfinished()) == (True, [])
         if len(first) == 5:
-            with pytest.raises(studies.AllFailedError, match="no trial could be done; trial "):
+            with pytest.raises(JobsFailedError, match="no trial could be done; trial "):
                 again.conclude()
         else:
             again.conclude()
