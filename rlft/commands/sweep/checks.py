@@ -185,10 +185,10 @@ def planned(tried: Sequence[Tried], resolved: Sequence[Resolved], folder: Path |
             planned_files.append(files)
             if one.key:
                 check_same_questions(one.key, plans[0], plan)
-                steps = plans[0].num_steps, plan.num_steps
+                first, other = plans[0].num_steps, plan.num_steps
                 problem = "decides how many steps a run has, and trials are compared at the same steps"
-                got = f"{steps[0]} and {steps[1]} steps"
-                require(steps[0] == steps[1], one.key, problem, got=got, remedy="set steps")
+                got = f"{first} and {other} steps"
+                require(first == other, one.key, problem, got=got, remedy="set steps")
     return plans
 
 
