@@ -105,7 +105,7 @@ def test_recipes_are_listed_in_groups_on_one_page(tmp_path: Path, capsys: pytest
     assert len(page.splitlines()) <= 40 + 2  # those of the user's own group
     assert max(map(len, page.splitlines())) <= 80
     assert {*catalog.choices("recipe")} <= {*re.findall(r"\w+", page)}
-    grouped = {group_of(catalog.recipe_folder() / f"{name}.yaml") for name in catalog.choices("recipe")}
+    grouped = {group_of(catalog.files("recipe")[name]) for name in catalog.choices("recipe")}
     assert grouped == {*GROUPS} - {"Yours"}
 
 

@@ -40,7 +40,7 @@ def _card(driver: str, gb: int, gib: float, tflops: float, gbps: float, *, is_co
 
 # Of each, as NVIDIA publishes them in the document named: TFLOPS of dense bfloat16 products with sums in float32 (half
 # of those with sparsity), GB/s. No copy of the document was found for GH200, H100-PCIe, 3090 and A10: their rates
-# are unconfirmed. GiB as CUDA reports them ("total capacity" in messages): the least that was found, rounded down.
+# are unconfirmed. GiB as CUDA reports them (the total in its messages): the least that was found, rounded down.
 CARDS = {
     "B200": _card("NVIDIA B200", 180, 178.3, 2250, 8000),  # Blackwell datasheet, an eighth of HGX B200
     "GH200": _card("NVIDIA GH200 480GB", 96, 94.4, 989, 4000),  # GH200 datasheet, 96 GB HBM3; GiB from one report
