@@ -363,7 +363,6 @@ def prefix_of_calls(before_first: str, before_second: str, special: re.Pattern[s
 
 
 def _before_name(turn: str, tool: str) -> str:
-    """The turn up to the last name of the tool before the first argument."""
     return turn.partition(next(iter(PAIR)))[0].rpartition(tool)[0]
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,13 @@ from rlft.system.device import on_host
 from rlft.system.disk import BLOCK, writing
 from rlft.types import Adapter
 
-PREFIX = "rlft-adapters-"
-LOCK = "in-use"
+PREFIX = "rlft-published-"
 
 
 class AdapterFiles:
     """Writes adapter versions into one private folder and removes it on close, at exit, or (after a crash) next time.
 
-    The folder's name holds the process id, for people. A file lock tells whether its owner is alive: the kernel drops
-    it with the process, `kill -9` included, and no reused id can fool it.
+    The folder's name holds the process id, for people; its lock tells whether its owner is alive.
 
     Args:
         parent: where the private folder is made. None: `/dev/shm` where it is a writable memory file system, else the
@@ -35,12 +34,10 @@ class AdapterFiles:
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = memory_folder() if parent is None else parent
-        remove_abandoned(parent)
-        self.root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
-        lock, taken = _lock(self.root)
-        assert lock is not None, "a folder that was just made is there"
-        assert taken is not locks.Taken.no, "a folder that was just made is locked by nobody"
-        self._finalizer = weakref.finalize(self, _remove, self.root, lock, os.getpid())
+        locks.sweep(PREFIX, parent)
+        owned = ExitStack()
+        self.root = owned.enter_context(locks.owned_folder(f"{PREFIX}{os.getpid()}-", parent))
+        self._finalizer = weakref.finalize(self, owned.close)
         self._count = 0
 
     def write(self, adapter: Adapter) -> Path:
@@ -72,39 +69,6 @@ def memory_folder() -> Path:
     shared_memory = Path("/dev/shm")
     usable = shared_memory.is_dir() and os.access(shared_memory, os.W_OK | os.X_OK)
     return shared_memory if usable else Path(tempfile.gettempdir())
-
-
-def remove_abandoned(parent: Path) -> list[Path]:
-    """Folders under `parent` that a killed process of this user left behind; they are deleted."""
-    removed = []
-    for folder in parent.glob(f"{PREFIX}*"):
-        # There is no lock file yet: its owner is still making the folder.
-        if not (folder / LOCK).exists() or folder.stat().st_uid != os.getuid():
-            continue
-        lock, taken = _lock(folder)
-        if lock is None:
-            continue
-        if taken is locks.Taken.yes:  # where there are no locks, its owner may be alive
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-        os.close(lock)
-    return removed
-
-
-def _lock(folder: Path) -> tuple[int | None, locks.Taken]:
-    """(the lock's descriptor, whether it was taken); no descriptor where the folder is gone."""
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    except FileNotFoundError:
-        return None, locks.Taken.no
-    return descriptor, locks.take(descriptor)
-
-
-def _remove(root: Path, lock: int, owner: int) -> None:
-    # A forked child inherits the finalizer; only the process that made the folder may delete it.
-    if os.getpid() == owner:
-        shutil.rmtree(root, ignore_errors=True)
-        os.close(lock)
 
 
 def _plain(value: object) -> Any:

@@ -254,7 +254,6 @@ class EnginePool(Generator):
         return self._work(slot, [future], "sample", unit)
 
     def _sent(self, prompt: Prompt) -> Prompt:
-        """What an engine gets of a prompt."""
         metadata = prompt.metadata if self._with_rows else {}
         return replace(prompt, images=tuple(map(with_content, prompt.images)), metadata=metadata)
 

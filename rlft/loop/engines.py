@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from rlft.config.model import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
@@ -29,14 +29,11 @@ if TYPE_CHECKING:
     from rlft.config.schema import RunConfig
 
 
-class Engines:
+class Engines(AbstractContextManager["Engines"]):
     """Opens generators and closes each of them once: those that several jobs share at the end of the context."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[object, Any]] = {}
-
-    def __enter__(self) -> Engines:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -259,7 +259,6 @@ class Freshness:
             )
 
     def _accept_adapter(self, adapter: Adapter, found: LoadedAdapter | str) -> str | None:
-        """What is wrong with what an engine holds."""
         why = found if isinstance(found, str) else f"tensors such as {found.unread[0]}" if found.unread else None
         if why is not None and why not in self._noted:
             self._noted.add(why)
@@ -404,7 +403,6 @@ def _check(groups: Sequence[Group], learner: Networks, token_budget: int, limits
 
 
 def _logprobs(batch: Batch, learner: Networks, token_budget: int, *, training: bool) -> list[float]:
-    """The trainer's log-probs of all sampled tokens."""
     mode = learner.training(dropout=False) if training else nullcontext()
     with torch.no_grad(), fork_rng(learner.backbone.device), mode:
         logprobs_BT = learner.forward.logprobs(batch, token_budget)

@@ -8,7 +8,6 @@ whatever is ready, and never loads an adapter during sampling.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.loop.sampling import StepSampler
 from rlft.runs.checkpoint import SAMPLED, SAMPLER, Checkpoint
 from rlft.runs.lines import turn_of
+from rlft.system import digests
 from rlft.types import Adapter, Branch, Completion, FinishReason, Group, Prompt, Rollout
 
 
@@ -220,4 +220,4 @@ def derived_from(sampler: StepSampler, step: int) -> str:
     run = sampler.config
     prompts = [(prompt.id, list(prompt.token_ids)) for prompt in sampler.prompts_at(step)]
     values = [run.seed, run.group_size, asdict(sampler.sampling), run.overlap.lag, prompts]
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    return digests.of_bytes(json.dumps(values).encode())

@@ -130,7 +130,6 @@ def _is_taken(name: str, value: object) -> bool:
 
 
 def _is_pattern(value: object) -> bool:
-    """Whether the value is a regular expression."""
     try:
         return isinstance(value, str) and re.compile(value) is not None
     except re.error:
@@ -167,7 +166,6 @@ def _changed_base(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    """The value in a message."""
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

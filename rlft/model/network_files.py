@@ -309,7 +309,6 @@ def _judge(
 
 
 def _names_read(model: PreTrainedModel, found: Mapping[str, Any]) -> set[str]:
-    """The model's tensors that the files have."""
     return set(model.state_dict()) - set(found["missing_keys"]) - set(_tied(model))
 
 

@@ -232,7 +232,6 @@ class PackedRows:
 
     @cached_property
     def _longest(self) -> int:
-        """Tokens of the longest path."""
         completions = [self.prompts[u][1] + length for u, (_, length) in zip(self.owner, self.completions, strict=True)]
         branches = [sum(length for _, length in (*read, own)) for own, read in self.branches]
         return max([length for _, length in self.prompts] + completions + branches)

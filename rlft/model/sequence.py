@@ -103,7 +103,6 @@ class TokenShare:
         return cast(Tensor, _AddedUp.apply(x, self.exchange))
 
     def _counts(self, num_tokens: int) -> list[int]:
-        """The number of each rank's tokens."""
         return [len(range(rank, num_tokens, self.ranks)) for rank in range(self.ranks)]
 
     def _exchanged(self, sent: Tensor, counts: Sequence[int], arriving: Sequence[int]) -> Tensor:

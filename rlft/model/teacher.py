@@ -94,7 +94,6 @@ def teacher_logprobs_by_engine(
 
 
 def _no_logprobs(batch: Batch, top_k: int) -> dict[str, Tensor]:
-    """The fields of a teacher's log-probs, all 0."""
     result = {"teacher_logprobs": torch.zeros_like(batch.sampled_logprobs)}
     if top_k:
         shape = *batch.token_ids.shape, top_k
@@ -114,7 +113,6 @@ def _put(target: Tensor, rows: Tensor, mask: Tensor, values: Tensor) -> None:
 
 
 def _as_read(batch: Batch) -> Batch:
-    """The rows as the teacher reads them."""
     return batch if batch.teacher_prompts is None else with_other_prompts(batch, batch.teacher_prompts)
 
 

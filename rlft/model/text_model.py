@@ -165,7 +165,6 @@ def network_of(config: PreTrainedConfig, source: Mapping[str, Any]) -> Network:
 
 
 def _text_names(own: PreTrainedModel) -> list[str]:
-    """The names of the text model's tensors in this model's own class."""
     text = text_model_of(own)
     return [names_of(text).outside(name) for name in text.state_dict()]
 

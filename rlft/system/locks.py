@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, cast
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 """EBADF: NFS locks only files that are open for writing, and so no folders."""
@@ -78,22 +79,31 @@ ABANDONED_WITHOUT_LOCKS_S = 7 * 24 * 3600.0
 
 
 @contextlib.contextmanager
-def owned_folder() -> Iterator[Path]:
-    """A folder in the system's temporary folder, which is removed at the end of the block or by the next `sweep`."""
-    with contextlib.ExitStack() as stack:
-        while True:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=OWNED, ignore_cleanup_errors=True)))
-            descriptor, taken = _lock(folder)
-            if descriptor is not None:
-                stack.callback(os.close, descriptor)
-                if folder.is_dir() and taken is not Taken.no:
-                    break  # otherwise another process has swept it before it was locked, or is about to
+def owned_folder(prefix: str = OWNED, parent: Path | None = None) -> Iterator[Path]:
+    """A folder in `parent`, by default the system's for temporary files; the end of the block or a `sweep` removes it.
+
+    A process that was forked inside the block leaves it alone.
+    """
+    owner = os.getpid()
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        descriptor, taken = _lock(folder)
+        if descriptor is not None and folder.is_dir() and taken is not Taken.no:
+            break
+        if descriptor is not None:  # another process has swept it before it was locked, or is about to
+            os.close(descriptor)
+    try:
         yield folder
+    finally:
+        if os.getpid() == owner:
+            # Also what a program has made unreadable there.
+            cast(Any, tempfile.TemporaryDirectory)._rmtree(str(folder), ignore_errors=True)
+            os.close(descriptor)
 
 
-def sweep() -> None:
+def sweep(prefix: str = OWNED, parent: Path | None = None) -> None:
     """Removes this user's folders whose owner is dead."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{OWNED}*"):
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
             age = time.time() - status.st_mtime

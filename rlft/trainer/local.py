@@ -266,7 +266,6 @@ class LocalTrainer:
     def _passes(
         self, algorithm: Objective, batch: Batch, rows: Tensor, scale: LossScale, at: tuple[int, int]
     ) -> Iterator[PassRecord]:
-        """Forward and backward through these rows."""
         (step, number), roles = at, self.roles
         parts = roles.forward.micro_batches(batch, rows, roles.token_budget)
         for part, micro in zip(parts, roles.forward.placed([batch.select(part) for part in parts]), strict=True):

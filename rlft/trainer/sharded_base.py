@@ -105,7 +105,7 @@ class ShardedLayers:
                 weight.data = layer.flat[start:end].view(shape)
         for index, module in enumerate(decoder_layers(model)):
             for part in module.modules():  # kernels are tried on parts of a layer, too
-                part.register_forward_pre_hook(partial(self._before, index))
+                part.register_forward_pre_hook(partial(self._bring, index))
 
     def _holds(self, index: int) -> bool:
         return self._ranks > 1 and index % self._ranks == self._rank
@@ -136,10 +136,7 @@ class ShardedLayers:
             with suppress(RanksError):  # after an error, nothing may arrive in a buffer that is used again
                 self._finish()
 
-    def _before(self, index: int, module: nn.Module, args: Any) -> None:
-        self._bring(index)
-
-    def _bring(self, index: int) -> None:
+    def _bring(self, index: int, *_: Any) -> None:
         """Puts this layer's weights where its parameters are, and begins to bring the next one's."""
         if index == self._current:
             return
@@ -257,7 +254,6 @@ def passes(base: ShardedLayers | None, exchange: Exchange | None) -> AbstractCon
 
 
 def _concatenated(weights: list[nn.Parameter]) -> Tensor:
-    """A copy of the weights, one after the other."""
     places = _places([weight.shape for weight in weights], weights[0].dtype)
     flat = torch.zeros(places[-1][1], dtype=weights[0].dtype)
     for weight, (start, end) in zip(weights, places, strict=True):

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlft.generation.adapter_files import PREFIX, AdapterFiles, memory_folder, remove_abandoned
+from rlft.generation.adapter_files import PREFIX, AdapterFiles, memory_folder
 from rlft.system.disk import DiskError
+from rlft.system.locks import sweep
 from rlft.types import Adapter
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -74,8 +75,8 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_kept(
     live, dead = run_holder(tmp_path, "sys.stdin.read()"), run_holder(tmp_path, "sys.stdin.read()")
     dead.send_signal(signal.SIGKILL)
     dead.wait(timeout=60)
-    removed = remove_abandoned(tmp_path)
-    assert [folder.name.split("-")[2] for folder in removed] == [str(dead.pid)]
+    assert {folder.name.split("-")[2] for folder in tmp_path.iterdir()} == {str(live.pid), str(dead.pid)}
+    sweep(PREFIX, tmp_path)
     assert [folder.name.split("-")[2] for folder in tmp_path.iterdir()] == [str(live.pid)]
     live.communicate("", timeout=60)
     assert list(tmp_path.iterdir()) == []
@@ -109,7 +110,8 @@ def test_without_locks_adapters_are_written_and_nobody_elses_are_removed(
     monkeypatch.setattr("fcntl.flock", refuse)
     files = AdapterFiles(tmp_path)
     assert load_file(files.write(adapter(1, 1.0)) / "adapter_model.safetensors")[NAME].sum() == 6
-    assert (remove_abandoned(tmp_path), other.root.is_dir()) == ([], True)
+    sweep(PREFIX, tmp_path)
+    assert other.root.is_dir()
     files.close()
     other.close()
 

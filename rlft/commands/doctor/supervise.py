@@ -16,9 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rlft.generation.adapter_files import memory_folder, remove_abandoned
+from rlft.generation.adapter_files import PREFIX, memory_folder
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.crash import debugging, described, one_line, shortened
+from rlft.system.locks import sweep
 from rlft.system.process.child import Child, Ended, function_of, wait_for
 from rlft.system.process.running_time import RunningTime
 from rlft.system.process.worker import last_lines
@@ -112,7 +113,7 @@ def run_checks(
     finally:
         if child is not None:
             child.end()
-        remove_abandoned(memory_folder())  # an engine that was killed could not remove its adapters
+        sweep(PREFIX, memory_folder())  # an engine that was killed could not remove its adapters
 
 
 def rows_of(child: Child, check: Check, output: Path) -> list[CheckRow]:

@@ -252,16 +252,14 @@ def _random_state_kept() -> Iterator[None]:
     import numpy
     import torch
 
-    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        yield
+        with torch.random.fork_rng(devices=gpus):
+            yield
     finally:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if cuda_states is not None:
-            torch.cuda.set_rng_state_all(cuda_states)
 
 
 INVARIANT = "VLLM_BATCH_INVARIANT"

@@ -44,7 +44,6 @@ class VLLMTeacher:
         self._vocabulary = int(self._llm.llm_engine.model_config.get_vocab_size())
 
     def _options(self) -> dict[str, Any]:
-        """Arguments of vLLM's engine."""
         settings = self.settings
         row = settings.row_tokens + 1  # vLLM insists on sampling a token after it
         options: dict[str, Any] = {

@@ -355,7 +355,6 @@ def is_gated(module: Any) -> bool:
 
 
 def _gated(module: Any, plain: Any, x: Tensor) -> Tensor:
-    """down(silu(gate(x)) * up(x))."""
     gate, up = module.gate_proj(x), module.up_proj(x)
     if not torch.is_grad_enabled():
         return module.down_proj(silu_product(gate, up))
@@ -384,5 +383,4 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 @fused
 def _silu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of gate, that of up) from that of their product."""
     return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)

@@ -139,7 +139,6 @@ class LoraLinear(Linear):
             self.lent[role] = (self.sums[lender], own, tuple(matrix._version for matrix in own))
 
     def _matrices(self, role: str) -> tuple[Tensor, Tensor]:
-        """A and B of this role."""
         return cast(nn.Linear, self.lora_A[role]).weight, cast(nn.Linear, self.lora_B[role]).weight
 
     def _copies(self, role: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

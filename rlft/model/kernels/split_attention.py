@@ -237,7 +237,6 @@ def _overlap(a: Span, b: Span) -> bool:
 
 
 def _regions(completions: Sequence[Span], owner: Sequence[int]) -> dict[int, Span]:
-    """{prompt: the run of tokens of all its completions}."""
     regions: dict[int, Span] = {}
     for (start, length), unit in zip(completions, owner, strict=True):
         first, so_far = regions.get(unit, (start, 0))

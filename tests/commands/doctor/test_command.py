@@ -161,7 +161,6 @@ def test_a_check_that_needs_a_fresh_process_gets_one(tmp_path: Path) -> None:
 def test_adapters_of_an_engine_that_was_killed_are_removed(tmp_path: Path) -> None:
     abandoned = memory_folder() / f"{PREFIX}0-doctor"
     abandoned.mkdir()
-    (abandoned / "in-use").touch()
     assert len(list(run_checks([check("ready")], "doctor_checks:opened", None, tmp_path, lambda name: None))) == 1
     assert not abandoned.exists()
 
