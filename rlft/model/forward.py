@@ -483,15 +483,13 @@ def known_refusal(model: PreTrainedModel) -> str | None:
     other = sorted(set(kinds) - SERVED)
     if other:
         return f"{name} has layers of other kinds than attention ({', '.join(other)})"
-    return _refusal_of_empty(model) if model.device.type == "meta" and model.config.model_type not in FAMILIES else None
-
-
-def _refusal_of_empty(model: PreTrainedModel) -> str | None:
+    if model.device.type != "meta" or model.config.model_type in FAMILIES:
+        return None
     try:
         attention = attention_of_empty(model)
     except NotPackableError as error:
         return None if error.__cause__ is not None else str(error)  # such as numbers that it does not have
-    return None if attention else f"{type(model).__name__} has an attention of its own"
+    return None if attention else f"{name} has an attention of its own"
 
 
 def attention_of_empty(model: PreTrainedModel) -> tuple[LayerAttention, ...]:

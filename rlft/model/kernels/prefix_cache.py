@@ -24,7 +24,7 @@ from rlft.model.kernels.flash_attention import RowLengths, Runs, one_call, row_l
 from rlft.model.kernels.layer_attention import hidden_states
 from rlft.model.kernels.lm_head import head_of
 from rlft.model.kernels.row_attention import with_sinks
-from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded_places
+from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded, places_of
 
 if TYPE_CHECKING:
     from rlft.types import ImageRows
@@ -75,7 +75,7 @@ class PrefixCache:
         """Prepares what attention needs to know about the prompts."""
         self._spans = spans
         self._blocks: dict[int | None, tuple[Block, ...]] = {}  # by window
-        index, self._real = padded_places(spans)
+        index, self._real = padded([places_of([span]) for span in spans])
         self._prompt_index = index.flatten()
 
     def prefill(self, n: int) -> Tensor:

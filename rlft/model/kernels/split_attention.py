@@ -122,7 +122,13 @@ def _ahead_blocks(images: Sequence[Span], device: torch.device) -> list[Block]:
 
 
 def _causal_blocks(spans: Sequence[Span], device: torch.device) -> list[Block]:
-    return [_causal_block(part, device) for part in buckets(spans, [length for _, length in spans])]
+    blocks = []
+    for part in buckets(spans, [length for _, length in spans]):
+        index, mask = padded([places_of([span]) for span in part])
+        places = _places(index, mask, device)
+        rows, width = index.shape
+        blocks.append(Block(shape=(rows, width, width), queries=places, keys=places, bias=None, causal=True))
+    return blocks
 
 
 class Pair(NamedTuple):
@@ -259,16 +265,9 @@ def buckets(items: Sequence[T], lengths: Sequence[int]) -> list[list[T]]:
     return result
 
 
-def _causal_block(spans: Sequence[Span], device: torch.device) -> Block:
-    index, mask = padded_places(spans)
-    places = _places(index, mask, device)
-    rows, width = index.shape
-    return Block(shape=(rows, width, width), queries=places, keys=places, bias=None, causal=True)
-
-
 def _block(pairs: Sequence[Pair], device: torch.device) -> Block:
-    query_index, query_mask = _padded([pair.queries for pair in pairs])
-    key_index, key_mask = _padded([pair.keys for pair in pairs])
+    query_index, query_mask = padded([pair.queries for pair in pairs])
+    key_index, key_mask = padded([pair.keys for pair in pairs])
     shape = (len(pairs), query_index.shape[1], key_index.shape[1])
     seen = key_mask[:, None]
     if any(pair.sees is not None for pair in pairs):
@@ -283,7 +282,7 @@ def _block(pairs: Sequence[Pair], device: torch.device) -> Block:
     return Block(shape=shape, queries=queries, keys=keys, bias=bias, causal=False)
 
 
-def _padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """(the rows, 0 where padded; bool mask of what is real)."""
     index = pad_sequence(rows, batch_first=True)
     return index, torch.arange(index.shape[1]) < torch.tensor([[len(row)] for row in rows])
@@ -299,14 +298,6 @@ def _places(index_RC: Tensor, mask_RC: Tensor, device: torch.device) -> Places:
     if torch.equal(index, torch.arange(start, start + len(index))):
         whole = slice(start, start + len(index))
     return Places(index=whole, real=whole, slots=None)
-
-
-def padded_places(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """(places int64 `[R, longest]`, at least one wide, 0 where padded; bool mask of real ones)."""
-    starts, lengths = torch.tensor(spans).unbind(1)
-    offsets = torch.arange(max(1, int(lengths.max())))
-    mask = offsets < lengths[:, None]
-    return (starts[:, None] + offsets).where(mask, 0), mask
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
