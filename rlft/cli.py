@@ -240,8 +240,9 @@ def _failed(error: Exception, words: Sequence[str] = ()) -> int:
         discard(sys.stdout)
         return 1
     if isinstance(error, UserError):
-        place = recipe_file.place_of(error.key, words)
-        print(f"rlft: {for_a_shell(crash.one_line(error))}{place}", file=sys.stderr)
+        for each in (error, *error.more):
+            place = recipe_file.place_of(each.key, words)
+            print(f"rlft: {for_a_shell(crash.one_line(each))}{place}", file=sys.stderr)
         return 2
     error = disk.failure_of(error) or error
     line = crash.one_line(error) if crash.explains_itself(error) else crash.report(error)

@@ -598,7 +598,12 @@ class Evaluation:
 
 
 class UserError(Exception):
-    """A mistake that the user can fix: `<key>: <what is wrong>, got <value>; <what to do>`. The CLI exits with 2."""
+    """A mistake that the user can fix: `<key>: <what is wrong>, got <value>; <what to do>`. The CLI exits with 2.
+
+    `more` are other mistakes that were found with this one, each of which gets a line.
+    """
+
+    more: tuple[UserError, ...] = ()
 
     def __init__(self, key: str, problem: str, *, got: object = None, remedy: str) -> None:
         self.key, self.problem, self.got, self.remedy = key, problem, got, remedy
@@ -608,6 +613,30 @@ class UserError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickling: processes that work for a run send it what is wrong."""
         return partial(type(self), got=self.got, remedy=self.remedy), (self.key, self.problem)
+
+
+class Mistakes:
+    """Collects the mistakes of several keys, so that a user fixes all of them at once.
+
+    `with mistakes:` suppresses and keeps a `UserError` raised inside; `refuse()` raises the first with all others.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[UserError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, UserError):
+            self._found += [error, *error.more]
+        return isinstance(error, UserError)
+
+    def refuse(self) -> None:
+        if self._found:
+            first, *others = self._found
+            first.more = tuple(others)
+            raise first
 
 
 def require(ok: object, key: str, problem: str, *, got: object = None, remedy: str) -> None:

@@ -18,6 +18,7 @@ from rlft.commands.launch import import_libraries
 from rlft.commands.policy import Policy, check_ends, open_roles, policy_of, sampled_by
 from rlft.config.choices import closest
 from rlft.config.resolved import Resolved, resolve
+from rlft.config.suggest import OWN_KEYS
 from rlft.runs.find import NamedRun, with_named_runs
 from rlft.system.interrupt import Terminated, handled_inside
 from rlft.system.terminal import Say, command_line, override, say
@@ -113,7 +114,7 @@ def read_raw(word: str | None) -> bool:
 
 def command(arguments: list[str]) -> None:
     """Starts a conversation with the policy of a run, or with a model."""
-    parsed, source, plain = sampled_by(arguments, ("raw",))
+    parsed, source, plain = sampled_by(arguments, OWN_KEYS["chat"])
     raw = read_raw(parsed.value("raw"))
     resolved = read(with_named_runs(plain), raw)
     import_libraries()

@@ -22,6 +22,7 @@ from rlft.config import command as commands
 from rlft.config.compose import USUAL, compose_run
 from rlft.config.overrides import key_of, only_overrides, recipe_in
 from rlft.config.resolved import resolve
+from rlft.config.suggest import OWN_KEYS
 from rlft.generation.memory import busiest, in_words, peak
 from rlft.logger.console import grid, open_terminal
 from rlft.logger.forecast import FIRST, Forecast, Price, read_price
@@ -75,7 +76,7 @@ def command(arguments: list[str]) -> int:
         remedy = f"name one of {', '.join(commands.names())}, or none for rlft train"
         raise UserError("plan", "there is no plan of this command", got=words[0], remedy=remedy)
     command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
-    parsed = only_overrides(words, command, ("device_memory", "card", "price"))
+    parsed = only_overrides(words, command, OWN_KEYS["plan"])
     price, card = read_price(parsed.value("price")), parsed.value("card")
     typed = [*parsed.overrides]
     if card is not None:

@@ -13,6 +13,7 @@ from rlft.config.compose import USUAL, changed, compose
 from rlft.config.overrides import Arguments, key_of, only_overrides, with_recipe
 from rlft.config.resolved import Resolved, with_budget_of_device
 from rlft.config.schema import RunConfig
+from rlft.config.suggest import OWN_KEYS
 from rlft.plan.identity import fingerprints
 from rlft.runs.checkpoint import STATE
 from rlft.runs.find import (
@@ -39,17 +40,17 @@ if TYPE_CHECKING:
 
 
 def of_a_run(
-    arguments: list[str], words: Sequence[str] = (), *, else_latest: bool = False
+    arguments: list[str], words: Sequence[str] = OWN_KEYS["eval"], *, else_latest: bool = False
 ) -> tuple[Arguments, NamedRun | None]:
     """The parsed words of a command that uses a run, and that run; None if they name none.
 
-    `words` are keys of the command itself, which do not change the config. `else_latest`: where they name no model
-    either, the run is the latest one, which is printed.
+    `words` are keys of the command itself, run and checkpoint among them, which do not change the config.
+    `else_latest`: where they name no model either, the run is the latest one, which is printed.
     """
     arguments = with_recipe(arguments)
     if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
         arguments = [f"run={arguments[0]}", *arguments[1:]]
-    parsed = only_overrides(arguments, own=("run", "checkpoint", *words))
+    parsed = only_overrides(arguments, own=words)
     run_name = parsed.value("run") or parsed.value("checkpoint")
     is_empty = not run_name and any(key_of(o) in ("run", "checkpoint") for o in parsed.own)
     require(not is_empty, "run", "is empty", remedy="write run=runs/<name>/<time>")
@@ -66,7 +67,7 @@ def names_a_model(parsed: Arguments) -> bool:
 
 
 def sampled_by(
-    arguments: list[str], words: Sequence[str] = (), *, else_latest: bool = True
+    arguments: list[str], words: Sequence[str] = OWN_KEYS["eval"], *, else_latest: bool = True
 ) -> tuple[Arguments, NamedRun | None, dict[str, Any]]:
     """The parsed words of a command that samples from a run or a model, that run if it is one, and the config.
 

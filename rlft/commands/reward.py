@@ -15,6 +15,7 @@ from rlft.config.choices import closest
 from rlft.config.compose import compose_run
 from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
+from rlft.config.suggest import OWN_KEYS
 from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import one_line, visible
 from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
@@ -57,7 +58,7 @@ def command(arguments: list[str]) -> int:
     check_task(arguments[:1])
     words = [word for word in arguments[1:] if word not in ("--json", "--all")]
     check_recipe(words, "rlft reward try reward=[<reward>]")
-    parsed = only_overrides(words, COMMAND, ("rows",))
+    parsed = only_overrides(words, COMMAND, OWN_KEYS["reward try"])
     num_rows = rows_of(parsed.value("rows"))
     with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
         run = compose_run(parsed.overrides, parsed.config_dir, COMMAND, requires=False)

@@ -21,6 +21,7 @@ from rlft.config.bounds import Port, PositiveFloat, PositiveInt
 from rlft.config.instantiate import from_mapping
 from rlft.config.overrides import parse_overrides
 from rlft.config.resolved import Resolved
+from rlft.config.suggest import OWN_KEYS
 from rlft.environment.endpoint.app import bound, check_installed
 from rlft.runs.find import NamedRun, with_named_runs
 from rlft.system.terminal import Say, say
@@ -89,7 +90,7 @@ def command(arguments: list[str]) -> None:
     check_environment(arguments)
     serve_words = [word for word in arguments if word.startswith(f"{SECTION}.")]
     others = [word for word in arguments if word not in serve_words]
-    own = [f"{SECTION}.{field.name}" for field in fields(ServeConfig)]
+    own = [*OWN_KEYS[SECTION], *(f"{SECTION}.{field.name}" for field in fields(ServeConfig))]
     parsed, source, plain = sampled_by(others, own, else_latest=False)
     remedy = "give run=<run>, such as run=latest, or model.path=<model> or +recipe=<name>"
     require(source or names_a_model(parsed), "run", "is missing: there is no model to serve", remedy=remedy)

@@ -21,7 +21,7 @@ from rlft.config.choices import choice_remedy
 from rlft.config.instantiate import locate
 from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run, parse_overrides
 from rlft.config.suggest import SEVERAL, known_keys, unknown_in_section, unknown_key
-from rlft.types import UserError
+from rlft.types import Mistakes, UserError
 
 USUAL = "train"
 """The command of a config that names none. Its YAML gives every key a value: other commands compose groups with it."""
@@ -92,6 +92,7 @@ def _with_overrides(
     others += [Path(config_dir).resolve()] if config_dir else []
     keys = [one for one in read if _sets_a_key(one, (primary, *others))]
     choices = [_choice(one) for one in read if one not in keys]
+    mistakes = Mistakes()
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)
@@ -99,9 +100,11 @@ def _with_overrides(
                 choices.append("data=jsonl")
                 composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)
         for key in keys:
-            _set_key(composed, key, command)
+            with mistakes:
+                _set_key(composed, key, command)
     except Exception as error:
         raise refusal(error, command) or error from None
+    mistakes.refuse()
     return composed, choices, keys
 
 
@@ -344,6 +347,7 @@ def changed(
         defaults = compose([], config_dir, command)
         result.update({section: defaults[section] for section in missing if section in defaults})
     # Plain keys come first, because a group's YAML may refer to them; then groups; then keys of the chosen files.
+    mistakes = Mistakes()
     for one in sorted(read, key=lambda one: _rank(one.key_or_group, command)):
         key = one.key_or_group
         if key in catalog.groups(command) and (key in config or key in added):
@@ -362,7 +366,9 @@ def changed(
             else:
                 result[key] = section
         else:
-            _set_key(result, one, command, recorded=True)
+            with mistakes:
+                _set_key(result, one, command, recorded=True)
+    mistakes.refuse()
     return plain(result)
 
 

@@ -20,7 +20,7 @@ from rlft.config import catalog
 from rlft.config.choices import as_typed, choice_remedy, closest
 from rlft.config.keys import ABSENT, fields_of, joined, options
 from rlft.config.suggest import unknown_in_section
-from rlft.types import UserError, require
+from rlft.types import Mistakes, UserError, require
 
 PYTHON = ".py"
 ALLOW_UNSCORABLE = "allow_unscorable"  # the switch of `data` that the run reads, and not the source of the data
@@ -148,12 +148,17 @@ def from_mapping(cls: Any, values: Any, prefix: str, command: str = "train") -> 
         values = cls.with_sections_read(values, prefix, command)
     fields = {field.name: field for field in fields_of(cls)}
     values = {**{name: field.key.before for name, field in fields.items() if field.key.before is not ABSENT}, **values}
-    for key in (key for key in values if key not in fields):
-        raise unknown_in_section(key, values[key], list(fields), prefix, command)
+    mistakes, converted = Mistakes(), {}
+    for name, value in values.items():
+        with mistakes:
+            if name not in fields:
+                raise unknown_in_section(name, value, list(fields), prefix, command)
+            converted[name] = convert(fields[name].hint, value, joined(prefix, name), command)
     for name in (name for name, field in fields.items() if not (field.has_default or name in values)):
-        raise UserError(joined(prefix, name), "is missing", remedy="give it a value")
-    start = joined(prefix, "")
-    return cls(**{name: convert(fields[name].hint, value, f"{start}{name}", command) for name, value in values.items()})
+        with mistakes:
+            raise UserError(joined(prefix, name), "is missing", remedy="give it a value")
+    mistakes.refuse()
+    return cls(**converted)
 
 
 def convert(hint: Any, value: Any, key: str, command: str = "train") -> Any:

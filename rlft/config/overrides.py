@@ -18,7 +18,8 @@ from typing import Any
 
 from rlft.config import catalog, recipe_file, suggest
 from rlft.config.choices import LIKE, choice_remedy, closest
-from rlft.types import UserError, require
+from rlft.config.recipe_file import DATA_SUFFIXES, FILES_OF_DATA
+from rlft.types import Mistakes, UserError, require
 
 logger = logging.getLogger(__name__)
 
@@ -201,9 +202,8 @@ def _check_overrides(overrides: Sequence[str], command: str, config_dir: Path | 
         require(ends_well, "+recipe" if key == "recipe" else key, "ends with a comma", got=value, remedy=remedy)
         if key == "recipe":
             _check_recipe(value, override, command, config_dir)
-        if key in ("data", "demonstrations", "preferences") and unquoted(value).endswith(recipe_file.FILES_OF_DATA):
-            remedy = f"write {key}=jsonl {key}.path={value}"
-            raise UserError(key, "is chosen by a name, not as a file", got=value, remedy=remedy)
+        if key in ("data", "demonstrations", "preferences"):
+            _check_is_no_file(key, value, config_dir)
         if key in suggest.SEVERAL and value.startswith("["):
             chosen = [name.strip(" '\"") for name in value.strip("[]").split(",")]
             for name in (name for name in chosen if chosen.count(name) > 1):
@@ -216,6 +216,18 @@ def _check_overrides(overrides: Sequence[str], command: str, config_dir: Path | 
             remedy = f"give it once; to sweep over values use rlft {command} -m with commas between them"
             raise UserError(key, "is given twice", got=f"{override_of[key]} and {override}", remedy=remedy)
         override_of[key] = override
+
+
+def _check_is_no_file(key: str, value: str, config_dir: Path | None) -> None:
+    """Refuses a file, or a kind of file, as the choice of data: the choice `jsonl` reads all kinds."""
+    kind = f".{unquoted(value).lower().removeprefix('.')}"
+    is_choice = value in catalog.choices(key) or (config_dir and (config_dir / key / f"{value}.yaml").is_file())
+    if kind in FILES_OF_DATA and not is_choice:
+        problem = f"is a kind of file, and {key}=jsonl reads them all ({' '.join(DATA_SUFFIXES)}, packed or not)"
+        raise UserError(key, problem, got=value, remedy=f"write {key}=jsonl {key}.path=<file>")
+    if kind.endswith(FILES_OF_DATA) and not is_choice:
+        remedy = f"write {key}=jsonl {key}.path={value}"
+        raise UserError(key, "is chosen by a name, not as a file", got=value, remedy=remedy)
 
 
 def _check_recipe(value: str, override: str, command: str, config_dir: Path | None) -> None:
@@ -290,6 +302,7 @@ def _check_use(overrides: Sequence[str], command: str, printing: str | None, *, 
 def _check_own_keys(overrides: Sequence[str], own: Sequence[str], command: str) -> None:
     """Refuses a key that the config has not and that resembles one of a command's own keys, such as `serve.port`."""
     by_name = {name.rpartition(".")[2]: name for name in own}
+    mistakes = Mistakes()
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         alike = {name: difflib.SequenceMatcher(None, name, key).ratio() for name in by_name}
@@ -299,7 +312,9 @@ def _check_own_keys(overrides: Sequence[str], own: Sequence[str], command: str) 
         others = [difflib.SequenceMatcher(None, meant.key, key).ratio() for meant in suggest.suggestions(key, command)]
         if alike[most] >= max(others, default=0):
             meant = f"did you mean {by_name[most]}?"
-            raise UserError(key, "there is no such key", got=value or "nothing", remedy=meant)
+            with mistakes:
+                raise UserError(key, "there is no such key", got=value or "nothing", remedy=meant)
+    mistakes.refuse()
 
 
 def _not_an_override(word: str, following: Sequence[str], command: str) -> UserError:

@@ -27,7 +27,11 @@ from rlft.types import UserError, require
 SUFFIXES = (".yaml", ".yml")
 REWARD = re.compile(r".+\.py:(\w+)|(?!.*\.yaml$)(?:\w+\.)+(\w+)")
 """A reward that no YAML declares: a class or function in a file, or one that can be imported by its dotted name."""
-FILES_OF_DATA = (".json", ".jsonl", ".gz", ".csv", ".tsv", ".parquet")
+SHEET_SUFFIXES = (".csv", ".tsv", ".tab")
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", *SHEET_SUFFIXES, ".parquet", ".arrow", ".feather", ".xlsx")
+"""Of the files with rows that the choice `jsonl` of data, demonstrations and preferences reads."""
+PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+FILES_OF_DATA = (*DATA_SUFFIXES, *PACKED_SUFFIXES)
 GIVEN, BUILT_ON = "file:", "base:"
 """How Hydra's names begin of a file that was given, and of a file next to it that its defaults list names."""
 

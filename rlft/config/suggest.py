@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config import catalog
+from rlft.config import command as commands
 from rlft.config.choices import LIKE, as_typed
 from rlft.config.keys import joined
 from rlft.types import UserError
@@ -24,6 +25,14 @@ ASSETS = Path(__file__).parents[1] / "assets"
 PEER_NAMES = ASSETS / "peer_names.yaml"
 SEVERAL = ("reward", "logger")
 """Groups that take several choices at once, whose keys are below the name of a choice: reward.format.weight."""
+OWN_KEYS = {
+    "plan": ("device_memory", "card", "price"),
+    "reward try": ("rows",),
+    **dict.fromkeys(("eval", "chat", "serve", "export"), ("run", "checkpoint")),
+}
+OWN_KEYS["chat"] += ("raw",)
+OWN_KEYS["export"] += ("out", "as", "dtype", "push", "private")
+"""{command: the keys that it has next to those of a run's config}; `rlft serve` also has those of base/serve.yaml."""
 VERY_LIKE = 0.8  # the least similarity of a suggested name where a wrong one would mislead; elsewhere `LIKE`
 MOST_KEYS = 6  # if more keys than this end in the same word, none of them is suggested
 
@@ -135,8 +144,25 @@ def unknown_key(
     if subkey and key in catalog.root_entries(command):
         remedies = f"leave out {group}=null, or this key"
         return UserError(key, f"belongs to the section {group}, which is null here", got=got, remedy=remedies)
-    meant = remedy(suggestions(key, command, known)) or f"`rlft {command} --cfg job` shows every key"
-    return UserError(key, "there is no such key", got=got, remedy=meant)
+    meant, others = remedy(suggestions(key, command, known)), commands_with(key, command)
+    problem = _of_others(others) if others else "there is no such key"
+    otherwise = "leave it out here" if others else f"`rlft {command} --cfg job` shows every key"
+    return UserError(key, problem, got=got, remedy=meant or otherwise)
+
+
+def commands_with(key: str, command: str) -> list[str]:
+    """The names of other commands than this one that have a key, a run's or their own.
+
+    >>> commands_with("group_size", "sft"), commands_with("device_memory", "train")
+    (['train'], ['plan'])
+    """
+    serves = (*OWN_KEYS["serve"], *catalog.entries(catalog.config_folder() / "base" / "serve.yaml"))
+    runs = [name for name in commands.OWN if name != command and key in known_keys(name)]
+    return [*runs, *(name for name, keys in {**OWN_KEYS, "serve": serves}.items() if key in keys)]
+
+
+def _of_others(names: Sequence[str]) -> str:
+    return f"is a key of rlft {', '.join(names[:-1]) + ' and ' * (len(names) > 1) + names[-1]}, and not of this command"
 
 
 def unknown_in_section(
@@ -151,7 +177,9 @@ def unknown_in_section(
         meant = here or remedy(suggestions(key, command)) or all_keys
     else:
         meant = " ".join(filter(None, [here, all_keys]))
-    return UserError(key, "there is no such key", got=as_typed(value), remedy=meant)
+    others = commands_with(key, command)
+    problem = _of_others(others) if others and not here else "there is no such key"
+    return UserError(key, problem, got=as_typed(value), remedy=meant)
 
 
 def _like(name: str, keys: Sequence[str]) -> str | None:

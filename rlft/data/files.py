@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import rlft
+from rlft.config.recipe_file import DATA_SUFFIXES, SHEET_SUFFIXES
 from rlft.data.opened import (
     ARROW_FILE,
     ARROW_STREAM,
@@ -37,8 +38,6 @@ from rlft.data.tables import (
 from rlft.types import UserError, require
 
 EMBEDDED = "embedded:"
-SHEET_SUFFIXES = (".csv", ".tsv", ".tab")
-SUFFIXES = (".jsonl", ".ndjson", ".json", *SHEET_SUFFIXES, ".parquet", ".arrow", ".feather", ".xlsx")
 HELD_OUT_SPLITS = SPLITS[1:]
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """The files that folders have which `datasets` saved (save_to_disk): of one split, and of several."""
@@ -88,12 +87,12 @@ def files_at(path: str, key: str, splits: Sequence[str] = SPLITS[:1]) -> list[Pa
 def files_of_split(folder: Path, split: str, subset: str | None = None) -> list[Path]:
     """A split's files where hub repositories keep them: <split>.* or <split>-*.*, in <subset>/, data/ or the top.
 
-    Where a folder has the split in several kinds of files, these are of one kind, the first of SUFFIXES.
+    Where a folder has the split in several kinds of files, these are of one kind, the first of DATA_SUFFIXES.
     """
     for place in dict.fromkeys((folder / (subset or "."), folder / "data", folder)):
         named = [file for file in _data_files(place) if re.split(r"[-.]", file.name, maxsplit=1)[0] == split]
         if files := named or _data_files(place / split):
-            kind_of_rows = min(map(suffix, files), key=SUFFIXES.index)
+            kind_of_rows = min(map(suffix, files), key=DATA_SUFFIXES.index)
             return [file for file in files if suffix(file) == kind_of_rows]
     return []
 
@@ -112,7 +111,7 @@ def _files_in_folder(folder: Path, key: str, splits: Sequence[str]) -> list[Path
     require(not others, key, problem, got=folder, remedy=f"name the file in it, {key}=<folder>/<file>")
     suffixes = sorted({suffix(file) for file in files})
     problem = f"the folder has files of several kinds ({', '.join(suffixes)})" if suffixes else "the folder has no data"
-    remedy = f"name the file in it, {key}=<folder>/<file>, one of {', '.join(SUFFIXES)}"
+    remedy = f"name the file in it, {key}=<folder>/<file>, one of {', '.join(DATA_SUFFIXES)}"
     require(len(suffixes) == 1, key, problem, got=folder, remedy=remedy)
     return files
 
@@ -123,7 +122,7 @@ def is_data_file(name: str) -> bool:
     >>> is_data_file("a/train.jsonl.gz"), is_data_file("openai/gsm8k")
     (True, False)
     """
-    return suffix(Path(name)) in SUFFIXES
+    return suffix(Path(name)) in DATA_SUFFIXES
 
 
 def is_saved(folder: Path) -> bool:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from rlft.config.bounds import PositiveFraction
 from rlft.config.keys import Key
-from rlft.data.files import SUFFIXES, files_at, files_of_split, is_data_file, is_saved, tables
+from rlft.config.recipe_file import DATA_SUFFIXES
+from rlft.data.files import files_at, files_of_split, is_data_file, is_saved, tables
 from rlft.data.jsonl import hash_split, rows, training
 from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource
 from rlft.data.tables import Record, Table
@@ -64,7 +65,7 @@ class HubSet(RowSource):
             return rows([HubTable(self._download(name, name_key), self.path, name, self.rows)], parse, key)
         files = files_of_split(folder, name, self.subset)
         problem = f"the folder has no files of the split {name}"
-        remedy = f"put {self._files()} there (or {', '.join(SUFFIXES[1:])}), or give one file"
+        remedy = f"put {self._files()} there (or {', '.join(DATA_SUFFIXES[1:])}), or give one file"
         if named_by == "held_out_split":
             remedy += f"; {name_key}=null holds out a part of the split {self.train_split}"
         require(files, key, problem, got=self.path, remedy=remedy)

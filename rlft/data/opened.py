@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from rlft.config.recipe_file import PACKED_SUFFIXES
 from rlft.types import UserError
 
 HEAD = 2**16  # bytes that decide what a file is
-PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 ARROW_FILE, ARROW_STREAM, PARQUET, ZIP = b"ARROW1", b"\xff\xff\xff\xff", b"PAR1", b"PK\x03\x04"
 
 FOREIGN: Mapping[bytes, tuple[str, str]] = {

@@ -9,7 +9,16 @@ from in_one_test import each
 
 from rlft import cli
 from rlft.config import command as commands
-from rlft.config.suggest import SECTIONS, known_keys, peer_names, refused_setting, refused_settings, suggestions
+from rlft.config.recipe_file import DATA_SUFFIXES
+from rlft.config.suggest import (
+    OWN_KEYS,
+    SECTIONS,
+    known_keys,
+    peer_names,
+    refused_setting,
+    refused_settings,
+    suggestions,
+)
 
 
 def targets(name: str) -> Iterator[tuple[str | None, str]]:
@@ -129,3 +138,44 @@ def test_a_refused_name_is_refused_in_every_section_of_sampling(section: str) ->
 def test_no_key_of_rlft_is_refused() -> None:
     for command in ("train", "sft", "rm", "sample"):
         assert [key for key in known_keys(command) if refused_setting(key)] == []
+
+
+def test_all_unknown_keys_are_named_at_once_each_with_its_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["num_generations=4", "generation.temprature=1", "learnig_rate=3", "foo=1"]
+    assert cli.run(["train", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [word.partition("=")[0] for word in words]
+    meant = [
+        "did you mean group_size?",
+        "did you mean generation.temperature?",
+        "did you mean trainer.lr?",
+        "--cfg job",
+    ]
+    assert all(text in line for text, line in zip(meant, lines, strict=True))
+
+
+OF_ONE_COMMAND = {
+    key: of for of, keys in OWN_KEYS.items() if of != "export" for key in keys[-1:] if key != "checkpoint"
+}
+
+
+@each(("key", "of"), [*OF_ONE_COMMAND.items(), ("out", "export"), ("push", "export"), ("serve.port", "serve")])
+def test_a_key_of_another_command_is_said_to_be_that_ones(
+    key: str, of: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in commands.OWN:
+        assert cli.run([command, f"{key}=1"]) == 2
+        assert f"rlft: {key}: is a key of rlft {of}, and not of this command" in capsys.readouterr().err
+
+
+@each("group", ["data", "demonstrations", "preferences"])
+def test_a_kind_of_file_as_the_choice_of_data_leads_to_jsonl(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = {"data": "train", "demonstrations": "sft", "preferences": "dpo"}[group]
+    for suffix in (*DATA_SUFFIXES, ".gz", ".zip"):
+        for value in (suffix[1:], suffix, f"mine{suffix}", f"MINE{suffix.upper()}"):
+            if value == "jsonl":
+                continue
+            assert cli.run([command, f"{group}={value}"]) == 2, value
+            file = value if value.lower().startswith("mine") else "<file>"
+            told = capsys.readouterr().err.replace("'", "")
+            assert f"write {group}=jsonl {group}.path={file}" in told, value

@@ -20,6 +20,7 @@ from rlft.commands.launch import import_libraries
 from rlft.commands.policy import check_base, of_a_run
 from rlft.config import compose as configs
 from rlft.config.resolved import AUTO
+from rlft.config.suggest import OWN_KEYS
 from rlft.runs.chain import CHAIN, lines_until
 from rlft.runs.checkpoint import saved_step, set_usual_mode
 from rlft.runs.find import CheckpointKind
@@ -50,17 +51,16 @@ For llama.cpp, the command that converts the folder into a GGUF file is printed 
   rlft export run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 out=exports/mine_adapter as=adapter
   rlft export run=runs/grpo_arithmetic/<time> out=exports/mine push=me/mine"""
 
-WORDS = ("out", "as", "dtype")  # keys of the command, in the order of the parameters of `prepare`
-PUSH_WORDS = ("push", "private")  # and of `push.read_target`; all others are of the run's config
+WORDS, PUSH_WORDS = OWN_KEYS["export"][2:5], OWN_KEYS["export"][5:]
+"""Keys of the command after run and checkpoint, in the order of the parameters of `prepare` and `push.read_target`."""
 
 
 def command(arguments: list[str]) -> None:
     """Exports a run's newest checkpoint, or a named one, and pushes it if push= is given."""
-    words = [*WORDS, *PUSH_WORDS]
     if len(arguments) > 1 and "=" not in arguments[1] and not arguments[1].startswith(("-", "+", "~")):
         problem = "takes one run, and the folder to write is given as out=<folder>"
         raise UserError("export", problem, got=arguments[1], remedy=f"write out={arguments[1]}")
-    parsed, source = of_a_run(arguments, words)
+    parsed, source = of_a_run(arguments, OWN_KEYS["export"])
     if source is None:
         raise UserError("run", "is missing: there is nothing to export", remedy="write run=runs/<name>/<time>")
     for key in (o.partition("=")[0] for o in parsed.overrides if not o.startswith("model.")):
