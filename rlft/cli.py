@@ -112,6 +112,7 @@ TOOLS = {
         "a model folder or adapter for transformers, vLLM, llama.cpp",
         interrupted="nothing was exported",
     ),
+    "translate": Tool("rlft.commands.translate.command", Part.HELP, "another library's arguments as rlft's"),
     "recipes": Tool("rlft.commands.recipes", Part.HELP, "list recipes"),
     "keys": Tool("rlft.commands.keys", Part.HELP, "what each key means: unit, default, choices, file"),
     "algorithms": Tool("rlft.commands.algorithms", Part.HELP, "list algorithms; of one its loss, keys and paper"),

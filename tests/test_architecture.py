@@ -56,7 +56,7 @@ HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
     "algorithms", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "keys", "launch",
     "models", "next_steps", "plan", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
-    "sweep/command", "tables", "train",
+    "sweep/command", "tables", "train", "translate/command",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""
 

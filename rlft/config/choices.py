@@ -6,16 +6,19 @@ import difflib
 from collections.abc import Iterable
 
 LIKE = 0.6  # the least similarity (difflib's ratio) of a suggested choice
-OTHER_NAMES = {"gpu": "cuda", "fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16",
-               "half": "float16", "int4": "4bit", "nf4": "4bit", "hf": "transformers"}  # fmt: skip
-"""{a value's name in other programs: its name here}, where it looks like another value or like none."""
+OTHER_NAMES = {"gpu": ["cuda"], "fp32": ["float32"], "float": ["float32"], "bf16": ["bfloat16"], "fp16": ["float16"],
+               "half": ["float16"], "int4": ["4bit"], "nf4": ["4bit"], "hf": ["transformers"],
+               "vpg": ["reinforce", "reinforce_arithmetic"], "policy_gradient": ["reinforce", "reinforce_arithmetic"],
+               "actor_critic": ["a2c", "a2c_arithmetic"], "r1_zero": ["r1_grpo_arithmetic", "grpo"],
+               "grpo_zero": ["grpo_arithmetic", "grpo"], "rlhf": ["rlhf_ppo_arithmetic", "ppo"]}  # fmt: skip
+"""{a value's name in other programs: its names here}, where it looks like another value or like none."""
 
 
 def closest(name: object, choices: Iterable[str]) -> str | None:
     """The choice that was probably meant by a value that is none of them; None if it looks like none."""
     known, typed = list(choices), str(name)
-    if (other := OTHER_NAMES.get(typed.lower())) in known:
-        return other
+    if other := [name for name in OTHER_NAMES.get(typed.lower(), []) if name in known]:
+        return other[0]
     for spelled in dict.fromkeys((typed, typed.lower())):
         if close := difflib.get_close_matches(spelled, known, cutoff=LIKE):
             ratios = {choice: difflib.SequenceMatcher(a=choice, b=spelled).ratio() for choice in close}

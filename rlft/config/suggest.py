@@ -44,6 +44,7 @@ class Suggestion:
     key: str  # the key's name
     value: str | None = None  # the only value that makes sense; None for the value that the user typed
     note: str = ""  # how the key differs from the one that was typed, or ""
+    is_copied: bool = True  # whether the value of the one that was typed is this key's as well
 
     def written(self, value: str | None = None) -> str:
         """The key; with a value the override, or `<value>` in its place if it may mean something else there."""
@@ -98,23 +99,42 @@ def of_peers(name: str, command: str, known: Collection[str]) -> Suggestion | No
     """
     table = peer_names()
     full_names = [name] if name in table else [n for n in table if "." in name and n.endswith(f".{name}")]
-    for targets in (table[n] for n in full_names):
-        commands_targets = targets.get(command, []) if isinstance(targets, dict) else targets
-        for target in [commands_targets] if isinstance(commands_targets, str) else commands_targets:
-            written, _, note = target.partition("; ")
-            key, equals, value = written.partition("=")
-            if key in known:
-                return Suggestion(key, value if equals else None, note)
+    return next(filter(None, (target_of(table[n], command, known) for n in full_names)), None)
+
+
+def target_of(targets: Any, command: str, known: Collection[str]) -> Suggestion | None:
+    """The first of a name's targets, as peer_names.yaml has them, that the command has."""
+    of_command = targets.get(command, []) if isinstance(targets, dict) else targets
+    for target in [of_command] if isinstance(of_command, str) else of_command:
+        written, mark, note = next(
+            filter(lambda parts: parts[1], map(target.partition, (" ! ", "; "))), (target, "", "")
+        )
+        key, equals, value = written.partition("=")
+        if key in known:
+            return Suggestion(key, value if equals else None, note, is_copied=mark != " ! ")
     return None
+
+
+@cache
+def peer_table() -> dict[str, Any]:
+    """{library: its part of peer_names.yaml, whose first comment has its form}."""
+    from yaml import CSafeLoader, load
+
+    return load(PEER_NAMES.read_text(encoding="utf-8"), CSafeLoader)
+
+
+def translated_peers() -> list[str]:
+    """The libraries whose runs are translated as a whole."""
+    return [name for name, part in peer_table().items() if "title" in part]
 
 
 @cache
 def peer_names() -> dict[str, Any]:
     """{name: target, targets in order, or {command: target}} of all libraries; the first one with a name decides."""
-    from yaml import safe_load
-
-    libraries = safe_load(PEER_NAMES.read_text())
-    return {name: targets for names in reversed(list(libraries.values())) for name, targets in names.items()}
+    libraries = list(reversed(peer_table().values()))
+    names = {name: targets for library in libraries for name, targets in library.get("names", {}).items()}
+    aliases = {alias: name for library in libraries for alias, name in library.get("aliases", {}).items()}
+    return {alias: names[name] for alias, name in aliases.items() if name in names} | names
 
 
 @cache

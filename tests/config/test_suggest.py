@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -31,7 +32,7 @@ def targets(name: str) -> Iterator[tuple[str | None, str]]:
 
 
 def key_of(target: str) -> str:
-    return target.partition("; ")[0].partition("=")[0]
+    return re.split("; | ! |=", target)[0]
 
 
 def test_the_table_is_large() -> None:
@@ -111,6 +112,16 @@ SAID = [
     ("dpo beta=0.1", "beta", "did you mean loss.beta?"),
     ("dpo loss_type=ipo", "loss_type", "did you mean loss (dpo (its sigmoid), ipo, simpo or orpo)?"),
     ("dpo rpo_alpha=1", "rpo_alpha", "did you mean loss.sft_coef?"),
+    ("train gae_lambda=0.9", "gae_lambda", "did you mean algorithm.lam?"),
+    ("train n_grpo_steps=3", "n_grpo_steps", "did you mean steps?"),
+    ("train n_train_steps_per_rollout_batch=2", "n_train_steps_per_rollout_batch", "did you mean epochs (minibatches"),
+    ("train algorithm=vpg", "algorithm", "did you mean reinforce?"),
+    ("train algorithm=policy_gradient", "algorithm", "did you mean reinforce?"),
+    ("train algorithm=actor_critic", "algorithm", "did you mean a2c?"),
+    ("train algorithm=r1_zero", "algorithm", "did you mean grpo?"),
+    ("train +recipe=r1_zero", "+recipe", "did you mean r1_grpo_arithmetic?"),
+    ("train +recipe=rlhf", "+recipe", "did you mean rlhf_ppo_arithmetic?"),
+    ("train +recipe=grpo_zero", "+recipe", "did you mean grpo_arithmetic?"),
     ("rm temperature=0.1", "temperature", "there is no such key, got 0.1; `rlft rm --cfg job` shows every key"),
 ]
 
