@@ -162,7 +162,7 @@ def words_of(folder: Path, model: str, work: Workload, steps: int, embedded: boo
         f"generation.max_tokens={work.completion_tokens}",
         "eval.every=0",
         "checkpoint.every=0",
-        "logger=[jsonl]",
+        "console=null",
     ]
     if not embedded:
         prompts = write_prompts(folder / "prompts.jsonl", work, steps + 1)

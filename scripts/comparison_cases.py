@@ -16,7 +16,7 @@ ALGORITHMS = (
 
 MODEL = "model.device=cpu"
 LORA = "lora.rank=4 lora.alpha=8 lora.dropout=0.1"
-SAVING = "checkpoint.every=1 checkpoint.keep=9 logger=[jsonl]"
+SAVING = "checkpoint.every=1 checkpoint.keep=9 console=null"
 SAMPLING = "generation=transformers generation.max_tokens=24 scoring.workers=0"
 EVALUATION = "eval.every=3 eval.num_prompts=2 eval.num_samples=2"
 PROMPTS = "data.size=64 data.held_out_size=8"

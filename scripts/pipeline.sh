@@ -35,7 +35,7 @@ needs() {
 # learn <command> <folder> <words>: a stage that trains. sample <folder> <words>: one that samples.
 learn() {
   local command=$1 folder=$2; shift 2
-  "${rlft[@]}" "$command" "$@" seed="$seed" logger=jsonl resume=auto hydra.run.dir="$out/$folder"
+  "${rlft[@]}" "$command" "$@" seed="$seed" console=null resume=auto hydra.run.dir="$out/$folder"
 }
 sample() {
   local folder=$1; shift

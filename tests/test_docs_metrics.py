@@ -19,7 +19,7 @@ PAGE = REPOSITORY / "docs" / "reference" / "metrics.md"
 PLACEHOLDERS = {"<name>": "[a-z_]+", "<k>": r"\d+", "<role>": "(policy|critic|reward|model)"}
 SMALL = (
     "steps=2", "generation=transformers", "lora.rank=2", "lora.alpha=4", "model.device=cpu", "eval.num_prompts=4",
-    "logger=[jsonl]", "name=x",
+    "console=null", "name=x",
 )  # fmt: skip
 SAMPLED = ("generation.max_tokens=24", "data.size=16", "data.held_out_size=8", "scoring.workers=0")
 TRAIN = ("train", *SMALL, *SAMPLED, "prompts_per_step=2", "group_size=2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import yaml
 from in_one_test import each
 
 from rlft.commands.sweep.space import read_grid
@@ -61,11 +62,9 @@ def test_folders_of_yaml_that_are_no_groups_take_no_other_values_either(group: s
                 build(compose([f"{sign}{group}={value}"]))
 
 
-def test_a_run_without_loggers_still_writes_its_own_files() -> None:
-    usual = compose([])["logger"]
-    assert compose(["logger=null"])["logger"] == {"jsonl": usual["jsonl"]}
-    assert compose(["+recipe=grpo_arithmetic", "logger=null"])["logger"].keys() == {"jsonl"}
-    assert compose(["+recipe=rm_arithmetic", "logger=null"], command="rm")["logger"].keys() == {"jsonl"}
+def test_no_tracker_may_be_written_in_each_way() -> None:
+    for words in ([], ["logger=null"], ["logger=[]"], ["+recipe=grpo_arithmetic", "logger=null"]):
+        assert build(compose(words)).logger == {}
 
 
 def test_no_data_may_be_said_where_there_need_be_none() -> None:
@@ -74,10 +73,10 @@ def test_no_data_may_be_said_where_there_need_be_none() -> None:
 
 
 def test_null_among_the_values_of_a_sweep_means_the_same() -> None:
-    space = read_grid(["logger=null,console", "reward=format,null", "seed=1"], "train")
+    space = read_grid(["logger=null,wandb", "reward=format,null", "seed=1"], "train")
     plains = [compose(space.words(params)) for params in space.combinations()]
-    assert [(list(p["logger"]), list(p.get("reward", {}))) for p in plains] == [
-        (loggers, rewards) for loggers in (["jsonl"], ["console"]) for rewards in (["format"], [])
+    assert [(list(p.get("logger", {})), list(p.get("reward", {}))) for p in plains] == [
+        (loggers, rewards) for loggers in ([], ["wandb"]) for rewards in (["format"], [])
     ]
     algorithms = read_grid(["algorithm=grpo,null"], "train")
     *_, nothing = algorithms.combinations()
@@ -86,5 +85,7 @@ def test_null_among_the_values_of_a_sweep_means_the_same() -> None:
 
 
 def test_the_config_is_printed_with_what_null_means(capsys: pytest.CaptureFixture[str]) -> None:
-    answer("train", parse(["--cfg", "job", "--package", "logger", "logger=null"]))
-    assert capsys.readouterr().out.splitlines()[1:3] == ["jsonl:", "  _target_: rlft.logger.jsonl.Jsonl"]
+    answer("train", parse(["--cfg", "job", "console=null", "logger=null"]))
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert "logger" not in printed
+    assert printed["console"] is None

@@ -21,12 +21,12 @@ from rlft.system.interrupt import Interrupt
 REPOSITORY = Path(__file__).parents[1]
 SMALL = {"train": ("steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16", "data.size=16",
                    "data.held_out_size=8", "eval.every=0", "scoring.workers=0", "generation=transformers",
-                   "model.device=cpu", "logger=[jsonl]"),
-         "sft": ("steps=1", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "eval.every=0"),
-         "rm": ("steps=1", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "eval.every=0"),
-         "dpo": ("steps=1", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "eval.every=0"),
+                   "model.device=cpu", "console=null"),
+         "sft": ("steps=1", "lora.rank=2", "model.device=cpu", "console=null", "eval.every=0"),
+         "rm": ("steps=1", "lora.rank=2", "model.device=cpu", "console=null", "eval.every=0"),
+         "dpo": ("steps=1", "lora.rank=2", "model.device=cpu", "console=null", "eval.every=0"),
          "resume": (), "eval": ("eval.num_prompts=2",), "chat": (), "plan": (), "export": ()}  # fmt: skip
-LORA = ("lora.rank=2", "lora.alpha=4", "model.device=cpu", "logger=[console]")
+LORA = ("lora.rank=2", "lora.alpha=4", "model.device=cpu")
 TRAIN = ("steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16", "data.size=16", *LORA,
          "data.held_out_size=8", "eval.every=1", "eval.num_prompts=2", "scoring.workers=0",
          "generation=transformers")  # fmt: skip

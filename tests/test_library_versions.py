@@ -25,9 +25,9 @@ TRAIN = (
     "+recipe=grpo_arithmetic", "steps=2", "prompts_per_step=2", "group_size=2", "generation=transformers",
     "generation.max_tokens=16", "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=2",
     "eval.num_prompts=4", "checkpoint.every=1", "trainer.schedule=constant", "model.device=cpu", "scoring.workers=0",
-    "logger=[jsonl]",
+    "console=null",
 )  # fmt: skip
-COMMON = ("steps=1", "lora.rank=2", "lora.alpha=4", "model.device=cpu", "logger=[jsonl]", "max_completion_tokens=64")
+COMMON = ("steps=1", "lora.rank=2", "lora.alpha=4", "model.device=cpu", "console=null", "max_completion_tokens=64")
 
 Command = Callable[..., str]
 

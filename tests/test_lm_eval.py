@@ -92,7 +92,7 @@ def test_it_counts_the_right_answers_that_rlft_eval_counts_and_sums_the_trainers
 ) -> None:
     run = tmp_path / "run"
     words = ("+recipe=grpo_arithmetic", "steps=2", "prompts_per_step=4", "eval.every=0", "scoring.workers=0")
-    sampling = ("generation=transformers", f"generation.max_tokens={LONGEST}", "model.device=cpu", "logger=[jsonl]")
+    sampling = ("generation=transformers", f"generation.max_tokens={LONGEST}", "model.device=cpu", "console=null")
     assert cli.run(["train", *words, *sampling, f"hydra.run.dir={run}"]) == 0
     problems = Arithmetic(**DATA).load(Split.held_out)
     rows = [{"question": problem.messages[0]["content"], "answer": problem.answer} for problem in problems]

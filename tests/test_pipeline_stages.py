@@ -12,7 +12,7 @@ from rlft import cli
 SMALL = ("generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu")
 TEACH = (
     "sft", "demonstrations.path=embedded:arithmetic-demonstrations", "steps=2", "examples_per_step=4",
-    "max_completion_tokens=64", "prompts.max_tokens=64", "eval.every=0", "logger=jsonl", "lora.rank=4",
+    "max_completion_tokens=64", "prompts.max_tokens=64", "eval.every=0", "console=null", "lora.rank=4",
     "trainer.lr=1e-3", *SMALL,
 )  # fmt: skip
 SAMPLE = ("sample", "num_prompts=4", "n=2", "data.size=16", "data.held_out_size=8", *SMALL)

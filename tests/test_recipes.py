@@ -74,7 +74,7 @@ def test_a_recipe_is_named_as_its_file(recipe: str) -> None:
 def test_a_recipe_composes_builds_and_passes_the_checks(recipe: str) -> None:
     plain = composed(recipe)
     config = build(plain, commands.named(command_of(recipe)).root, command_of(recipe))
-    assert len(LOGGERS[command_of(recipe)](config)) == len(config.logger)
+    assert LOGGERS[command_of(recipe)](config) == ()
 
 
 def required(section: dict, path: str = "") -> list[str]:

@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,8 +19,16 @@ from rlft.config import catalog, recipe_file
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
 from rlft.config.instantiate import locate
+from rlft.config.keys import fields_of
 from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run, parse_overrides
-from rlft.config.suggest import SEVERAL, known_keys, unknown_in_section, unknown_key
+from rlft.config.suggest import (
+    NOT_TRACKERS,
+    SEVERAL,
+    known_keys,
+    not_a_tracker,
+    unknown_in_section,
+    unknown_key,
+)
 from rlft.types import Mistakes, UserError
 
 USUAL = "train"
@@ -341,8 +349,8 @@ def changed(
     from omegaconf import OmegaConf
 
     read, result = of_one_run(overrides, command), OmegaConf.create(config)
-    # Sections that were added after the run started, and which its root does not require, get their defaults.
-    added = {field.name for field in fields(commands.named(command).root) if field.default is None}
+    # Sections that its root does not require, and the run has not, get their defaults.
+    added = {field.name for field in fields_of(commands.named(command).root) if field.has_default}
     if missing := {one.key_or_group.partition(".")[0] for one in read} & added - config.keys():
         defaults = compose([], config_dir, command)
         result.update({section: defaults[section] for section in missing if section in defaults})
@@ -452,6 +460,9 @@ def _unknown_choice(group: str, name: str, command: str) -> UserError:
     known = catalog.choices(group, command)
     if not known:
         return unknown_key(group, command)
+    if group == "logger" and name in NOT_TRACKERS:
+        remedy = f"leave {name} out of the list; `console: null` shows nothing"
+        return not_a_tracker(group, name, remedy)
     remedy = choice_remedy(name, known)
     if name.lower() in ("none", "off") and (group == "logger" or catalog.may_be_absent(group, command)):
         remedy = f"write {group}=null for none"

@@ -165,6 +165,8 @@ def convert(hint: Any, value: Any, key: str, command: str = "train") -> Any:
     """The value in its field's type, checked by pydantic in strict mode (no "5" for 5, no True for 1)."""
     kinds = options(hint)
     may_be_null, sections = type(None) in kinds, [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    if sections and may_be_null and value in (False, "none", "off"):
+        raise UserError(key, "must be a section of keys", got=as_typed(value), remedy=f"write {key}=null for none")
     if sections and not (value is None and may_be_null):
         return from_mapping(sections[0], value, key, command)
     from pydantic import ValidationError

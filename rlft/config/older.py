@@ -12,8 +12,9 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from rlft.config.keys import ABSENT, fields_of
+from rlft.config.keys import ABSENT, fields_of, keys_of
 from rlft.config.schema import engine_classes
+from rlft.config.suggest import NOT_TRACKERS
 
 OPEN = ("data", "reward", "logger", "algorithm", "demonstrations", "preferences", "loss", "environment")
 """Sections whose classes are named by `_target_`, in the section itself or in sections of it."""
@@ -25,12 +26,25 @@ def completed(recorded: Mapping[str, Any], root: type) -> dict[str, Any]:
     A key without such a value stays absent, and is refused when the config is typed. A section is added if all of its
     keys have one.
     """
-    config = _completed(recorded, root)
+    config = _completed(_with_console(recorded, root), root)
     config |= {name: _with_components(config[name]) for name in OPEN if name in config}
     if isinstance(generation := config.get("generation"), Mapping):
         engines = {name: _section(generation.get(name, {}), of) for name, of in engine_classes({}).items()}
         config["generation"] = {**generation, **{name: keys for name, keys in engines.items() if keys is not ABSENT}}
     return config
+
+
+def _with_console(recorded: Mapping[str, Any], root: type) -> Mapping[str, Any]:
+    """The recorded config with trackers alone as loggers: the terminal was one, too, and so were the run's files."""
+    if "console" in recorded or "console" not in keys_of(root):
+        return recorded
+    trackers, console = dict[str, Any](), None
+    for name, keys in (recorded.get("logger") or {}).items():
+        if keys["_target_"] == NOT_TRACKERS["console"]:
+            console = {key: value for key, value in keys.items() if key != "_target_"}
+        elif keys["_target_"] != NOT_TRACKERS["jsonl"]:
+            trackers[name] = keys
+    return {**recorded, "logger": trackers, "console": console}
 
 
 def _completed(recorded: Mapping[str, Any], cls: type) -> dict[str, Any]:

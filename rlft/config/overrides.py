@@ -40,7 +40,6 @@ FIXED = ("hydra.mode", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hyd
 """Keys that rlft sets, and the user may not."""
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")  # keys of Hydra that a user may set
 TEMPLATE_VARIABLES = "prompts.template_variables"  # the section whose keys are the user's own
-OWN_FILES = "logger=[jsonl]"  # what `logger=null` means: only the logger that writes the run's own files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,12 +406,17 @@ def _of_one_run(parsed: Any, command: str) -> Any:
         may_be_none = group in suggest.SEVERAL or (group in groups and catalog.may_be_absent(group, command))
         if not may_be_none:
             raise UserError(shown, "something must be chosen", got="null", remedy=choose_one(group, command))
-        [nothing] = parse_overrides([OWN_FILES if group == "logger" else f"{group}=[]"], command)
+        [nothing] = parse_overrides([f"{group}=[]"], command)
         return nothing
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) and name for name in names):
         kind = "a name or a list of names" if group in suggest.SEVERAL else "a name"
         raise UserError(shown, f"must be {kind}", got=got or "nothing", remedy=choose_one(group, command))
+    if group == "logger" and not suggest.NOT_TRACKERS.keys().isdisjoint(names):
+        trackers = ",".join(name for name in names if name not in suggest.NOT_TRACKERS)
+        words = [] if "console" in names else ["console=null"]
+        words += [f"logger=[{trackers}]" if "," in trackers else f"logger={trackers}"] if trackers else []
+        raise suggest.not_a_tracker(shown, got, f"write {' '.join(words)}" if words else "leave it out")
     if isinstance(value, list) and value and group in groups and group not in suggest.SEVERAL:
         remedy = f"write {shown}={names[0]}"
         remedy += f", or for a run of each rlft {command} -m {shown}={','.join(names)}" if len(names) > 1 else ""

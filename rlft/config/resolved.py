@@ -116,8 +116,8 @@ def build(config: Mapping[str, Any], root: type[Any] = RunConfig, command: str =
         if surrogate := lone_surrogate(text):  # which YAML may hold as "\ud800"
             problem = f"holds the lone surrogate {surrogate}, which is not text"
             raise UserError(key or "config", problem, remedy="remove it, or write the whole character")
-    # An empty list of rewards or loggers composes to no section at all, and so does a group without a choice.
-    empty = {name: {} for name in ("reward", "logger", "data") if name in names}
+    # An empty list of rewards composes to no section at all, and so does a group without a choice.
+    empty = {name: {} for name in ("reward", "data") if name in names}
     return from_mapping(root, {**empty, **_with_trainable_dtype(with_token_budget(config))}, "", command)
 
 

@@ -149,6 +149,12 @@ class RolloutsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleConfig:
+    live: Annotated[bool, Key(before=True)]
+    plain_seconds: Annotated[NonNegativeFloat, Key(before=5.0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValuesConfig:
     every: NonNegativeInt
     groups: PositiveInt
@@ -351,7 +357,8 @@ class RunConfig(SamplingRoot):
     token_values: Annotated[TokenValuesConfig | None, Key(free=True, only_trains=True)]
     rollouts: Annotated[RolloutsConfig, Key(free=True, only_trains=True)]
     algorithm: Annotated[Mapping[str, Any], Key(only_trains=True)]
-    logger: Annotated[Mapping[str, Any], Key(free=True, only_trains=True)]
+    console: Annotated[ConsoleConfig | None, Key(free=True, only_trains=True, before=None)]
+    logger: Annotated[Mapping[str, Any], Key(free=True, only_trains=True)] = field(default_factory=dict)
     curriculum: Annotated[CurriculumConfig | None, Key(only_trains=True)] = None  # runs from before it have none
 
     @property
@@ -377,7 +384,8 @@ class SftConfig(SamplingRoot):
     checkpoint: Annotated[CheckpointConfig, Key(free=True)]
     stop: Annotated[StopConfig, Key(free=True, measured=True)]
     demonstrations: Annotated[Mapping[str, Any], Key(inside={"path": Key(free=True)})]
-    logger: Annotated[Mapping[str, Any], Key(free=True)]
+    console: Annotated[ConsoleConfig | None, Key(free=True, before=None)]
+    logger: Annotated[Mapping[str, Any], Key(free=True)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,7 +402,8 @@ class RankingRoot(Root):
     checkpoint: Annotated[CheckpointConfig, Key(free=True)]
     stop: Annotated[StopConfig, Key(free=True, measured=True)]
     preferences: Annotated[Mapping[str, Any], Key(inside={"path": Key(free=True)})]
-    logger: Annotated[Mapping[str, Any], Key(free=True)]
+    console: Annotated[ConsoleConfig | None, Key(free=True, before=None)]
+    logger: Annotated[Mapping[str, Any], Key(free=True)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,9 @@ OWN_KEYS = {
 OWN_KEYS["chat"] += ("raw",)
 OWN_KEYS["export"] += ("out", "as", "dtype", "push", "private")
 """{command: the keys that it has next to those of a run's config}; `rlft serve` also has those of base/serve.yaml."""
+
+NOT_TRACKERS = {"console": "rlft.logger.console.Console", "jsonl": "rlft.logger.jsonl.Jsonl"}
+"""{earlier choice in the group logger: its class} of what is no tracker."""
 VERY_LIKE = 0.8  # the least similarity of a suggested name where a wrong one would mislead; elsewhere `LIKE`
 MOST_KEYS = 6  # if more keys than this end in the same word, none of them is suggested
 
@@ -158,7 +161,8 @@ def unknown_key(
     if group in catalog.groups(command) and key in (choices := catalog.keys(group)):
         if group in SEVERAL:
             name = subkey.partition(".")[0]
-            return UserError(key, f"{group} has no {name} here", got=got, remedy=f"add it: {group}=[...,{name}]")
+            added = f"add it: {group}={name if group == 'logger' else f'[...,{name}]'}"
+            return UserError(key, f"{group} has no {name} here", got=got, remedy=added)
         belongs = f"it belongs to {' and '.join(f'{group}={choice}' for choice in choices[key])}"
         return UserError(key, f"the {group} chosen here has no such key", got=got, remedy=belongs)
     if subkey and key in catalog.root_entries(command):
@@ -222,6 +226,12 @@ def _same_end(last: str, keys: Sequence[str]) -> list[str]:
         for parts in matches
     ]
     return list(dict.fromkeys(".".join(parts) for parts in shown))
+
+
+def not_a_tracker(key: str, got: Any, remedy: str) -> UserError:
+    """The refusal of an earlier choice in the group logger."""
+    problem = "lists trackers; a run always writes its own files, and the section console is for the terminal"
+    return UserError(key, problem, got=got, remedy=remedy)
 
 
 SECTIONS = ("", "generation", "eval", "sampling", "sampling_params")

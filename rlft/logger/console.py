@@ -6,8 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as Terminal
 from rich.console import Group as Stack
@@ -17,14 +16,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlft.config.bounds import NonNegativeFloat
 from rlft.logger.forecast import Forecast, Pace, Price
-from rlft.logger.interface import RunInfo
+from rlft.logger.interface import Logger, RunInfo
 from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.runs.lines import StepRecord
 from rlft.system.terminal import discard
 from rlft.types import Evaluation, counted
+
+if TYPE_CHECKING:
+    from rlft.config.schema import ConsoleConfig
 
 STAGES = ("sample", "score", "credit", "inspect", "update", "publish")
 TREND_WIDTH = 24
@@ -50,26 +51,18 @@ PRINTED: ContextVar[set[tuple[str, str, str]] | None] = ContextVar("rows", defau
 """In a sweep, the rows of start-up tables that its earlier runs have printed, which later ones leave out."""
 
 
-@dataclass(kw_only=True)
-class Console:
-    """Shows the start-up table, then the run: live where stdout is a terminal, else a line now and then.
+class Console(Logger):
+    """Shows the start-up table, then the run: live where stdout is a terminal, else a line now and then."""
 
-    It is neither frozen nor slotted, because it also holds its view, which is not a key.
-    """
-
-    has_page = True
-
-    live: bool
-    plain_seconds: NonNegativeFloat
-
-    def __post_init__(self) -> None:
+    def __init__(self, config: ConsoleConfig) -> None:
+        self.config = config
         self.view: Any = None
 
     def start(self, run: RunInfo) -> None:
         terminal = open_terminal()
         progress = Progress(run, glyphs_for(terminal.encoding))
         # `isatty` instead of rich's `is_terminal`: FORCE_COLOR must not send cursor movements into a file.
-        in_place = self.live and sys.stdout.isatty() and not terminal.is_dumb_terminal
+        in_place = self.config.live and sys.stdout.isatty() and not terminal.is_dumb_terminal
         earlier = PRINTED.get()
         if not earlier:
             terminal.print(Text(f"{visible(run.name)} in {run.folder}", style="bold"), soft_wrap=True)
@@ -77,7 +70,8 @@ class Console:
             terminal.print(grid(rows))
         if earlier is not None:
             earlier.update(run.sizes)
-        self.view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, self.plain_seconds)
+        seconds = self.config.plain_seconds
+        self.view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, seconds)
 
     def stage(self, name: str) -> None:
         self.view.progress.current = name

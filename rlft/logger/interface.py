@@ -34,10 +34,6 @@ class RunInfo:
 class Logger(Protocol):
     """Where a run's numbers go. Calls come in order: start, then stage/step/evaluation, then finish exactly once.
     One that inherits from this class ignores what it does not define.
-
-    A class may say what it is by an attribute: `writes_metrics = True`: it leaves metrics.jsonl and eval.jsonl in the
-    run's folder, which `rlft watch` and `rlft report` read; `has_page = True`: it draws on the terminal, where the page
-    of the run is printed at its end. What a YAML or a section is called decides nothing.
     """
 
     def start(self, run: RunInfo) -> None:

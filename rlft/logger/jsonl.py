@@ -7,7 +7,6 @@ a line torn by a kill, are cut off before anything is appended, and rollout file
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -37,16 +36,10 @@ if TYPE_CHECKING:
     from rlft.config.schema import RolloutsConfig
 
 
-@dataclass(kw_only=True)
 class Jsonl(Logger):
-    """Writes a line for each step and each evaluation, immediately.
+    """Writes a line for each step and each evaluation, immediately."""
 
-    It is neither frozen nor slotted, because it also holds the open files, which are not keys.
-    """
-
-    writes_metrics = True
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self.folder = Path()
         self.files: dict[str, BinaryIO] = {}
         self.evaluated = 0  # the step of the last line in eval.jsonl, or an upper bound of it
@@ -93,8 +86,7 @@ class Jsonl(Logger):
 class Rollouts(Logger):
     """Writes rollouts/step_<n>.jsonl, completely or not at all, of the steps that the `rollouts` section chooses.
 
-    A run writes them whichever loggers it has, and before these: a line in metrics.jsonl promises that the step's
-    completions exist.
+    A run writes them before its other files: a line in metrics.jsonl promises that the step's completions exist.
     """
 
     def __init__(self, config: RolloutsConfig) -> None:

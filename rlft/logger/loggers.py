@@ -1,4 +1,4 @@
-"""Creates the loggers of a config, and combines several loggers into one."""
+"""What watches a run: its own files, the console, the trackers of its config; and several loggers as one."""
 
 from __future__ import annotations
 
@@ -6,44 +6,68 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from rlft.config.instantiate import instantiate, locate
+from rlft.config.instantiate import instantiate
+from rlft.config.suggest import NOT_TRACKERS, not_a_tracker
+from rlft.logger.console import Console
 from rlft.logger.interface import Logger, RunInfo
+from rlft.logger.jsonl import Jsonl, Rollouts
+from rlft.logger.scalars import described
 from rlft.runs.lines import StepRecord
-from rlft.types import Evaluation, UserError
+from rlft.system.terminal import say
+from rlft.types import Evaluation
 
 
-def declares(logger: Any, attribute: str) -> bool:
-    """Whether a logger, or its class, declares this by an attribute that is True (`rlft.logger.interface.Logger`)."""
-    return getattr(logger, attribute, False) is True
+def own_loggers(config: Any) -> tuple[Logger, ...]:
+    """The loggers of every run that trains, before its trackers: its files, and the console unless there is none."""
+    rollouts, console = getattr(config, "rollouts", None), getattr(config, "console", None)
+    files = (Jsonl(),) if rollouts is None else (Rollouts(rollouts), Jsonl())
+    return files if console is None else (*files, Console(console))
 
 
 def loggers_of(sections: Mapping[str, Any]) -> tuple[Logger, ...]:
-    """The loggers of a config's section `logger`. Equal sections are one logger, whatever their names are."""
+    """The trackers of a config's section `logger`. Equal sections are one tracker, whatever their names are."""
     distinct: dict[str, Any] = {}
     for name, section in sections.items():
+        if isinstance(section, Mapping) and section.get("_target_", NOT_TRACKERS.get(name)) in NOT_TRACKERS.values():
+            raise not_a_tracker(f"logger.{name}", None, "leave it out, and write the console's keys in that section")
         if section not in distinct.values():
             distinct[name] = section
-    loggers = {name: instantiate(section, f"logger.{name}") for name, section in distinct.items()}
-    for attribute, effect in (("writes_metrics", "writes metrics.jsonl"), ("has_page", "draws on the terminal")):
-        names = [name for name, logger in loggers.items() if declares(logger, attribute)]
-        if len(names) > 1:
-            problem = f"{effect}, as logger.{names[0]} does"
-            raise UserError(f"logger.{names[1]}", problem, remedy="choose one of the two")
-    return tuple(loggers.values())
+    return tuple(Tracker(f"logger.{name}", instantiate(keys, f"logger.{name}")) for name, keys in distinct.items())
 
 
-def is_declared(sections: Mapping[str, Any], attribute: str) -> bool:
-    """Whether a class that these sections name declares this. UserError: none does, and one cannot be imported."""
-    import_error: UserError | None = None
-    for name, section in sections.items():
+class Tracker(Logger):
+    """A tracker of the config. After an error, which is printed once, only `finish` reaches it; the run goes on."""
+
+    def __init__(self, key: str, logger: Logger) -> None:
+        self.logger, self._key, self._failed = logger, key, False
+
+    def start(self, run: RunInfo) -> None:
+        self._call("start", run)
+
+    def stage(self, name: str) -> None:
+        self._call("stage", name)
+
+    def step(self, record: StepRecord) -> None:
+        self._call("step", record)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._call("evaluation", evaluation)
+
+    def note(self, text: str) -> None:
+        self._call("note", text)
+
+    def finish(self, status: str) -> None:
+        self._call("finish", status)
+
+    def _call(self, method: str, argument: Any) -> None:
+        if self._failed and method != "finish":
+            return
         try:
-            if declares(locate(section.get("_target_"), f"logger.{name}._target_"), attribute):
-                return True
-        except UserError as error:
-            import_error = error
-    if import_error is not None:
-        raise import_error
-    return False
+            getattr(self.logger, method)(argument)
+        except Exception as error:
+            if not self._failed:
+                say(f"{self._key}: {method} failed ({described(error)}); the run continues without it")
+            self._failed = True
 
 
 class Loggers:

@@ -29,8 +29,7 @@ class Mlflow(ScalarLogger):
     environment: ClassVar = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
 
     remedy = (
-        "check the server or file of logger.mlflow.tracking_uri (MLFLOW_TRACKING_URI), or leave mlflow out of"
-        " logger=[...]"
+        "check the server or file of logger.mlflow.tracking_uri (MLFLOW_TRACKING_URI), or leave mlflow out of logger"
     )
 
     tracking_uri: str | None

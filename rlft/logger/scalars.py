@@ -55,7 +55,7 @@ class ScalarLogger(Logger):
         spec = importlib.util.find_spec(self.package)
         # Some trackers leave a folder of their name, which Python takes for a package; it has no origin.
         if spec is None or spec.origin is None:
-            remedy = f"{pip_install(f'rlft[{self.package}]')}, or leave {self.package} out of logger=[...]"
+            remedy = f"{pip_install(f'rlft[{self.package}]')}, or leave {self.package} out of logger"
             raise UserError(f"logger.{self.package}", f"the package {self.package} is not installed", remedy=remedy)
 
     @property

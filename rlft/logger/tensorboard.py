@@ -16,7 +16,7 @@ class Tensorboard(ScalarLogger):
     """Writes to `tensorboard/` in the run's folder."""
 
     package = "tensorboard"
-    remedy = "check that tensorboard/ in the run's folder can be written, or leave tensorboard out of logger=[...]"
+    remedy = "check that tensorboard/ in the run's folder can be written, or leave tensorboard out of logger"
 
     flush_seconds: PositiveInt
 

@@ -18,7 +18,7 @@ class Trackio(ScalarLogger):
     """Logs to a project."""
 
     package = "trackio"
-    remedy = "check that its database can be written (TRACKIO_DIR), or leave trackio out of logger=[...]"
+    remedy = "check that its database can be written (TRACKIO_DIR), or leave trackio out of logger"
 
     project: str
     seconds: PositiveFloat

@@ -40,7 +40,7 @@ class Wandb(ScalarLogger):
     package = "wandb"
     remedy = (
         "check logger.wandb.project and entity, WANDB_BASE_URL (with https://) and the key (`wandb login`), or leave"
-        " wandb out of logger=[...]"
+        " wandb out of logger"
     )
     environment: ClassVar = {"WANDB_DISABLE_WEAVE": "true"}
     """vLLM imports openai, upon which wandb would print an advertisement for another product."""

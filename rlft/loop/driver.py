@@ -26,7 +26,7 @@ from rlft.generation.memory import in_words
 from rlft.logger.alarms import Hint
 from rlft.logger.flat import newly_flat, trend_of
 from rlft.logger.interface import RunInfo
-from rlft.logger.loggers import Loggers
+from rlft.logger.loggers import Loggers, own_loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.metrics import Clock
 from rlft.plan.run_plan import Plan
@@ -209,8 +209,6 @@ class RunDriver(ABC):
 
         It depends on eval.jsonl alone, so that a resumed run ends at the same step.
         """
-        if not self.plan.writes_metrics:
-            return
         lines, ends = read_lines(self.folder / EVALUATIONS, silent), self.config.stop.when == FLAT
         trend = trend_of(lines) if ends else newly_flat(lines)
         if trend is None or not trend.is_flat or trend.last != step:
@@ -273,7 +271,8 @@ def open_run(plan: Plan, folder: Path, say: Say, again: str | None) -> Iterator[
     """Opens a planned run, for the model to be loaded inside; `say` prints lines before the loggers have started."""
     config = plan.config
     interrupt = Interrupt(say, config.checkpoint.on_signal)
-    run = OpenRun(plan=plan, folder=folder, logger=Loggers(plan.loggers, say), interrupt=interrupt, again=again)
+    loggers = Loggers(plan.loggers if again is None else (*own_loggers(config), *plan.loggers), say)
+    run = OpenRun(plan=plan, folder=folder, logger=loggers, interrupt=interrupt, again=again)
     with ExitStack() as stack:
         if again is not None:
             stack.enter_context(interrupt)

@@ -36,7 +36,7 @@ from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.engine import Engine
 from rlft.generation.pool import units_of
 from rlft.logger.interface import Logger
-from rlft.logger.loggers import declares, loggers_of
+from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
 from rlft.plan.model_rules import check_apart, check_engine, check_model, with_keys
 from rlft.plan.roles import (
@@ -184,15 +184,11 @@ def check_data(section: Mapping[str, Any], key: str = "data") -> None:
 
 
 def checked_loggers(config: RunConfig | SftConfig | RmConfig | DpoConfig) -> tuple[Logger, ...]:
-    """The loggers of a run that trains, which write what stop.when needs."""
-    loggers = loggers_of(config.logger)
+    """The trackers of a run that trains, after the rule of what ends it."""
     if config.stop.when == FLAT:
         problem, got = "ends a run by its evaluations, and there are none", config.stop.when
         require(config.eval.every, "stop.when", problem, got=got, remedy="set eval.every to a number of steps")
-        problem = "ends a run by eval.jsonl, which no logger writes"
-        writes = any(declares(logger, "writes_metrics") for logger in loggers)
-        require(writes, "stop.when", problem, got=got, remedy="add jsonl to logger")
-    return loggers
+    return loggers_of(config.logger)
 
 
 # -- the sizes of a step -----------------------------------------------------------------------------------------------

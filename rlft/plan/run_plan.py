@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 from rlft.config.model import LoraSettings, Recompute
 from rlft.logger.forecast import number_due
 from rlft.logger.interface import Logger
-from rlft.logger.loggers import declares
 from rlft.plan.advice import advice_for
 
 if TYPE_CHECKING:  # not at run time: a command from outside the tree plans in the module that `rlft --help` imports
@@ -44,7 +43,7 @@ class Plan(ABC):
     fingerprints: Mapping[str, str]  # {<section>_fingerprint: that of its data or weights}; a resume needs the same
     engine: str | None  # the name of the engine that samples; None if nothing is sampled
     notes: tuple[str, ...] = ()  # what the person watching should know about its config, data, tokenizer and rewards
-    loggers: tuple[Logger, ...] = ()  # receive the numbers of each step
+    loggers: tuple[Logger, ...] = ()  # receive the numbers of each step, after the run's own files and the console
     ends: TurnEnds | None = None  # what ends a turn; None for a command that does not say
 
     @property
@@ -64,14 +63,9 @@ class Plan(ABC):
         )
 
     @property
-    def writes_metrics(self) -> bool:
-        """Whether the run leaves metrics.jsonl and eval.jsonl."""
-        return any(declares(logger, "writes_metrics") for logger in self.loggers)
-
-    @property
     def has_page(self) -> bool:
-        """Whether the page of the run is printed at its end, as it always is for a command without loggers."""
-        return not hasattr(self.config, "logger") or any(declares(logger, "has_page") for logger in self.loggers)
+        """Whether the page of the run is printed at its end, as it always is for a command without a console."""
+        return getattr(self.config, "console", True) is not None
 
     @property
     def lora_settings(self) -> LoraSettings | None:
@@ -131,13 +125,11 @@ class Plan(ABC):
         return {}
 
     def metrics_bytes(self, examples: int = 0) -> dict[str, int]:
-        """The parts of `disk_bytes` for the lines of steps and evaluations; metrics only where a logger writes them.
+        """The parts of `disk_bytes` for the lines of steps and evaluations.
 
         examples: bytes of the completions in an evaluation's line.
         """
-        chain = {"chain": LINE * (self.num_steps + 1)}
-        if not self.writes_metrics:
-            return chain
         every = self.config.eval.every
         evaluations = 2 + self.num_steps // every if every else 0
-        return {**chain, "metrics": LINE * (self.num_steps + evaluations) + evaluations * examples}
+        metrics = LINE * (self.num_steps + evaluations) + evaluations * examples
+        return {"chain": LINE * (self.num_steps + 1), "metrics": metrics}

@@ -20,7 +20,6 @@ from rlft.data.prompts import PromptSet, untokenised
 from rlft.data.texts import PretrainText, load_texts, longest_with_hint, scan_texts
 from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import ModelSizes
-from rlft.logger.jsonl import Rollouts
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import decoder_layers, read_config
 from rlft.model.full_weights import copied_roles
@@ -446,7 +445,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         engine_reason=reason,
         train_prompts=train_prompts,
         held_out=held_out,
-        loggers=(Rollouts(config.rollouts), *loggers) if trains else loggers,
+        loggers=loggers,
         fingerprints={
             "data_fingerprint": train_prompts.fingerprint,
             **{f"{section}_fingerprint": read.fingerprint for section, read in optional.items() if read is not None},

@@ -71,7 +71,7 @@ def fraction_of(name, changed, pattern, differ):
 
 SMALL = (
     "steps=3", "prompts_per_step=2", "group_size=2", "lora.rank=2", "eval.every=0", "generation.max_tokens=4",
-    "model.device=cpu", "data.size=16", "data.held_out_size=4", "scoring.workers=0", "logger=jsonl",
+    "model.device=cpu", "data.size=16", "data.held_out_size=4", "scoring.workers=0", "console=null",
 )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_it_is_among_the_commands_and_has_help_without_torch(site: Path, tmp_pat
     assert line == ["Packages", "parrot", "an", "adapter", "learns", "texts", "by", "heart"]
     assert own.startswith("rlft parrot: an adapter learns texts by heart\n\n  rlft parrot --cfg job ")
     assert "\nUsage: rlft parrot text.path=<file> [...]\n" in own
-    assert "\nlogger: console, jsonl, mlflow, tensorboard, trackio, wandb\n" in own
+    assert "\nlogger: mlflow, tensorboard, trackio, wandb\n" in own
     assert "\ndata: " not in own, "the command has no such group"
 
 

@@ -421,7 +421,7 @@ def test_the_peak_is_within_15_percent_of_a_runs(
     words = (*words, *TASK, *(() if "steps=2" in words else ("steps=1",)))
     start = start_fresh if fresh else forks.start
     planned = start("plan", *words, "--json", cwd=tmp_path).wait()
-    done = start("train", *words, "logger=[jsonl]", "hydra.run.dir=run", cwd=tmp_path).wait()
+    done = start("train", *words, "console=null", "hydra.run.dir=run", cwd=tmp_path).wait()
     assert done.code == 0, done.err
     measured = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory/peak_bytes"]
     assert json.loads(planned.out)["peak"] == pytest.approx(measured, rel=0.15)

@@ -50,7 +50,7 @@ def test_earlier_preferences_are_read_as_the_new_ones_are_with_a_split_of_their_
 
 # -- a run -------------------------------------------------------------------------------------------------------------
 LORA = ("lora.rank=4", "lora.alpha=8")
-SMALL = (*LORA, "rankings_per_step=8", "model.device=cpu", "eval.num_rankings=12", "logger=[jsonl]")
+SMALL = (*LORA, "rankings_per_step=8", "model.device=cpu", "eval.num_rankings=12", "console=null")
 RM = ("+recipe=rm_arithmetic", *SMALL)
 DPO = ("+recipe=dpo_arithmetic", *SMALL, "steps=3")
 
@@ -85,7 +85,7 @@ def test_a_runs_bias_is_the_whole_difference_that_centring_makes(trained: Path, 
 def policy_run(trained: Path, tmp_path: Path) -> Iterator[Any]:
     """A session of `rlft train` whose reward is the run's model, and whose critic begins as it."""
     words = ["reward=[exact_match,learned]", f"reward.learned.path={trained}", "critic.init=reward", *LORA]
-    words += ["algorithm=ppo", "critic.kind=adapter", "generation=transformers", "logger=[]", "scoring.workers=0"]
+    words += ["algorithm=ppo", "critic.kind=adapter", "generation=transformers", "console=null", "scoring.workers=0"]
     plain = with_named_runs(compose([*words, "model.device=cpu", "data.size=64", "data.held_out_size=8"]))
     with Engines() as engines, open_session(resolve(plain).plan(), tmp_path, engines, lambda text: None) as session:
         yield session

@@ -15,7 +15,7 @@ from rlft.config import instantiate
 from rlft.config.resolved import Resolved
 from rlft.config.schema import GenerationConfig, Root
 
-SMALL = ("lora.rank=2", "model.device=cpu", "checkpoint.every=0", "logger=[jsonl]", "scoring.workers=0")
+SMALL = ("lora.rank=2", "model.device=cpu", "checkpoint.every=0", "console=null", "scoring.workers=0")
 SAMPLES = ("generation=transformers", "generation.max_tokens=8")
 TRAIN = ("train", "steps=1", "prompts_per_step=2", "group_size=2", "eval.every=0", "rollouts.every=0",
          "data.size=16", "data.held_out_size=4", *SAMPLES, *SMALL)  # fmt: skip

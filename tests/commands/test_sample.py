@@ -216,7 +216,7 @@ def test_finished_sampling_is_not_resumed(sampled: Path, tmp_path: Path, capsys:
 @pytest.mark.parametrize("lora", [["lora.rank=2", "lora.alpha=4"], slow(["lora=null"])], ids=["adapter", "all weights"])
 def test_a_runs_policy_samples_and_what_it_samples_teaches_the_next(lora: Sequence[str], tmp_path: Path) -> None:
     words = ["+recipe=sft_arithmetic", "steps=1", "examples_per_step=2", "generation=transformers", "model.device=cpu"]
-    words += ["scoring.workers=0", "eval.every=0", "logger=[]", *lora]
+    words += ["scoring.workers=0", "eval.every=0", "console=null", *lora]
     run, samples, next_run = tmp_path / "run", tmp_path / "samples", tmp_path / "next"
     assert cli.run(["sft", *words, f"hydra.run.dir={run}"]) == 0
     keys = ["num_prompts=12", "n=4", "prompts_per_step=4", "keep=all", f"hydra.run.dir={samples}"]

@@ -210,10 +210,6 @@ def test_a_run_without_an_adapter_has_no_lora_section() -> None:
     assert build(compose(["demonstrations.path=some.jsonl", "lora=null"], command="sft"), SftConfig, "sft").lora is None
 
 
-def test_an_empty_list_of_loggers_is_no_logger() -> None:
-    assert build(compose(["logger=[]"])).logger == {}
-
-
 def test_nothing_chosen_leaves_out_what_a_recipe_says_of_its_keys_but_not_what_is_typed() -> None:
     assert compose(["+recipe=grpo_calculator"])["environment"]["syntax"] == "xml"
     plain = compose(["+recipe=grpo_calculator", "environment=null"])

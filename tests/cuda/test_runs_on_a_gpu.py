@@ -15,7 +15,7 @@ SMALL = (
     "+recipe=grpo_arithmetic", "model.device=cuda", "generation=vllm", "generation.vllm.max_num_seqs=16",
     "generation.vllm.enforce_eager=true", "generation.vllm.gpu_memory_utilization=0.2", "prompts_per_step=4",
     "group_size=4", "generation.max_tokens=24", "lora.rank=4", "data.size=64", "data.held_out_size=8", "eval.every=0",
-    "checkpoint.every=1", "scoring.workers=1", "logger=[jsonl]",
+    "checkpoint.every=1", "scoring.workers=1", "console=null",
 )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def test_a_policy_calls_a_servers_tools(tmp_path: Path) -> None:
         "train", "+recipe=grpo_calculator", "environment=mcp", f"environment.command=[{','.join(COMMAND)}]",
         "environment.call_timeout=300", "environment.timeout=900", "environment.workers=1", "steps=1",
         "prompts_per_step=2", "group_size=2", "eval.every=0", "generation=transformers", "model.device=cpu",
-        "logger=[jsonl]", "scoring.workers=0",
+        "console=null", "scoring.workers=0",
     )  # fmt: skip
     assert cli.run([*words, f"hydra.run.dir={tmp_path}"]) == 0
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()

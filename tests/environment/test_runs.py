@@ -14,7 +14,7 @@ from slow_cases import slow
 KEYS = (
     "+recipe=grpo_arithmetic", "steps=3", "prompts_per_step=2", "group_size=3", "generation=transformers",
     "generation.max_tokens=40", "model.device=cpu", "lora.rank=2", "data.size=64", "data.held_out_size=8",
-    "eval.every=3", "eval.num_prompts=2", "eval.num_samples=1", "scoring.workers=0", "logger=[jsonl]",
+    "eval.every=3", "eval.num_prompts=2", "eval.num_samples=1", "scoring.workers=0", "console=null",
     "reward=[exact_match]", "environment=game", "environment.factory=conversation_tools.Guessing",
     "environment.workers=1", "environment.turn_tokens=16", "checkpoint.every=1", "checkpoint.keep=99",
 )  # fmt: skip

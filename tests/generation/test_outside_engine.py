@@ -147,7 +147,7 @@ KILL = {"at": "rlft.loop.session:Session.sample", "call": 3, "do": "kill"}
 TINY = (
     "+recipe=grpo_arithmetic", "generation=canned", "steps=3", "prompts_per_step=2", "group_size=4",
     "generation.max_tokens=24", "model.device=cpu", "lora.rank=2", "lora.alpha=4", "data.size=32",
-    "data.held_out_size=4", "eval.every=0", "scoring.workers=0", "checkpoint.every=1", "logger=[jsonl]",
+    "data.held_out_size=4", "eval.every=0", "scoring.workers=0", "checkpoint.every=1", "console=null",
 )  # fmt: skip
 
 

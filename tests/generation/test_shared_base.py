@@ -180,7 +180,7 @@ TINY = (
     "+recipe=grpo_arithmetic", "generation.engine=fused_engine.Fused", "steps=3", "prompts_per_step=2", "group_size=4",
     "generation.max_tokens=6", "model.device=cpu", "model.dtype=bfloat16", "lora.rank=2", "lora.alpha=4",
     "data.size=32", "data.held_out_size=4", "eval.every=0", "scoring.workers=0", "checkpoint.every=1",
-    "logger=[jsonl]", "trainer.lr=0.01", "reward=format",
+    "console=null", "trainer.lr=0.01", "reward=format",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ WORDS = (
     "+recipe=grpo_arithmetic", f"steps={STEPS}", "prompts_per_step=3", "group_size=4", "generation=transformers",
     "generation.max_tokens=24", "model.device=cpu", "lora.rank=2", "lora.dropout=0.1", "trainer.lr=0.02",
     "data=jsonl", "data.held_out_fraction=0.25", "eval.every=2", "eval.num_prompts=3", "eval.num_samples=2",
-    "scoring.workers=0", "logger=[jsonl]", "checkpoint.every=1", "checkpoint.keep=9", "alarms.patience=1",
+    "scoring.workers=0", "console=null", "checkpoint.every=1", "checkpoint.keep=9", "alarms.patience=1",
     "alarms.equal_groups=0.01", "alarms.constant_reward=1",
 )  # fmt: skip
 

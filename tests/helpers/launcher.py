@@ -106,7 +106,7 @@ def nursery() -> dict[str, Any] | None:
     )
     OverridesParser.create().parse_overrides(["+a=b", "c.d=[e,1]", "f={g:null}"])  # learns its grammar as it goes
     composed_once.install()
-    compose(["+recipe=grpo_arithmetic", "generation=transformers", "logger=[jsonl]"])  # as most runs of the tests are
+    compose(["+recipe=grpo_arithmetic", "generation=transformers", "console=null"])  # as most runs of the tests are
     os.fsync = os.fstat  # of a file that is open: no test cuts the power
     gc.collect()
     gc.freeze()  # no child walks through what all share

@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     words = ["+recipe=grpo_arithmetic", *LORA, "steps=3", "trainer.lr=0.02", "prompts_per_step=4", "group_size=8"]
     words += ["generation=transformers", "generation.max_tokens=32", "model.device=cpu", "checkpoint.every=1"]
-    words += ["eval.every=1", "eval.num_prompts=8", "eval.num_samples=2", "scoring.workers=0", "logger=[jsonl]"]
+    words += ["eval.every=1", "eval.num_prompts=8", "eval.num_samples=2", "scoring.workers=0", "console=null"]
     assert cli.run(["train", *words, f"hydra.run.dir={folder}"]) == 0
     return folder
 

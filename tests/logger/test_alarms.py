@@ -196,7 +196,7 @@ def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_s
     words = [
         "train", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=8",
         "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=0", "model.device=cpu",
-        "scoring.workers=0", "logger=[console,jsonl]", "reward=[exact_match,format]", "alarms.constant_reward=3",
+        "scoring.workers=0", "reward=[exact_match,format]", "alarms.constant_reward=3",
     ]  # fmt: skip
     assert cli.run([*words, "steps=4", f"hydra.run.dir={tmp_path / 'whole'}"]) == 0
     told = capsys.readouterr().out

@@ -11,6 +11,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from rlft.config.schema import ConsoleConfig
 from rlft.logger.console import Console, Progress, step_line
 from rlft.logger.text import UNICODE
 
@@ -21,12 +22,13 @@ NASTY = "[bold]x[/bold] :smile: \x1b[2J\u202e 答"
 RUN = """
 import sys, time
 from pathlib import Path
+from rlft.config.schema import ConsoleConfig
 from rlft.logger.console import Console
 from rlft.logger.interface import RunInfo
 from rlft.runs.lines import StepRecord
 from rlft.types import Evaluation
 sizes = [("prompts per step", "2", "prompts sampled in a step"), ("engine", "scripted", "as asked " * 12)]
-console = Console(live=True, plain_seconds=float(sys.argv[1]) if sys.argv[1] != "slow" else 0.0)
+console = Console(ConsoleConfig(live=True, plain_seconds=float(sys.argv[1]) if sys.argv[1] != "slow" else 0.0))
 console.start(RunInfo(folder=Path("runs/x"), name="tiny", config={}, step=0, steps=4, sizes=sizes))
 for step in range(1, 5):
     for stage in ("sample", "update"):
@@ -202,5 +204,5 @@ def test_a_resumed_run_counts_on_from_its_step(make_run, make_step, monkeypatch)
 
 def test_finish_before_start_does_no_harm(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    Console(live=True, plain_seconds=0.0).finish("failed early")
+    Console(ConsoleConfig(live=True, plain_seconds=0.0)).finish("failed early")
     assert sys.stdout.getvalue() == ""

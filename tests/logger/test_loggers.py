@@ -1,17 +1,15 @@
+import signal
 from types import SimpleNamespace
 
 import pytest
 from in_one_test import each
 
 from rlft.config.compose import compose
-from rlft.logger.console import Console
+from rlft.config.resolved import build
 from rlft.logger.jsonl import Jsonl
-from rlft.logger.loggers import Loggers, declares, is_declared, loggers_of
+from rlft.logger.loggers import Loggers, Tracker, loggers_of, own_loggers
 from rlft.plan.run_plan import Plan
 from rlft.types import UserError
-
-JSONL = {"_target_": "rlft.logger.jsonl.Jsonl"}
-LIVE = {"_target_": "rlft.logger.console.Console", "live": True, "plain_seconds": 5.0}
 
 
 class Diary:
@@ -77,40 +75,53 @@ def test_a_note_before_the_start_is_said():
     assert (said, calls) == (["early"], [])
 
 
-# -- names decide nothing ----------------------------------------------------------------------------------------------
-def test_what_a_logger_does_is_declared_by_its_class():
-    made = loggers_of(compose(["logger=[console,jsonl,wandb]"])["logger"])
-    assert [declares(logger, "writes_metrics") for logger in made] == [False, True, False]
-    assert [declares(logger, "has_page") for logger in made] == [True, False, False]
+# -- a run's own loggers, and its trackers ----------------------------------------------------------------------------
+def test_every_run_writes_its_files_and_only_the_console_can_be_left_out():
+    names = [
+        [type(logger).__name__ for logger in own_loggers(build(compose(words)))] for words in ([], ["console=null"])
+    ]
+    assert names == [["Rollouts", "Jsonl", "Console"], ["Rollouts", "Jsonl"]]
+    assert [type(logger) for logger in own_loggers(SimpleNamespace())] == [Jsonl], "of a command without these sections"
 
 
-def test_sections_that_are_equal_are_one_logger_whatever_they_are_called():
-    made = loggers_of({"files": JSONL, "screen": LIVE, "jsonl": JSONL, "again": LIVE})
-    assert [type(logger) for logger in made] == [Jsonl, Console]
-
-
-def test_two_loggers_that_do_what_only_one_can_are_refused():
-    with pytest.raises(UserError, match=r"^logger\.plain: draws on the terminal, as logger\.screen does; choose one"):
-        loggers_of({"screen": LIVE, "plain": LIVE | {"live": False}})
-
-
-def test_a_saved_config_tells_whether_metrics_are_written_by_what_its_loggers_are():
-    outside = {"_target_": "gone.Logger"}
-    assert is_declared({"other": outside, "files": JSONL}, "writes_metrics")
-    assert not is_declared({"jsonl": LIVE}, "writes_metrics")
-    with pytest.raises(UserError, match=r"logger\.other\._target_: cannot be imported"):
-        is_declared({"jsonl": LIVE, "other": outside}, "writes_metrics")
+@each(("console", "page"), [({"live": True}, True), (None, False), (..., True)])
+def test_the_page_at_the_end_is_printed_unless_there_is_no_console(console, page):
+    config = SimpleNamespace() if console is ... else SimpleNamespace(console=console)
+    assert AnyPlan(config=config, plain={}, fingerprints={}, engine=None).has_page == page
 
 
 class AnyPlan(Plan):
     num_steps = 1
 
 
-@each(
-    ("sections", "page", "metrics"),
-    [({"screen": LIVE}, True, False), ({"console": JSONL}, False, True), ({}, False, False), (None, True, False)],
-)
-def test_a_plan_asks_its_loggers_what_they_do(sections, page, metrics):
-    config = SimpleNamespace() if sections is None else SimpleNamespace(logger=sections)  # a command without loggers
-    plan = AnyPlan(config=config, plain={}, fingerprints={}, engine=None, loggers=loggers_of(sections or {}))
-    assert (plan.has_page, plan.writes_metrics) == (page, metrics)
+def test_sections_that_are_equal_are_one_tracker_whatever_they_are_called():
+    sections = {name: {"_target_": f"{__name__}.Diary", "name": "a", "calls": calls} for name, calls in NAMED.items()}
+    assert [made.logger.calls for made in loggers_of(sections)] == [[1], [2]]
+
+
+NAMED = {"mine": [1], "other": [2], "again": [1]}
+
+
+@each("section", [{"_target_": "rlft.logger.jsonl.Jsonl"}, {"_target_": "rlft.logger.console.Console", "live": True}])
+def test_what_is_no_tracker_is_refused_whatever_it_is_called(section):
+    with pytest.raises(UserError, match=r"^logger\.mine: lists trackers; a run always writes its own files, and "):
+        loggers_of({"mine": section})
+
+
+@each("fails_in", ["start", "stage", "step", "evaluation", "note", "finish"])
+def test_a_tracker_that_fails_is_told_of_once_closed_and_stops_nothing(fails_in, capsys):
+    calls = []
+    tracker = Tracker("logger.mine", Diary("a", calls, fails_in=(fails_in, "finish")))
+    for method in ("start", "stage", "step", "evaluation", "note", "stage", "step", "evaluation", "note", "finish"):
+        getattr(tracker, method)("x")
+    said = f"logger.mine: {fails_in} failed (RuntimeError: a fails); the run continues without it\n"
+    assert capsys.readouterr().err == said
+    methods = [method for _, method, _ in calls]
+    assert (methods.count(fails_in), methods[-2:]) == (1, [fails_in, "finish"]) or fails_in == "finish"
+
+
+def test_what_is_no_error_of_a_tracker_ends_the_run():
+    tracker = Tracker("logger.mine", Diary("a", []))
+    tracker.logger.step = lambda record: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        tracker.step("record")

@@ -15,7 +15,7 @@ from rlft import cli
 WORDS = (
     "steps=4", "prompts_per_step=3", "group_size=4", "generation=transformers", "generation.max_tokens=24",
     "lora.rank=2", "trainer.lr=3e-3", "model.device=cpu", "data.size=12", "eval.every=0", "scoring.workers=0",
-    "logger=[jsonl]", "name=x", "checkpoint.every=1", "checkpoint.keep=9", "token_values=null",
+    "console=null", "name=x", "checkpoint.every=1", "checkpoint.keep=9", "token_values=null",
     "curriculum.running=true", "curriculum.replay=0.4", "curriculum.memory=0.5", "curriculum.below=1",
 )  # fmt: skip
 AHEAD = ("overlap.lag=1", "algorithm.mismatch=token_truncate", "dynamic_sampling.max_rounds=1")

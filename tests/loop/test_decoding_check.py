@@ -89,7 +89,7 @@ def test_a_gap_that_the_models_own_roundings_explain_passes(opened) -> None:
 def test_a_run_is_the_same_with_and_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "steps=1 prompts_per_step=2 group_size=2 generation=transformers generation.max_tokens=8 lora.dropout=0.1 "
     words += (
-        "lora.rank=2 data.size=16 data.held_out_size=4 eval.every=1 model.device=cpu scoring.workers=0 logger=[jsonl]"
+        "lora.rank=2 data.size=16 data.held_out_size=4 eval.every=1 model.device=cpu scoring.workers=0 console=null"
     )
     checked: list[float | None] = []
 

@@ -113,7 +113,7 @@ def test_demonstrations_of_one_prompt_go_through_the_network_as_one_group(make_d
 TINY = (
     "+recipe=sft_arithmetic", "steps=2", "examples_per_step=4", "lora.rank=2", "lora.alpha=4",
     "generation=transformers", "generation.max_tokens=32", "model.device=cpu", "scoring.workers=0",
-    "eval.num_prompts=4", "eval.num_samples=2", "logger=[jsonl]",
+    "eval.num_prompts=4", "eval.num_samples=2", "console=null",
 )  # fmt: skip
 ALL_WEIGHTS = (*(key for key in TINY if not key.startswith("lora.")), "lora=null", "trainer.lr=1e-4")
 
@@ -242,7 +242,7 @@ def test_the_kl_to_the_base_is_measured_where_it_is_asked_for(tmp_path: Path) ->
 
 def test_without_data_only_the_loss_is_measured(tmp_path: Path) -> None:
     words = ["demonstrations.path=embedded:arithmetic-demonstrations", "steps=1", "examples_per_step=2"]
-    words += ["max_completion_tokens=64", "model.device=cpu", "logger=[jsonl]", f"hydra.run.dir={tmp_path / 'run'}"]
+    words += ["max_completion_tokens=64", "model.device=cpu", "console=null", f"hydra.run.dir={tmp_path / 'run'}"]
     assert cli.run(["sft", *words]) == 0
     first, last = lines(tmp_path / "run" / "eval.jsonl")
     assert [name for name in last if name.startswith("eval/")] == ["eval/loss"]

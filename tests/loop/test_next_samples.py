@@ -39,7 +39,7 @@ from rlft.types import (
 WORDS = (
     "train", "steps=5", "prompts_per_step=3", "group_size=4", "generation=transformers", "generation.max_tokens=40",
     "lora.rank=2", "lora.alpha=4", "trainer.lr=3e-3", "model.device=cpu", "data.size=32", "eval.every=0",
-    "scoring.workers=0", "logger=[jsonl]", "name=x", "checkpoint.every=2", "checkpoint.keep=9",
+    "scoring.workers=0", "console=null", "name=x", "checkpoint.every=2", "checkpoint.keep=9",
     "algorithm.mismatch=token_truncate", "algorithm.off_policy_limit=0.1", "overlap.lag=1",
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from rlft.types import Batch, Outputs
 TINY = (
     "steps=2", "prompts_per_step=2", "group_size=3", "generation=transformers", "generation.max_tokens=20",
     "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=0", "model.device=cpu",
-    "scoring.workers=0", "logger=[jsonl]", "trainer.lr=1e-3",
+    "scoring.workers=0", "console=null", "trainer.lr=1e-3",
 )  # fmt: skip
 PROMPT = 22  # tokens of every question
 RECIPES = ["algorithm=grpo", "algorithm=ppo critic.kind=adapter", "algorithm=grpo algorithm.entropy_coef=0.01"]
@@ -110,7 +110,7 @@ def test_an_evaluation_is_rehearsed_with_all_its_samples(
         assert rehearsed == [(2, 3), (5, 7)]
         return
     teach = ["demonstrations.path=embedded:arithmetic-demonstrations", "max_completion_tokens=64", "steps=1"]
-    teach += ["examples_per_step=2", "lora.rank=2", "model.device=cpu", "logger=[jsonl]", "data.held_out_size=8"]
+    teach += ["examples_per_step=2", "lora.rank=2", "model.device=cpu", "console=null", "data.held_out_size=8"]
     teach += ["data=arithmetic", "data.size=16", "generation=transformers", "generation.max_tokens=8"]
     assert cli.run(["sft", *teach, *words, "reward=exact_match", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     assert rehearsed == [(5, 7)]

@@ -25,7 +25,7 @@ from rlft.trainer.optimizer import Optimizer
 
 SAMPLE, UPDATE = f"{SAMPLER} <- {POLICY}", f"update {POLICY}"
 SETTINGS = [
-    "+recipe=iterative_grpo_arithmetic", "logger=[]", "eval.every=0", "scoring.workers=0", "prompts_per_step=2",
+    "+recipe=iterative_grpo_arithmetic", "console=null", "eval.every=0", "scoring.workers=0", "prompts_per_step=2",
     "group_size=4", "generation=transformers", "generation.max_tokens=16", "model.device=cpu", "model.dtype=float32",
     "lora.rank=2", "trainer.lr=0.01", "snapshot.reference=copy", "snapshot.refresh_every=3", "snapshot.old=copy",
     "steps=6", "algorithm.entropy_coef=0.1",  # so that every update moves the policy, whatever the rewards are

@@ -21,7 +21,7 @@ from rlft.types import Batch
 TINY = (
     "steps=4", "prompts_per_step=3", "group_size=3", "generation=transformers", "generation.max_tokens=20",
     "lora.rank=2", "lora.alpha=4", "lora.dropout=0.1", "data.size=16", "data.held_out_size=8", "eval.every=0",
-    "model.device=cpu", "scoring.workers=0", "logger=[jsonl]", "trainer.lr=1e-3",
+    "model.device=cpu", "scoring.workers=0", "console=null", "trainer.lr=1e-3",
 )  # fmt: skip
 ROWS = [(0, (5, 6), (7, 8, 9)), (0, (5, 6), (10, 11)), (1, (3, 4, 5), (6, 7)), (1, (3, 4, 5), (8, 9, 10, 11))]
 

@@ -160,7 +160,7 @@ def planned(case: Case, folder: Path) -> Any:
         words += [f"prompts_per_step={prompts}", f"group_size={group}"]
     else:
         words += [f"demonstrations.path={data}", f"max_completion_tokens={case.completion + 8}"]
-    words += [f"model.path={model}", f"model.dtype={case.dtype}", "logger=[jsonl]"]
+    words += [f"model.path={model}", f"model.dtype={case.dtype}", "console=null"]
     words.append(f"model.device={KINDS[os.environ.get('RLFT_CARD', 'cuda')].type}")
     if "lora=null" not in case.words:
         words += ["lora.rank=16", *(["lora.dropout=0"] if "dropout" not in case.words else [])]
@@ -190,7 +190,7 @@ def images(kind: str) -> dict[str, Any]:
             "model.dtype=bfloat16", "model.device=cuda", "prompts.max_tokens=128", f"prompts_per_step={PROMPTS}",
             f"group_size={GROUP}", "eval.every=0", f"generation.max_tokens={case.completion}",
             "model.gradient_checkpointing=false", "token_budget=4096", "generation=transformers",
-            "lora.dropout=0", "logger=[jsonl]", "steps=1", "scoring.workers=0",
+            "lora.dropout=0", "console=null", "steps=1", "scoring.workers=0",
         ]  # fmt: skip
         plan = resolve(compose(words)).plan()
         planned = parts_of(plan)

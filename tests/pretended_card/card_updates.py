@@ -27,7 +27,7 @@ PROMPTS, GROUP = 4, 3
 SHORT = (
     "generation=transformers", "generation.max_tokens=8", f"prompts_per_step={PROMPTS}", f"group_size={GROUP}",
     "lora.rank=4", "lora.dropout=0", "data.size=16", "data.held_out_size=4", "eval.every=0", "minibatches=1",
-    "epochs=1", "scoring.workers=0", "logger=[jsonl]", "model.gradient_checkpointing=false",
+    "epochs=1", "scoring.workers=0", "console=null", "model.gradient_checkpointing=false",
 )  # fmt: skip
 FAMILIES = (
     "a2c", "cispo", "dapo", "dr_grpo", "gdpo", "gmpo", "grpo", "grpo_process", "gspo", "gspo_token", "kimi", "opd",

@@ -9,7 +9,7 @@ import pytest
 from run_folders import KILLED, checkpoints, metrics
 from slow_cases import slow_but
 
-SMALL = "lora.rank=4 lora.dropout=0 model.dtype=float32 logger=[jsonl] eval.every=0 trainer.eps=1e-2"
+SMALL = "lora.rank=4 lora.dropout=0 model.dtype=float32 console=null eval.every=0 trainer.eps=1e-2"
 OF_SUMS = "data.size=16 data.held_out_size=4"
 DATA = f"{OF_SUMS} scoring.workers=0"
 TRAIN = f"{SMALL} {DATA} generation=pinned prompts_per_step=2 group_size=4"
@@ -45,7 +45,7 @@ ROUNDINGS = 2**9 * 2.0**-23
 
 SAMPLED = (
     "train +recipe=grpo_arithmetic model.device=cuda generation=transformers generation.max_tokens=6 prompts_per_step=2"
-    f" group_size=3 steps=2 checkpoint.every=1 model.dtype=bfloat16 lora.dropout=0.1 {DATA} lora.rank=4 logger=[jsonl]"
+    f" group_size=3 steps=2 checkpoint.every=1 model.dtype=bfloat16 lora.dropout=0.1 {DATA} lora.rank=4 console=null"
     " eval.every=0 hydra.run.dir=run"
 )
 
@@ -69,7 +69,7 @@ def test_a_step_on_the_card_has_the_numbers_of_the_cpu(on_card, half: str, tmp_p
 
 OTHER_KINDS = {"rocm": "cuda", "xpu": "xpu", "mps": "mps"}
 SAMPLED_BY_TRANSFORMERS = f"train +recipe=grpo_arithmetic {DATA} generation=transformers generation.max_tokens=6"
-LEARNED = "model.dtype=float32 trainer.eps=1e-2 logger=[jsonl] eval.every=0 lora.rank=4"
+LEARNED = "model.dtype=float32 trainer.eps=1e-2 console=null eval.every=0 lora.rank=4"
 OF_OTHER_KINDS = {
     # Without an entropy in the loss, completions of 6 tokens would have no gradient.
     "train": f"{SAMPLED_BY_TRANSFORMERS} {LEARNED} prompts_per_step=2 group_size=3 steps=1 algorithm.entropy_coef=0.01",

@@ -13,7 +13,7 @@ import pytest
 from rlft import cli
 
 SMALL = ("generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu", "lora.rank=2")
-OFTEN = ("trainer.schedule=constant", "checkpoint.every=1", "checkpoint.keep=9", "eval.every=0", "logger=jsonl")
+OFTEN = ("trainer.schedule=constant", "checkpoint.every=1", "checkpoint.keep=9", "eval.every=0", "console=null")
 TRAIN = ("train", *SMALL, *OFTEN, "prompts_per_step=2", "group_size=2", "data.size=16", "data.held_out_size=4")
 LEARN = ("max_completion_tokens=64", "prompts.max_tokens=64", *OFTEN)
 SFT = ("sft", *SMALL, *LEARN, "demonstrations.path=embedded:arithmetic-demonstrations", "examples_per_step=2")

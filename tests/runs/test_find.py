@@ -27,7 +27,7 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
     def make(folder: str, *, age: float, metrics: bool = True) -> Path:
         run = Path(folder)
         run.mkdir(parents=True)
-        config = {"command": "train", "name": run.parent.name, "logger": {"jsonl": {}}, "lora": {"rank": 2}}
+        config = {"command": "train", "name": run.parent.name, "lora": {"rank": 2}}
         run_folder.write_config(run, config, {})
         (run / "status.json").write_text('{"status": "finished", "steps": 1}')
         if metrics:

@@ -20,7 +20,7 @@ from rlft.runs.fork import Fork, open_fork
 from rlft.types import UserError
 
 COMMON = ("model.device=cpu", "lora.rank=2", "max_completion_tokens=64", "prompts.max_tokens=64", "steps=3")
-OFTEN = ("checkpoint.every=1", "checkpoint.keep=9", "eval.every=2", "logger=jsonl")
+OFTEN = ("checkpoint.every=1", "checkpoint.keep=9", "eval.every=2", "console=null")
 SFT = ("sft", *COMMON, *OFTEN, "demonstrations.path=embedded:arithmetic-demonstrations", "examples_per_step=2")
 RM = ("rm", *COMMON, *OFTEN, "preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2")
 

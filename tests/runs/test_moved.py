@@ -15,7 +15,7 @@ from rlft.runs.config_file import path_keys
 from rlft.runs.find import find
 
 SMALL = ("generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu")
-OFTEN = ("checkpoint.every=1", "checkpoint.keep=9", "logger=jsonl")
+OFTEN = ("checkpoint.every=1", "checkpoint.keep=9", "console=null")
 LORA = ("lora.rank=2", "lora.alpha=4")
 FIRST = "1-sft"
 

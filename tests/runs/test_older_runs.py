@@ -28,6 +28,7 @@ from rlft.config import command as commands
 from rlft.config.instantiate import locate
 from rlft.config.keys import ABSENT, Key, keys_of, written_at
 from rlft.config.schema import engine_classes
+from rlft.config.suggest import NOT_TRACKERS
 from rlft.runs import run_folder
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -53,7 +54,7 @@ def test_a_recorded_run_is_resumed(run: Path, capsys: pytest.CaptureFixture[str]
 def test_what_trained_it_resumes_it_as_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe is composed again, with the keys that are newer than the run."""
     small = ("prompts_per_step=2", "group_size=4", "eval.every=0", "lora.rank=1", "lora.target_modules=[q_proj]")
-    words = ("+recipe=grpo_arithmetic", *small, "trainer.schedule=constant", "logger=[jsonl]", "checkpoint.every=1")
+    words = ("+recipe=grpo_arithmetic", *small, "trainer.schedule=constant", "console=null", "checkpoint.every=1")
     assert cli.run(["train", *words, f"resume={run}", "steps=3"]) == 0, capsys.readouterr().err
 
 
@@ -89,6 +90,23 @@ def test_every_newer_key_says_what_older_runs_did() -> None:
     recorded = set((RECORDED / "keys.txt").read_text().split())
     newer = {key: before for key, before in all_keys() if key not in recorded}
     assert [key for key, before in newer.items() if before is ABSENT] == []
+
+
+CONSOLE = {"live": False, "plain_seconds": 1.0}
+SCREEN, FILES = {"_target_": NOT_TRACKERS["console"], **CONSOLE}, {"_target_": NOT_TRACKERS["jsonl"]}
+OWN = {"_target_": "x.Y"}
+
+
+@each(
+    ("loggers", "console", "trackers"),
+    [({"screen": SCREEN, "jsonl": FILES}, CONSOLE, {}), ({"console": SCREEN}, CONSOLE, {}),
+     ({"files": FILES, "mine": OWN}, None, {"mine": OWN}), ({}, None, {}), (None, None, {})],
+)  # fmt: skip
+def test_the_terminal_and_the_files_were_loggers(loggers: Any, console: Any, trackers: Any) -> None:
+    recorded = {"command": "rm"} if loggers is None else {"command": "rm", "logger": loggers}
+    for config in (recorded, {"logger": trackers, "console": console}):  # the second is a run's of today
+        read = older.completed(config, commands.named("rm").root)
+        assert (read["console"], read["logger"]) == (console, trackers)
 
 
 def all_keys() -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from rlft.config.compose import compose
 from rlft.runs.words import changed_keys, choices_of, words_of
 
 RECIPES = [(command, name) for command in ("train", "sft", "rm", "dpo") for name in catalog.recipes(command)]
-MORE = ["seed=3", "lora=null", "trainer.lr=3e-5", "logger=[jsonl]", "checkpoint.every=7", "trainer.schedule=cosine"]
+MORE = ["seed=3", "lora=null", "trainer.lr=3e-5", "console=null", "checkpoint.every=7", "trainer.schedule=cosine"]
 MORE += ["lora.target_modules=[q_proj,v_proj]", "token_budget=512", "name=mine", "model.path='my models/a'", "name='1'"]
 
 

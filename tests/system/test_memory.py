@@ -229,7 +229,7 @@ def test_an_evaluation_of_losses_alone_is_bounded_by_the_token_budget(words, pla
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(place, fail)
-    common = ("model.device=cpu", "max_completion_tokens=64", "steps=1", "logger=[]", "token_budget=600")
+    common = ("model.device=cpu", "max_completion_tokens=64", "steps=1", "console=null", "token_budget=600")
     monkeypatch.chdir(tmp_path)
     assert cli.run([*words, *common, "hydra.run.dir=run"]) == 1
     again = "token_budget (now 600): rlft resume run token_budget=300\n"

@@ -530,7 +530,7 @@ def test_a_controller_of_the_kl_coefficient_rests_while_the_policy_does(tmp_path
         "algorithm=ppo_penalty", "algorithm.kl_coef=8", "algorithm.kl_target=1e6", "epochs=2", "critic.kind=adapter",
         "critic.warmup_steps=2", "steps=3", "prompts_per_step=2", "group_size=2", "generation=scripted",
         "generation.scripted.answers={*: [yes, no]}", "model.device=cpu", "model.dtype=float32", "lora.rank=2",
-        "eval.every=0", "logger=[]", "scoring.workers=0",
+        "eval.every=0", "console=null", "scoring.workers=0",
     ]  # fmt: skip
     plan = resolve(compose(settings)).plan()
     (tmp_path / "config.yaml").touch()
@@ -541,7 +541,7 @@ def test_a_controller_of_the_kl_coefficient_rests_while_the_policy_does(tmp_path
 def test_the_first_update_of_a_step_is_on_the_samplers_sums_and_the_second_is_not(tmp_path, monkeypatch):
     settings = [
         "+recipe=grpo_arithmetic", "model.device=cpu", "generation=transformers", "steps=2", "minibatches=2",
-        "prompts_per_step=4", "group_size=4", "eval.every=0", "logger=[]", "scoring.workers=0", "data.size=16",
+        "prompts_per_step=4", "group_size=4", "eval.every=0", "console=null", "scoring.workers=0", "data.size=16",
     ]  # fmt: skip
     borrowed, plain = [], LoraLinear.operands
 

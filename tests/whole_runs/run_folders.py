@@ -18,13 +18,13 @@ TINY = (
     "+recipe=grpo_arithmetic", "steps=5", "prompts_per_step=3", "group_size=4", "generation=transformers",
     "generation.max_tokens=24", "model.device=cpu", "lora.rank=2", "lora.dropout=0.1", "data.size=64",
     "data.held_out_size=8", "eval.every=2", "eval.num_prompts=3", "eval.num_samples=2", "scoring.workers=0",
-    "logger=[jsonl]",
+    "console=null",
 )  # fmt: skip
 """What is said to `rlft train` for a run of five steps of 3 x 4 completions, evaluated at 0, 2, 4 and 5."""
 ALL_WEIGHTS = (
     "lora=null", "trainer.lr=1e-4", "prompts_per_step=4", "group_size=4", "generation=transformers",
     "generation.max_tokens=24", "eval.num_prompts=4", "eval.num_samples=2", "data.size=64", "data.held_out_size=8",
-    "scoring.workers=0", "model.device=cpu", "logger=[jsonl]",
+    "scoring.workers=0", "model.device=cpu", "console=null",
 )  # fmt: skip
 SAMPLE = (
     "sample", "num_prompts=10", "prompts_per_step=2", "n=4", "max_per_prompt=3", "generation=transformers",
@@ -33,12 +33,12 @@ SAMPLE = (
 RM = (
     "rm", "+recipe=rm_arithmetic", "rankings_per_step=4", "replay.path=embedded:arithmetic-preferences",
     "replay.fraction=0.5", "lora.rank=2", "lora.dropout=0.1", "eval.every=2", "eval.num_rankings=8", "model.device=cpu",
-    "logger=[jsonl]",
+    "console=null",
 )  # fmt: skip
 IMAGES = (
     "train", "+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", "prompts_per_step=4", "group_size=4",
     "eval.every=2", "eval.num_prompts=4", "eval.num_samples=2", "model.device=cpu", "scoring.workers=0",
-    "logger=[jsonl]", "minibatches=2",
+    "console=null", "minibatches=2",
 )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ SLOW = ("+reward.slow._target_=slow_reward.score", "+reward.slow.weight=0.1", "s
 SLOW = (*SLOW, f"scoring.timeout={TIMEOUT_S}", "scoring.on_error=0")  # a worker that dies would be trained on
 TINY = ("model.device=cpu", "generation=transformers", "generation.max_tokens=8")
 DATA = ("data.size=32", "data.held_out_size=4")
-TRAINS = ("lora.rank=2", "lora.dropout=0.1", "logger=[jsonl]", "eval.every=1")
+TRAINS = ("lora.rank=2", "lora.dropout=0.1", "console=null", "eval.every=1")
 EVALUATES = ("eval.num_prompts=2", "eval.num_samples=1")
 
 Event = dict[str, Any]

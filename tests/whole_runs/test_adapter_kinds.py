@@ -24,7 +24,7 @@ WORDS = (
     "snapshot.ema_decay=0.9", "trainer.optimizer=muon",
     "algorithm.kl_coef=0.02", "trainer.lr=0.02", "critic.lr=0.01", "prompts_per_step=2",
     "group_size=4", "generation=transformers", "generation.max_tokens=12", "eval.every=2", "eval.num_prompts=2",
-    "eval.num_samples=2", "scoring.workers=0", "logger=[jsonl]",
+    "eval.num_samples=2", "scoring.workers=0", "console=null",
     "generation.stop=['=']", "checkpoint.every=1", "checkpoint.keep=99",
 )  # fmt: skip
 
@@ -80,7 +80,7 @@ def test_it_samples_and_is_evaluated_as_itself(run: Path, tmp_path: Path, capsys
 
 @pytest.mark.parametrize("command", ["sft", slow("rm")])
 def test_supervised_commands_learn_such_adapters(command: str, tmp_path: Path) -> None:
-    words = [f"+recipe={command}_arithmetic", *BOTH, "steps=2", "logger=[jsonl]", "eval.every=0", "checkpoint.every=0"]
+    words = [f"+recipe={command}_arithmetic", *BOTH, "steps=2", "console=null", "eval.every=0", "checkpoint.every=0"]
     assert cli.run([command, *words, f"hydra.run.dir={tmp_path / command}"]) == 0
     saved = checkpoint.load_newest(run_folder.checkpoints(tmp_path / command), print)
     assert saved is not None

@@ -15,7 +15,7 @@ from rlft.runs.run_status import Status
 # Nothing is learned at this rate, so the sixth evaluation, after step 5, shows that the curve is flat.
 WORDS = (
     "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "rankings_per_step=2", "steps=8",
-    "lora.rank=2", "lora.alpha=4", "model.device=cpu", "logger=[jsonl]", "eval.every=1", "eval.num_rankings=4",
+    "lora.rank=2", "lora.alpha=4", "model.device=cpu", "console=null", "eval.every=1", "eval.num_rankings=4",
     "trainer.lr=1e-12", "checkpoint.every=2",
 )  # fmt: skip
 

@@ -34,7 +34,7 @@ CAUSES = {
     "ESTALE": "the file system is gone (Stale file handle)",
     "EFBIG": "no file may become that large here (File too large)",
 }
-SMALL = ("steps=2", "model.device=cpu", "lora.rank=2", "eval.every=0", "logger=[jsonl]")
+SMALL = ("steps=2", "model.device=cpu", "lora.rank=2", "eval.every=0", "console=null")
 
 
 def fails(name: str, call: int = 1, error: str = "ENOSPC") -> dict[str, Any]:

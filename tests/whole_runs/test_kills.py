@@ -222,13 +222,13 @@ OF_SAMPLING = [
 SFT = (
     "sft", "+recipe=sft_arithmetic", "examples_per_step=4", "generation=transformers",
     "generation.max_tokens=24", "eval.every=2", "eval.num_prompts=4", "eval.num_samples=2", "data.size=64",
-    "data.held_out_size=8", "scoring.workers=0", "model.device=cpu", "logger=[jsonl]",
+    "data.held_out_size=8", "scoring.workers=0", "model.device=cpu", "console=null",
 )  # fmt: skip
 SFT_OF_ALL_WEIGHTS = (*SFT, "lora=null", "trainer.lr=1e-4", "trainer.schedule=cosine", "trainer.warmup=2")
 # Five pairs are left: an update has new ones and known ones.
 DPO = (
     "dpo", "+recipe=dpo_arithmetic", "preferences.held_out_fraction=0.993", "rankings_per_step=4", "lora.rank=2",
-    "lora.dropout=0.1", "eval.every=2", "eval.num_rankings=8", "model.device=cpu", "logger=[jsonl]",
+    "lora.dropout=0.1", "eval.every=2", "eval.num_rankings=8", "model.device=cpu", "console=null",
 )  # fmt: skip
 GRPO_OF_ALL_WEIGHTS = ("train", "+recipe=grpo_arithmetic", *ALL_WEIGHTS, "eval.every=2")
 MOVING_REFERENCE = (

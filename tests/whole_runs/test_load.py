@@ -64,7 +64,7 @@ def write_leaks(place: Path) -> list[str]:
         file.parent.mkdir(parents=True)
         weight = "  weight: 1.0\n" if group == "reward" else ""
         file.write_text(f"{name}:\n  _target_: leaking.{target}\n{weight}")
-    return ["--config-dir", "mine", "reward=[exact_match,leak]", "logger=[jsonl,leaking]"]
+    return ["--config-dir", "mine", "reward=[exact_match,leak]", "console=null", "logger=leaking"]
 
 
 def small(place: Path, url: str, *more: str) -> list[str]:
@@ -91,7 +91,7 @@ def test_memory_and_open_files_of_every_process_stay_flat_and_no_temporary_file_
     temporary.mkdir()
     with rater() as url:
         rewards = ["reward=[exact_match,code,http]", f"reward.http.url={url}", "reward.code.tests_field=tests"]
-        rewards += ["reward.code.program_in=text", "reward.code.seconds=20", "logger=[jsonl]"]
+        rewards += ["reward.code.program_in=text", "reward.code.seconds=20", "console=null"]
         variables = {
             "TMPDIR": str(temporary),
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),

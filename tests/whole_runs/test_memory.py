@@ -42,7 +42,7 @@ def peak_bytes(quiet: Nursery, folder: Path, model: Path, *keys: str) -> int:
     """The most memory of a process that trains a step of 64 completions of 48 tokens in one micro-batch."""
     words = [
         *("train", "+recipe=grpo_arithmetic", f"model.path={model}", "steps=1"),
-        *("prompts_per_step=8", "eval.every=0", "checkpoint.every=0", "logger=[jsonl]", "token_budget=16384"),
+        *("prompts_per_step=8", "eval.every=0", "checkpoint.every=0", "console=null", "token_budget=16384"),
         *("algorithm.kl_coef=0.01", "snapshot.reference=base", f"hydra.run.dir={folder}", *keys),
     ]
     done = quiet.run(*words, cwd=folder.parent)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 KEYS = (
     "steps=2", "prompts_per_step=2", "group_size=3", "generation=transformers", "generation.max_tokens=10",
     "lora.rank=2", "data.size=16", "data.held_out_size=4", "eval.every=0", "model.device=cpu", "scoring.workers=0",
-    "logger=[jsonl]", "trainer.lr=0.03", "reward=[varied]", "checkpoint.every=1", "checkpoint.keep=9",
+    "console=null", "trainer.lr=0.03", "reward=[varied]", "checkpoint.every=1", "checkpoint.keep=9",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import pytest
 from run_processes import Nursery
 from slow_cases import slow
 
-MODEL = "model.device=cpu lora.rank=4 lora.alpha=8 logger=[jsonl] eval.every=0 token_budget=1024"
+MODEL = "model.device=cpu lora.rank=4 lora.alpha=8 console=null eval.every=0 token_budget=1024"
 ENGINE = """\
 defaults: [scripted]
 scripted:

@@ -14,7 +14,7 @@ from rlft.model.kernels import selection
 TINY = (
     "steps=1", "prompts_per_step=2", "group_size=3", "generation=transformers", "generation.max_tokens=12",
     "lora.rank=2", "data.size=16", "data.held_out_size=4", "eval.every=0", "model.device=cpu", "scoring.workers=0",
-    "logger=[console,jsonl]", "trainer.lr=1e-3", "epochs=2", "algorithm=ppo", "critic.kind=adapter",
+    "trainer.lr=1e-3", "epochs=2", "algorithm=ppo", "critic.kind=adapter",
     "algorithm.entropy_coef=0.01",
 )  # fmt: skip
 NOT_COMPARED = ("time/", "memory/", "waste/padding_fraction", "tokens/trained")

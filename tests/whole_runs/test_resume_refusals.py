@@ -78,7 +78,7 @@ FREE = {
     "cluster.kind", "cluster.address", "cluster.engines", "cluster.gpus_per_engine", "cluster.ranks",
     "cluster.placement", "cluster.timeout", "cluster.max_engine_restarts", "cluster.scoring", "cluster.jobs",
     "cluster.shard_base", "snapshot.teacher_gpu_memory_utilization",
-    "logger.jsonl._target_", "rollouts.every", "rollouts.keep",
+    "console", "rollouts.every", "rollouts.keep",
 }  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def test_a_changed_adapter_folder_is_refused(rough: Nursery, undisturbed: Path, 
     assert rough.run("resume", "run", cwd=tmp_path).code == 0
 
 
-SHORT = ("model.device=cpu", "lora.rank=2", "logger=[jsonl]", "eval.every=0", "trainer.warmup=1")
+SHORT = ("model.device=cpu", "lora.rank=2", "console=null", "eval.every=0", "trainer.warmup=1")
 SCHEDULED = {
     "sft linear": ("sft", "+recipe=sft_arithmetic", "examples_per_step=4", "steps=2"),
     "sft cosine": ("sft", "+recipe=sft_arithmetic", "examples_per_step=4", "steps=2"),

@@ -17,7 +17,7 @@ from rlft import cli
 KEYS = (
     "prompts_per_step=2", "group_size=4", "minibatches=2", "generation=transformers", "generation.max_tokens=10",
     "lora.rank=2", "data.size=16", "data.held_out_size=4", "eval.every=1", "eval.num_prompts=2", "model.device=cpu",
-    "scoring.workers=0", "logger=[jsonl]", "trainer.lr=0.1", "reward=[varied]", "checkpoint.every=1",
+    "scoring.workers=0", "console=null", "trainer.lr=0.1", "reward=[varied]", "checkpoint.every=1",
     "checkpoint.keep=9",
 )  # fmt: skip
 

@@ -24,14 +24,14 @@ from tests.commands.test_serve import addressed
 SUMS = (
     "train", "+recipe=grpo_smollm2_sums", "generation.max_tokens=6",
     "prompts_per_step=2", "group_size=4", "eval.every=0", "data.size=16", "data.held_out_size=4", "scoring.workers=0",
-    "lora.rank=2", "logger=[jsonl]", "checkpoint.every=1", "reward=[exact_match,length]", "reward.length.mode=target",
+    "lora.rank=2", "console=null", "checkpoint.every=1", "reward=[exact_match,length]", "reward.length.mode=target",
     "reward.length.target=3", "freshness.threshold=1e-3",
 )  # fmt: skip
 HERE = "generation=transformers", "steps=1"
 ENGINES = {"transformers": ("generation=transformers",), "vllm": ("generation=vllm", "generation.vllm.max_num_seqs=16")}
 LARGEST_GAP = {"transformers": 1e-4, "vllm": 1e-3}
 """Nats between an engine's log-probs and the trainer's, both in float32."""
-LEARNS = ("lora.rank=2", "logger=[jsonl]", "steps=1", "checkpoint.every=1")
+LEARNS = ("lora.rank=2", "console=null", "steps=1", "checkpoint.every=1")
 QUESTIONS = ("7 + 5", "12 + 30", "9 - 4", "20 + 22")
 TOOL = '''
 def add(a: int, b: int) -> int:
@@ -164,7 +164,7 @@ def test_a_real_model_learns_equations_and_is_then_rewarded_for_their_results(sm
     ]  # fmt: skip
     Path("data").mkdir()
     Path("data/SVAMP.json").write_text(json.dumps(problems))
-    words = ("scoring.workers=0", "logger=[jsonl]", "eval.num_prompts=4", "eval.every=100")
+    words = ("scoring.workers=0", "console=null", "eval.num_prompts=4", "eval.every=100")
     long = ("steps=15", "examples_per_step=4", "trainer.warmup=0")
     taught = run(smollm2, "taught", "sft", "+recipe=sft_smollm2_svamp", *long, *words)
     assert taught[-1]["loss/total"] < taught[0]["loss/total"] / 4

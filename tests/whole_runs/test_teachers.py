@@ -28,7 +28,7 @@ from rlft.system import device
 SMALL = (
     "train", "+recipe=grpo_arithmetic", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "prompts_per_step=2",
     "group_size=2", "generation=transformers", "generation.max_tokens=12", "eval.every=0", "data.size=64",
-    "data.held_out_size=8", "scoring.workers=0", "logger=[jsonl]", "checkpoint.every=1", "checkpoint.keep=99",
+    "data.held_out_size=8", "scoring.workers=0", "console=null", "checkpoint.every=1", "checkpoint.keep=99",
     "trainer.lr=0.02",
 )  # fmt: skip
 OPD = (*SMALL, "algorithm=opd")

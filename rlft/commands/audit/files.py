@@ -12,7 +12,6 @@ from typing import Any
 
 from rlft.config.instantiate import from_mapping
 from rlft.config.schema import RolloutsConfig
-from rlft.logger.loggers import is_declared
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.chain import CHAIN, metrics_part, sealed
 from rlft.runs.config_file import CONFIG, FORMAT
@@ -157,12 +156,9 @@ def _line_of(raw: bytes) -> Line | None:
 def check_files(run: Audited) -> None:
     _check_config(run)
     _check_status(run)
-    if is_declared(run.config.get("logger") or {}, "writes_metrics"):
-        _check_metrics(run)
-        _check_by_step(run, EVALUATIONS, "evaluation", "evaluations of {}", "is not the evaluation of the chain")
-        _check_by_step(run, ALARMS, "alarms", "{} with alarms", "its alarms are not those of the chain")
-    else:
-        run.findings.leave_open(METRICS, "the run has no logger that writes it")
+    _check_metrics(run)
+    _check_by_step(run, EVALUATIONS, "evaluation", "evaluations of {}", "is not the evaluation of the chain")
+    _check_by_step(run, ALARMS, "alarms", "{} with alarms", "its alarms are not those of the chain")
     _check_rollouts(run)
     _check_checkpoints(run)
 

@@ -19,7 +19,6 @@ from rlft.config import command as commands
 from rlft.data.prompts import prompts_for_step
 from rlft.generation.stops import shown_texts
 from rlft.logger.interface import Logger
-from rlft.logger.jsonl import Rollouts
 from rlft.loop.engines import Engines
 from rlft.model.backbone import load_tokenizer
 from rlft.plan.fit import fit_to_device
@@ -336,12 +335,11 @@ def check_replay(run: Audited, plan: Any, steps: int, unrepeatable: set[str]) ->
 def replayed(run: Audited, plan: Any, step: int) -> tuple[Mapping[str, Any], Mapping[str, float]]:
     """(the step's line of the chain, its metrics), of a resume in a temporary folder from the checkpoint before it."""
     stop = OneStep()
-    rollouts = [logger for logger in plan.loggers if isinstance(logger, Rollouts)]
-    config = replace(plan.config, checkpoint=replace(plan.config.checkpoint, on_signal="step"))
+    config = replace(plan.config, console=None, checkpoint=replace(plan.config.checkpoint, on_signal="step"))
     # What was recorded of the inputs, which are the same: older rlft recorded less.
     parts = run.lines[step]["sha256"]
     recorded = {n: parts[what] for n in plan.fingerprints if (what := n.removesuffix("_fingerprint")) in parts}
-    plan = replace(fit_to_device(plan), config=config, loggers=(*rollouts, stop), fingerprints=recorded)
+    plan = replace(fit_to_device(plan), config=config, loggers=(stop,), fingerprints=recorded)
     with owned_folder() as folder, Engines() as engines:
         shutil.copyfile(run.folder / CONFIG, folder / CONFIG)
         if step > 1:

@@ -36,7 +36,6 @@ from rlft.config.instantiate import locate
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.trainer import NEVER, ClusterConfig
-from rlft.logger.loggers import is_declared
 from rlft.loop.evaluations import compared
 from rlft.plan.rules import check_acts
 from rlft.plan.run_plan import Plan
@@ -47,7 +46,8 @@ from rlft.system.terminal import override
 from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError, require
 
-NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "minibatches", "logger", "rollouts", "checkpoint")
+NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "minibatches", "logger", "console", "rollouts",
+                    "checkpoint")  # fmt: skip
 """Keys that no file of data, model or adapters is read by: configs that differ only in these are planned once."""
 
 
@@ -157,11 +157,9 @@ def checked_configs(
             first, plain = configs[0].plain, configs[-1].plain
             if metric is not None and len(configs) > 1:
                 check_measured_alike(first, plain, metric)
-                check_loggers(plain)
         if metric is not None and len(configs) == 1:
             check_changes_numbers(space, first)
             check_metric(metric, first)
-            check_loggers(first)
     for one in space.varied:
         if (key := key_of(one.key)).startswith("algorithm.") and command == "train":
             check_acts(key, ", ".join(map(str, one.extremes)), [resolved.config for resolved in configs])
@@ -357,14 +355,6 @@ def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
     known = compared(plain) if plain["command"] in commands.OWN else [metric]
     remedy = choice_remedy(metric, known)
     require(metric in known, "sweep.metric", "no evaluation has it", got=metric, remedy=remedy)
-
-
-def check_loggers(plain: Mapping[str, Any]) -> None:
-    """Refuses loggers of which none writes what trials are compared by."""
-    loggers = plain.get("logger") or {}
-    writes, got = is_declared(loggers, "writes_metrics"), ", ".join(loggers) or "null"
-    problem = "trials are compared by eval.jsonl, which none of these writes"
-    require(writes, "logger", problem, got=got, remedy="add jsonl")
 
 
 def lower_is_better(metric: str, direction: str = "auto") -> bool:

@@ -157,7 +157,7 @@ def no_metrics(folder: Path) -> UserError:
     if commands.named(command).headline is None:
         problem, remedy = f"a run of rlft {command} writes no {METRICS}", "look into the files of its folder"
     else:
-        problem, remedy = f"the run has no {METRICS}", "keep jsonl among its loggers"
+        problem, remedy = f"the run has no {METRICS}", "it has one once its first step is done"
     return UserError("report", f"{problem}, which a report needs", got=folder, remedy=remedy)
 
 

@@ -17,7 +17,6 @@ from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
 from rlft.logger.flat import newly_flat
 from rlft.logger.forecast import Price, read_price, seconds_of
 from rlft.logger.interface import RunInfo
-from rlft.logger.loggers import is_declared
 from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible
 from rlft.runs import run_folder, run_status
@@ -25,7 +24,7 @@ from rlft.runs.find import LATEST, one_run
 from rlft.runs.lines import EVALUATIONS, METRICS, StepRecord, complete_lines, read_lines, silent
 from rlft.runs.run_status import Status
 from rlft.system.terminal import say
-from rlft.types import Evaluation, UserError, require
+from rlft.types import Evaluation, require
 
 USAGE = """\
 usage: rlft watch [<run>] [price=2.5/h]
@@ -90,8 +89,6 @@ def watch(folder: Path, price: Price | None = None, sleep: Callable[[float], Non
     problem = f"a run of rlft {config['command']} writes no {METRICS}, which the view needs"
     headline = commands.named(config["command"]).headline
     require(headline, "watch", problem, got=folder, remedy="look into the files of its folder")
-    problem = f"the run writes no {METRICS}, which the view needs"
-    require(writes_metrics(config, folder), "watch", problem, got=folder, remedy="keep jsonl among its loggers")
     terminal = open_terminal()
     status, reason = run_status.read(folder)
     if status is Status.running:
@@ -101,14 +98,6 @@ def watch(folder: Path, price: Price | None = None, sleep: Callable[[float], Non
         cost = price.so_far(sum(map(seconds_of, read_lines(folder / METRICS, silent))), None)
         terminal.print(f"cost of its steps, evaluations and checkpoints: {cost}", soft_wrap=True)
     terminal.print(f"{folder} {status}{f': {visible(reason)}' if reason else ''}", soft_wrap=True)
-
-
-def writes_metrics(config: Mapping[str, Any], folder: Path) -> bool:
-    """Whether a logger of the run declares it; if one cannot be imported here, whether there are metrics."""
-    try:
-        return is_declared(config.get("logger") or {}, "writes_metrics")
-    except UserError:
-        return (folder / METRICS).exists()
 
 
 def follow(

@@ -31,15 +31,6 @@ def test_recipes_of_other_lengths_are_refused_though_they_read_the_same_files(tm
         planned(corners_of(space), configs)
 
 
-def test_the_loggers_of_every_recipe_must_write_what_trials_are_compared_by(tmp_path: Path) -> None:
-    console = "defaults:\n  - override /logger: [console]\n"
-    space = with_recipes(tmp_path, one="seed: 1", silent=f"{console}seed: 1")
-    with pytest.raises(
-        UserError, match=r"^logger: trials are compared by eval.jsonl, .*\+recipe=silent\), got console;"
-    ):
-        checked_configs(corners_of(space), space, tmp_path, "train", "accuracy")
-
-
 def test_a_study_stays_possible_whatever_its_other_values_are() -> None:
     """Each of the two is accepted with the first of the other, and both together are refused."""
     check_possible(Space(fixed=SMALL, varied=(TOKENS, PROMPTS)), None, "train")

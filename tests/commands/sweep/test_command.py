@@ -24,7 +24,7 @@ from rlft.types import UserError
 
 SMALL = (
     "generation=transformers", "model.device=cpu", "scoring.workers=0", f"steps={STEPS}", "eval.every=1",
-    "eval.num_prompts=4", "prompts_per_step=4", "minibatches=1", "logger=jsonl", "sweep=optuna",
+    "eval.num_prompts=4", "prompts_per_step=4", "minibatches=1", "console=null", "sweep=optuna",
     "hydra.sweep.dir=sweep",
 )  # fmt: skip
 RATES = ("trainer.lr=interval(1e-5,1e-2)", "sweep.trials=2")
@@ -191,7 +191,7 @@ def test_a_recipe_that_changes_between_two_parts_of_a_sweep_is_refused(begin: Be
         "trainer.beta1: was 0.85 when the sweep in sweep began, and its trials would differ, got 0.95; "
         "put the YAML back as it was, or begin another sweep"
     )
-    file.write_text(f"{text}logger:\n  jsonl:\n    _target_: rlft.logger.jsonl.Jsonl\nname: other\n")
+    file.write_text(f"{text}console:\n  live: false\nname: other\n")
     assert len(begin("sweep.trials=4", again="sweep").ran) == 2, "neither loggers nor names change a trial"
 
 

@@ -199,7 +199,7 @@ def test_an_interruption_begins_nothing_more_and_leaves_trials_to_go_on(tmp_path
 SMALL = (
     "steps=3", "prompts_per_step=2", "group_size=2", "lora.rank=2", "eval.every=1", "eval.num_prompts=2",
     "eval.num_samples=1", "generation=transformers", "generation.max_tokens=4", "model.device=cpu", "data.size=16",
-    "data.held_out_size=4", "scoring.workers=0", "logger=jsonl", "seed=7",
+    "data.held_out_size=4", "scoring.workers=0", "console=null", "seed=7",
 )  # fmt: skip
 
 

@@ -318,7 +318,7 @@ def test_jobs_share_the_threads_unless_they_are_set(monkeypatch: pytest.MonkeyPa
 WORDS = (
     "steps=30", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=12",
     "data.size=32", "eval.every=0", "scoring.workers=0", "lora.rank=2", "lora.alpha=4", "model.device=cpu",
-    "checkpoint.every=1", "logger=[jsonl]", "seed=0,1", "hydra.sweep.dir=sweep",
+    "checkpoint.every=1", "console=null", "seed=0,1", "hydra.sweep.dir=sweep",
 )  # fmt: skip
 
 

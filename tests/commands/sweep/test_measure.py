@@ -11,7 +11,6 @@ from in_one_test import each
 from slow_cases import slow
 
 from rlft.commands.sweep.checks import (
-    check_loggers,
     check_measured_alike,
     check_metric,
     check_same_questions,
@@ -52,12 +51,6 @@ def test_a_metric_that_there_will_not_be_is_refused() -> None:
         with pytest.raises(UserError, match=rf"eval.every: trials are compared by .*, and there is none, got {got};"):
             check_metric("accuracy", {"command": "train", "eval": {"every": every}})
     check_metric("eval/reward/format", compose([]))
-
-
-def test_loggers_that_write_no_evaluations_are_refused() -> None:
-    with pytest.raises(UserError, match=r"logger: trials are compared by eval.jsonl, .*, got console; add jsonl"):
-        check_loggers(compose(["logger=console"]))
-    check_loggers(compose(["logger=[console,jsonl]"]))
 
 
 @each(

@@ -105,7 +105,7 @@ def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("looked_at") / "run"
     words = ["+recipe=grpo_arithmetic", "steps=11", "prompts_per_step=4", "group_size=4", "token_values.every=2"]
     words += ["generation=transformers", "generation.max_tokens=24", "model.device=cpu", "data.size=8", "eval.every=2"]
-    words += ["eval.num_prompts=4", "scoring.workers=0", "logger=[jsonl]", "alarms.length_growth=0.1"]
+    words += ["eval.num_prompts=4", "scoring.workers=0", "console=null", "alarms.length_growth=0.1"]
     assert cli.run(["train", *words, f"hydra.run.dir={folder}"]) == 0
     return folder
 
@@ -309,7 +309,7 @@ def test_runs_of_other_commands_are_drawn_too(command: str, opened: Callable[...
         "sft": ["demonstrations.path=embedded:arithmetic-demonstrations", "examples_per_step=4"],
         "rm": ["preferences.path=embedded:arithmetic-preferences", "rankings_per_step=4"],
     }[command]
-    common = ["max_completion_tokens=64", "steps=3", "eval.every=3", "lora.rank=2", "model.device=cpu", "logger=jsonl"]
+    common = ["max_completion_tokens=64", "steps=3", "eval.every=3", "lora.rank=2", "model.device=cpu", "console=null"]
     assert cli.run([command, *words, *common, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     page = opened(tmp_path / "run")
     titles = page.texts(".chart h3")
@@ -570,7 +570,7 @@ def test_images_of_prompts_are_drawn_and_those_that_are_missing_are_named(
     opened: Callable[..., Page], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    words = ["+recipe=grpo_shapes", "steps=1", "prompts_per_step=2", "group_size=2", "data.size=8", "logger=[jsonl]"]
+    words = ["+recipe=grpo_shapes", "steps=1", "prompts_per_step=2", "group_size=2", "data.size=8", "console=null"]
     words += ["data.held_out_size=4", "eval.num_prompts=2", "model.device=cpu", "scoring.workers=0"]
     assert cli.run(["train", *words, f"hydra.run.dir={folder}"]) == 0
     page = opened(folder)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from in_one_test import each
 from rich.console import Console as Terminal
 
@@ -29,11 +28,11 @@ from rlft.runs.run_status import Status
 TINY = (
     "steps=3", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=24",
     "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=3", "eval.num_prompts=4",
-    "model.device=cpu", "scoring.workers=0", "logger=[jsonl]",
+    "model.device=cpu", "scoring.workers=0", "console=null",
 )  # fmt: skip
 TEACH = (
     "demonstrations.path=embedded:arithmetic-demonstrations", "max_completion_tokens=64", "steps=1", "eval.every=0",
-    "examples_per_step=2", "lora.rank=2", "model.device=cpu", "logger=[jsonl]",
+    "examples_per_step=2", "lora.rank=2", "model.device=cpu", "console=null",
 )  # fmt: skip
 
 
@@ -242,19 +241,6 @@ def test_a_sampling_is_as_far_as_its_prompts(tmp_path: Path, capsys: pytest.Capt
     assert cli.run(["sample", *words, "name=drawn", f"hydra.run.dir={tmp_path / 'drawn'}"]) == 0
     row = listed(capsys, str(tmp_path))[0]
     assert (row["command"], row["step"], row["steps"]) == ("sample", 2, 2)
-
-
-def test_a_run_without_metrics_cannot_be_watched(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "silent"
-    shutil.copytree(made / "first" / "a", folder)
-    file = folder / "config.yaml"
-    config = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump({**config, "logger": {}}))
-    assert cli.run(["watch", str(folder)]) == 2
-    message = f"rlft: watch: the run writes no metrics.jsonl, which the view needs, got {folder}; keep jsonl among"
-    assert capsys.readouterr().err.startswith(message)
 
 
 def test_a_living_run_is_running(made: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 KEYS = (
     "+recipe=grpo_arithmetic", "steps=4", "prompts_per_step=4", "group_size=2", "generation=transformers",
     "generation.max_tokens=24", "model.device=cpu", "lora.rank=2", "data.size=64", "data.held_out_size=8",
-    "eval.every=2", "eval.num_prompts=2", "eval.num_samples=1", "scoring.workers=0", "logger=[jsonl]",
+    "eval.every=2", "eval.num_prompts=2", "eval.num_samples=1", "scoring.workers=0", "console=null",
     "reward=[exact_match]", "environment=endpoint", "environment.agent=endpoint_agents.by_the_clock",
     "environment.workers=2", "checkpoint.every=2", "checkpoint.keep=99",
 )  # fmt: skip

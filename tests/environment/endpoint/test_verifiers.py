@@ -45,7 +45,7 @@ def test_an_environment_of_verifiers_trains_unmodified(forks: Nursery, tiny_path
     keys = (
         "+recipe=grpo_arithmetic", "steps=3", "prompts_per_step=1", "group_size=2", "generation=transformers",
         "generation.max_tokens=48", "lora.rank=2", "model.device=cpu", "data.size=64", "data.held_out_size=8",
-        "eval.every=0", "scoring.workers=0", "logger=[jsonl]", "reward=null", "environment=endpoint",
+        "eval.every=0", "scoring.workers=0", "console=null", "reward=null", "environment=endpoint",
         "environment.workers=2", "generation.temperature=2.0",  # so that answers differ in length, and in their rewards
     )  # fmt: skip
     variables = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}

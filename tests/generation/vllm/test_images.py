@@ -51,7 +51,7 @@ KEYS = (
     "prompts.max_tokens=256", "generation=vllm", "generation.vllm.max_num_seqs=8", "generation.max_tokens=12",
     "prompts_per_step=4", "group_size=4", "steps=2", "minibatches=2", "model.device=cpu", "eval.every=0",
     "reward=repetition", "reward.repetition.unit=tokens", "reward.repetition.ngram=1",  # differs in random answers
-    "scoring.workers=0", "logger=[jsonl]", "hydra.run.dir=run",
+    "scoring.workers=0", "console=null", "hydra.run.dir=run",
 )  # fmt: skip
 
 

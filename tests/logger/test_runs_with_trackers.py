@@ -1,0 +1,112 @@
+"""A run's files, and what is made of them, are the same with every tracker and without."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlft import cli
+from rlft.runs.chain import metrics_part
+
+WORDS = (
+    "+recipe=grpo_arithmetic", "steps=2", "prompts_per_step=2", "group_size=4", "generation=transformers",
+    "generation.max_tokens=16", "model.device=cpu", "lora.rank=2", "data.size=16", "data.held_out_size=8",
+    "eval.every=1", "eval.num_prompts=4", "eval.num_samples=2", "scoring.workers=0", "checkpoint.every=1",
+    "alarms.patience=1", "alarms.equal_groups=0.01", "alarms.constant_reward=1", "console=null",
+)  # fmt: skip
+TRACKERS = {
+    "wandb": ("logger=wandb", "logger.wandb.mode=offline"),
+    "mlflow": ("logger=mlflow",),
+    "tensorboard": ("logger=tensorboard",),
+    "trackio": ("logger=trackio",),
+    "raising": ("--config-dir", "mine", "logger=raising"),
+}
+RAISING = "class Raising:\n" + "".join(
+    f"    def {method}(self, argument):\n        raise OSError('{method}')\n"
+    for method in ("start", "stage", "step", "evaluation", "note", "finish")
+)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Trains with these words, in a folder that is the working directory from then on; returns the run's folder."""
+    place = tmp_path_factory.mktemp("tracked")
+    (place / "mine" / "logger").mkdir(parents=True)
+    (place / "raises.py").write_text(RAISING)
+    (place / "mine" / "logger" / "raising.yaml").write_text("raising:\n  _target_: raises.Raising\n")
+
+    def train(name: str, *words: str) -> Path:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.chdir(place)
+            assert cli.run(["train", *WORDS, *words, f"hydra.run.dir=runs/{name}"]) == 0
+        return place / "runs" / name
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def alone(train: Callable[..., Path]) -> Path:
+    return train("alone")
+
+
+@pytest.fixture(scope="module")
+def tracked(train: Callable[..., Path]) -> Path:
+    return train("wandb", *TRACKERS["wandb"])
+
+
+def content(folder: Path, names: list[str]) -> dict[str, Any]:
+    """What is in these files, without times and digests of them."""
+    files: dict[str, Any] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    for name in ("metrics.jsonl", "chain.jsonl"):
+        lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        files[name] = [{**line["sha256"], "config": None} if "sha256" in line else metrics_part(line) for line in lines]
+    return files
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_tracker_changes_no_file_of_a_run_not_even_by_its_errors(
+    tracker: str, train: Callable[..., Path], alone: Path, tracked: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tracked if tracker == "wandb" else train(tracker, *TRACKERS[tracker])
+    names = [str(file.relative_to(alone)) for file in alone.rglob("*") if file.is_file() and file.name != "config.yaml"]
+    assert {"metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000001.jsonl"} <= {*names}
+    assert content(folder, names) == content(alone, names)
+    told = "logger.raising: start failed (OSError: start); the run continues without it"
+    assert capfd.readouterr().err.splitlines().count(told) == (tracker == "raising")
+
+
+def test_what_reads_a_run_needs_no_logger(
+    alone: Path, tracked: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(alone.parents[1])
+
+    def said(*words: str) -> str:
+        assert cli.run(list(words)) == 0, (words, capfd.readouterr().err)
+        return capfd.readouterr().out
+
+    assert "\nruns/wandb\ttrain\tfinished\t2/2\t" in said("runs", "runs")
+    for words in ("watch", "diff runs/alone", "audit recompute=0 replay=1", "report"):
+        said(*words.split(), "runs/wandb")
+    assert (tracked / "report.html").is_file()
+    said("resume", "runs/wandb", "steps=3", "logger=null")
+    said("resume", "runs/alone", "steps=3", "logger=tensorboard")
+    for folder in (alone, tracked):
+        assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert (alone / "tensorboard").is_dir()
+
+
+def test_a_sweep_with_a_tracker_has_its_table(
+    alone: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(alone.parents[1])
+    words = ["trainer.lr=0.01,0.001", *TRACKERS["wandb"], "hydra.sweep.dir=sweep"]
+    assert cli.run(["train", "-m", *WORDS, *words]) == 0
+    assert "sweep of 2 jobs, best held-out accuracy first" in capfd.readouterr().out
+    rows = list(csv.DictReader(Path("sweep", "sweep.csv").read_text().splitlines()))
+    assert [(row["steps"], bool(row["accuracy"])) for row in rows] == [("2", True)] * 2
