@@ -151,7 +151,7 @@ def launch(
         say(f"stopped {after}; resume with: {resuming(folder)}")
         raise Reported
     interrupt.set_interrupt_message(f"the run is finished and saved in {folder}")
-    if shared_engines is None and plan.has_page:
+    if shared_engines is None and getattr(plan.config, "console", True) is not None:  # some commands have none
         print_page = command.print_summary or (lambda plan, folder: print_summary(folder, ()))
         print_page(plan, folder)
     return True

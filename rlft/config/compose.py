@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlft.config import catalog, recipe_file
+from rlft.config import catalog, recipe_file, suggest
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
 from rlft.config.instantiate import locate
@@ -460,9 +460,9 @@ def _unknown_choice(group: str, name: str, command: str) -> UserError:
     known = catalog.choices(group, command)
     if not known:
         return unknown_key(group, command)
-    if group == "logger" and name in NOT_TRACKERS:
+    if group == "logger" and name in suggest.NOT_TRACKERS:
         remedy = f"leave {name} out of the list; `console: null` shows nothing"
-        return not_a_tracker(group, name, remedy)
+        return suggest.not_a_tracker(group, name, remedy)
     remedy = choice_remedy(name, known)
     if name.lower() in ("none", "off") and (group == "logger" or catalog.may_be_absent(group, command)):
         remedy = f"write {group}=null for none"

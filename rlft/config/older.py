@@ -38,12 +38,10 @@ def _with_console(recorded: Mapping[str, Any], root: type) -> Mapping[str, Any]:
     """The recorded config with trackers alone as loggers: the terminal was one, too, and so were the run's files."""
     if "console" in recorded or "console" not in keys_of(root):
         return recorded
-    trackers, console = dict[str, Any](), None
-    for name, keys in (recorded.get("logger") or {}).items():
-        if keys["_target_"] == NOT_TRACKERS["console"]:
-            console = {key: value for key, value in keys.items() if key != "_target_"}
-        elif keys["_target_"] != NOT_TRACKERS["jsonl"]:
-            trackers[name] = keys
+    loggers = recorded.get("logger") or {}
+    shown = [keys for keys in loggers.values() if keys["_target_"] == NOT_TRACKERS["console"]]
+    console = {name: value for keys in shown for name, value in keys.items() if name != "_target_"} or None
+    trackers = {name: keys for name, keys in loggers.items() if keys["_target_"] not in NOT_TRACKERS.values()}
     return {**recorded, "logger": trackers, "console": console}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from rlft.config.instantiate import instantiate
@@ -24,7 +25,7 @@ def own_loggers(config: Any) -> tuple[Logger, ...]:
     return files if console is None else (*files, Console(console))
 
 
-def loggers_of(sections: Mapping[str, Any]) -> tuple[Logger, ...]:
+def loggers_of(sections: Mapping[str, Any]) -> tuple[Any, ...]:
     """The trackers of a config's section `logger`. Equal sections are one tracker, whatever their names are."""
     distinct: dict[str, Any] = {}
     for name, section in sections.items():
@@ -35,29 +36,14 @@ def loggers_of(sections: Mapping[str, Any]) -> tuple[Logger, ...]:
     return tuple(Tracker(f"logger.{name}", instantiate(keys, f"logger.{name}")) for name, keys in distinct.items())
 
 
-class Tracker(Logger):
-    """A tracker of the config. After an error, which is printed once, only `finish` reaches it; the run goes on."""
+class Tracker:
+    """A tracker of the config. After an error, which is printed once, only `finish` reaches it; the run continues."""
 
     def __init__(self, key: str, logger: Logger) -> None:
         self.logger, self._key, self._failed = logger, key, False
 
-    def start(self, run: RunInfo) -> None:
-        self._call("start", run)
-
-    def stage(self, name: str) -> None:
-        self._call("stage", name)
-
-    def step(self, record: StepRecord) -> None:
-        self._call("step", record)
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        self._call("evaluation", evaluation)
-
-    def note(self, text: str) -> None:
-        self._call("note", text)
-
-    def finish(self, status: str) -> None:
-        self._call("finish", status)
+    def __getattr__(self, method: str) -> Callable[[Any], None]:
+        return partial(self._call, method)
 
     def _call(self, method: str, argument: Any) -> None:
         if self._failed and method != "finish":
@@ -97,27 +83,27 @@ class Loggers:
 
     def stage(self, name: str) -> None:
         self.current = name
-        for logger in self._loggers:
-            logger.stage(name)
+        self._tell("stage", name)
 
     def step(self, record: StepRecord) -> None:
         self.last = record
-        for logger in self._loggers:
-            logger.step(record)
+        self._tell("step", record)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        for logger in self._loggers:
-            logger.evaluation(evaluation)
+        self._tell("evaluation", evaluation)
 
     def note(self, text: str) -> None:
         if self.run is None:
             self._say(text)
             return
-        for logger in self._loggers:
-            logger.note(text)
+        self._tell("note", text)
 
     def finish(self, status: str) -> None:
         with ExitStack() as stack:  # runs every callback, last in first out, and raises afterwards
             for logger in reversed(self._started):
                 stack.callback(logger.finish, status)
             self._started.clear()
+
+    def _tell(self, method: str, argument: Any) -> None:
+        for logger in self._loggers:
+            getattr(logger, method)(argument)

@@ -63,11 +63,6 @@ class Plan(ABC):
         )
 
     @property
-    def has_page(self) -> bool:
-        """Whether the page of the run is printed at its end, as it always is for a command without a console."""
-        return getattr(self.config, "console", True) is not None
-
-    @property
     def lora_settings(self) -> LoraSettings | None:
         """The shape of the run's adapters; None if the base itself is trained."""
         return self.config.lora

@@ -8,7 +8,6 @@ from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.logger.jsonl import Jsonl
 from rlft.logger.loggers import Loggers, Tracker, loggers_of, own_loggers
-from rlft.plan.run_plan import Plan
 from rlft.types import UserError
 
 
@@ -82,16 +81,6 @@ def test_every_run_writes_its_files_and_only_the_console_can_be_left_out():
     ]
     assert names == [["Rollouts", "Jsonl", "Console"], ["Rollouts", "Jsonl"]]
     assert [type(logger) for logger in own_loggers(SimpleNamespace())] == [Jsonl], "of a command without these sections"
-
-
-@each(("console", "page"), [({"live": True}, True), (None, False), (..., True)])
-def test_the_page_at_the_end_is_printed_unless_there_is_no_console(console, page):
-    config = SimpleNamespace() if console is ... else SimpleNamespace(console=console)
-    assert AnyPlan(config=config, plain={}, fingerprints={}, engine=None).has_page == page
-
-
-class AnyPlan(Plan):
-    num_steps = 1
 
 
 def test_sections_that_are_equal_are_one_tracker_whatever_they_are_called():

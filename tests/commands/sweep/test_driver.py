@@ -16,6 +16,7 @@ from rlft.commands.sweep import study as studies
 from rlft.commands.sweep.checks import curve
 from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, PrunedError, Run
 from rlft.commands.sweep.study import Study
+from rlft.config.schema import ConsoleConfig
 from rlft.logger.console import PRINTED, Console
 from rlft.logger.interface import RunInfo
 from rlft.loop.driver import BrokenRunError
@@ -279,7 +280,7 @@ def test_the_start_up_table_is_printed_once_in_a_sweep_then_only_rows_that_diffe
 ) -> None:
     def printed(rank: int) -> str:
         rows = [("model", "tiny", "on cpu"), ("trainable", str(rank), "LoRA")]
-        console = Console(live=False, plain_seconds=0.0)
+        console = Console(ConsoleConfig(live=False, plain_seconds=0.0))
         console.start(RunInfo(folder=Path("0"), name="run", config={}, step=0, steps=4, sizes=rows))
         return " ".join(capsys.readouterr().out.split())
 
