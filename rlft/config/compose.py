@@ -22,10 +22,8 @@ from rlft.config.instantiate import locate
 from rlft.config.keys import fields_of
 from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run, parse_overrides
 from rlft.config.suggest import (
-    NOT_TRACKERS,
     SEVERAL,
     known_keys,
-    not_a_tracker,
     unknown_in_section,
     unknown_key,
 )
