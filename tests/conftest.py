@@ -35,9 +35,10 @@ collect_ignore = ["cuda"]
 # The models here are so small that a second thread only gets in the way, most of all on a machine that has other work.
 torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
 
-# A shell starts what runs in the background with Ctrl-C ignored, which all processes that tests start would inherit.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts what runs in the background with these ignored, which all processes that tests start would inherit.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 SLOWEST = {"whole_runs", "pretended_card", "vllm", "audit"}

@@ -163,8 +163,7 @@ def test_checkpoints_and_samples_suggest_what_runs(at_home: Path, capfd: pytest.
         ("sample nonsense=1", "sample --cfg job"),
         ("eval model.path=embedded:tiny-arithmetic nonsense=1", "train --cfg job"),
         ("plan +recipe=sft_arithmetic nonsense=1", "sft --cfg job"),
-        ("report", "runs"),
-        ("watch", "runs"),
+        slow("watch", "train +recipe=grpo_arithmetic"),
     ],
 )
 def test_commands_inside_refusals_run(

@@ -54,10 +54,11 @@ def choices_of(plain: Config, command: str) -> dict[str, str]:
 def _choice(group: str, section: Any, command: str) -> str:
     """The choice whose YAML agrees with most keys of a section; "" if none has its class."""
     known = catalog.files(group, command)
+    if group in SEVERAL:
+        several = (section or {}).items()
+        return f"[{','.join(name if name in known else str(one.get('_target_')) for name, one in several)}]"
     if section is None:
         return "null"
-    if group in SEVERAL:
-        return f"[{','.join(name if name in known else str(one.get('_target_')) for name, one in section.items())}]"
     flat, agreement = flatten(section), dict[str, int]()
     for choice, file in known.items():
         content = _content(file, group)

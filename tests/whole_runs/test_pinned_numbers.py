@@ -40,6 +40,7 @@ RUNS = {
     "grpo": f"train +recipe=grpo_arithmetic {TRAIN} {LARGE}",
     "gspo": f"train +recipe=gspo_arithmetic {TRAIN} {LARGE}",
     "ppo": f"train +recipe=ppo_arithmetic {TRAIN} {SMALL}",
+    "ppo_lambda": f"train +recipe=ppo_arithmetic {TRAIN} {SMALL} algorithm.value_lam=null",
     "rloo": f"train +recipe=rloo_arithmetic {TRAIN} {SMALL}",
     "kimi": f"train +recipe=kimi_arithmetic {TRAIN} {SMALL}",
     "sft": f"sft +recipe=sft_arithmetic {MODEL} {SMALL} steps=2 examples_per_step=8",
@@ -59,6 +60,14 @@ PINNED = {
         "reward/mean": 0.737500012,
     },
     "ppo": {
+        "loss/policy": -0.0216268701,
+        "loss/value": 0.0502099944,
+        "kl/reference": 0.149033865,
+        "policy/grad_norm": 0.331788637,
+        "critic/grad_norm": 0.51052545,
+        "reward/mean": 0.737500012,
+    },
+    "ppo_lambda": {
         "loss/policy": -0.0219816407,
         "loss/value": 0.0330048958,
         "kl/reference": 0.149551881,
