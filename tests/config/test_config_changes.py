@@ -51,7 +51,7 @@ def test_another_engine_samples_as_the_run_did() -> None:
     ("override", "command", "message"),
     [
         ("grop_size=3", "train", "grop_size: there is no such key, got 3; did you mean group_size?"),
-        ("group_size=3", "sft", "group_size: there is no such key"),
+        ("group_size=3", "sft", "group_size: is a key of rlft train"),
         ("data=arithmetik", "train", "data: is not one of its choices, got arithmetik; did you mean arithmetic?"),
     ],
 )

@@ -90,7 +90,7 @@ def test_what_reads_a_run_needs_no_logger(
         assert cli.run(list(words)) == 0, (words, capfd.readouterr().err)
         return capfd.readouterr().out
 
-    assert "\nruns/wandb\ttrain\tfinished\t2/2\t" in said("runs", "runs")
+    assert "\nruns/wandb\t\ttrain\tfinished\t2/2\t" in said("runs", "runs")
     for words in ("watch", "diff runs/alone", "audit recompute=0 replay=1", "report"):
         said(*words.split(), "runs/wandb")
     assert (tracked / "report.html").is_file()
