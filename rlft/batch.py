@@ -177,7 +177,7 @@ def fault(completion: Completion) -> str | None:
     if starts and mask is not None and not any(mask[: starts[0]]):
         return "a branch before anything was sampled"
     if any(branch.after > branch.start - 2 for branch in completion.branches):  # one before would be no branch
-        return f"a branch that goes on from no earlier place, among {list(completion.branches)}"
+        return f"a branch that continues no earlier place, among {list(completion.branches)}"
     rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
     if not all(abs(reward) <= MAX_SCORE for reward in rewards):
         return f"a turn whose reward is no finite number up to {MAX_SCORE:g}, among {rewards}"

@@ -288,7 +288,7 @@ def what_chains_it_solves(folder: Path) -> str:
     metrics = measure(folder, ["+recipe=grpo_chains"], samples=16)
     right, best = f"{metrics['eval/exact_match']:.1%}", f"{metrics['eval/pass@16']:.1%}"
     return f"""that goes through chains of five sums, differences
-and products (`data=chains`) step by step. It knows each sum, yet slips in two steps of five, and goes on from what
+and products (`data=chains`) step by step. It knows each sum, yet slips in two steps of five, and continues from what
 it wrote; it guesses without any working, and does not always keep the format: something for reinforcement learning to
 improve, and not at once. Held-out chains at temperature 1, {PROBLEMS} x 16 samples: right {right}, pass@16 {best},
 format right {metrics["eval/reward/format"]:.1%}."""

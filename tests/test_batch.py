@@ -341,7 +341,7 @@ def test_the_rewards_of_turns_must_be_told_apart_from_those_of_completions():
         (talk(TALK, branches=(Branch(start=5, after=0),)), r"branches that begin with tokens \[5\] of 5"),
         (talk(TALK, branches=(Branch(start=0, after=-2),)), r"branches that begin with tokens \[0\] of 5"),
         (talk(TALK, branches=(Branch(start=2, after=0),) * 2), r"branches that begin with tokens \[2, 2\] of 5"),
-        (talk(TALK, branches=(Branch(start=2, after=1),)), "a branch that goes on from no earlier place"),
+        (talk(TALK, branches=(Branch(start=2, after=1),)), "a branch that continues no earlier place"),
         (talk((False, False, True, True, True), branches=(Branch(start=2, after=0),)), "a branch before anything was"),
         (talk(TALK, branches=(Branch(start=2, after=-2),)), "with a branch after token -2 of 1"),
     ],

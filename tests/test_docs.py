@@ -9,6 +9,7 @@ ones that are here. A command that ends with ` &`, a server, goes on until the e
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -55,6 +56,18 @@ FEWER = {"steps=80": "steps=4", "step_000078": "step_000002", "steps=84": "steps
          "steps=50": "steps=12",
          "sweep.trials=20": "sweep.trials=3", "sweep.trials=40": "sweep.trials=4"}  # fmt: skip
 """What a page's continued run becomes when the run before it has SMALL's two steps."""
+
+READ = (".md", ".yaml", ".yml", ".py", ".jinja", ".svg")
+UNUSUAL = re.compile(
+    r"\b(main job|(go|goes|going|went) on (from|with(?! the next step))|odd texts"
+    r"|is it what it says|does all of it work|return minus a baseline|taught by a stronger model|functions? of a group"
+    r"|installing elsewhere|met the limit|(so|they) choose nothing|beside|(what )?(learned|gave) nothing|is right by itself"
+    r"|are texts, |text is text|the words after `rlft`|paid like an answer|pays a text|no verdict is|siblings?|ratio runs away"
+    r"|rewards of turns|a line an? (step|evaluation)|at work in|nobody foresaw|what grew|multiplies it out|made (runs|curves)|pretended"
+    r"|turns of the loop|a pass more|numbers of single tokens|what came of|a turn ends with|packed; decodes)\b",
+    re.IGNORECASE,
+)
+"""Words that texts do not have, since the field has its own, such as "completions of a group" for siblings."""
 
 TEACHES = {"data": "sums"}
 """Pages whose example is a run, of this name, that learns."""
@@ -234,6 +247,32 @@ def test_what_commands_of_the_pages_write_is_ignored_by_git() -> None:
 def test_the_index_names_every_page() -> None:
     linked = {place for place, _ in LINK.findall((DOCS / "index.md").read_text())}
     assert linked == {str(page.relative_to(DOCS)) for page in PAGES} - {"index.md"} | {"tutorials/start.ipynb"}
+
+
+def words_of(file: Path) -> Iterator[str]:
+    """The text of a file that a user reads: of Python its strings without docstrings, of others all of it."""
+    if file.suffix != ".py":
+        yield file.read_text(encoding="utf-8")
+        return
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    shown = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    yield from (text.value for text in texts if id(text) not in shown)
+
+
+def unusual_words(text: str) -> list[str]:
+    return [found[0] for found in UNUSUAL.finditer(re.sub(r"\s+(# )?", " ", text))]
+
+
+def test_texts_that_users_read_have_the_fields_own_terms() -> None:
+    folders = ("docs", "configs", "recipes", "rlft")
+    files = [file for folder in folders for file in (REPOSITORY / folder).rglob("*") if file.suffix in READ]
+    files += [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "mkdocs.yml")]
+    assert len(files) > 400
+    found = {str(file.relative_to(REPOSITORY)): words for file in files
+             if (words := [word for text in words_of(file) for word in unusual_words(text)])}  # fmt: skip
+    assert not found
+    assert unusual_words("# of the main\n# job\n goes on\n  from") == ["main job", "goes on from"]
 
 
 def files_of(page: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Every command that the program suggests runs as it was printed, from the folder in which it was printed.
 
 The commands are taken from the output of real short runs. Their sizes are made small by words at the end, which repeat
-none of theirs; of the main job the model and the data, which are on the hub, are replaced by ones that are here.
+none of theirs; of the recipe on GSM8K the model and the data, which are on the hub, are replaced by ones that are here.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_the_installed_wheel_shows_help_and_recipes(installed: Callable[..., sub
     # A remedy quotes the comment beside the default: that is read from the wheel's own YAML.
     refused = installed("rlft", "train", "steps=0")
     assert refused.returncode == 2
-    assert "for instance 100 (turns of the loop" in refused.stderr
+    assert "for instance 100 (training steps" in refused.stderr
 
 
 @pytest.mark.slow

@@ -105,9 +105,11 @@ def lines_of(kind: str, family: Family) -> list[str]:
     """The name of a family with what holds for it, and the layers with and without adapters."""
     if not family.is_trained:
         return wrapped(why_not(family), f"{kind}: ", INDENT)
-    decoding = "decodes" if family.decoding is None else f"refused with generation=transformers: {family.decoding}"
+    refused = f"refused with generation=transformers: {family.decoding}"
+    decoding = "generates with transformers" if family.decoding is None else refused
     export = "merged export" if family.exported else "export with as=adapter only"
-    facts = [rows_of(family), decoding, vllm_of(family), export]
+    rows = "packed training" if family.padded is None else f"training in padded rows ({family.padded})"
+    facts = [rows, decoding, vllm_of(family), export]
     left = f"; not {family.not_adapted}" if family.not_adapted else ""
     return [
         *wrapped("; ".join(facts), f"{kind}: ", INDENT),

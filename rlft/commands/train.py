@@ -39,7 +39,7 @@ def print_summary(plan: TrainPlan, folder: Path) -> None:
         words = [f"+recipe={config.name}", *weights, f"trainer.lr={lr:g},{lr / 3:.2g}", "seed=0,1"]
         commands.append(("sweep its recipe", ["train", "-m", *words]))
     words = ["plan", "+recipe=grpo_gsm8k", "model.device=cuda", "device_memory=24GiB"]
-    print_page(folder, [*commands, ("the main job: what it asks of a GPU", words)])
+    print_page(folder, [*commands, ("plan GSM8K on a GPU", words)])
 
 
 COMMAND = Command(

@@ -88,7 +88,7 @@ class Transcript:
         """
         shared = self._shared(context)
         if not shared:
-            raise ValueError("a conversation goes on from none of its tokens")
+            raise ValueError("a conversation continues from none of its tokens")
         if shared < len(self.context):
             self.context, self._places = self.context[:shared], self._places[:shared]
             if self.branches and self.branches[-1].start == len(self.token_ids):  # the branch is empty

@@ -53,7 +53,7 @@ class TextArena(Environment):
             raise UserError(GAME, problem, got=self.game, remedy=f"try {' or '.join(near)}")
         reply = begun(self)  # under its time limit: a game may want other players, or a download
         told = f"does not begin with {1 + len(self.opponents)} players ({reply.text})"
-        remedy = "name as many environment.opponents as it wants beside the policy, or fix its environment.arguments"
+        remedy = "name as many environment.opponents as it wants besides the policy, or fix its environment.arguments"
         require(reply.cause is None, GAME, told, got=self.game, remedy=remedy)
 
     def start(self) -> None:

@@ -107,7 +107,7 @@ def open_trainer(plan: TrainPlan, roles: Networks, base: ShardedLayers | None = 
     """The trainer of this run on these roles, with fresh optimizers; `base` is as in `open_roles`."""
     config, reward_training = plan.config, None
     if config.reward_model.refresh_every and (learned := learned_rewards(specs(config.reward))):
-        assert isinstance(roles, Roles), "plan/roles.py refuses reward adapters beside all weights"
+        assert isinstance(roles, Roles), "plan/roles.py refuses reward adapters next to all weights"
         role = reward_role(learned[0].name)
         reward_training = RewardRefresh(config.reward_model, roles, role, config.trainer, config.seed)
     return LocalTrainer(

@@ -194,7 +194,7 @@ def _unreadable(source: Mapping[str, Any], key: str, path: str, what: str, error
     elif isinstance(error, ImportError):
         remedy = "install what its code imports, or use another model"
     elif is_here and what == "its tokenizer":
-        remedy = "the folder needs tokenizer files beside config.json"
+        remedy = "the folder needs tokenizer files next to config.json"
     elif is_here:
         remedy = "use a newer transformers if its config.json is of a newer model; else download it again"
     else:

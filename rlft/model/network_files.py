@@ -286,7 +286,7 @@ def _judge(
     """Refuses a model of which transformers says this; `shapes` are those of the files' tensors, where known."""
     kind = model.config.model_type
     if lora := [name for name in shapes or () if ".lora_" in name or ".base_layer." in name]:
-        problem = f"its files hold an adapter's tensors beside the model's ({lora[0]})"
+        problem = f"its files hold an adapter's tensors next to the model's ({lora[0]})"
         raise network.refusal(problem, "merge them with PEFT's merge_and_unload(), and save the result")
     missing = {*found["missing_keys"], *(found.get("conversion_errors") or ())}
     missing = missing - set(_tied(model)) or missing  # of those that are one, the one that is saved

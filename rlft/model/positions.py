@@ -43,7 +43,7 @@ def independent_limit(model: PreTrainedConfig) -> Limit | None:
 
 def _limits_of_a_batch(model: PreTrainedConfig) -> Iterator[Limit]:
     text = model.get_text_config()
-    words = "context of {} tokens, beyond which its {} makes a row depend on those beside it"
+    words = "context of {} tokens, beyond which its {} makes a row depend on its neighbours"
     for rope in _rope_parameters(text):
         kind = str(rope.get("rope_type") or rope.get("type"))
         tokens = getattr(text, "max_position_embeddings", None)

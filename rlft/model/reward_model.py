@@ -129,7 +129,7 @@ def open_learned(
     """
     key = f"reward.{name}.path"
     if path is None or is_adapter(path):
-        assert isinstance(roles, Roles), "plan/roles.py refuses reward adapters beside all weights"
+        assert isinstance(roles, Roles), "plan/roles.py refuses reward adapters next to all weights"
         roles.add_scalar_role(reward_role(name), path, key, learns=learns)
         return AdapterReward(roles=roles, role=reward_role(name), token_budget=token_budget, center=center, scale=scale)
     device = roles.backbone.device

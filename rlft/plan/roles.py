@@ -270,10 +270,10 @@ def _reward_model(config: RunConfig, rewards: Mapping[str, RewardSpec], learned:
     remedy = f"set reward.{name}.path=null or the folder of a reward adapter, or reward_model.refresh_every=0"
     require(is_adapter(path), "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
     rules = [other for other in rewards if other not in learned]
-    problem = "must name the rule reward that says which of two siblings is better"
+    problem = "must name the rule reward that says which of two completions is better"
     remedy = f"use {' or '.join(rules)}" if rules else "put one in: reward=[exact_match,...]"
     require(labels in rules, "reward_model.labels", problem, got="null" if labels is None else labels, remedy=remedy)
-    problem = "learns from pairs of siblings, and group_size=1 has none"
+    problem = "learns from pairs of a group's completions, and group_size=1 has none"
     remedy = "set group_size=8, or reward_model.refresh_every=0"
     require(config.group_size != 1, "reward_model.refresh_every", problem, got=refresh_every, remedy=remedy)
 
@@ -541,7 +541,7 @@ def check_folders(used: Sequence[Use], lora: LoraSettings | None) -> None:
     for use in used:
         _check_exists(use)
         if use.has_adapter:
-            assert lora is not None, "plan/roles.py refuses adapters beside all weights"
+            assert lora is not None, "plan/roles.py refuses adapters next to all weights"
             _check_fields(lora, use, check_adapter_folder(use.path, use.key))
         if use.has_head:
             check_head(use.path, use.key)

@@ -193,7 +193,7 @@ def checked_loggers(config: RunConfig | SftConfig | RmConfig | DpoConfig) -> tup
 
 # -- the sizes of a step -----------------------------------------------------------------------------------------------
 def _sizes(config: RunConfig, algorithm: Objective) -> None:
-    problem = f"this algorithm compares siblings and needs at least {algorithm.min_group_size}"
+    problem = f"this algorithm compares the completions of a group and needs at least {algorithm.min_group_size}"
     remedy = f"set group_size={max(8, algorithm.min_group_size)}"
     require(config.group_size >= algorithm.min_group_size, "group_size", problem, got=config.group_size, remedy=remedy)
     batches, groups = config.minibatches, config.prompts_per_step

@@ -42,10 +42,10 @@ class TurnEnds:
     def row(self) -> tuple[str, str, str]:
         """The row of the start-up table (name, value, explanation)."""
         if not self.ids:
-            return "a turn ends", "nowhere", "neither template nor tokenizer has an end token: only limits end it"
+            return "end-of-turn token", "none", "neither template nor tokenizer has an end token: only limits end it"
         first, *others = (self.names[token] for token in self.ids)
         also = f"; {', '.join(others)} would end it too" if others else ""
-        return "a turn ends", first, f"learned and sampled, token {self.ids[0]}{also}"
+        return "end-of-turn token", first, f"learned and sampled, token {self.ids[0]}{also}"
 
 
 def turn_ends(tokenizer: RunTokenizer, style: str, eos_token_id: Any = None) -> TurnEnds:
@@ -80,7 +80,7 @@ def turn_ends(tokenizer: RunTokenizer, style: str, eos_token_id: Any = None) -> 
         else:
             ends, closing = [ids[-1], *called, *own, *configured], ids
             its = f"the tokenizer's end token is {eos}" if own else "the tokenizer names no end token"
-            such = f"a turn ends with {tokenizer.convert_ids_to_tokens(ids[-1])}, as the chat template has it"
+            such = f"the end-of-turn token is {tokenizer.convert_ids_to_tokens(ids[-1])}, as the chat template has it"
             note = f"{such}, while {its}: sampling and exports end at both" if ids[-1] != eos_id else ""
     distinct = tuple(dict.fromkeys(map(int, ends)))
     return TurnEnds(

@@ -60,7 +60,7 @@ def read_processor(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any]
         raise UserError("model.path", problem, got=path, remedy="install rlft with its extra vision") from None
     except (OSError, ValueError, TypeError) as error:
         problem = f"its processor of images cannot be read ({str(error).strip().splitlines()[0][:200]})"
-        remedy = "the folder needs preprocessor_config.json beside config.json"
+        remedy = "the folder needs preprocessor_config.json next to config.json"
         raise UserError("model.path", problem, got=path, remedy=remedy) from None
     return ImageProcessor(made, config)
 

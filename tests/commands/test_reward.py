@@ -83,7 +83,7 @@ def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(
     assert rows["mine: failures"]["status"] == "wrong"
     assert "nothing said: empty" in rows["mine: failures"]["value"]
     assert "IndexError" in rows["mine: failures"]["value"]
-    assert rows["mine: prompt echoed"]["value"].startswith("paid like an answer, or more: alone (0.5)")
+    assert rows["mine: prompt echoed"]["value"].startswith("rewarded as much as an answer, or more: alone (0.5)")
     assert rows["exact_match: refused"]["status"] == "ok"
     empty = next(text for text in found["texts"] if text["kind"] == "empty")
     assert (empty["scores"], empty["total"]) == ({"exact_match": 0.0, "mine": None}, None)

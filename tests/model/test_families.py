@@ -119,7 +119,7 @@ def test_families_are_listed_by_pattern(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.run(["models", "Qwen3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "qwen3: packed; decodes; vLLM with LoRA; merged export" in lines
+    assert "qwen3: packed training; generates with transformers; vLLM with LoRA; merged export" in lines
     assert "    LoRA on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; not lm_head" in lines
     names = [line.partition(":")[0] for line in lines if line[:1].isalpha()]
     assert names[:-2] == [*sorted(kind for kind in known().by_type if "qwen3" in kind), "qwen3_vl"]

@@ -647,7 +647,7 @@ def no_bound(monkeypatch):
 @pytest.mark.usefixtures("no_bound")
 def test_what_is_not_bounded_is_named(group):
     held = "System V shared memory, memfds, descriptors in flight"
-    assert f"; memory is NOT bounded: {held} can be held beside what processes are limited to" in reward().note()
+    assert f"; memory is NOT bounded: {held} can be held besides what processes are limited to" in reward().note()
     assert scores(group, ["def add(a, b): return a + b"], ADD_TESTS) == [1.0]
     with pytest.raises(UserError, match=r"^isolation: memory is NOT bounded: .*, got strict; .* or set it to standard"):
         reward(isolation="strict")

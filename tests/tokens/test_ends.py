@@ -31,7 +31,7 @@ def test_a_turn_ends_with_what_the_template_puts_there_and_no_other_turn_begins_
         assert (ends.lead, ends.closing) == (shape.lead, ids_of(name, shape.closing)), name
         assert ends.ids == ids_of(name, shape.ends), name
         assert [ends.names[token] for token in ends.ids] == list(shape.ends), name
-        assert ends.row[:2] == ("a turn ends", shape.ends[0]), name
+        assert ends.row[:2] == ("end-of-turn token", shape.ends[0]), name
         raw = turn_ends(shaped_tokenizer(name), "raw")
         assert (raw.lead, raw.closing, raw.ids) == ("", ids_of(name, [EOS]), ids_of(name, [EOS])), name
 

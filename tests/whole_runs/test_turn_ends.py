@@ -84,21 +84,21 @@ def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
         [choice] = request.reply.result(timeout=0)["choices"]
         assert (choice["finish_reason"], choice["token_ids"][-1]) == ("stop", END), style
         assert "<|" not in choice["message"]["content"]
-    notes = [line for line in said if line.startswith("note: a turn ends with <|im_end|>")]
+    notes = [line for line in said if line.startswith("note: the end-of-turn token is <|im_end|>")]
     assert len(notes) == 3, "a chat of raw text ends with the tokenizer's own"
 
 
 def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base: Path, tiny_path: Path) -> None:
     plan = resolve(compose([f"model.path={base}", *KEYS])).plan()
     assert plan.end_rows() == [
-        ("a turn ends", "<|im_end|>", "learned and sampled, token 2; <|endoftext|> would end it too")
+        ("end-of-turn token", "<|im_end|>", "learned and sampled, token 2; <|endoftext|> would end it too")
     ]
     [note] = [note for note in plan.notes if "turn ends" in note]
     assert note.startswith(
-        "a turn ends with <|im_end|>, as the chat template has it, while the tokenizer's end token is"
+        "the end-of-turn token is <|im_end|>, as the chat template has it, while the tokenizer's end token is"
     )
     usual = resolve(compose([f"model.path={tiny_path}", *KEYS])).plan()
-    assert usual.end_rows() == [("a turn ends", "<|im_end|>", "learned and sampled, token 2")]
+    assert usual.end_rows() == [("end-of-turn token", "<|im_end|>", "learned and sampled, token 2")]
     assert not [note for note in usual.notes if "turn ends" in note]
     with pytest.raises(UserError, match=r"^generation\.stop: holds the special token .*leave it out, since every"):
         resolve(compose([f"model.path={base}", *KEYS, "generation.stop=['<|im_end|>']"])).plan()
@@ -129,13 +129,13 @@ def test_an_export_names_the_ends(
     for settings in (out / "tokenizer_config.json", *out.glob("*/tokenizer_config.json")):
         assert "local_files_only" not in json.loads(settings.read_text())
     card = (out / "README.md").read_text()
-    assert "| A turn ends with | `<\\|im_end\\|>` (2) or `<\\|endoftext\\|>` (0) |" in card
+    assert "| End-of-turn token | `<\\|im_end\\|>` (2) or `<\\|endoftext\\|>` (0) |" in card
     assert "eos_token_id=[2, 0, 65]" in card
     assert "stop_token_ids=[2, 0, 65]" in card
     assert "`--override-kv tokenizer.ggml.eot_token_id=int:2`" in card
     prompts = {**place.config["prompts"], "style": "raw"}
     raw = replace(place, config={**place.config, "prompts": prompts})
     out = export(prepare(raw, str(tmp_path / "raw"), kind, None, lambda _: None), lambda _: None)
-    assert "| A turn ends with | `<\\|endoftext\\|>` (0) |" in (out / "README.md").read_text()
+    assert "| End-of-turn token | `<\\|endoftext\\|>` (0) |" in (out / "README.md").read_text()
     if kind == "model":
         assert (out / "generation_config.json").read_text() == (base / "generation_config.json").read_text()

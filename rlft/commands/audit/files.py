@@ -135,9 +135,9 @@ def read_chain(folder: Path, findings: Findings) -> dict[int, Line]:
             elif step != expected:
                 findings.differ(CHAIN, f"step {expected} is left out: step {step} follows")
             if previous is not None and line["previous"] != previous["digest"]:
-                findings.differ(CHAIN, f"step {step}: its line does not go on from the one before")
+                findings.differ(CHAIN, f"step {step}: its line does not continue the one before")
             elif previous is None and not step and line["previous"] is not None:
-                findings.differ(CHAIN, "step 0: its line goes on from another one")
+                findings.differ(CHAIN, "step 0: its line continues another one")
             found[step], previous = line, line
     if not found:
         raise UserError("run", f"has a {CHAIN} without a line that can be read", got=folder, remedy="restore the file")

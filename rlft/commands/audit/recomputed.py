@@ -229,7 +229,7 @@ class Recomputing:
             turns = [turn.reward for turn in rollout.completion.turns if turn.reward is not None]
             weighted = {reward: score * self._weight(reward) for reward, score in line["rewards"].items()}
             if TURNS in line["rewards"] and _apart(sum(turns), line["rewards"][TURNS]):
-                self._differ("rewards", name, f"step {step}, {_place(line)}: rewards of turns do not add up")
+                self._differ("rewards", name, f"step {step}, {_place(line)}: per-turn rewards do not add up")
             if _apart(sum(weighted.values()), line["reward"]):
                 how = f"total reward is {line['reward']}, its parts give {sum(weighted.values()):g}"
                 self._differ("rewards", name, f"step {step}, {_place(line)}: {how}")

@@ -46,7 +46,7 @@ class Endpoint(Environment):
         from rlft.environment.endpoint.app import bound, check_installed  # workers start faster without it
 
         check_installed(SECTION)
-        problem = "is missing" if self.agent is None else f"stands beside {COMMAND}"
+        problem = "is missing" if self.agent is None else f"stands next to {COMMAND}"
         remedy = f"give {AGENT}=mine.play, a function, or {COMMAND}=[program,word], a program; one of both"
         require((self.agent is None) != (self.command is None), AGENT, problem, got=self.agent, remedy=remedy)
         if self.agent is not None:

@@ -269,7 +269,7 @@ class Tokenize(Shows):
         if self.prompt is None and self.messages is None:
             raise refused("prompt", "is missing; send a text, or messages")
         if self.prompt is not None and self.messages is not None:
-            raise refused("prompt", "stands beside messages; send one of them")
+            raise refused("prompt", "stands next to messages; send one of them")
         for field in ("tools", "chat_template_kwargs", "add_generation_prompt"):
             if self.messages is None and getattr(self, field):
                 raise refused(field, "goes with messages; leave it out")

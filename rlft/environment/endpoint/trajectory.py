@@ -67,7 +67,7 @@ class Trajectory:
             problem = "another request of this conversation is under way; send one after the other"
             raise Refusal(409, problem, DOES_NOT_CONTINUE)
         if body.drawn.n != 1:
-            raise unfit("n", "a conversation goes on from one answer; leave it out", "unsupported_value")
+            raise unfit("n", "a conversation continues from one answer; leave it out", "unsupported_value")
         if len(conversation.turns) == self.environment.max_turns:
             conversation.end = FinishReason.turns
         if conversation.end is not None:

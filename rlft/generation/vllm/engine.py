@@ -201,7 +201,7 @@ class VLLM(VLLMKeys, Engine):
             raise UserError("generation.vllm.batch_invariant", why, got="true", remedy="set it to false")
         if device.startswith("cuda") and samples_here and share + self.gpu_memory_utilization > 1:
             policys = f"generation.vllm.gpu_memory_utilization={self.gpu_memory_utilization:g}"
-            remedy = "lower both, so that the trainer has room beside them"
+            remedy = "lower both, so that the trainer has room for its own work"
             raise UserError(TEACHER_SHARE, f"with {policys} it is more than a device has", got=share, remedy=remedy)
 
     def teacher_memory(self, model: ModelSizes, load: TeacherLoad) -> EngineMemory:

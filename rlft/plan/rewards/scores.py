@@ -19,7 +19,7 @@ SMALL = 0.01
 MORE_AND_MORE = 2
 MANY_SCORES = 8
 """So many different scores at least, and texts of a length that another text has, make a reward of length alone."""
-AGAIN, SIBLINGS = "the second time", "among siblings"
+AGAIN, SIBLINGS = "the second time", "in a group"
 WRONG = tuple(family for family in Family if family not in (Family.gold, Family.length))
 """The families of texts that do not give the right answer; more words are judged apart."""
 
@@ -65,7 +65,7 @@ class Tried:
         forms: {reward: the same for this reward alone}.
         left_out: {reward: why it scored none of the texts}.
         stopped: {reward: why it did not score all of them}.
-        differing: {reward: whether other scores came "the second time" or "among siblings"}.
+        differing: {reward: whether other scores came "the second time" or "in a group"}.
         noise: {reward: by how much scores differed the second time}.
         groups: {reward: how it failed on siblings that it scores alone}.
         late: rewards that exceeded the run's time limit on a reference answer, or on a group of the run's size.

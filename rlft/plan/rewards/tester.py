@@ -95,7 +95,7 @@ class RewardTester:
         again = self._again(prompts[0], [text for text in texts if text.prompt == prompts[0].id])
         main = next(iter(weights))
         if again["differing"].get(main) == SIBLINGS and len({text.scores.get(main) for text in texts}) == 1:
-            self._left_out[main] = "compares siblings, and texts are tried one by one: alone, each gets the same"
+            self._left_out[main] = "compares the completions of a group, and texts are tried alone: each gets the same"
         cheapest = None if total is None else cheapest_of(texts, weights, total.name)
         if cheapest is not None:
             prompt = next(prompt for prompt in prompts if prompt.id == cheapest.prompt)

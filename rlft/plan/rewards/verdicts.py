@@ -111,7 +111,7 @@ def _of_reward(tried: Tried, name: str, *, is_main: bool) -> Iterator[CheckRow]:
 def _of_families(scored: Scored, name: str, *, is_main: bool) -> Iterator[CheckRow]:
     """What it pays for and what not; what a reward that need not read the answer pays for is judged in the sum."""
     status = Status.wrong if scored.reads or is_main else Status.limit
-    verb = "accepted" if scored.reads else "paid like an answer, or more"
+    verb = "accepted" if scored.reads else "rewarded as much as an answer, or more"
     for family, remedy in REMEDIES.items():
         if bad := scored.bad_kinds(family):
             value = f"{verb}: {listed([scored.shown(family, kind) for kind in bad], len(bad))}"

@@ -77,7 +77,7 @@ def place(
     elif is_joined:
         kind, reason = "divided", "the GPUs of a cluster that is joined are given out whole"
     elif lag:
-        kind, reason = "divided", "overlap.lag=1 samples beside the update"
+        kind, reason = "divided", "overlap.lag=1 samples during the update"
     elif available is not None and available >= divided_gpus:
         kind, reason = "divided", f"the {available} GPUs are enough for one each"
     elif too_large:
@@ -184,7 +184,7 @@ def check_room(
             raise UserError("cluster.gpus_per_engine", problem, got=each, remedy=remedy)
     each = cores_of_a_worker(threads, on_gpus=on_gpus)
     if workers * each + scorers > has.cpus:
-        beside = f" beside {counted(scorers, 'reward worker')}" if scorers else ""
+        beside = f" and {counted(scorers, 'reward worker')}" if scorers else ""
         needed = f"{counted(workers, 'process')} of {counted(each, 'thread')}{beside}"
         problem = f"{needed} need as many cores, and the cluster has {has.cpus:g}"
         fewer = "" if on_gpus else ", or fewer threads each (OMP_NUM_THREADS)"

@@ -104,7 +104,7 @@ class MemoryBound:
     def sentence(self) -> str:
         if not self.open:
             return "all memory is bounded by resource limits and a system-call filter"
-        return f"memory is NOT bounded: {', '.join(self.open)} can be held beside what processes are limited to"
+        return f"memory is NOT bounded: {', '.join(self.open)} can be held besides what processes are limited to"
 
 
 @functools.cache

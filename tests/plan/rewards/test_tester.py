@@ -163,7 +163,7 @@ def test_a_reward_that_compares_siblings_is_said_to_do_so(monkeypatch: pytest.Mo
     rewards = {**configured("reward=[exact_match]"), **mine(monkeypatch, faulty_rewards.siblings)}
     rows = rows_of(tried(rewards, NUMBERS))
     row = rows["mine: steadiness"]
-    assert (row.status, row.value) == (Status.limit, "the same text gets another score among siblings")
+    assert (row.status, row.value) == (Status.limit, "the same text gets another score in a group")
     assert rows["weights"].value == "being right is worth 1, the form 0"
 
 
@@ -226,7 +226,7 @@ def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_on
     assert weights.value.endswith("without mine")
     reward, weights = rows_of(tried(mine(monkeypatch, faulty_rewards.siblings), NUMBERS)).values()
     assert (reward.name, reward.status, weights.status) == ("mine", Status.skipped, Status.skipped)
-    assert reward.value.startswith("compares siblings")
+    assert reward.value.startswith("compares the completions of a group")
     [row] = faults(tried(mine(monkeypatch, lambda group: faulty_rewards.RIGHT(group)[:1]), NUMBERS))
     assert row.name == "mine: groups"
     assert row.value.startswith("fails on a whole group: returned 1 score for ")
@@ -368,7 +368,7 @@ def test_a_reward_that_need_not_read_the_answer_has_limits_where_it_pays_for_tex
     row = rows["second: the reward named"]
     assert (row.status, row.value.partition("; such as ")[0]) == (
         Status.limit,
-        "paid like an answer, or more: as a verdict (1)",
+        "rewarded as much as an answer, or more: as a verdict (1)",
     )
     assert rows["weights"].status is Status.ok
 

@@ -149,7 +149,7 @@ def test_what_has_room_is_started(keys: dict[str, Any], has: Resources, more: di
         ({"engines": 0, "ranks": 1, "jobs": 4}, Resources(cpus=3, gpus=()), {},
          "cluster.jobs: 4 processes of 1 thread need as many cores, and the cluster has 3, got 4; use at most 3"),
         ({}, Resources(cpus=6, gpus=(8,)), {"on_gpus": True, "scorers": 3},
-         "cluster.engines: 4 processes of 1 thread beside 3 reward workers need as many cores, and the"),
+         "cluster.engines: 4 processes of 1 thread and 3 reward workers need as many cores, and the"),
         ({}, Resources(cpus=3, gpus=(8,)), {"on_gpus": True},
          "cluster.engines: 4 processes of 1 thread need as many cores, and the cluster has 3"),
     ],
