@@ -59,12 +59,13 @@ FEWER = {"steps=80": "steps=4", "step_000078": "step_000002", "steps=84": "steps
 
 READ = (".md", ".yaml", ".yml", ".py", ".jinja", ".svg")
 UNUSUAL = re.compile(
-    r"\b(main job|(go|goes|going|went) on (from|with(?! the next step))|odd texts"
-    r"|is it what it says|does all of it work|return minus a baseline|taught by a stronger model|functions? of a group"
-    r"|installing elsewhere|met the limit|(so|they) choose nothing|beside|(what )?(learned|gave) nothing|is right by itself"
-    r"|are texts, |text is text|the words after `rlft`|paid like an answer|pays a text|no verdict is|siblings?|ratio runs away"
-    r"|rewards of turns|a line an? (step|evaluation)|at work in|nobody foresaw|what grew|multiplies it out|made (runs|curves)|pretended"
-    r"|turns of the loop|a pass more|numbers of single tokens|what came of|a turn ends with|packed; decodes)\b",
+    r"\b(main job|(go|goes|going|went) on (from|with(?! the next step))|odd texts|is it what it says"
+    r"|does all of it work|return minus a baseline|taught by a stronger model|functions? of a group|right in \d+ %"
+    r"|installing elsewhere|met the limit|(so|they) choose nothing|beside|(what )?(learned|gave) nothing"
+    r"|is right by itself|are texts, |text is text|the words after `rlft`|paid like an answer|pays a text"
+    r"|no verdict is|siblings?|ratio runs away|rewards of turns|a line an? (step|evaluation)|at work in"
+    r"|nobody foresaw|what grew|multiplies it out|made (runs|curves)|pretended|turns of the loop|a pass more"
+    r"|numbers of single tokens|how it stands|what came of|(a|the) turn ends with|packed; decodes)\b",
     re.IGNORECASE,
 )
 """Words that texts do not have, since the field has its own, such as "completions of a group" for siblings."""
