@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from rlft.loop.metrics import Clock, rollout_metrics
+from rlft.loop.metrics import rollout_metrics
 from rlft.loop.session import Session, State
 
 
@@ -13,7 +13,7 @@ def train(session: Session) -> State:
     trainer = session.trainer
     state = session.begin()
     while state.step < session.config.steps and not session.interrupted:
-        clock, algorithm = Clock(session.stage), state.algorithm
+        clock, algorithm = session.clock, state.algorithm
         with clock("sample"):
             groups = session.sample(state.step)
         with clock("score"):
@@ -33,10 +33,9 @@ def train(session: Session) -> State:
         with clock("publish"):
             session.publish(state.step + 1)
             metrics |= trainer.refresh(state.step + 1, rollouts)
-        # A resting policy has not moved: its KL of 0 says nothing to a controller.
-        adapted = algorithm.adapt(metrics) if trainer.policy_learns(state.step) else algorithm
-        state = State(step=state.step + 1, algorithm=adapted)
-        metrics |= clock.metrics()
+            # A resting policy has not moved: its KL of 0 says nothing to a controller.
+            adapted = algorithm.adapt(metrics) if trainer.policy_learns(state.step) else algorithm
+            state = State(step=state.step + 1, algorithm=adapted)
         session.record(state.step, metrics, rollouts, batch, tokens)
         session.evaluate_if_due(state.step)
         session.checkpoint_if_due(state.step, partial(session.checkpoint, state))

@@ -10,7 +10,7 @@ from bench_work import Measured, table
 
 from rlft.commands.doctor.work import Workload
 
-STAGES = ("sample", "score", "credit", "update", "publish", "train", "step")
+STAGES = ("sample", "score", "credit", "update", "publish", "log", "seal", "train", "step")
 SHARES = ("sample", "score", "train", "publish")
 """Stages that do not overlap: credit and update are `train`."""
 

@@ -78,11 +78,13 @@ def main() -> None:
         return run
 
     class Clock(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Takes the loop's whole time: a step begins where the one before has ended, as rlft's do."""
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             self.start = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            step = time.perf_counter() - self.start
+            step, self.start = time.perf_counter() - self.start, time.perf_counter()
             seconds.append({**stage, "step": step, "train": step - sum(stage.values())})
             stage.update(sample=0.0, score=0.0)
 

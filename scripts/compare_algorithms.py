@@ -43,6 +43,7 @@ from rlft.config import catalog
 from rlft.config import compose as config
 from rlft.config.keys import flatten
 from rlft.config.resolved import build
+from rlft.logger.forecast import seconds_without_pauses
 from rlft.runs import run_folder
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.system.terminal import pip_install
@@ -379,7 +380,7 @@ def read_run(job: Job) -> Run:
         name=job.name,
         seed=job.seed,
         completions=completions,
-        seconds=[line.get("time/step") or 0.0 for line in metrics],
+        seconds=list(map(seconds_without_pauses, metrics)),
         evaluated_at=[completions[line["step"] - 1] if line["step"] else 0 for line in evaluations],
         accuracy=[accuracy_of(line, job) for line in evaluations],
         in_format=[line.get("eval/reward/format") for line in evaluations],

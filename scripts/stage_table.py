@@ -21,6 +21,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from rlft.logger.forecast import seconds_without_pauses
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.system.files import write_atomically
 
@@ -46,7 +47,7 @@ def numbers(folder: Path) -> dict[str, float]:
         state = json.loads((folder / "progress.json").read_text())
         return {"kept": state["kept"], "sampled": state["sampled"], "prompts": state["prompts_kept"]}
     last, steps = read_lines(folder / EVALUATIONS)[-1], read_lines(folder / METRICS)
-    seconds = {"seconds": sum(line["time/step"] for line in steps)}
+    seconds = {"seconds": sum(map(seconds_without_pauses, steps))}
     if config["command"] == "rm":
         return {"pairs": last["accuracy"], "pairs_se": last["accuracy_se"], **seconds}
     taught = {} if not steps or AGREEMENT not in steps[-1] else {"agreement": steps[-1][AGREEMENT]}

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlft.logger.forecast import Forecast, Pace, Price
+from rlft.logger.forecast import Forecast, Pace, Price, seconds_without_pauses
 from rlft.logger.interface import Logger, RunInfo
 from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
@@ -145,8 +145,8 @@ class Progress:
         return None if self.price is None else self.price.so_far(self.elapsed, self.left())
 
     def tokens_per_second(self) -> float | None:
-        """Sampled completion tokens per second of the whole step."""
-        tokens, seconds = self.metrics.get("tokens/completion"), self.metrics.get("time/step")
+        """Sampled completion tokens per second of the whole step, without an evaluation or a checkpoint before it."""
+        tokens, seconds = self.metrics.get("tokens/completion"), seconds_without_pauses(self.metrics)
         return None if tokens is None or not seconds else tokens / seconds
 
     def trend(self, values: Sequence[float]) -> str:
@@ -218,7 +218,7 @@ def step_line(progress: Progress) -> str:
     parts += [f"length {metrics['length/mean']:.0f}"] if "length/mean" in metrics else []
     speed = progress.tokens_per_second()
     parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
-    parts += [f"{seconds_text(metrics['time/step'])} s/step"] if "time/step" in metrics else []
+    parts += [f"{seconds_text(seconds_without_pauses(metrics))} s/step"] if "time/step" in metrics else []
     parts += [f"elapsed {duration(progress.elapsed)}", f"ETA {progress.eta()}"]
     return "  ".join(parts if (cost := progress.cost()) is None else [*parts, f"cost {cost}"])
 
@@ -278,9 +278,9 @@ def live_rows(progress: Progress) -> list[tuple[str, str]]:
     parts = [f"{name[len('reward/') :]} {value:.2f}" for name, value in rewards if name[7:] not in {"mean", "std"}]
     length = f"{metrics['length/mean']:.0f} tokens" if "length/mean" in metrics else "-"
     truncated = metrics.get("length/truncated_fraction")
-    speed, seconds = progress.tokens_per_second(), metrics.get("time/step")
+    speed, seconds = progress.tokens_per_second(), seconds_without_pauses(metrics)
     stages = [f"{stage} {seconds_text(metrics[f'time/{stage}'])}" for stage in STAGES if f"time/{stage}" in metrics]
-    speed_row = ("speed", "-" if speed is None else f"{speed:,.0f} tokens/s, {seconds_text(seconds or 0.0)} s/step")
+    speed_row = ("speed", "-" if speed is None else f"{speed:,.0f} tokens/s, {seconds_text(seconds)} s/step")
     now_row = ("now", progress.current)
     watched_label, watched = progress.run.watched[0], progress.trend(progress.watched)
     if watched_label != "reward":

@@ -23,14 +23,19 @@ COVERAGE = 0.8
 Z = NormalDist().inv_cdf((1 + COVERAGE) / 2)
 PAUSES = {"time/evaluate": "eval", "time/checkpoint": "checkpoint"}
 """{metric: the section whose `every` says after which steps it happens}."""
-LOG = "time/log"
-BETWEEN = (*PAUSES, LOG)
-"""Metrics of what was done between a step and the one before it, which `time/step` does not count."""
+SEALED = "time/seal"
+"""A metric of every step whose `time/step` counts what was done since the step before; older runs have none."""
 
 
 def seconds_of(line: Mapping[str, Any]) -> float:
     """The seconds of a step and of what was done between it and the one before, from its line of metrics."""
-    return sum(line.get(name) or 0.0 for name in (*BETWEEN, "time/step"))
+    between = () if SEALED in line else (*PAUSES, "time/log")
+    return sum(line.get(name) or 0.0 for name in (*between, "time/step"))
+
+
+def seconds_without_pauses(line: Mapping[str, Any]) -> float:
+    """The same without an evaluation and a checkpoint."""
+    return seconds_of(line) - sum(line.get(name) or 0.0 for name in PAUSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +70,10 @@ class Pace:
         self._is_new = True
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of a finished step; those in BETWEEN precede it."""
+        """Takes the metrics of a finished step, with the seconds of what was done since the one before."""
         self._done, self._is_new = step, True
-        if seconds := metrics.get("time/step"):
-            self._steps.append(seconds + (metrics.get(LOG) or 0.0))
+        if metrics.get("time/step"):
+            self._steps.append(seconds_without_pauses(metrics))
         for name, seconds in self._pauses.items():
             if metrics.get(name):
                 seconds.append(metrics[name])

@@ -40,7 +40,7 @@ class Logger(Protocol):
         """The run begins, or goes on."""
 
     def stage(self, name: str) -> None:
-        """The loop enters a stage: sample, score, credit, update, publish, evaluate, checkpoint."""
+        """The loop enters a stage: sample, score, credit, update, publish, log, evaluate, seal, checkpoint."""
 
     def step(self, record: StepRecord) -> None:
         """A step is finished."""

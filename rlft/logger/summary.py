@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rlft.logger.console import open_terminal
 from rlft.logger.flat import trend_of
+from rlft.logger.forecast import seconds_of
 from rlft.logger.text import ASCII, Glyphs, duration, glyphs_for, one_line, visible
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.types import counted
@@ -64,7 +65,7 @@ def fact_rows(
             rows.append(("held-out loss", f"{loss}  (step {steps})"))
         if (trend := trend_of(evaluations)) is not None and trend.is_flat:
             rows.append(("flat", str(trend)))
-    seconds = sum(line.get("time/step") or 0.0 for line in metrics)
+    seconds = sum(map(seconds_of, metrics))
     if seconds:
         rows.append(("training", f"{duration(seconds)} for {counted(metrics[-1]['step'], 'step')}"))
     return [*rows, ("run folder", str(folder))]

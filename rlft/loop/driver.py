@@ -91,7 +91,7 @@ class RunDriver(ABC):
         root = run_folder.checkpoints(run.folder)
         self.chain = Chain(run.folder)
         self.saver = Saver(root, self.config.checkpoint, run.interrupt, run.plan.num_steps, self.chain.flush)
-        self.between = Clock(run.logger.stage)  # what is done between two steps; the later one's metrics have its times
+        self.clock = Clock(self.stage)  # of the loop, which begins with `start`'s last line
 
     # -- what a command's run implements -------------------------------------------------------------------------------
     @abstractmethod
@@ -160,9 +160,13 @@ class RunDriver(ABC):
         self.saver.begin(step)
         if saved is not None:
             self.judge(step)
-        if step == 0 and not self.interrupted:
+        self.clock.end_step()
+        is_new = step == 0 and not self.interrupted
+        if is_new:
             self.evaluate_if_due(0)
-            self.chain.seal(0)
+        with self.clock("seal"):  # no line of metrics lacks it, by which `rlft.logger.forecast` knows its meaning
+            if is_new:
+                self.chain.seal(0)
         return saved
 
     def rehearse(self, step: int) -> None:
@@ -179,12 +183,8 @@ class RunDriver(ABC):
     # -- after a step --------------------------------------------------------------------------------------------------
     def log(self, record: StepRecord, hints: Iterable[Hint]) -> None:
         """Hands a finished step and its hints to the loggers. Raises BrokenRunError: a hint is fatal."""
-        before, self.between = self.between, Clock(self.logger.stage)
-        start = time.monotonic()
-        record = replace(record, metrics={**record.metrics, **before.stages()})
         self.logger.step(record)
         self.chain.add_step(record)
-        self.between.seconds["log"] = time.monotonic() - start
         for hint in hints:
             if hint.fatal:
                 raise BrokenRunError(hint.text)
@@ -195,14 +195,13 @@ class RunDriver(ABC):
         every = self.config.eval.every
         if not every or (step % every and step != self.plan.num_steps):
             return
-        self.interrupt.check()
-        with self.between("evaluate"):
+        with self.clock("evaluate"):
             evaluation = self.evaluation(step)
-        self.logger.evaluation(evaluation)
-        self.chain.add_evaluation(evaluation)
-        for text in evaluation.alarms.values():
-            self.logger.note(f"step {step}: {text}")
-        self.judge(step)
+            self.logger.evaluation(evaluation)
+            self.chain.add_evaluation(evaluation)
+            for text in evaluation.alarms.values():
+                self.logger.note(f"step {step}: {text}")
+            self.judge(step)
 
     def judge(self, step: int) -> None:
         """Notes that the held-out curve has gone flat; with stop.when=flat the run ends after this step.
@@ -222,8 +221,9 @@ class RunDriver(ABC):
 
         `make(for_chain=True)` leaves out what takes a forward pass, other ranks, or a pass over the base.
         """
-        self.chain.seal(step, checkpoint.parts_of(make(for_chain=True)) if self.chains_state else {})
-        self.saver.after_step(step, make, self.between)
+        with self.clock("seal"):
+            self.chain.seal(step, checkpoint.parts_of(make(for_chain=True)) if self.chains_state else {})
+        self.saver.after_step(step, make, self.clock)
 
     def state_values(self, *, for_chain: bool = False) -> dict[str, Any]:
         """The values that the state.json of every checkpoint holds; `for_chain`: without checksums of the base."""
@@ -322,7 +322,7 @@ class Saver:
         self.interrupted = self._interrupt.requested
 
     def after_step(self, step: int, make: Callable[[], Checkpoint], clock: Clock) -> None:
-        """Called after `step` steps. `make` returns their state; `clock` measures how long it takes to write it."""
+        """Called after `step` steps. `make` returns their state; `clock` measures how long it takes to keep it."""
         every, last = self._settings.every, self.stopping or step == self._num_steps
         with self._interrupt.saving():
             self.interrupted = self._interrupt.requested
@@ -333,7 +333,8 @@ class Saver:
                     self._save(make())
                 self.interrupted = self._interrupt.requested  # a signal during the write ends the run, too
             elif self._settings.on_signal != "step":
-                self._unsaved = in_memory(make())
+                with clock("seal"):
+                    self._unsaved = in_memory(make())
 
     def save_last_finished(self) -> int:
         """Called when a step is abandoned: saves the state before it and returns the number of finished steps."""

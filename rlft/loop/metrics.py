@@ -33,7 +33,11 @@ CAUSES = (Cause.malformed, Cause.raised, Cause.time, Cause.died)
 
 
 class Clock:
-    """Measures the seconds of each stage: `with clock("sample"): ..`. Calls `tell` with a stage's name at its start."""
+    """Measures the seconds of each stage: `with clock("sample"): ..`. Calls `tell` with a stage's name at its start.
+
+    A step begins where the metrics of the one before were taken, so that the steps of a run are all of its loop's time:
+    logging, sealing, an evaluation and a checkpoint after a step count in the next one.
+    """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.tell = tell
@@ -42,17 +46,16 @@ class Clock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        self.tell(stage)
         start = time.monotonic()
+        self.tell(stage)
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - start
 
-    def stages(self) -> dict[str, float]:
-        return {f"time/{stage}": seconds for stage, seconds in self.seconds.items()}
-
-    def metrics(self) -> dict[str, float]:
-        """The seconds of stages and of the step, and the most memory that was taken so far."""
-        return self.stages() | {"time/step": time.monotonic() - self.start, "memory/peak_bytes": peak_memory_bytes()}
+    def end_step(self) -> dict[str, float]:
+        """The seconds of the step that ends here and of its stages, and the most memory that was taken so far."""
+        start, self.start = self.start, time.monotonic()
+        seconds, self.seconds = self.seconds | {"step": self.start - start}, {}
+        return {f"time/{stage}": s for stage, s in seconds.items()} | {"memory/peak_bytes": peak_memory_bytes()}
 
 
 def rollout_metrics(rollouts: Rollouts, batch: Batch, algorithm: Objective) -> dict[str, float]:

@@ -198,36 +198,40 @@ class Session(RunDriver):
         self, step: int, metrics: dict[str, float], rollouts: Rollouts, batch: Batch, tokens: Mapping[int, TokenValues]
     ) -> None:
         """Hands a finished step to the loggers; stops the run if a number is not finite."""
-        groups, scores = rollouts.groups, rollouts.scores
-        self.chain.add_batch(batch)
-        metrics = metrics | unknown_token_metrics(groups, self._unknown)
-        if self.sampler.curriculum is not None:
-            metrics |= self.sampler.curriculum.metrics()
-        shape = scores.total.shape
-        advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
-        mean_B = advantages.where(batch.loss_mask, 0.0).sum(1) / batch.loss_mask.sum(1).clamp(min=1)
-        record = StepRecord(
-            step=step,
-            metrics=metrics,
-            groups=groups,
-            rewards={name: values.tolist() for name, values in scores.by_reward.items()},
-            total_rewards=scores.total.tolist(),
-            advantages=mean_B.view(shape).tolist(),
-            tokens=tokens,
-        )
-        hints, alarms = self.hints.check(record), {}
-        if self.alarms is not None:
-            varied = [name for name, rows in record.rewards.items() if len({s for row in rows for s in row}) > 1]
-            alarms = self.alarms.step(step, metrics, varied)
-        alarm_texts = alarms | {hint.alarm: hint.text.removeprefix(f"step {step}: ") for hint in hints if hint.alarm}
-        alarm_metrics = {f"alarm/{name}": 1.0 for name in alarm_texts}
-        if self.scorer.num_failures > self._failures_noted:
-            self._failures_noted = self.scorer.num_failures
-            so_far = f"{counted(self.scorer.num_failures, 'completion')} so far got a fixed score"
-            self.logger.note(f"step {step}: {so_far}: {self.scorer.last_failure}")
-        self.log(replace(record, metrics={**metrics, **alarm_metrics}, alarms=alarm_texts), hints)
-        for text in alarms.values():
-            self.logger.note(f"step {step}: {text}")
+        metrics |= self.clock.end_step()
+        with self.clock("log"):
+            groups, scores = rollouts.groups, rollouts.scores
+            self.chain.add_batch(batch)
+            metrics |= unknown_token_metrics(groups, self._unknown)
+            if self.sampler.curriculum is not None:
+                metrics |= self.sampler.curriculum.metrics()
+            shape = scores.total.shape
+            advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
+            mean_B = advantages.where(batch.loss_mask, 0.0).sum(1) / batch.loss_mask.sum(1).clamp(min=1)
+            record = StepRecord(
+                step=step,
+                metrics=metrics,
+                groups=groups,
+                rewards={name: values.tolist() for name, values in scores.by_reward.items()},
+                total_rewards=scores.total.tolist(),
+                advantages=mean_B.view(shape).tolist(),
+                tokens=tokens,
+            )
+            hints, alarms = self.hints.check(record), {}
+            if self.alarms is not None:
+                varied = [name for name, rows in record.rewards.items() if len({s for row in rows for s in row}) > 1]
+                alarms = self.alarms.step(step, metrics, varied)
+            alarm_texts = alarms | {
+                hint.alarm: hint.text.removeprefix(f"step {step}: ") for hint in hints if hint.alarm
+            }
+            alarm_metrics = {f"alarm/{name}": 1.0 for name in alarm_texts}
+            if self.scorer.num_failures > self._failures_noted:
+                self._failures_noted = self.scorer.num_failures
+                so_far = f"{counted(self.scorer.num_failures, 'completion')} so far got a fixed score"
+                self.logger.note(f"step {step}: {so_far}: {self.scorer.last_failure}")
+            self.log(replace(record, metrics={**metrics, **alarm_metrics}, alarms=alarm_texts), hints)
+            for text in alarms.values():
+                self.logger.note(f"step {step}: {text}")
 
     def evaluation(self, step: int) -> Evaluation:
         held_out = self.plan.held_out

@@ -20,7 +20,6 @@ from rlft.config.model import LoraSettings
 from rlft.generation.engine import Generator
 from rlft.logger.alarms import not_finite
 from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
-from rlft.loop.metrics import Clock
 from rlft.loop.parts import load_for_training
 from rlft.model.backbone import Adopt
 from rlft.model.full_weights import MODEL
@@ -137,11 +136,10 @@ class SupervisedRun(RunDriver):
         saved = self.start()
         step = 0 if saved is None else saved.step
         while step < self.plan.num_steps and not self.interrupted:
-            clock = Clock(self.stage)
-            with clock("update"):
+            with self.clock("update"):
                 metrics = self.update(step)
             step += 1
-            self.record(step, metrics | clock.metrics())
+            self.record(step, metrics)
             self.evaluate_if_due(step)
             self.checkpoint_if_due(step, partial(self.checkpoint, step))
         return step
@@ -170,9 +168,11 @@ class SupervisedRun(RunDriver):
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Hands a finished step to the loggers; stops the run if a number is not finite."""
-        record = StepRecord(step=step, metrics=metrics, groups=(), rewards={}, total_rewards=(), advantages=())
-        broken = not_finite(record)
-        self.log(record, [] if broken is None else [broken])
+        metrics |= self.clock.end_step()
+        with self.clock("log"):
+            record = StepRecord(step=step, metrics=metrics, groups=(), rewards={}, total_rewards=(), advantages=())
+            broken = not_finite(record)
+            self.log(record, [] if broken is None else [broken])
 
     def evaluation(self, step: int) -> Evaluation:
         return self.task.evaluate(step)

@@ -250,7 +250,7 @@ class Interrupt:
 
     def check(self) -> None:
         """Raises StepAbandoned again if a library has swallowed it."""
-        if self._is_abandoning and self.in_step:
+        if self._is_abandoning and self.in_step and not self._is_saving:
             raise StepAbandoned
 
     @contextlib.contextmanager

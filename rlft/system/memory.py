@@ -94,7 +94,7 @@ GROWS: Mapping[str, tuple[str, str]] = {
     "credit": BUDGET,
     "update": BUDGET,
     "publish": ("the adapter that is published", "lora.rank"),
-    "checkpoint": ("copies of adapters and optimizer", "lora.rank"),
+    **dict.fromkeys(("seal", "checkpoint"), ("copies of adapters and optimizer", "lora.rank")),
 }
 """{stage: (what is largest in it, the key that bounds it)}. In other stages a micro-batch is largest."""
 

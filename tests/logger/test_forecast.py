@@ -95,13 +95,19 @@ def test_a_slept_night_is_no_pace() -> None:
 CONFIG = {"eval": {"every": 4}, "checkpoint": {"every": 5}}
 
 
-def told_after(steps: int, num_steps: int, config: dict[str, dict[str, int]]) -> float | None:
-    """Seconds left of a run with steps of 1 s, log of 0.5 s, evaluations of 10 s and checkpoints of 100 s."""
+def told_after(
+    steps: int, num_steps: int, config: dict[str, dict[str, int]], *, is_older: bool = False
+) -> float | None:
+    """Seconds left of a run with steps of 1 s, log of 0.5 s, evaluations of 10 s and checkpoints of 100 s.
+
+    is_older: as by an rlft whose `time/step` did not count the others.
+    """
     pace = Pace(config, num_steps)
     for step in range(1, steps + 1):
         metrics = {"time/step": 1.0, "time/log": 0.5}
         metrics |= {"time/evaluate": 10.0} if (step - 1) % 4 == 0 else {}
         metrics |= {"time/checkpoint": 100.0} if step > 1 and (step - 1) % 5 == 0 else {}
+        metrics |= {} if is_older else {"time/seal": 0.0, "time/step": sum(metrics.values())}
         pace.add(step, metrics)
     told = pace.forecast()
     return None if told is None else told.seconds
@@ -123,8 +129,9 @@ def told_after(steps: int, num_steps: int, config: dict[str, dict[str, int]]) ->
 def test_evaluations_and_checkpoints_count_by_their_own_seconds(
     steps: int, num_steps: int, config: dict[str, dict[str, int]], expected: float | None
 ) -> None:
-    told = told_after(steps, num_steps, config)
-    assert told == (None if expected is None else pytest.approx(expected))
+    for is_older in (False, True):
+        told = told_after(steps, num_steps, config, is_older=is_older)
+        assert told == (None if expected is None else pytest.approx(expected))
 
 
 def test_time_without_news_is_taken_off() -> None:

@@ -199,9 +199,13 @@ def test_the_clock_tells_stages_and_adds_up_their_seconds(monkeypatch):
             now[0] += seconds
     now[0] += 0.25
     assert told == ["sample", "score", "sample"]
-    found = clock.metrics()
+    found = clock.end_step()
     assert found.pop("memory/peak_bytes") > 0
     assert found == {"time/sample": 2.5, "time/score": 1.0, "time/step": 3.75}
+    with clock("log"):
+        now[0] += 0.5
+    now[0] += 1.0
+    assert clock.end_step().items() > {"time/log": 0.5, "time/step": 1.5}.items(), "from the end of the last one"
 
 
 def test_peak_memory_is_in_bytes(monkeypatch):

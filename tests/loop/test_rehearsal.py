@@ -68,7 +68,7 @@ def test_the_first_forward_with_gradient_is_of_the_longest_rows(
     assert seen[0] == 2 * (PROMPT + 3 * 20), "both groups, of the longest completions"
     config = AutoConfig.from_pretrained(tiny_path)
     size = config.hidden_size // config.num_attention_heads
-    assert stages[: stages.index("sample")] == ["rehearse sampling", "rehearse update"]
+    assert stages[: stages.index("sample")] == ["rehearse sampling", "rehearse update", "seal"]
     assert filled == [2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 * 3) * 20]
 
 

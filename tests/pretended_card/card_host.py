@@ -1,8 +1,8 @@
 """`rlft` in a process with the pretended card: `card_host.py <library> <a file> <launcher.py's arguments>`.
 
-Its kind is the variable RLFT_CARD of a run, cuda by default. The file gets a line of JSON from each run at its end: its
-arguments, and what it did on the card. Besides the commands of rlft there are others (card_checks.py, card_updates.py,
-..), which write what they found to a file.
+Its kind is the variable RLFT_CARD of a run, cuda by default; with RLFT_COUNTED times are counts of calls. The file gets
+a line of JSON from each run at its end: its arguments, and what it did on the card. Besides the commands of rlft there
+are others (card_checks.py, card_updates.py, ..), which write what they found to a file.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def main() -> None:
     import card_shared
     import card_updates
     import composed_once
+    import counted_clock
     import pretended_card
 
     from rlft import cli
@@ -57,6 +58,8 @@ def main() -> None:
         kind = os.environ.get("RLFT_CARD", "cuda")
         pretended_card.install(loaded, kind)
         pretended_card.install_in_workers(library, report, kind)
+        if "RLFT_COUNTED" in os.environ:
+            counted_clock.install()
         try:
             if sys.argv[1] in others:
                 Path(sys.argv[2]).write_text(json.dumps(others[sys.argv[1]](*sys.argv[3:])))

@@ -67,6 +67,31 @@ def test_a_step_on_the_card_has_the_numbers_of_the_cpu(on_card, half: str, tmp_p
     assert sum(on_card.counts()["launches"].values()) > 1000
 
 
+BETWEEN = "eval.every=1 checkpoint.every=2 checkpoint.on_signal=now steps=3 console=null hydra.run.dir=run"
+TIMED = {
+    "train": f"train +recipe=ppo_arithmetic {DATA} lora.rank=4 generation=transformers generation.max_tokens=6"
+    " prompts_per_step=2 group_size=3 eval.num_prompts=2 eval.num_samples=1 token_values.every=1 rollouts.every=1",
+    "dpo": "dpo +recipe=dpo_arithmetic lora.rank=4 rankings_per_step=4 eval.num_rankings=4",
+}
+STAGES = {"train": {"sample", "score", "credit", "inspect", "update", "publish"}, "dpo": {"update"}}
+BEFORE_A_STEP: list[set[str]] = [set(), {"log"}, {"log", "checkpoint"}]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("command", TIMED)
+def test_the_times_of_a_step_add_up_to_that_of_the_loop(
+    on_card, half: str, tmp_path: Path, command: str, device: str
+) -> None:
+    words = f"{TIMED[command]} {BETWEEN} model.device={device}"
+    on_card.run(*words.split(), half, cwd=tmp_path, RLFT_COUNTED="yes")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for line, more in zip(lines, BEFORE_A_STEP, strict=True):
+        parts = {name[5:]: calls for name, calls in line.items() if name.startswith("time/")}
+        whole = parts.pop("step")
+        assert parts.keys() == STAGES[command] | {"evaluate", "seal"} | more
+        assert 1000 < 0.98 * whole <= sum(parts.values()) <= whole, parts
+
+
 OTHER_KINDS = {"rocm": "cuda", "xpu": "xpu", "mps": "mps"}
 SAMPLED_BY_TRANSFORMERS = f"train +recipe=grpo_arithmetic {DATA} generation=transformers generation.max_tokens=6"
 LEARNED = "model.dtype=float32 trainer.eps=1e-2 console=null eval.every=0 lora.rank=4"

@@ -166,7 +166,8 @@ const CHARTS = [
 ];
 
 const STAGES = ["sample", "score", "credit", "inspect", "update", "publish"].map((stage) => `time/${stage}`);
-const OUTSIDE = ["step", "evaluate", "checkpoint", "log"].map((name) => `time/${name}`); // no stages of the step
+const WHOLE = ["time/step"];
+const OUTSIDE_ONCE = [...WHOLE, "time/evaluate", "time/checkpoint", "time/log"]; // no part of it in runs without time/seal
 
 const charts = [];
 let curves = { report: null, smoothing: 1, band: true, unfolded: false };
@@ -357,7 +358,8 @@ function drawChart(chart, isChosen) {
 /** Seconds of a run's step by stage, one on top of the other; what no stage has is the last. */
 function drawStages(run) {
   const known = STAGES.filter((name) => run.metrics[name]);
-  const names = [...known, ...Object.keys(run.metrics).filter((name) => name.startsWith("time/") && !OUTSIDE.includes(name) && !known.includes(name))];
+  const others = [...known, ...(run.metrics["time/seal"] ? WHOLE : OUTSIDE_ONCE)];
+  const names = [...known, ...Object.keys(run.metrics).filter((name) => name.startsWith("time/") && !others.includes(name))];
   if (!names.length) return;
   const whole = run.metrics["time/step"] || [];
   const stages = names.map((name) => ({ label: name.slice(5), values: run.metrics[name].map((value) => value || 0) }));

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.commands.next_steps import after_a_sweep
 from rlft.commands.sweep.space import Interval, Space
 from rlft.commands.watch.report import SWEEP as TABLE
+from rlft.logger.forecast import seconds_of
 from rlft.loop.evaluations import metric_of
 from rlft.runs import run_folder, run_status
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines, silent
@@ -252,7 +253,7 @@ def rows(folder: Path, space: Space, failed: Mapping[int, str]) -> list[dict[str
                 "accuracy_se": last.get("accuracy_se"),
                 "reward": metrics[-1].get("reward/mean") if metrics else None,
                 "loss": last.get("eval/loss"),
-                "seconds": round(sum(line.get("time/step") or 0.0 for line in metrics), 1),
+                "seconds": round(sum(map(seconds_of, metrics)), 1),
                 "folder": str(run),
             }
         )

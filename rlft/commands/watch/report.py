@@ -20,6 +20,7 @@ from rlft.commands.watch.names import differing, names_of, same_settings, text_o
 from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, safe, shown_images
 from rlft.commands.watch.runs import REPORT, read_words
 from rlft.config import command as commands
+from rlft.logger.forecast import seconds_of
 from rlft.runs.chain import CHAIN
 from rlft.runs.find import LATEST, named_folder
 from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, silent
@@ -227,7 +228,7 @@ def run_of(folder: Path, config: Mapping[str, Any], max_bytes: int, max_image_by
         "step": row.step,
         "planned": row.steps,
         "averaged": len(lines) > MAX_POINTS and round(len(lines) / len(points), 1),
-        "seconds": sum(line.get("time/step") or 0.0 for line in lines),
+        "seconds": sum(map(seconds_of, lines)),
         "peak": max((line.get("memory/peak_bytes") or 0 for line in lines), default=0),
         "steps": [line["step"] for line in points],
         "metrics": columns(points),
