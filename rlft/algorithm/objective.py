@@ -441,7 +441,8 @@ class Objective(ABC):
     def adapt(self, metrics: Mapping[str, float]) -> Self:
         """The algorithm of the next step, for which the controller changes kl_coef after a step with these metrics.
 
-        It uses `kl/old_last` (of the step's last update) or `kl/reference`, depending on kl_to, in nats per token.
+        Depending on kl_to it uses `kl/old_last`, of the step's last update, or `kl/reference`, the mean over updates,
+        in nats per token. An update measures before its own gradient step, so that no pass is added for it.
         """
         if self.kl_controller == KLController.fixed:
             return self

@@ -267,8 +267,10 @@ class Networks(ABC):
             fields_by_role[OLD].add("old_logprobs")
         elif old is Old.recompute or needs_old:
             fields_by_role[POLICY].add("old_logprobs")
-        if self.snapshot.routing is RoutingSource.old:
-            fields_by_role[OLD if old is Old.copy else POLICY].add("experts")
+        olds = OLD if old is Old.copy else POLICY
+        is_compared = self.snapshot.routing is RoutingSource.free and self.routing.layers and olds in fields_by_role
+        if self.snapshot.routing is RoutingSource.old or is_compared:
+            fields_by_role[olds].add("experts")
         if reference != "none":
             fields_by_role[self.reference_role].add("reference_logprobs")
         if self.critic is not None:
@@ -356,19 +358,26 @@ class Networks(ABC):
 
     @contextmanager
     def replaying(self, micro: Batch, layout: Layout | None) -> Iterator[None]:
-        """Inside, passes over these rows send tokens to `micro.experts`, unless `snapshot.routing` leaves them free."""
-        if self.snapshot.routing is RoutingSource.free or micro.experts is None:
+        """Inside, passes over these rows send tokens to `micro.experts`, unless `snapshot.routing` leaves them free:
+        then metrics compare with these.
+        """
+        if micro.experts is None:
             yield
             return
         assert layout is not None, "the trainer lays out its rows before their passes"
-        with self.routing.imposing(*self.forward.experts_by_token(micro, layout)):
+        is_free = self.snapshot.routing is RoutingSource.free
+        using = self.routing.comparing if is_free else self.routing.imposing
+        with using(*self.forward.experts_by_token(micro, layout)):
             yield
 
     def _open_routing(self, routing: Routing) -> None:
         """Takes the model's routing, made once its modules are in their places. UserError: it cannot be imposed."""
         self._routing = routing
         source = self.snapshot.routing
-        if source is not RoutingSource.free and (problem := routing.check()) is not None:
+        if source is RoutingSource.free:
+            if routing.layers:
+                routing.learn_sizes()
+        elif (problem := routing.check()) is not None:
             remedy = "set it to free, or use another model"
             raise UserError("snapshot.routing", problem, got=source, remedy=remedy)
 

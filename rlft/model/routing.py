@@ -1,4 +1,5 @@
-"""Which experts tokens go to: noted in a pass over a mixture of experts, or imposed on one (routing replay).
+"""Which experts tokens go to: noted in a pass over a mixture of experts, compared with a later one, or imposed on it
+(routing replay).
 
 A router scores the experts, takes the k best by `torch.topk`, and weighs their outputs by their scores. An imposed
 choice replaces the result of that call: the experts are the given ones, and their weights come from the present scores,
@@ -43,10 +44,13 @@ def obstacle(model: PreTrainedModel) -> str | None:
 
 def bytes_of_choice(model: PreTrainedModel) -> int:
     """Bytes of the numbers of a token's experts in all layers, of an empty or a loaded model."""
-    total, of_config = 0, getattr(model.config.get_text_config(), "top_k_experts", 0)
+    total, text = 0, model.config.get_text_config()
+    of_config = getattr(text, "top_k_experts", 0) or getattr(text, "num_experts_per_tok", 0)
     for name, matrices in mixture_of(model).stacked.items():
         if matrices:
-            chosen = max(getattr(module, "top_k", of_config) for module, _ in _choosers(model, name))
+            chosen = max(
+                (getattr(module, "top_k", of_config) for module, _ in _choosers(model, name)), default=of_config
+            )
             total += chosen * dtype_of(number_of_experts(model.get_submodule(name))).itemsize
     return total
 
@@ -70,7 +74,9 @@ class Routing:
         self._experts = [number_of_experts(model.get_submodule(name)) for name in self.layers]
         self._notes: dict[int, Tensor] | None = None
         self._imposed: Tensor | None = None
-        self._counted: Tensor | None = None
+        self._expected: tuple[Tensor, Tensor] | None = (
+            None  # what `metrics` compares with: (experts, which tokens count)
+        )
         self._own: dict[int, Tensor] = {}
         self._loads: dict[int, Tensor] = {}  # tokens of each expert of a layer, in the last pass with gradient
         self._hooks = [
@@ -78,7 +84,7 @@ class Routing:
             for layer, name in enumerate(self.layers)
         ]
         self._wrapped: list[tuple[nn.Module, str]] = []
-        self._each = torch.Size()  # (layers, k), once `check` has seen a pass
+        self._each = torch.Size()  # (layers, k), once `learn_sizes` has seen a pass
 
     def close(self) -> None:
         """Leaves the model as it was."""
@@ -109,11 +115,33 @@ class Routing:
         if self._notes is not None:
             self._notes[layer] = chosen.flatten(0, -2).to(dtype_of(max(self._experts)))
         if torch.is_grad_enabled():
+            if self._expected is not None and self._imposed is None:
+                self._own[layer] = chosen.flatten(0, -2)
             chosen = chosen.reshape(-1)
             ones = torch.ones(len(chosen), device=chosen.device)
             self._loads[layer] = ones.new_zeros(self._experts[layer]).index_add_(0, chosen, ones)
 
-    # -- imposing ------------------------------------------------------------------------------------------------------
+    def learn_sizes(self) -> Tensor:
+        """Makes `unknown` known, by a short pass; returns its experts, as `noting` does."""
+        with torch.no_grad(), self.noting() as noted:
+            self._model(input_ids=self._short_row(), use_cache=False)
+            free = noted()
+        self._each = free.shape[1:]
+        return free
+
+    def _short_row(self) -> Tensor:
+        return torch.arange(1, 7, device=self._model.device)[None]
+
+    # -- comparing and imposing ----------------------------------------------------------------------------------------
+    @contextmanager
+    def comparing(self, chosen: Tensor, counted: Tensor) -> Iterator[None]:
+        """Inside, `metrics` compares the experts of a pass with gradient with these; the arguments are `imposing`'s."""
+        self._expected = chosen, counted
+        try:
+            yield
+        finally:
+            self._expected, self._own = None, {}
+
     @contextmanager
     def imposing(self, chosen: Tensor, counted: Tensor) -> Iterator[None]:
         """Inside, the tokens of each pass go to these experts, also where layers are recomputed for a backward.
@@ -124,12 +152,12 @@ class Routing:
         """
         if not self._wrapped:
             self._wrap()
-        self._imposed, self._counted = chosen, counted
+        self._imposed = chosen
         try:
-            yield
+            with self.comparing(chosen, counted):
+                yield
         finally:
-            self._imposed = self._counted = None
-            self._own = {}
+            self._imposed = None
 
     def _wrap(self) -> None:
         for layer, name in enumerate(self.layers):
@@ -155,8 +183,8 @@ class Routing:
         """Metrics `[]` of the last pass with gradient since the last call; empty without experts.
 
         `router/load_max`: in the most uneven layer, the tokens of its busiest expert as a multiple of an even share.
-        Inside `imposing`, as shares of `num_tokens` tokens: `router/replaced_tokens`, those which the
-        router would have sent elsewhere in a layer, and `router/replaced`, the part of their experts in all layers.
+        Inside `imposing` or `comparing`, as shares of `num_tokens` tokens: `router/replaced_tokens`, those which the
+        router would send or sends elsewhere in a layer, and `router/replaced`, the part of their experts in all layers.
         """
         share, loads, self._loads = current_share(), [*self._loads.values()], {}
         result = {}
@@ -166,13 +194,14 @@ class Routing:
                 loads = together.split([len(load) for load in loads])
             uneven = [load.max() * (len(load) / load.sum()) for load in loads]
             result["router/load_max"] = torch.stack(uneven).max()
-        if self._imposed is None or self._counted is None or not self._own:
+        if self._expected is None or not self._own:
             return result
-        imposed_NLK = self._imposed[:, sorted(self._own)].long()
+        expected, counted = self._expected
+        expected_NLK = expected[:, sorted(self._own)].long()
         own_NLK = torch.stack([self._own[layer] for layer in sorted(self._own)], 1)
-        known = imposed_NLK != unknown_expert(self._imposed.dtype)
-        replaced_NLK = known & (imposed_NLK[..., None] != own_NLK[..., None, :]).all(-1)
-        counted_N = self._counted.float()
+        known = expected_NLK != unknown_expert(expected.dtype)
+        replaced_NLK = known & (expected_NLK[..., None] != own_NLK[..., None, :]).all(-1)
+        counted_N = counted.float()
         shares = {
             "router/replaced": replaced_NLK.float().mean((1, 2)),
             "router/replaced_tokens": replaced_NLK.any(2).any(1).float(),
@@ -184,16 +213,13 @@ class Routing:
 
     def check(self) -> str | None:
         """Why a choice cannot be imposed, as a short pass shows; None if the experts get what is imposed."""
-        ids = torch.arange(1, 7, device=self._model.device)[None]
-        with torch.no_grad(), self.noting() as noted:
+        ids, free = self._short_row(), self.learn_sizes()
+        other = (free.long() + 1) % min(self._experts)
+        imposing = self.imposing(other.to(free.dtype), torch.ones_like(ids[0], dtype=torch.bool))
+        with torch.no_grad(), self.noting() as noted, imposing:
             self._model(input_ids=ids, use_cache=False)
-            free = noted()
-            self._each = free.shape[1:]
-            other = (free.long() + 1) % min(self._experts)
-            with self.imposing(other.to(free.dtype), torch.ones_like(ids[0], dtype=torch.bool)):
-                self._model(input_ids=ids, use_cache=False)
-                if not torch.equal(noted().long(), other):
-                    return f"the experts of a {self._model.config.model_type} do not follow a choice that is imposed"
+            if not torch.equal(noted().long(), other):
+                return f"the experts of a {self._model.config.model_type} do not follow a choice that is imposed"
         return None
 
 

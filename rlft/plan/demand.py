@@ -51,7 +51,7 @@ class Loss:
     through_head: bool = True  # whether the LM head computes log-probs; values alone need none
     entropy: bool = False  # whether it needs the entropy
     top_k: int = 0  # of how many of a teacher's most likely tokens it compares the distributions
-    expert_bytes: int = 0  # bytes of the numbers of a token's experts that a step keeps for a replay
+    expert_bytes: int = 0  # bytes of the numbers of a token's experts that a step keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

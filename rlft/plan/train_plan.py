@@ -126,6 +126,11 @@ class TrainPlan(Plan):
         return self.config.snapshot.old is Old.auto and (has_several_updates or self.algorithm.needs_old_in_credit)
 
     @property
+    def has_old_pass(self) -> bool:
+        """Whether a pass before the updates computes the old policy's log-probs."""
+        return self.needs_old or self.config.snapshot.old in (Old.recompute, Old.copy)
+
+    @property
     def scored_prompts(self) -> PromptSet:
         return self.train_prompts
 
@@ -309,8 +314,8 @@ class TrainPlan(Plan):
     def _expert_bytes(self) -> int:
         """Bytes of a token's experts that a step holds: of batches, and of completions where the engine notes them."""
         source = self.config.snapshot.routing
-        if source is RoutingSource.free:
-            return 0
+        if source is RoutingSource.free and not self.has_old_pass:
+            return 0  # with such a pass, what it chose is what `router/replaced` compares with
         of_a_token = bytes_of_choice(empty_model(self.config.model, read_config(self.config.model)))
         return of_a_token * (2 if source is RoutingSource.engine else 1)
 
@@ -335,7 +340,7 @@ class TrainPlan(Plan):
         evaluated = [] if held_out is None else held_out.num_tokens[: run.eval.num_prompts]
         own_critic = run.critic.kind is CriticKind.adapter
         passes = [
-            self.needs_old or snapshot.old in (Old.recompute, Old.copy),
+            self.has_old_pass,
             snapshot.reference != "none",
             snapshot.teacher != "none",
             own_critic,

@@ -151,8 +151,8 @@ def step_metrics(by_rank: Sequence[Sequence[UpdateRecord]]) -> dict[str, float]:
     """The metrics of a step from its updates' records of all ranks; the same for any number of ranks.
 
     Passes are added up and updates averaged; of names ending in `_max` it is the maximum. kl/old_last is the kl/old of
-    the last update alone: how far the step has moved the policy. sampler/effective_sample_size is
-    (sum w)^2 / (n sum w^2) over tokens, with the importance weights w before any cut.
+    the last update alone, measured by its forward: how far all updates but that one have moved the policy.
+    sampler/effective_sample_size is (sum w)^2 / (n sum w^2) over tokens, with the importance weights w before any cut.
     """
     sums: dict[str, float] = {"loss/total": 0.0, "loss/policy": 0.0}
     real = network = 0

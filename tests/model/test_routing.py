@@ -226,6 +226,34 @@ def test_choices_that_a_replay_replaces_are_counted(mixture, make_batch) -> None
     assert "router/replaced" not in roles.routing.metrics(9)
 
 
+@pytest.mark.parametrize("plain", [False, True], ids=["packed", "padded"])
+def test_without_a_replay_what_updates_change_is_counted_against_the_pass_for_old_log_probs(
+    mixture, make_batch, plain
+) -> None:
+    roles, batch, nobody = mixture("mixtral", torch.float32, plain=plain, noise=0.1), make_batch(ROWS), torch.zeros(3)
+    roles.snapshot = replace(roles.snapshot, routing=RoutingSource.free)
+    passes = []
+    roles.backbone.model.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    old = roles.annotate(batch, nobody.bool(), needs_old=True)
+    assert len(passes) <= 1, "the choices are those of the pass for the log-probs"
+    assert roles.annotate(batch, nobody.bool(), needs_old=False).experts is None
+    for noise in (0.0, 0.5):
+        for _, parameter in roles.named_parameters():
+            parameter.data += noise * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+        [micro] = roles.forward.placed([old])
+        with roles.routing.noting() as noted, roles.replaying(micro.batch, micro.layout):
+            free = roles.outputs(micro.batch, False, micro.layout).logprobs
+            metrics = roles.routing.metrics(9)
+            present = roles.forward.experts_by_row(noted(), micro.batch, micro.layout)
+        assert torch.equal(free.detach(), roles.logprobs(batch, POLICY)), "nothing is imposed"
+        pairs = zip(old.experts[batch.loss_mask].tolist(), present[batch.loss_mask].tolist(), strict=True)
+        lost = [sum(len({*before} - {*now}) for before, now in zip(*layers, strict=True)) for layers in pairs]
+        assert any(lost) == (noise > 0)
+        assert float(metrics["router/replaced"]) == pytest.approx(sum(lost) / (9 * 2 * 2))
+        assert float(metrics["router/replaced_tokens"]) == pytest.approx(sum(map(bool, lost)) / 9)
+    assert "router/replaced" not in roles.routing.metrics(9)
+
+
 def test_the_old_policys_choice_is_replayed_after_the_policy_has_moved(mixture, make_batch) -> None:
     for plain in (False, True):
         roles = mixture("mixtral", torch.float32, plain=plain, routing=RoutingSource.old, noise=0.1)

@@ -107,6 +107,20 @@ def test_the_state_is_a_copy_of_all_that_moves(open_trainer, batch) -> None:
     assert all(torch.equal(t, before[name]) for name, t in flat(state).items())
 
 
+def test_the_kl_of_the_last_update_is_the_policys_before_its_gradient_step(config, make_roles, batch) -> None:
+    measured, moved, algorithm = [], [], rlft.load_algorithm("grpo")
+    for epochs in (1, 2):
+        roles: Roles = make_roles(noise=0.02)
+        optimizers = open_optimizers(roles, config.trainer, critic_lr=1.0)
+        trainer = LocalTrainer(roles, optimizers, replace(config, epochs=epochs), needs_old=True)
+        credited = algorithm.credit(trainer.annotate(batch, NOBODY))
+        measured.append(trainer.update(algorithm, credited, NOBODY, 0)["kl/old_last"])
+        d = (roles.logprobs(batch, POLICY) - credited.old_logprobs)[batch.loss_mask].double()
+        moved.append((d.expm1() - d).mean().item())
+    assert measured == pytest.approx([0.0, moved[0]], rel=1e-3, abs=1e-8)
+    assert moved[1] > 1.5 * moved[0] > 1e-4
+
+
 def test_what_is_published_is_the_policy_after_the_last_update(open_trainer, batch) -> None:
     trainer = open_trainer()
     before = trainer.publish(0).weights
