@@ -6,16 +6,19 @@ the site needs no repository next to it. Nothing of that is committed.
 
 from __future__ import annotations
 
+import html
 import io
 import os
 import re
 from contextlib import redirect_stdout
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 from rlft import cli
+from rlft.commands.keys import Listed, all_keys
 from rlft.config import command as commands
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +26,14 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"(\]\()(?!https?:|#)([^)#\s]+)((?:#[^)]+)?\))")
 NAMED_BLOCK = re.compile(r"^```(\w+) (\S+)$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
+PAGE = re.compile(r"docs/([\w/-]+)\.md(#[\w-]+)?")
 AS_IT_IS = (".json", ".png", ".svg", ".gif", ".ipynb")
+KEYS = """# Keys
+
+What `rlft keys` prints. Below each meaning are the commands that have the key, or the choices of its group
+(`algorithm=grpo`), and the file that sets its default. Set a key on the command line, `rlft train trainer.lr=1e-4`, or
+in [a YAML file](../how-to/data.md#one-file-for-a-run); a key that does not exist is refused.
+"""
 SOURCES: dict[str, Path] = {}
 """{address in the site: its file} of the files outside of docs/."""
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n"
@@ -33,6 +43,7 @@ HIDDEN = "---\nsearch:\n  exclude: true\n---\n"
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are generated."""
     files.append(File.generated(config, "reference/cli.md", content=commands_page()))
+    files.append(File.generated(config, "reference/keys.md", content=keys_page()))
     waiting = {path for page in DOCS.rglob("*.md") for path in outside(page)}
     SOURCES.clear()
     while remaining := waiting - set(SOURCES.values()):
@@ -101,6 +112,30 @@ def commands_page() -> str:
             cli.run([name, "--help"])
         parts += [f"## rlft {name}\n", block(printed.getvalue())]
     return "\n".join(parts)
+
+
+def keys_page() -> str:
+    """Every key, by section: its default, its meaning, and the commands or choices of a group that have it."""
+    parts = [KEYS]
+    listed = sorted(all_keys(), key=lambda row: (section_of(row.key), row.key))
+    for section, rows in groupby(listed, key=lambda row: section_of(row.key)):
+        head = "<tr><th>key</th><th>default</th><th>meaning</th></tr>"
+        parts.append(f"## {section or 'Without a section'}\n\n<table>{head}{''.join(map(row_of, rows))}</table>\n")
+    return "\n".join(parts)
+
+
+def section_of(key: str) -> str:
+    """`trainer` of `trainer.lr`, `reward.code` of `reward.code.memory`, "" of `steps`."""
+    first, *rest = key.split(".")[:-1] or [""]
+    return ".".join([first, *rest[:1]]) if first == "reward" else first
+
+
+def row_of(row: Listed) -> str:
+    """A row of the table of keys, as HTML: meanings have characters that Markdown would read."""
+    meaning = PAGE.sub(r'<a href="../../\1/\2">\1</a>', html.escape(row.meaning))
+    owners = ", ".join(owner.rpartition("=")[2] for owner in row.owners)
+    names = f"<code>{html.escape(row.key)}</code></td><td>{html.escape(row.default)}"
+    return f"<tr><td>{names}</td><td>{meaning}<br><small>{html.escape(owners)}; {row.file}</small></td></tr>"
 
 
 def block(text: str) -> str:

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 from rlft import cli
+from rlft.commands.keys import all_keys
 from rlft.config import command as commands
 
 REPOSITORY = Path(__file__).parents[1]
@@ -49,3 +50,14 @@ def test_every_page_is_there_and_every_link_of_it_leads_to_a_file(site: Path) ->
 def test_the_reference_has_every_command_of_the_help(site: Path) -> None:
     page = html.unescape((site / "reference" / "cli" / "index.html").read_text())
     assert {*commands.OWN, *cli.TOOLS} <= set(re.findall(r'id="rlft-([a-z]+)"', page))
+
+
+def test_the_reference_has_every_key_with_its_meaning_and_its_links_lead_to_headings(site: Path) -> None:
+    page = (site / "reference" / "keys" / "index.html").read_text()
+    rows = dict(re.findall(r"<tr><td><code>([^<]+)</code></td><td>[^<]*</td><td>(.*?)</td></tr>", page))
+    assert rows.keys() == {row.key for row in all_keys()}
+    assert all(len(meaning.partition("<br>")[0]) > 5 for meaning in rows.values())
+    links = re.findall(r'href="\.\./\.\./([^"#]+/)(?:#([^"]+))?"', "".join(rows.values()))
+    assert links
+    for place, anchor in links:
+        assert not anchor or f'id="{anchor}"' in (site / place / "index.html").read_text(), (place, anchor)
