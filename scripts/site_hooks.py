@@ -119,8 +119,7 @@ def keys_page() -> str:
     parts = [KEYS]
     listed = sorted(all_keys(), key=lambda row: (section_of(row.key), row.key))
     for section, rows in groupby(listed, key=lambda row: section_of(row.key)):
-        head = "<tr><th>key</th><th>default</th><th>meaning</th></tr>"
-        parts.append(f"## {section or 'Without a section'}\n\n<table>{head}{''.join(map(row_of, rows))}</table>\n")
+        parts.append(f"## {section or 'Without a section'}\n\n<dl>\n{''.join(map(entry_of, rows))}</dl>\n")
     return "\n".join(parts)
 
 
@@ -130,12 +129,12 @@ def section_of(key: str) -> str:
     return ".".join([first, *rest[:1]]) if first == "reward" else first
 
 
-def row_of(row: Listed) -> str:
-    """A row of the table of keys, as HTML: meanings have characters that Markdown would read."""
+def entry_of(row: Listed) -> str:
+    """A key of the list of keys, as HTML: meanings have characters that Markdown would read."""
     meaning = PAGE.sub(r'<a href="../../\1/\2">\1</a>', html.escape(row.meaning))
-    owners = ", ".join(owner.rpartition("=")[2] for owner in row.owners)
-    names = f"<code>{html.escape(row.key)}</code></td><td>{html.escape(row.default)}"
-    return f"<tr><td>{names}</td><td>{meaning}<br><small>{html.escape(owners)}; {row.file}</small></td></tr>"
+    owners = html.escape(", ".join(owner.rpartition("=")[2] for owner in row.owners))
+    name = html.escape(f"{row.key} = {row.default}" if row.default else row.key)
+    return f"<dt><code>{name}</code></dt><dd>{meaning}<br><small>{owners}; {row.file}</small></dd>\n"
 
 
 def block(text: str) -> str:

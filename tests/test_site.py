@@ -54,7 +54,7 @@ def test_the_reference_has_every_command_of_the_help(site: Path) -> None:
 
 def test_the_reference_has_every_key_with_its_meaning_and_its_links_lead_to_headings(site: Path) -> None:
     page = (site / "reference" / "keys" / "index.html").read_text()
-    rows = dict(re.findall(r"<tr><td><code>([^<]+)</code></td><td>[^<]*</td><td>(.*?)</td></tr>", page))
+    rows = dict(re.findall(r"<dt><code>(\S+)[^<]*</code></dt><dd>(.*?)</dd>", page))
     assert rows.keys() == {row.key for row in all_keys()}
     assert all(len(meaning.partition("<br>")[0]) > 5 for meaning in rows.values())
     links = re.findall(r'href="\.\./\.\./([^"#]+/)(?:#([^"]+))?"', "".join(rows.values()))
