@@ -115,6 +115,7 @@ TOOLS = {
     "translate": Tool("rlft.commands.translate.command", Part.HELP, "another library's arguments as rlft's"),
     "recipes": Tool("rlft.commands.recipes", Part.HELP, "list recipes"),
     "keys": Tool("rlft.commands.keys", Part.HELP, "what each key means: unit, default, choices, file"),
+    "completion": Tool("rlft.commands.completion.command", Part.HELP, "complete words at TAB in bash, zsh and fish"),
     "algorithms": Tool("rlft.commands.algorithms", Part.HELP, "list algorithms; of one its loss, keys and paper"),
     "models": Tool("rlft.commands.models", Part.HELP, "families of models: what is adapted, what is refused"),
     "doctor": Tool(
@@ -124,6 +125,9 @@ TOOLS = {
         interrupted="no results were saved",
     ),
 }
+
+OF_SHELLS = ("-sc", "--shell-completion", "--shell_completion", "--install-completion", "--show-completion")
+"""Options that install completion in programs made with Hydra, Click or Typer."""
 
 FIRST = """\
 rlft train +recipe=grpo_arithmetic   two minutes on a CPU, nothing to download
@@ -174,6 +178,9 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         name, rest = arguments[0], list(arguments[1:])
         check_text(arguments)
+        if asked := [word for word in arguments if word.partition("=")[0] in OF_SHELLS]:
+            remedy = "source what rlft completion bash (or zsh, or fish) prints"
+            raise UserError("command line", "there is no such option", got=asked[0], remedy=remedy)
         command, interrupted = _command(name)
         _quiet()
         with interrupt.ends_promptly(interrupted):

@@ -68,6 +68,8 @@ be computed and its environment begins, and 1 otherwise.
   rlft plan sft demonstrations.path=mine.jsonl model.path=<folder>
   rlft plan +recipe=grpo_gsm8k card=4090"""
 
+CHOICES = {"card": CARDS}
+
 
 def command(arguments: list[str]) -> int:
     """Prints what is predicted of this config's run; returns 0 if it fits and what it tries does not fail, else 1."""

@@ -19,6 +19,7 @@ from rlft.commands.export.request import Export, prepare
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import check_base, of_a_run
 from rlft.config import compose as configs
+from rlft.config.model import DTYPES
 from rlft.config.resolved import AUTO
 from rlft.config.suggest import OWN_KEYS
 from rlft.runs.chain import CHAIN, lines_until
@@ -53,6 +54,7 @@ For llama.cpp, the command that converts the folder into a GGUF file is printed 
 
 WORDS, PUSH_WORDS = OWN_KEYS["export"][2:5], OWN_KEYS["export"][5:]
 """Keys of the command after run and checkpoint, in the order of the parameters of `prepare` and `push.read_target`."""
+CHOICES = {"dtype": (AUTO, *DTYPES)}
 
 
 def command(arguments: list[str]) -> None:

@@ -59,6 +59,7 @@ LEAST_ROOM = 12
 GAP = 2
 DAMAGED = "damaged"
 """The status of a run whose config or metrics cannot be read."""
+CHOICES = {"status": (*map(str, Status), DAMAGED), "sort": COLUMNS}
 WRITTEN_BY_RUNS = ("status.json", METRICS, EVALUATIONS, "checkpoints", "rollouts", run_status.PROGRESS)
 """Files next to a run's config.yaml, by which a damaged run is told from a folder with another config.yaml."""
 REPORT = "report.html"
@@ -110,8 +111,8 @@ def rows(root: Path, words: Mapping[str, str]) -> list[RunRow]:
     """The rows of the runs below the folder that match the filters in `words`, sorted."""
     remedy = "name one that holds runs, or train one"
     require(root.is_dir(), "runs", "there is no such folder", got=root, remedy=remedy)
-    _check("status", words.get("status"), [*map(str, Status), DAMAGED])
-    _check("sort", words.get("sort"), COLUMNS)
+    _check("status", words.get("status"), CHOICES["status"])
+    _check("sort", words.get("sort"), CHOICES["sort"])
     all_rows = with_settings([row for folder in run_folders(root) if (row := read(folder)) is not None])
     known = {*commands.names(), *(row.command for row in all_rows if row.command)}
     _check("command", words.get("command"), sorted(known))

@@ -1,0 +1,97 @@
+"""Makes the list that completion reads: commands, their keys with choices, recipes, and the files it is made of.
+
+What a command takes is what its usage line names: `<key>=<value>`, `+recipe=<name>`, `<run>`, `at=common|last`. Values
+that stand elsewhere are the `CHOICES` of its module. A choice in angle brackets is a kind of path (`tab.offered`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rlft
+from rlft.commands.keys import OF_SERVE, OF_SWEEPS, all_keys
+from rlft.config import catalog
+from rlft.config import command as commands
+from rlft.config.keys import is_path_key
+from rlft.config.overrides import OPTIONS
+
+ROOT = Path(rlft.__file__).parent
+WORD = re.compile(r"[\s\[]((?:<[^>]+>|[^\s\[\]<>])+)")  # of a usage line, without its brackets
+PATHS = {"<run>": r"<.*\b(run|checkpoint|sweep)\b", "<path>": r"<.*\b(file|folder|model)\b"}
+"""{kind of path: what in a usage line means it}."""
+
+
+def listed() -> dict[str, Any]:
+    """The list as JSON: `commands`, `keys` of commands that make runs, `recipes`, `watched` files with their times."""
+    recipes = {name: command.name for command in commands.working() for name in catalog.recipes(command.name)}
+    keys = {command.name: _keys_of(command.name) for command in commands.working()}
+    takes = {}
+    for name in keys:
+        meant = {"+recipe": [*catalog.recipes(name), "<yaml>"]}
+        takes[name] = _taken(f"[+recipe=<name>] [<key>=<value>] [{'] ['.join(OPTIONS)}]", meant)
+    for file in sorted((ROOT / "commands").rglob("*.py")):
+        if re.search("^USAGE = ", file.read_text(encoding="utf-8"), re.MULTILINE):  # that of a tool (rlft.cli.Tool)
+            module = importlib.import_module(".".join(file.relative_to(ROOT.parent).with_suffix("").parts))
+            name = module.USAGE.split()[2]
+            line = module.USAGE.partition("\n\n")[0].replace(f"rlft {name}", "").removeprefix("usage:")
+            meant = {"+recipe": [*recipes, "<yaml>"], "<command>": [*keys], "command": [*keys]}
+            takes[name] = _taken(line, meant | getattr(module, "CHOICES", {}))
+    takes["recipes"]["words"], takes["keys"]["words"] = [*recipes], sorted({row.key for row in all_keys()})
+    takes["algorithms"]["words"] = catalog.choices("algorithm")
+    folders = dict.fromkeys(folder for name in keys for folder in catalog.folders(name))
+    watched = [ROOT / "__init__.py"]  # the version
+    watched += [path for path in map(Path, sys.path) if any(path.glob("*.dist-info"))]  # a package may bring a command
+    watched += [Path(at, name) for folder in folders for at, _, files in os.walk(folder, followlinks=True)
+                for name in ("", *files)]  # fmt: skip
+    times = {str(path): path.stat().st_mtime_ns for path in watched}
+    return {"commands": takes, "keys": keys, "recipes": recipes, "watched": times}
+
+
+def _taken(line: str, choices: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """What a command with this usage line takes; `choices` are those of keys and words whose values it leaves out."""
+    own: dict[str, list[str]] = {}
+    words: dict[str, None] = {}
+    prefix = None
+    for word in WORD.findall(f" {line}"):
+        key, equals, value = word.partition("=")
+        if key.endswith("<key>"):
+            prefix = key.removesuffix("<key>")
+        elif equals:
+            own[key] = [*choices.get(key, ["<path>"] if is_path_key(key) else _named(value))]
+        elif not word.startswith("-"):
+            words |= dict.fromkeys(choices.get(word, _named(word)))
+    if "serve.port" in own:
+        own |= {row.key: row.choices for row in all_keys() if OF_SERVE in row.owners}
+    words |= {"<yaml>": None} if "+recipe" in own else {}
+    options = {"--help", *re.findall(r"(?<=\[)-[\w-]+", line)}
+    return {"own": own, "words": [*words], "prefix": prefix, "options": sorted(options)}
+
+
+def _named(text: str) -> list[str]:
+    """The words that a part of a usage line names: `common|last`; or the kind of path that it means: `<run>`."""
+    if text.startswith("<"):
+        return [kind for kind, means in PATHS.items() if re.match(means, text)][:1]
+    return text.split("|") if re.fullmatch(r"[a-z]+(\|[a-z]+)*", text) else []
+
+
+def _keys_of(command: str) -> dict[str, list[str]]:
+    """{key: its choices; [] where it has no list} of a command that makes runs."""
+    groups = {*catalog.groups(command)} - {"recipe"}
+    owners = {command, OF_SWEEPS, *(f"{group}={name}" for group in groups for name in catalog.choices(group, command))}
+    keys: dict[str, list[str]] = {}
+    for row in all_keys():
+        if not owners.isdisjoint(row.owners):
+            known = keys.setdefault(row.key, ["<path>"] if is_path_key(row.key) else [])
+            keys[row.key] = [*dict.fromkeys([*known, *row.choices])]
+    return keys
+
+
+if __name__ == "__main__":
+    json.dump(listed(), sys.stdout)
