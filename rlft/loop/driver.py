@@ -35,13 +35,12 @@ from rlft.runs import checkpoint, run_folder
 from rlft.runs.chain import Chain, made_on
 from rlft.runs.checkpoint import CHECKSUMS, Checkpoint
 from rlft.runs.lines import EVALUATIONS, StepRecord, read_lines, silent
-from rlft.system.device import fork_rng, peak_memory_bytes, resolve_device
+from rlft.system.device import fork_rng, peak_memory_bytes, resolve_device, to_cpu
 from rlft.system.interrupt import Interrupt, StepAbandoned
 from rlft.system.machine import machine
 from rlft.system.memory import explained, gc_frozen, keep_blocks
 from rlft.system.repeatable import repeatable
 from rlft.system.terminal import Say
-from rlft.trainer.local import to_cpu
 from rlft.types import Evaluation
 
 
@@ -221,9 +220,14 @@ class RunDriver(ABC):
 
         `make(for_chain=True)` leaves out what takes a forward pass, other ranks, or a pass over the base.
         """
-        with self.clock("seal"):
-            self.chain.seal(step, checkpoint.parts_of(make(for_chain=True)) if self.chains_state else {})
-        self.saver.after_step(step, make, self.clock)
+        with self.interrupt.saving():
+            with self.clock("seal"):
+                if self.chains_state:
+                    state = make(for_chain=True)
+                    self.chain.seal(step, checkpoint.plain_parts(state), checkpoint.tensors_of_parts(state))
+                else:
+                    self.chain.seal(step)
+            self.saver.after_step(step, make, self.clock)
 
     def state_values(self, *, for_chain: bool = False) -> dict[str, Any]:
         """The values that the state.json of every checkpoint holds; `for_chain`: without checksums of the base."""
@@ -249,12 +253,14 @@ class RunDriver(ABC):
             try:
                 with self.run.explained():
                     yield
+                    self.chain.close()
                 status = "interrupted" if self.saver.interrupted else "finished"
             except Exception as error:
                 status = f"stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
                 raise
             finally:
-                self.chain.close()
+                with contextlib.suppress(Exception):  # the failure that has ended the run is the one to tell
+                    self.chain.close()
                 self.logger.finish(status)
 
     def outcome_of(self, loop: Callable[[], int]) -> Outcome:
@@ -322,19 +328,21 @@ class Saver:
         self.interrupted = self._interrupt.requested
 
     def after_step(self, step: int, make: Callable[[], Checkpoint], clock: Clock) -> None:
-        """Called after `step` steps. `make` returns their state; `clock` measures how long it takes to keep it."""
+        """Called after `step` steps, while none can be abandoned.
+
+        `make` returns their state; `clock` measures how long it takes to keep it.
+        """
         every, last = self._settings.every, self.stopping or step == self._num_steps
-        with self._interrupt.saving():
-            self.interrupted = self._interrupt.requested
-            self._interrupt.in_step = not last
-            self._finished = step
-            if last or self.interrupted or (every and step % every == 0):
-                with clock("checkpoint"):
-                    self._save(make())
-                self.interrupted = self._interrupt.requested  # a signal during the write ends the run, too
-            elif self._settings.on_signal != "step":
-                with clock("seal"):
-                    self._unsaved = in_memory(make())
+        self.interrupted = self._interrupt.requested
+        self._interrupt.in_step = not last
+        self._finished = step
+        if last or self.interrupted or (every and step % every == 0):
+            with clock("checkpoint"):
+                self._save(make())
+            self.interrupted = self._interrupt.requested  # a signal during the write ends the run, too
+        elif self._settings.on_signal != "step":
+            with clock("seal"):
+                self._unsaved = in_memory(make())
 
     def save_last_finished(self) -> int:
         """Called when a step is abandoned: saves the state before it and returns the number of finished steps."""

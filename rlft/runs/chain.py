@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -40,6 +41,8 @@ from rlft.system.files import append, flush
 from rlft.types import Evaluation
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from rlft.types import Batch
 
 CHAIN = "chain.jsonl"
@@ -48,7 +51,11 @@ LIBRARIES = ("torch", "transformers", "peft", "vllm")
 
 
 class Chain:
-    """Writes the chain of one run: `add_*` collects the parts of a step, and `seal` appends its line."""
+    """Writes the chain of one run: `add_*` collects the parts of a step, and `seal` makes its line.
+
+    A thread computes the digests of tensors. The next `seal`, `flush` or `close` waits for it and appends the line, and
+    raises what was raised there.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,6 +64,10 @@ class Chain:
         self._always: dict[str, str] = {}
         self._machine: Mapping[str, str] = {}
         self._parts: dict[str, str] = {}
+        self._tensors: dict[str, Mapping[str, Tensor]] = {}  # of the parts whose digests are not computed yet
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")
+        # (step, its parts, the digest of its line of metrics, the digests to come) of the line to be appended.
+        self._sealed: tuple[int, dict[str, str], str | None, Future[dict[str, str]]] | None = None
         self._metrics_line: str | None = None
         self._alarms = b""
 
@@ -70,7 +81,7 @@ class Chain:
         self._always = {"config": digests.of_file(self.folder / CONFIG), **inputs}
 
     def add_batch(self, batch: Batch) -> None:
-        self._parts |= batch_parts(batch)
+        self._tensors |= tensors_of_batch(batch)
 
     def add_step(self, record: StepRecord) -> None:
         """The step's line of metrics, its alarms, and its completions with their scores."""
@@ -89,26 +100,54 @@ class Chain:
         self._parts["evaluation"] = digests.of_bytes(encode(evaluation_line(evaluation)))
         self._alarms += b"".join(map(encode, alarm_lines(evaluation.step, evaluation.alarms)))
 
-    def seal(self, step: int, more: Mapping[str, str] | None = None) -> None:
-        assert self._file is not None, "it was started"
-        parts = {**self._always, **self._parts, **(more or {})}
+    def seal(
+        self,
+        step: int,
+        more: Mapping[str, str] | None = None,
+        tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        """Makes the line of a step from what was added, and from `more` parts and {part: its `tensors`}.
+
+        Nothing may write into tensors in main memory any more; those on a device are brought there together.
+        """
+        self._append()
+        parts, in_thread = {**self._always, **self._parts, **(more or {})}, {**self._tensors, **(tensors or {})}
         if self._alarms:
             parts["alarms"] = digests.of_bytes(self._alarms)
-        line = sealed(step, self._previous, self._machine, parts, self._metrics_line)
+        computed = self._thread.submit(digests.of_each, _in_main_memory(in_thread))
+        self._sealed = (step, parts, self._metrics_line, computed)
+        self._parts, self._tensors, self._alarms, self._metrics_line = {}, {}, b"", None
+        if not in_thread:
+            self._append()
+
+    def _append(self) -> None:
+        if self._sealed is None:
+            return
+        assert self._file is not None, "it was started"
+        step, parts, metrics_line, computed = self._sealed
+        parts |= computed.result()
+        self._sealed = (
+            None  # before the write: a line that an interruption loses is made again, one written twice is not
+        )
+        line = sealed(step, self._previous, self._machine, parts, metrics_line)
         append(self._file, encode(line))
         self._previous = line["digest"]
-        self._parts, self._alarms, self._metrics_line = {}, b"", None
 
     def flush(self) -> None:
         """Waits until the lines are on disk, so that a power cut leaves no gap behind a checkpoint."""
+        self._append()
         if self._file is not None:
             with writing(self.folder / CHAIN):
                 flush(self.folder / CHAIN)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            self._append()
+        finally:
+            self._thread.shutdown()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------
@@ -141,10 +180,19 @@ def scores_part(by_name: Mapping[str, Sequence[float]], totals: Sequence[float])
 
 
 def batch_parts(batch: Batch) -> dict[str, str]:
-    parts = {"masks": digests.of_tensors({"token_ids": batch.token_ids, "loss_mask": batch.loss_mask})}
-    if batch.advantages is not None:
-        parts["advantages"] = digests.of_tensors({"advantages": batch.advantages})
-    return parts
+    return digests.of_each(tensors_of_batch(batch))
+
+
+def tensors_of_batch(batch: Batch) -> dict[str, Mapping[str, Tensor]]:
+    parts = {"masks": {"token_ids": batch.token_ids, "loss_mask": batch.loss_mask}}
+    return parts if batch.advantages is None else {**parts, "advantages": {"advantages": batch.advantages}}
+
+
+def _in_main_memory(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapping[str, Tensor]]:
+    from rlft.system.device import to_cpu  # not at the module's level: commands that only read a chain need no torch
+
+    flat = to_cpu({f"{part}\n{name}": tensor for part, of_part in parts.items() for name, tensor in of_part.items()})
+    return {part: {name: flat[f"{part}\n{name}"] for name in of_part} for part, of_part in parts.items()}
 
 
 def _of_pieces(pieces: Iterable[bytes]) -> str:

@@ -133,18 +133,29 @@ def parts_of(checkpoint: Checkpoint) -> dict[str, str]:
     """{part: its sha256} of all that the checkpoint holds but `write_folders`, the checksums of a shared base, and what
     was sampled ahead: a run that is made longer has not sampled ahead after what was its last step, and the completions
     of the step after it have a digest of their own."""
+    return digests.of_each(tensors_of_parts(checkpoint)) | plain_parts(checkpoint)
+
+
+def tensors_of_parts(checkpoint: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
+    """{part: its tensors} of those parts that have tensors."""
     tensors = {name: of_name for name, of_name in checkpoint.tensors.items() if name not in (SAMPLED, SAMPLER)}
     named = {"adapters": checkpoint.adapters, "tensors": tensors}
     heads = {f"{role}/{n}": t for role, of_role in checkpoint.heads.items() for n, t in of_role.items()}
+    return {
+        **{f"{kind}/{name}": of_name for kind, groups in named.items() for name, of_name in groups.items()},
+        # Each tensor apart: a reward model's bias, its center, takes a forward pass and is made only for what is saved.
+        **{f"heads/{name}": {name: tensor} for name, tensor in heads.items()},
+        "optimizer": checkpoint.optimizer,
+    }
+
+
+def plain_parts(checkpoint: Checkpoint) -> dict[str, str]:
+    """{part: its sha256} of the others."""
     state = {key: value for key, value in checkpoint.state.items() if key not in (CHECKSUMS, SAMPLED)}
     roles = {*checkpoint.adapters, *checkpoint.heads}
     # A base that has moved is told by its fingerprint, which is in the state.
     config = {key: value for key, value in checkpoint.adapter_config.items() if key != "base_model_name_or_path"}
     return {
-        **{f"{kind}/{name}": digests.of_tensors(t) for kind, groups in named.items() for name, t in groups.items()},
-        # Each tensor apart: a reward model's bias, its center, takes a forward pass and is made only for what is saved.
-        **{f"heads/{name}": digests.of_tensors({name: tensor}) for name, tensor in heads.items()},
-        "optimizer": digests.of_tensors(checkpoint.optimizer),
         "state": digests.of_json([checkpoint.step, state, config]),
         "records": digests.of_json({role: record_of(checkpoint, role) for role in roles}),
     }

@@ -171,6 +171,11 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
+def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in main memory; those that are there already are not copied."""
+    return {**tensors, **on_host({name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"})}
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 def has_own_memory(device: Device) -> bool:
     """Whether the device's memory is not the machine's; an Apple GPU's is."""

@@ -31,8 +31,15 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Of names, dtypes, shapes and bits, in the order of the names."""
     import torch
 
+    from rlft.system.device import to_cpu
+
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(to_cpu(tensors).items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def of_each(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """{part: the digest of its tensors}."""
+    return {part: of_tensors(tensors) for part, tensors in parts.items()}

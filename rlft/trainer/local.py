@@ -29,7 +29,7 @@ from rlft.model.critic import CRITIC
 from rlft.model.networks import Networks
 from rlft.model.sequence import sharing_tokens
 from rlft.system import digests
-from rlft.system.device import fork_rng, on_host
+from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
 from rlft.trainer.gradients import LaneGradients
@@ -63,11 +63,6 @@ class TrainerState:
     # {name: function that writes the folder of this name}, for whole models, whose weights are not copied.
     folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
     folder: Path | None = None  # the checkpoint that the state was read from; None if it was not read
-
-
-def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in main memory; those that are there already are not copied."""
-    return {**tensors, **on_host({name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"})}
 
 
 class Trainer(Protocol):

@@ -45,6 +45,8 @@ PUBLISHED = "rlft.loop.session:Session.publish"
 RECORD = "rlft.loop.session:Session.record"
 EVALUATED = "rlft.loop.metrics:summarise"
 SAVED = "rlft.runs.checkpoint:save"
+DIGESTS = "rlft.system.digests:of_each"  # in a thread, of each step that has begun
+SEALED = "rlft.runs.chain:Chain.seal"
 REWARD_TRAINED = "rlft.trainer.reward_training:RewardRefresh.train_if_due"
 
 
@@ -170,7 +172,16 @@ STAGES = [
     killed("rlft.loop.session:Session.evaluate_if_due", 1),  # after the last step
     killed(SAVED, 1),
 ]
-FEW = [STAGES[place] for place in (1, 7, 13, 14)]
+# The line of step k is written when that of k + 1 is made, or a checkpoint. Calls of a new run are for steps 0, 1, ..
+IN_THE_THREAD = [
+    killed(DIGESTS, 2),  # those of step 1
+    killed(DIGESTS, 3, "after"),  # those of step 2, for which its checkpoint waits
+    killed(SEALED, 3, "after"),
+    killed("rlft.runs.chain:append", 3, "after"),  # the line of step 2, before its checkpoint
+    killed(SAVED, 1, "after"),
+    killed("rlft.runs.chain:sealed", 1),  # resumed, that of step 3, while that of step 4 is made
+]
+FEW = [STAGES[1], STAGES[7], IN_THE_THREAD[1], STAGES[13], STAGES[14], IN_THE_THREAD[5]]
 WRITES = [
     torn(".config.yaml.writing"),
     torn("eval.jsonl"),
@@ -250,6 +261,7 @@ FAST = {
 }
 CASES = {
     "in every stage": Case(words=tiny(), kills=STAGES, every=2),
+    "while digests are computed": Case(words=tiny(), kills=IN_THE_THREAD, every=2),
     "inside every kind of write": Case(words=tiny(), kills=WRITES, every=2, keep=1),
     # Two epochs of two minibatches, and two optimizers: eight updates a step, resumed from steps 1 and 3.
     "ppo with critic, adaptive KL, ema and value normalisation": Case(

@@ -119,6 +119,19 @@ def test_whatever_is_changed_is_found_and_named(what: str, copies: Callable[[], 
     assert any(expected in row for row in found), (what, found)
 
 
+def test_a_killed_run_has_two_steps_at_most_that_the_chain_does_not_prove(copies: Callable[[], Path]) -> None:
+    """The line of a step is written a step later."""
+    for left, is_confirmed in ((4, True), (3, True), (2, False)):
+        folder = copies()
+        json_edited("status.json", status="running")(folder)
+        arranged(C, *range(left))(folder)
+        for step in range(left, STEPS + 1):
+            removed(f"checkpoints/step_00000{step}")(folder)
+        rows = audited(folder)
+        unproven = [row for row in rows if "was not sealed" in row.value]
+        assert (wrong(rows) == [], len(unproven)) == (is_confirmed, min(2, STEPS + 1 - left)), rows
+
+
 def test_one_flipped_bit_in_any_file_is_found(copies: Callable[[], Path]) -> None:
     folder = copies()
     draw = random.Random(3)
