@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlft.commands.launch import import_libraries
-from rlft.commands.policy import Policy, check_ends, open_roles, policy_of, sampled_by
+from rlft.commands.policy import Policy, base_of, check_ends, open_roles, policy_of, sampled_by
 from rlft.config.choices import closest
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.suggest import OWN_KEYS
@@ -117,7 +117,7 @@ def command(arguments: list[str]) -> None:
     parsed, source, plain = sampled_by(arguments, OWN_KEYS["chat"])
     raw = read_raw(parsed.value("raw"))
     resolved = read(with_named_runs(plain), raw)
-    import_libraries()
+    import_libraries(base_of(resolved.plain, source))
     run(resolved, source, raw, say)
 
 

@@ -18,7 +18,7 @@ from rlft.config.overrides import key_of
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.evaluations import label_of
-from rlft.plan.rules import check_train
+from rlft.plan.rules import check_train, models_of
 from rlft.runs.find import NamedRun, check_own_model, find_checkpoint
 from rlft.system.terminal import say, show
 from rlft.types import Evaluation, Group, Scores, counted
@@ -57,7 +57,7 @@ def command(arguments: list[str]) -> None:
         say(f"note: {note}")
     if source is not None:
         find_checkpoint(source, lambda damage: None)
-    import_libraries()
+    import_libraries(models_of(resolved.config))
     run(resolved, source, say)
 
 

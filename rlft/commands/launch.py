@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from rlft.commands.next_steps import more_steps
 from rlft.config.command import Command
+from rlft.config.model import check_whole
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import AUTO, Resolved, resolve
 from rlft.logger.interface import Logger
@@ -105,7 +106,9 @@ def launch(
             otherwise it is refused.
         fork: the checkpoint of another run that this new run starts from.
     """
-    import_libraries()
+    from rlft.plan.rules import models_of  # not imported for what is refused before
+
+    import_libraries(models_of(resolved.config))
     command, plain = resolved.command, resolved.plain
     from rlft.logger.summary import print_summary
     from rlft.loop.engines import Engines
@@ -182,10 +185,16 @@ def after_the_end(command: Command, schedule: str | None, folder: Path, num_step
     return ", or ".join(remedies) or "start another one"
 
 
-def import_libraries() -> None:
-    """Imports torch, transformers and the modules that need them; meanwhile Ctrl-C ends the process at once."""
+def import_libraries(models: Iterable[tuple[str, str]], *, needs_weights: bool = True) -> None:
+    """Imports torch, transformers and the modules that need them; meanwhile Ctrl-C ends the process at once.
+
+    models: (key, path) of the models that the command then reads, which are checked before; needs_weights: whether it
+    reads more of them than config and tokenizer.
+    """
     from rlft.system.interrupt import ends_the_process
 
+    for key, path in models:
+        check_whole(path, key, needs_weights=needs_weights)
     with ends_the_process():
         import transformers
 

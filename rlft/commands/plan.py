@@ -91,7 +91,9 @@ def command(arguments: list[str]) -> int:
     def prediction_of(overrides: Sequence[str], *, tries: bool = True) -> Prediction:
         run = compose_run(overrides, parsed.config_dir, command)
         resolved = resolve(settled(run.plain), command)
-        import_libraries()
+        from rlft.plan.rules import models_of
+
+        import_libraries(models_of(resolved.config), needs_weights=False)
         from rlft.plan.prediction import predict
         from rlft.plan.sizes import note_of_disk
 

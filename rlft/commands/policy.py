@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -113,6 +113,12 @@ def shared_keys(root: type) -> list[str]:
 def _reads(first: Any, second: Any) -> bool:
     """Whether one of two types is the other one, or has it as a choice."""
     return first in (second, *get_args(second)) or second in get_args(first)
+
+
+def base_of(plain: Mapping[str, Any], source: NamedRun | None) -> list[tuple[str, str]]:
+    """(key, path) of the base in this config; none where the run trained all weights, so that it is not loaded."""
+    is_loaded = source is None or source.config.get("lora", {}) is not None
+    return [("model.path", str(plain["model"]["path"]))] * is_loaded
 
 
 # -- the policy that answers -------------------------------------------------------------------------------------------

@@ -120,14 +120,14 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     from rlft.plan.rewards.references import check_servers
     from rlft.plan.rewards.tester import RewardTester
     from rlft.plan.rewards.writer import Writer
-    from rlft.plan.rules import check_metadata
+    from rlft.plan.rules import check_metadata, models_of
     from rlft.reward.workers.reward_spec import check_with_rewards
     from rlft.types import Split
 
-    import_libraries()
+    config: RunConfig = resolved.config
+    import_libraries(models_of(config), needs_weights=False)
     from rlft.plan.prediction import notes_of
 
-    config: RunConfig = resolved.config
     settings, writer = config.prompts, Writer.of(config)
     is_refused = False
     try:

@@ -15,7 +15,7 @@ import yaml
 
 from rlft.commands import chat
 from rlft.commands.launch import import_libraries
-from rlft.commands.policy import check_ends, names_a_model, open_roles, policy_of, sampled_by
+from rlft.commands.policy import base_of, check_ends, names_a_model, open_roles, policy_of, sampled_by
 from rlft.config import catalog
 from rlft.config.bounds import Port, PositiveFloat, PositiveInt
 from rlft.config.instantiate import from_mapping
@@ -98,7 +98,7 @@ def command(arguments: list[str]) -> None:
     resolved = read(with_named_runs(plain))
     check_installed(SECTION)
     with bound(keys.host, keys.port, SECTION) as listening:
-        import_libraries()
+        import_libraries(base_of(resolved.plain, source))
         with opened(resolved, source, keys, listening, say) as (service, inbox):
             while True:
                 service.answer(inbox.take(wait_s=WAIT_S), lambda error: say(f"the engine has failed: {error}"))

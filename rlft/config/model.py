@@ -33,12 +33,22 @@ HEAD = "lm_head"  # what most models call their output layer
 MADE_BY_HAND = {Path("models/SmolLM2-135M-Instruct"): "docs/tutorials/start.md"}
 """{folder of a model that a recipe names and nothing brings: the page that says how it is made}."""
 
+WEIGHT_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+"""Files in which transformers looks for weights, in its order."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json",
+)  # fmt: skip
+
 DTYPES = ("float32", "bfloat16", "float16")  # the values of model.dtype besides auto
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what model.device may begin with; torch knows which exist here
 
 
-def resolve_path(path: str) -> str:
+def resolve_path(path: str, key: str = "model.path") -> str:
     """A folder or hub id that transformers understands: `embedded:<name>` is a model that ships with rlft."""
     if not path.startswith(EMBEDDED):
         return str(Path(path).expanduser()) if looks_local(path) else path
@@ -48,7 +58,7 @@ def resolve_path(path: str) -> str:
         close = closest(folder.name, known)
         guess = f"did you mean {EMBEDDED}{close}? All: " if close else "use "
         remedy = f"{guess}{', '.join(EMBEDDED + name for name in known)}, a folder or a hub id"
-        raise UserError("model.path", "there is no such embedded model", got=path, remedy=remedy)
+        raise UserError(key, "there is no such embedded model", got=path, remedy=remedy)
     return str(folder)
 
 
@@ -57,20 +67,36 @@ def looks_local(path: str) -> bool:
     return path.startswith(("/", ".", "~")) or Path(path).exists()
 
 
-def check_local(path: str) -> None:
+def check_local(path: str, key: str = "model.path") -> None:
     """Refuses an empty path, an unknown embedded model and a folder that is no model's; a hub id is not looked up."""
     if not path:
         remedy = "give a model folder, a hub id or embedded:tiny-arithmetic"
-        raise UserError("model.path", "is empty", got="nothing", remedy=remedy)
-    folder = Path(resolve_path(path))
+        raise UserError(key, "is empty", got="nothing", remedy=remedy)
+    folder = Path(resolve_path(path, key))
     if looks_local(path) and is_adapter(str(folder)):
         problem = "that folder holds an adapter, not a model"
-        raise UserError("model.path", problem, got=path, remedy=_on_its_base(folder))
+        raise UserError(key, problem, got=path, remedy=_on_its_base(folder))
     if looks_local(path) and not (folder / "config.json").is_file():
         problem = "there is no config.json in that folder" if folder.exists() else "there is no such folder"
         page = MADE_BY_HAND.get(Path(path))
         first = f"make it as in {page}, or " if page else ""
-        raise UserError("model.path", problem, got=path, remedy=f"{first}point it at a Hugging Face model folder")
+        raise UserError(key, problem, got=path, remedy=f"{first}point it at a Hugging Face model folder")
+
+
+def check_whole(path: str, key: str = "model.path", *, needs_weights: bool = True) -> None:
+    """Refuses a local folder that lacks a model's config, tokenizer or weights, by the names of its files alone."""
+    check_local(path, key)
+    folder = Path(resolve_path(path, key))
+    if not looks_local(path):
+        return
+    has = {name for name in (*WEIGHT_FILES, *TOKENIZER_FILES) if (folder / name).is_file()}
+    has_own_name = b"transformers_weights" in (folder / "config.json").read_bytes()
+    missing = {"a tokenizer": "tokenizer.json and tokenizer_config.json"} if has.isdisjoint(TOKENIZER_FILES) else {}
+    if needs_weights and not has_own_name and has.isdisjoint(WEIGHT_FILES):
+        missing["weights"] = f"{WEIGHT_FILES[0]}, or {WEIGHT_FILES[1]} and all files that it names"
+    for what, names in missing.items():
+        remedy = f"copy or download the rest of the model into it ({names}), or give a whole model's folder"
+        raise UserError(key, f"there is no file with {what} in that folder", got=path, remedy=remedy)
 
 
 def _on_its_base(folder: Path) -> str:

@@ -24,14 +24,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, cached_files
 
+from rlft.config.model import WEIGHT_FILES
 from rlft.system.device import not_finite
 from rlft.types import UserError, counted, require
-
-NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-"""Files in which transformers looks for weights, in its order."""
 
 INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Modules that wrappers put between others: torch.compile, FSDP, and activation checkpointing."""
@@ -164,11 +161,11 @@ def _files(network: Network, *, downloads: bool) -> dict[Path, list[str]] | None
     source, is_folder = network.source, Path(network.path).is_dir()
     chosen = getattr(network.config, "transformers_weights", None)
     first = None
-    for name in (chosen,) if chosen else NAMES:
+    for name in (chosen,) if chosen else WEIGHT_FILES:
         with suppress(OSError):  # a hub's, without a network
             first = first or file_of(source, name, downloads=downloads)
     if first is None:
-        problem = f"there is neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME} in that folder, nor an index of them"
+        problem = "there is neither model.safetensors nor pytorch_model.bin in that folder, nor an index of them"
         is_none = is_folder and downloads  # a config alone is enough for a plan
         require(not is_none, network.key, problem, got=network.path, remedy="point it at the folder of a whole model")
         return None

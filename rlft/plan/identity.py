@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlft.config.model import TOKENIZER_FILES
 from rlft.model.stored_weights import digest_of_weights
 from rlft.runs.fingerprints import BASE, COMMIT, PARTS, SUFFIX, WEIGHTS, name_of
 from rlft.system import digests
@@ -16,10 +17,6 @@ from rlft.types import UserError
 if TYPE_CHECKING:
     from rlft.config.model import ModelConfig
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json",
-)  # fmt: skip
 IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 
 

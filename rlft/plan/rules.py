@@ -492,6 +492,16 @@ def check_classifiers(rewards: Mapping[str, RewardSpec]) -> dict[str, str]:
     return found
 
 
+def models_of(config: Any) -> list[tuple[str, str]]:
+    """(key, path) of all models, and of no adapter, that a run of this typed config loads."""
+    models = [("model.path", config.model.path)]
+    if (teacher := getattr(getattr(config, "snapshot", None), "teacher_model", None)) is not None:
+        models.append(("snapshot.teacher", teacher))
+    rewards = specs(getattr(config, "reward", {})).values()
+    networks = [(spec, spec.kwargs["path"]) for spec in rewards if spec.runs_in_trainer]
+    return [*models, *((f"reward.{spec.name}.path", path) for spec, path in networks if not is_adapter(path))]
+
+
 def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
     """Checks that the prompt's metadata have the fields that a reward reads (`needs_metadata`, `metadata_keys`)."""
     kept = f"the data keep no such field with their prompts, only {list(prompt.metadata) or 'none'}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+import rlft
+from rlft.cli import run
 from rlft.config.model import check_local, looks_local, resolve_path
 from rlft.types import UserError
 
@@ -34,3 +37,50 @@ def test_a_folder_with_a_config_an_embedded_model_and_a_hub_id_pass(tmp_path: Pa
     assert looks_local(str(tmp_path))
     assert not looks_local("org/model")
     assert resolve_path("org/model") == "org/model"
+
+
+TRAINED = Path(__file__).parents[1] / "runs/recorded/train"
+BASE, TEACHER, REWARD = "model.path", "snapshot.teacher", "reward.learned.path"
+LOADING: list[tuple[str, str]] = [
+    (BASE, "train +recipe=grpo_arithmetic"),
+    (BASE, "train -m +recipe=grpo_arithmetic seed=0,1"),
+    *((BASE, f"{command} +recipe={command}_arithmetic") for command in ("sft", "rm", "dpo")),
+    (BASE, "sample"),
+    (BASE, "eval data=arithmetic"),
+    (BASE, "chat"),
+    (BASE, "serve serve.port=0"),
+    (BASE, "doctor"),
+    *((BASE, f"{command} run={TRAINED}") for command in ("eval", "chat", "serve serve.port=0", "export out=out")),
+    (BASE, f"resume {TRAINED} steps=9"),
+    (TEACHER, "train +recipe=opd_arithmetic"),
+    (REWARD, "train +recipe=grpo_arithmetic reward=[exact_match,learned]"),
+    (REWARD, "eval data=arithmetic model.path=embedded:tiny-arithmetic reward=[exact_match,learned]"),
+]
+PLANNING = [(BASE, "plan +recipe=grpo_arithmetic"), (BASE, "reward try"), (TEACHER, "plan +recipe=opd_arithmetic")]
+MISSING = {"weights": "*.safetensors", "a tokenizer": "tokenizer*", "config.json": "config.json"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "key", "words"),
+    [(what, *words) for what in MISSING for words in LOADING + (PLANNING if what != "weights" else [])],
+)
+def test_a_folder_that_lacks_files_is_refused_before_torch_is_imported(
+    missing: str,
+    key: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(Path(rlft.__file__).parent / "assets/tiny-arithmetic", folder := tmp_path / "model")
+    for file in folder.glob(MISSING[missing]):
+        file.unlink()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlft.system.interrupt.ends_the_process", lambda: pytest.fail("imports torch"))
+    monkeypatch.setattr("rlft.commands.doctor.command.report", lambda *_, **__: pytest.fail("looks at the machine"))
+    assert run([*words.split(), f"{key}={folder}"]) == 2
+    what = "no config.json" if missing == "config.json" else f"no file with {missing}"
+    refusal = capsys.readouterr().err
+    assert f"rlft: {key}: there is {what} in that folder" in refusal
+    assert f", got {folder}; " in refusal
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model"]

@@ -15,6 +15,7 @@ from rlft.commands.tables import print_rows
 from rlft.config import catalog
 from rlft.config.compose import compose, compose_run
 from rlft.config.keys import keys_of
+from rlft.config.model import check_whole
 from rlft.config.overrides import Arguments, key_of, only_overrides, recipe_in
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
@@ -91,6 +92,7 @@ def command(arguments: list[str]) -> int:
     plain = with_named_runs(run.plain)
     with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
         config = resolve(plain, COMMAND).config
+    check_whole(config.model.path)
     problem, remedy = "the engine is tried with adapters, and null has none", "leave it out"
     require(config.lora is not None, "lora", problem, got="null", remedy=remedy)
     return report(settings_of(plain, parsed, run.folder), as_json="--json" in arguments)

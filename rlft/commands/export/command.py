@@ -17,7 +17,7 @@ from pathlib import Path
 from rlft.commands.export import gguf, model_card, push
 from rlft.commands.export.request import Export, prepare
 from rlft.commands.launch import import_libraries
-from rlft.commands.policy import check_base, of_a_run
+from rlft.commands.policy import base_of, check_base, of_a_run
 from rlft.config import compose as configs
 from rlft.config.model import DTYPES
 from rlft.config.resolved import AUTO
@@ -73,7 +73,7 @@ def command(arguments: list[str]) -> None:
     request = prepare(replace(source, config=config), out, kind, dtype, say)
     if pushing is not None:
         request, pushing = replace(request, repo_id=pushing.repo_id), push.prepared(pushing)
-    import_libraries()
+    import_libraries(base_of(config, source))
     run(request, pushing, say)
 
 

@@ -37,7 +37,7 @@ from rlft.config.overrides import Arguments
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.trainer import NEVER, ClusterConfig
 from rlft.loop.evaluations import compared
-from rlft.plan.rules import check_acts
+from rlft.plan.rules import check_acts, models_of
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder, run_status
 from rlft.runs.lines import EVALUATIONS, read_lines, silent
@@ -109,7 +109,7 @@ def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
         space, parsed = replace(space, fixed=(*space.fixed, word)), replace(parsed, overrides=(*parsed.overrides, word))
         resolved = [dated(one, word) for one in resolved]
     cluster = cluster_of(resolved)
-    import_libraries()
+    import_libraries({model: None for one in resolved for model in models_of(one.config)})
     on_gpus = cluster is not None and cluster.jobs > 1 and are_on_gpus(plains)
     if cluster is not None and on_gpus:
         gpus_of(cluster)  # refuses jobs for which there are too few
