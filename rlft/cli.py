@@ -65,6 +65,12 @@ class Tool:
 
 
 TOOLS = {
+    "init": Tool(
+        "rlft.commands.init",
+        Part.TRAIN,
+        "make a folder with run.yaml, rewards and data to start from",
+        interrupted="the folder may lack a file",
+    ),
     "resume": Tool(
         "rlft.commands.resume",
         Part.TRAIN,
@@ -113,7 +119,7 @@ TOOLS = {
         interrupted="nothing was exported",
     ),
     "translate": Tool("rlft.commands.translate.command", Part.HELP, "another library's arguments as rlft's"),
-    "recipes": Tool("rlft.commands.recipes", Part.HELP, "list recipes"),
+    "recipes": Tool("rlft.commands.recipes", Part.HELP, "list recipes: what else is ready to run"),
     "keys": Tool("rlft.commands.keys", Part.HELP, "what each key means: unit, default, choices, file"),
     "completion": Tool("rlft.commands.completion.command", Part.HELP, "complete words at TAB in bash, zsh and fish"),
     "algorithms": Tool("rlft.commands.algorithms", Part.HELP, "list algorithms; of one its loss, keys and paper"),
@@ -131,7 +137,7 @@ OF_SHELLS = ("-sc", "--shell-completion", "--shell_completion", "--install-compl
 
 FIRST = """\
 rlft train +recipe=grpo_arithmetic   two minutes on a CPU, nothing to download
-rlft recipes                         what else is ready to run
+rlft init qa                         a folder for your own data and rewards
 rlft chat                            talk to what was trained
 """
 LAST = """

@@ -54,7 +54,7 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "re
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
-    "algorithms", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "keys", "launch",
+    "algorithms", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "init", "keys", "launch",
     "models", "next_steps", "plan", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
     "sweep/command", "tables", "train", "translate/command",
 )  # fmt: skip

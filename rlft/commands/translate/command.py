@@ -62,15 +62,20 @@ def lines(translation: Translation, given: Given) -> list[str]:
     told = [command_line("rlft", translation.command, *translation.words.values()), ""]
     told += [f"{translation.title:<{WIDTH}} rlft {translation.command}"] if mapped else []
     for row in mapped:
-        theirs = [f"{name}={_shown(value)}" for name, value in row.theirs.items()] or ["(not given)"]
-        theirs[-1] += " (default)" * (row.is_default and bool(row.theirs))
-        told += _two_columns(theirs, [for_a_shell(word) for word in row.words.values()])
+        told += _two_columns(arguments_of(row), [for_a_shell(word) for word in row.words.values()])
     told += _listed("Differs in meaning", mapped)
     told += _listed("No counterpart here", [row for row in translation.rows if not row.words])
     if given.unread:
         told += ["", "Could not be read: add name=<value> for each that matters"]
         told += [line for name, text in given.unread.items() for line in wrapped(f"{name}: {text}", "  ", "    ")]
     return told
+
+
+def arguments_of(row: Row) -> list[str]:
+    """The arguments of the other library in a row, as they were given or are its defaults."""
+    theirs = [f"{name}={_shown(value)}" for name, value in row.theirs.items()] or ["(not given)"]
+    theirs[-1] += " (default)" * (row.is_default and bool(row.theirs))
+    return theirs
 
 
 def _two_columns(left: list[str], right: list[str]) -> list[str]:

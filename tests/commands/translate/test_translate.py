@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 from in_one_test import each
 
 from rlft import cli
+from rlft.commands.init import EXAMPLE
 from rlft.commands.translate.command import translated
 from rlft.commands.translate.files import read
 from rlft.commands.translate.rules import _peer
 from rlft.config.compose import compose
+from rlft.config.overrides import parse
 from rlft.config.resolved import resolve
 from rlft.config.suggest import known_keys, translated_peers
 
@@ -203,6 +207,44 @@ def test_a_run_of_another_library_is_one_that_rlft_accepts_with_the_same_numbers
         ours |= {"data.answer_field": "data.answer_field=completion"} if command == "train" else {}
     compose(list((sources | translation.words).values()), command=command)
     resolve(compose(list(ours.values()), command=command))
+
+
+@each(("peer", "name", "text", "command"), [run[:4] for run in RUNS], ids=[f"{peer} {name}" for peer, name, *_ in RUNS])
+def test_init_like_it_writes_the_same_run_into_a_yaml(peer: str, name: str, text: str, command: str) -> None:
+    rmtree("own", ignore_errors=True)
+    Path(name.split()[-1]).write_text(text)
+    assert cli.run(["init", "own", "--like", peer, *name.split()]) == 0
+    words = {key: word for key, word in translated(peer, name.split())[0].words.items() if not key.startswith("hydra.")}
+    rewards = "reward=[own/reward.py:close,own/reward.py:tagged]"
+    example = {"model.path": "model.path=embedded:tiny-arithmetic"} | {
+        key: rewards if key == "reward" else f"{key}={'' if ':' in value else 'own/'}{value}"
+        for key, value in EXAMPLE[command].items()
+    }
+    expected = parse(["name=own", *(example | words).values()], command).overrides
+    written = Path("own/run.yaml").read_text()
+    assert compose(parse(["own/run.yaml"], command).overrides, command=command) == compose(expected, command=command)
+    given = {f"own/{file}": (Path("own") / file).is_file() for file in ("data.jsonl", "reward.py")}
+    assert given == {file: Path(file).name in re.sub("#.*", "", written) for file in given}
+    assert max(len(line) for line in written.splitlines()) <= 100
+
+
+def test_init_like_a_run_whose_data_could_not_be_read_has_no_fields_of_them() -> None:
+    Path("run.sh").write_text("python3 -m verl.trainer.main_ppo data.train_files=$FILES data.max_response_length=64")
+    assert cli.run(["init", "own", "--like", "verl", "run.sh"]) == 0
+    written = Path("own/run.yaml").read_text()
+    assert "\ndata.path: data.jsonl\n" in written
+    assert "_field:" not in written
+    assert "#   data.train_files: $FILES\n" in written
+    assert cli.run(["plan", "own/run.yaml", "prompts_per_step=8", "prompts.max_tokens=64"]) == 0
+
+
+@each("path", ["it's (a) b#: c", "{a: 1}", "plain", "ü"])
+def test_init_like_a_run_with_an_odd_path_names_the_same_folder(path: str) -> None:
+    rmtree("own", ignore_errors=True)
+    Path(path).mkdir()
+    assert cli.run(["init", "own", "--like", "trl", f"model={path}", "r=4", f"run_name={path}"]) == 0
+    plain = compose(parse(["own/run.yaml"]).overrides)
+    assert (plain["model"]["path"], plain["name"]) == (path, path)
 
 
 WORDS = [  # (what is typed, the words)
