@@ -17,17 +17,7 @@ from functools import cache
 from inspect import isabstract
 from typing import Annotated, Any
 
-from rlft.config import catalog
-from rlft.config.bounds import (
-    Decay,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveFraction,
-    PositiveInt,
-    Seed,
-)
+from rlft.config import bounds, catalog
 from rlft.config.instantiate import ALLOW_UNSCORABLE, from_mapping, locate
 from rlft.config.keys import Key
 from rlft.config.model import (
@@ -50,7 +40,7 @@ ON_A_GPU, ANYWHERE = "vllm", "transformers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptsConfig:
-    max_tokens: PositiveInt
+    max_tokens: bounds.PositiveInt
     over_limit: typing.Literal["drop", "refuse"]
     style: typing.Literal["chat", "raw"]
     template_variables: Annotated[Mapping[str, Any], Key(in_state=False)] = field(default_factory=dict)
@@ -58,14 +48,14 @@ class PromptsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringConfig:
-    workers: Annotated[NonNegativeInt, Key(free=True)]
-    timeout: Annotated[PositiveFloat, Key(free=True)]
+    workers: Annotated[bounds.NonNegativeInt, Key(free=True)]
+    timeout: Annotated[bounds.PositiveFloat, Key(free=True)]
     on_error: float | typing.Literal["stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingConfig:
-    max_rounds: NonNegativeInt
+    max_rounds: bounds.NonNegativeInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +63,10 @@ class CurriculumConfig:
     running: bool
     path: Annotated[str | None, Key(free=True)]
     weight: typing.Literal["variance", "uniform"]
-    above: Fraction | None
-    below: Fraction | None
-    replay: Fraction
-    memory: PositiveFraction
+    above: bounds.Fraction | None
+    below: bounds.Fraction | None
+    replay: bounds.Fraction
+    memory: bounds.PositiveFraction
 
     @property
     def is_on(self) -> bool:
@@ -94,49 +84,49 @@ class PretrainConfig:
     rows: Annotated[str | None, Key(before=None)]
     field: str
     given_field: str | None
-    max_tokens: PositiveInt
-    sequences_per_update: PositiveInt
-    held_out: PositiveInt
+    max_tokens: bounds.PositiveInt
+    sequences_per_update: bounds.PositiveInt
+    held_out: bounds.PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreshnessConfig:
-    threshold: PositiveFloat | typing.Literal["auto"]
-    every: PositiveInt
+    threshold: bounds.PositiveFloat | typing.Literal["auto"]
+    every: bounds.PositiveInt
     read_back: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    every: Annotated[NonNegativeInt, Key(only_trains=True)]
-    num_prompts: PositiveInt
-    num_samples: PositiveInt
+    every: Annotated[bounds.NonNegativeInt, Key(only_trains=True)]
+    num_prompts: bounds.PositiveInt
+    num_samples: bounds.PositiveInt
     temperature: float | None
     correct_at: Annotated[float, Key(free=False)]
-    num_examples: Annotated[NonNegativeInt, Key(only_trains=True)]
+    num_examples: Annotated[bounds.NonNegativeInt, Key(only_trains=True)]
     kl_base: Annotated[bool, Key(only_trains=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmsConfig:
-    patience: PositiveInt
-    accuracy_drop: PositiveFloat | None
-    kl: PositiveFloat | None
-    length_growth: PositiveFloat | None
-    equal_groups: Fraction | None
-    logprob_gap: PositiveFloat | None
-    clipped: Fraction | None
-    value_loss: PositiveFloat | None
-    grad_norm: PositiveFloat | None
-    constant_reward: PositiveInt | None
-    sampler_kl: PositiveFloat | None
-    effective_samples: Fraction | None
+    patience: bounds.PositiveInt
+    accuracy_drop: bounds.PositiveFloat | None
+    kl: bounds.PositiveFloat | None
+    length_growth: bounds.PositiveFloat | None
+    equal_groups: bounds.Fraction | None
+    logprob_gap: bounds.PositiveFloat | None
+    clipped: bounds.Fraction | None
+    value_loss: bounds.PositiveFloat | None
+    grad_norm: bounds.PositiveFloat | None
+    constant_reward: bounds.PositiveInt | None
+    sampler_kl: bounds.PositiveFloat | None
+    effective_samples: bounds.Fraction | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsConfig:
-    every: NonNegativeInt
-    keep: PositiveInt | None
+    every: bounds.NonNegativeInt
+    keep: bounds.PositiveInt | None
 
     def writes(self, step: int) -> bool:
         """Whether the completions of this step, counted from 1, are written."""
@@ -151,25 +141,25 @@ class RolloutsConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleConfig:
     live: Annotated[bool, Key(before=True)]
-    plain_seconds: Annotated[NonNegativeFloat, Key(before=5.0)]
+    plain_seconds: Annotated[bounds.NonNegativeFloat, Key(before=5.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValuesConfig:
-    every: NonNegativeInt
-    groups: PositiveInt
+    every: bounds.NonNegativeInt
+    groups: bounds.PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingEvalConfig:
-    every: NonNegativeInt
-    num_rankings: Annotated[PositiveInt, Key(free=False)]
+    every: bounds.NonNegativeInt
+    num_rankings: Annotated[bounds.PositiveInt, Key(free=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayConfig:
     path: Annotated[str | None, Key(free=True)]
-    fraction: Decay
+    fraction: bounds.Decay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +167,12 @@ class GenerationConfig:
     """The `generation` section of a config."""
 
     engine: str
-    max_tokens: PositiveInt
-    temperature: NonNegativeFloat
-    top_p: PositiveFraction
-    top_k: NonNegativeInt
+    max_tokens: bounds.PositiveInt
+    temperature: bounds.NonNegativeFloat
+    top_p: bounds.PositiveFraction
+    top_k: bounds.NonNegativeInt
     engines: Mapping[str, Any]  # {section: engine} for those in the tree and the one that is chosen
-    min_p: Decay
+    min_p: bounds.Decay
     stop: Sequence[str | int]
     include_stop_str_in_output: bool
 
@@ -306,9 +296,9 @@ class Root:
 
     command: Annotated[str, Key(in_state=True)]
     name: Annotated[str, Key(free=True, only_trains=True)]
-    seed: Annotated[Seed, Key(in_trial="always")]
+    seed: Annotated[bounds.Seed, Key(in_trial="always")]
     resume: Annotated[str | None, Key(free=True)]
-    token_budget: Annotated[PositiveInt, Key(free=True, in_trial="always")]
+    token_budget: Annotated[bounds.PositiveInt, Key(free=True, in_trial="always")]
     prompts: Annotated[PromptsConfig, Key(of_data=True)]
     model: Annotated[ModelConfig, Key(in_state=True, in_trial="always")]
 
@@ -336,11 +326,11 @@ class SamplingRoot(Root):
 class RunConfig(SamplingRoot):
     """The root of `rlft train`; lora=None trains the model's own weights."""
 
-    steps: Annotated[PositiveInt, Key(free=True, measured=True, only_trains=True)]
-    prompts_per_step: Annotated[PositiveInt, Key(only_trains=True, in_trial="typed")]
-    group_size: Annotated[PositiveInt, Key(only_trains=True, in_trial="typed")]
-    epochs: Annotated[PositiveInt, Key(only_trains=True)]
-    minibatches: Annotated[PositiveInt, Key(only_trains=True)]
+    steps: Annotated[bounds.PositiveInt, Key(free=True, measured=True, only_trains=True)]
+    prompts_per_step: Annotated[bounds.PositiveInt, Key(only_trains=True, in_trial="typed")]
+    group_size: Annotated[bounds.PositiveInt, Key(only_trains=True, in_trial="typed")]
+    epochs: Annotated[bounds.PositiveInt, Key(only_trains=True)]
+    minibatches: Annotated[bounds.PositiveInt, Key(only_trains=True)]
     lora: Annotated[LoraSettings | None, Key(in_state=True, in_trial="always")]
     snapshot: SnapshotConfig
     critic: Annotated[CriticConfig, Key(only_trains=True)]
@@ -374,10 +364,10 @@ class RunConfig(SamplingRoot):
 class SftConfig(SamplingRoot):
     """The root of `rlft sft`. With steps=None `epochs` decides; lora=None trains the model's own weights."""
 
-    steps: Annotated[PositiveInt | None, Key(free=True, measured=True)]
-    epochs: PositiveInt
-    examples_per_step: PositiveInt
-    max_completion_tokens: Annotated[PositiveInt, Key(of_data=True)]
+    steps: Annotated[bounds.PositiveInt | None, Key(free=True, measured=True)]
+    epochs: bounds.PositiveInt
+    examples_per_step: bounds.PositiveInt
+    max_completion_tokens: Annotated[bounds.PositiveInt, Key(of_data=True)]
     lora: Annotated[LoraSettings | None, Key(in_state=True)]
     trainer: TrainerConfig
     eval: Annotated[EvalConfig, Key(free=True, measured=True)]
@@ -392,10 +382,10 @@ class SftConfig(SamplingRoot):
 class RankingRoot(Root):
     """Of commands that learn from preferences (configs/base/rankings.yaml). With steps=None `epochs` decides."""
 
-    steps: Annotated[PositiveInt | None, Key(free=True, measured=True)]
-    epochs: PositiveInt
-    rankings_per_step: PositiveInt
-    max_completion_tokens: Annotated[PositiveInt, Key(of_data=True)]
+    steps: Annotated[bounds.PositiveInt | None, Key(free=True, measured=True)]
+    epochs: bounds.PositiveInt
+    rankings_per_step: bounds.PositiveInt
+    max_completion_tokens: Annotated[bounds.PositiveInt, Key(of_data=True)]
     lora: Annotated[LoraSettings, Key(in_state=True)]
     trainer: TrainerConfig
     eval: Annotated[RankingEvalConfig, Key(free=True, measured=True)]
@@ -411,7 +401,7 @@ class RmConfig(RankingRoot):
     """The root of `rlft rm`."""
 
     lora: Annotated[LoraSettings, Key(in_state=True, inside={"path": Key(roles=("reward", "policy"))})]
-    margin: NonNegativeFloat
+    margin: bounds.NonNegativeFloat
     center: bool
     replay: ReplayConfig
 
@@ -436,10 +426,10 @@ class SampleConfig(SamplingRoot):
 
     adapter: Annotated[str | None, Key(roles=("policy",))]
     split: typing.Literal["train", "held_out"]
-    num_prompts: Annotated[PositiveInt | None, Key(free=True)]
-    n: PositiveInt
-    prompts_per_step: PositiveInt
+    num_prompts: Annotated[bounds.PositiveInt | None, Key(free=True)]
+    n: bounds.PositiveInt
+    prompts_per_step: bounds.PositiveInt
     keep: Keep
     min_reward: float | None
-    max_per_prompt: PositiveInt | None
+    max_per_prompt: bounds.PositiveInt | None
     dedupe: bool

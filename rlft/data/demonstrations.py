@@ -7,18 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from rlft.data.fields import (
-    TOOLS,
-    MissingField,
-    UselessRow,
-    completion_of,
-    has,
-    is_empty,
-    messages_of,
-    only,
-    tools_of,
-    value_of,
-)
+from rlft.data import fields as row_fields
 from rlft.data.hub import HubSet
 from rlft.data.images import check_none_unread
 from rlft.data.jsonl import JsonlFiles
@@ -82,44 +71,45 @@ class DemonstrationKeys(LearnedKeys):
         """The row's demonstrations; None where the length limit cut the text to learn. Raises RowError."""
         if is_sampled(fields):
             return [self._sampled(fields)]
-        is_chat = has(fields, self.messages_field)
-        self.note_unread(fields, TOOLS, prompt=None if is_chat else self.prompt_field)
+        is_chat = row_fields.has(fields, self.messages_field)
+        self.note_unread(fields, row_fields.TOOLS, prompt=None if is_chat else self.prompt_field)
         if is_chat:
             return self._chat(fields, row_id)
-        has_prompt = has(fields, self.prompt_field) or not takes_question(self.prompt_template)
-        if has_prompt and (fields_in(self.completion_field) or has(fields, self.completion_field)):
+        has_prompt = row_fields.has(fields, self.prompt_field) or not takes_question(self.prompt_template)
+        if has_prompt and (fields_in(self.completion_field) or row_fields.has(fields, self.completion_field)):
             turns, question = self.filled(question_of(fields, self.prompt_field, self.template), fields)
             demonstration = self._demonstration(turns, self._completion(fields), row_id, fields)
             return [RecordRow(identity=identity(question), made=demonstration)]
-        raise MissingField(
+        raise row_fields.MissingField(
             f"is not a chat (field {self.messages_field!r}), not a prompt with its completion (fields "
-            f"{self.prompt_field!r}, {self.completion_field!r}) and not a line of rlft sample; it has {only(fields)}"
+            f"{self.prompt_field!r}, {self.completion_field!r}) and not a line of rlft sample; "
+            f"it has {row_fields.only(fields)}"
         )
 
     def _completion(self, fields: Mapping[str, Any]) -> Message:
         names = fields_in(self.completion_field)
         if not names:
-            return completion_of(fields, self.completion_field)
-        if any(is_empty(fields, name) for name in names):
-            raise UselessRow(f"has no value for all of {self.completion_field!r}")
+            return row_fields.completion_of(fields, self.completion_field)
+        if any(row_fields.is_empty(fields, name) for name in names):
+            raise row_fields.UselessRow(f"has no value for all of {self.completion_field!r}")
         return {"role": "assistant", "content": filled(self.completion_field, None, fields, "completion_field")[0]}
 
     def _chat(self, fields: Mapping[str, Any], row_id: str) -> list[RecordRow[Demonstration | None]]:
         """With `turns: all`, chats with the same opening share their identity: each opening is itself a question."""
         where = f"field {self.messages_field!r}"
-        if value_of(fields, self.messages_field) == []:
-            raise UselessRow(f"has no messages in {where}")
-        turns = messages_of(fields, self.messages_field)
+        if row_fields.value_of(fields, self.messages_field) == []:
+            raise row_fields.UselessRow(f"has no messages in {where}")
+        turns = row_fields.messages_of(fields, self.messages_field)
         # A first message of the assistant greets, and answers nothing.
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and turn.get("weight", 1) and i]
         if not answers:
-            raise UselessRow(f"has no assistant message to learn in {where}")
+            raise row_fields.UselessRow(f"has no assistant message to learn in {where}")
         learned = answers if self.turns == "all" else answers[-1:]
         first_question = self.filled(turns[: learned[0]], fields)[1]
         rows: list[RecordRow[Demonstration | None]] = []
         for i in learned:
             if turns[i - 1]["role"] not in ("user", "tool"):
-                raise UselessRow(f"has a message {i} in {where} that answers no user message")
+                raise row_fields.UselessRow(f"has a message {i} in {where} that answers no user message")
             prompt_id = row_id if i == answers[-1] else f"{row_id}:{i}"
             prompt_turns, _ = self.filled(turns[:i], fields)
             demonstration = self._demonstration(prompt_turns, turns[i], prompt_id, fields)
@@ -132,8 +122,10 @@ class DemonstrationKeys(LearnedKeys):
         check_none_unread(fields, turns, "leave such rows out: demonstrations are learned from texts alone")
         more = {key: value for key, value in turn.items() if key not in ("role", "content", "weight")}
         if not turn["content"].strip() and not more:
-            raise UselessRow("has an empty completion")
-        prompt = Prompt(id=prompt_id, messages=chat(turns, self.system_prompt), answer="", tools=tools_of(fields))
+            raise row_fields.UselessRow("has an empty completion")
+        prompt = Prompt(
+            id=prompt_id, messages=chat(turns, self.system_prompt), answer="", tools=row_fields.tools_of(fields)
+        )
         return Demonstration(prompt=prompt, completion=turn["content"], fields=more)
 
     def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Demonstration | None]:

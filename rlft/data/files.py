@@ -10,18 +10,7 @@ from typing import Any
 
 import rlft
 from rlft.config.recipe_file import DATA_SUFFIXES, SHEET_SUFFIXES
-from rlft.data.opened import (
-    ARROW_FILE,
-    ARROW_STREAM,
-    PARQUET,
-    ZIP,
-    check_known,
-    head,
-    is_workbook,
-    opened,
-    suffix,
-    unpacked_name,
-)
+from rlft.data import opened as opening
 from rlft.data.sheets import DELIMITERS, Csv, Workbook
 from rlft.data.tables import (
     SPLITS,
@@ -92,8 +81,8 @@ def files_of_split(folder: Path, split: str, subset: str | None = None) -> list[
     for place in dict.fromkeys((folder / (subset or "."), folder / "data", folder)):
         named = [file for file in _data_files(place) if re.split(r"[-.]", file.name, maxsplit=1)[0] == split]
         if files := named or _data_files(place / split):
-            kind_of_rows = min(map(suffix, files), key=DATA_SUFFIXES.index)
-            return [file for file in files if suffix(file) == kind_of_rows]
+            kind_of_rows = min(map(opening.suffix, files), key=DATA_SUFFIXES.index)
+            return [file for file in files if opening.suffix(file) == kind_of_rows]
     return []
 
 
@@ -109,7 +98,7 @@ def _files_in_folder(folder: Path, key: str, splits: Sequence[str]) -> list[Path
     others = [file.name for file in files if (word := _FIRST_WORD.match(file.name)) and word[0].lower() in SPLITS]
     problem = f"the folder has no files of the split {splits[0]!r}, only {', '.join(others[:5])}"
     require(not others, key, problem, got=folder, remedy=f"name the file in it, {key}=<folder>/<file>")
-    suffixes = sorted({suffix(file) for file in files})
+    suffixes = sorted({opening.suffix(file) for file in files})
     problem = f"the folder has files of several kinds ({', '.join(suffixes)})" if suffixes else "the folder has no data"
     remedy = f"name the file in it, {key}=<folder>/<file>, one of {', '.join(DATA_SUFFIXES)}"
     require(len(suffixes) == 1, key, problem, got=folder, remedy=remedy)
@@ -122,7 +111,7 @@ def is_data_file(name: str) -> bool:
     >>> is_data_file("a/train.jsonl.gz"), is_data_file("openai/gsm8k")
     (True, False)
     """
-    return suffix(Path(name)) in DATA_SUFFIXES
+    return opening.suffix(Path(name)) in DATA_SUFFIXES
 
 
 def is_saved(folder: Path) -> bool:
@@ -138,20 +127,20 @@ def _data_files(folder: Path) -> list[Path]:
         return [folder / part["filename"] for part in state.get("_data_files", ())]
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         if is_data_file(file.name) and file.is_file() and not file.name.startswith("."):
-            found.setdefault(unpacked_name(file), file)
+            found.setdefault(opening.unpacked_name(file), file)
     return list(found.values())
 
 
 def _table(file: Path, key: str, nested: str | None) -> type[FileTable]:
     """The kind of table that the file is, by its first bytes, and where these say nothing by its name."""
-    begin, name = head(file, key), suffix(file)
-    if begin.startswith(PARQUET):
+    begin, name = opening.head(file, key), opening.suffix(file)
+    if begin.startswith(opening.PARQUET):
         return Parquet
-    if begin.startswith((ARROW_FILE, ARROW_STREAM)):
+    if begin.startswith((opening.ARROW_FILE, opening.ARROW_STREAM)):
         return Arrow
-    if begin.startswith(ZIP) and is_workbook(file):
+    if begin.startswith(opening.ZIP) and opening.is_workbook(file):
         return Workbook
-    check_known(begin, file, key)
+    opening.check_known(begin, file, key)
     if begin.lstrip()[:1] in (b"{", b"[") and (kind_of_json := _json(begin, file, key, nested)):
         return kind_of_json
     if name in NAMED:
@@ -163,10 +152,10 @@ def _table(file: Path, key: str, nested: str | None) -> type[FileTable]:
 
 def _json(begin: bytes, file: Path, key: str, nested: str | None) -> type[FileTable] | None:
     """The kind of JSON that the file is; None: its name says a table of cells, and its first line is no JSON."""
-    name = suffix(file)
+    name = opening.suffix(file)
     if begin.lstrip().startswith(b"["):
         return None if name in SHEET_SUFFIXES and not _OPEN_ARRAY.match(begin) else JsonDocument
-    with opened(file, key) as content:
+    with opening.opened(file, key) as content:
         lines = (line for line in content if line.strip())
         first, second = _object(next(lines, b"")), _object(next(lines, b""))
         alone = second is None and next(lines, None) is None

@@ -14,19 +14,10 @@ from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.keys import Key
+from rlft.data import templates
 from rlft.data.fields import TOOLS, MissingField, RowError, UselessRow, as_text, messages_of, tools_of, value_of
 from rlft.data.images import check_none_unread, with_images
 from rlft.data.lazy import mapped
-from rlft.data.templates import (
-    OPTIONS,
-    PromptKeys,
-    chat,
-    check_answer_template,
-    check_template,
-    filled,
-    placeholders,
-    question_of,
-)
 from rlft.tokens.answers import ReferenceIn, answers_in
 from rlft.types import IMAGE, Message, Prompt, Split, UserError, are, counted, require
 
@@ -75,7 +66,7 @@ class RowSource(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnedKeys(PromptKeys, RowSource):
+class LearnedKeys(templates.PromptKeys, RowSource):
     """The config keys of rows that are learned: one from which nothing can be is left out and counted, not refused."""
 
     def useful(self, split: Split) -> list[Any]:
@@ -110,7 +101,7 @@ class Question(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordKeys(PromptKeys, RowSource):
+class RecordKeys(templates.PromptKeys, RowSource):
     """The config keys that say how a row becomes a prompt, beside those of all prompts.
 
     The prompt of a chat ends before its last message if that is an assistant message. The worked examples (few_shot)
@@ -131,8 +122,8 @@ class RecordKeys(PromptKeys, RowSource):
     metadata_fields: Sequence[str]
 
     def __post_init__(self) -> None:
-        check_template(self.prompt_template, "data.prompt_template", self.answer_field)
-        check_answer_template(self.answer_field or "", "data.answer_field")
+        templates.check_template(self.prompt_template, "data.prompt_template", self.answer_field)
+        templates.check_answer_template(self.answer_field or "", "data.answer_field")
         problem, remedy = "has neither {answer} nor {final}", "put {answer} where the worked answer goes"
         shows_answer, got = _FEW_SHOT_PLACEHOLDER.search(self.few_shot_template), repr(self.few_shot_template)
         require(shows_answer, "data.few_shot_template", problem, got=got, remedy=remedy)
@@ -164,7 +155,7 @@ class RecordKeys(PromptKeys, RowSource):
         """The row's question. Raises RowError."""
         fields, images = with_images(fields, self.messages_field or self.prompt_field, self.image_field)
         if self.messages_field is None:
-            turns = question_of(fields, self.prompt_field, self.template)
+            turns = templates.question_of(fields, self.prompt_field, self.template)
         else:
             turns = messages_of(fields, self.messages_field)
         worked_answers = self._worked_answers(fields, turns)
@@ -190,10 +181,10 @@ class RecordKeys(PromptKeys, RowSource):
             raise MissingField(f"{error} (data.metadata_fields)") from None
         if options := self.options(fields):
             columns = enumerate(("label", "text"))
-            metadata[OPTIONS] = {key: [option and option[i] for option in options] for i, key in columns}
+            metadata[templates.OPTIONS] = {key: [option and option[i] for option in options] for i, key in columns}
         prompt = Prompt(
             id=row_id,
-            messages=chat(turns, self.system_prompt),
+            messages=templates.chat(turns, self.system_prompt),
             answer=answer,
             other_answers=tuple(others),
             metadata=metadata,
@@ -206,8 +197,8 @@ class RecordKeys(PromptKeys, RowSource):
     def _worked_answers(self, fields: Mapping[str, Any], turns: Sequence[Message]) -> list[str]:
         """The texts of the row's answers, any of which is right; none where no field has them."""
         if self.answer_field is not None:
-            if placeholders(self.answer_field):
-                return [filled(self.answer_field, None, fields, "answer_field")[0]]
+            if templates.placeholders(self.answer_field):
+                return [templates.filled(self.answer_field, None, fields, "answer_field")[0]]
             value = value_of(fields, self.answer_field)
             values = value if isinstance(value, list | tuple) else [value]
             if not values:
@@ -269,7 +260,7 @@ class RecordKeys(PromptKeys, RowSource):
         require(len(others) == self.few_shot, "data.few_shot", problem, got=self.few_shot, remedy=remedy)
         examples = [turn for example in others for turn in self._example(example)]
         prompt = row.made.prompt
-        return replace(prompt, messages=chat(prompt.messages, None, examples))
+        return replace(prompt, messages=templates.chat(prompt.messages, None, examples))
 
     def _example(self, example: Question) -> tuple[Message, ...]:
         values = {"answer": example.worked_answer, "final": example.prompt.answer}

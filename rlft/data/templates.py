@@ -14,20 +14,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from rlft.config.keys import Key
-from rlft.data.fields import (
-    HISTORY,
-    TOOLS,
-    MissingField,
-    RowError,
-    as_text,
-    earlier_turns,
-    has,
-    is_empty,
-    text_of,
-    turns_of,
-    value_of,
-    values_of,
-)
+from rlft.data import fields as row_fields
 from rlft.tokens.options import FORMS, placed_options
 from rlft.types import Message, UserError, require
 
@@ -41,8 +28,8 @@ TELLING: Mapping[str, str] = {
     **dict.fromkeys(("choices", "options"), "{section}.options_field={name} shows them"),
     **dict.fromkeys(("image", "images"), "data.image_field={name} reads it in prompts"),
     **dict.fromkeys(("audio", "audios", "video", "videos"), "no model is given it"),
-    HISTORY: "pairs of texts, [[question, answer], ..], are earlier turns of a prompt that is a text",
-    TOOLS: "demonstrations and preferences show them, prompts those of an environment",
+    row_fields.HISTORY: "pairs of texts, [[question, answer], ..], are earlier turns of a prompt that is a text",
+    row_fields.TOOLS: "demonstrations and preferences show them, prompts those of an environment",
     "label": "preferences read it: preferences.completions_field=<the completion> preferences.scores_field={name}",
 }
 """{field of a row that has a meaning for its prompt: how it is read}: it is noted where no key reads it."""
@@ -129,13 +116,13 @@ def filled(
             return match[0]
         if name not in values:
             try:
-                value = value_of(fields or {}, name)
-            except RowError as error:
+                value = row_fields.value_of(fields or {}, name)
+            except row_fields.RowError as error:
                 if not _IDENTIFIER.fullmatch(name):
                     return match[0]
                 remedy = f"name a field, or write {{{{{name}}}}} for the word in braces"
-                raise MissingField(str(error), remedy=remedy, key=key) from None
-            values[name] = "" if value is None else as_text(value, name, numbers=True, blank=True)
+                raise row_fields.MissingField(str(error), remedy=remedy, key=key) from None
+            values[name] = "" if value is None else row_fields.as_text(value, name, numbers=True, blank=True)
         if values[name].strip():
             return match["space"] + values[name]
         nonlocal begins_blank
@@ -172,17 +159,17 @@ def question_of(fields: Mapping[str, Any], name: str, template: str) -> tuple[Me
     A prompt that is a text follows the turns in the row's history. Raises RowError.
     """
     if not takes_question(template):
-        return (*earlier_turns(fields), {"role": "user", "content": ""})
-    turns = turns_of(fields, name)
-    return (*earlier_turns(fields), *turns) if reads_history(fields, name, template) else turns
+        return (*row_fields.earlier_turns(fields), {"role": "user", "content": ""})
+    turns = row_fields.turns_of(fields, name)
+    return (*row_fields.earlier_turns(fields), *turns) if reads_history(fields, name, template) else turns
 
 
 def reads_history(fields: Mapping[str, Any], name: str, template: str) -> bool:
     """Whether the turns of the row's history stand before the prompt in the field, which then is no chat."""
-    is_history = isinstance(fields.get(HISTORY), list | tuple)
+    is_history = isinstance(fields.get(row_fields.HISTORY), list | tuple)
     if not is_history or not takes_question(template):
         return is_history
-    return has(fields, name) and not isinstance(value_of(fields, name), list | tuple)
+    return row_fields.has(fields, name) and not isinstance(row_fields.value_of(fields, name), list | tuple)
 
 
 def chat(turns: Sequence[Message], system_prompt: str | None, examples: Sequence[Message] = ()) -> tuple[Message, ...]:
@@ -220,7 +207,7 @@ class PromptKeys:
         """What `placed_options` returns for the row's options; none where no key names them. Raises RowError."""
         if self.options_field is None:
             return []
-        value = values_of(row, self.options_field)
+        value = row_fields.values_of(row, self.options_field)
         if not isinstance(self.options_field, str):  # blank cells of a table are none, also where all are blank
             value = [None if isinstance(text, str) and not text.strip() else text for text in value]
         items = value if isinstance(value, list | tuple) else []
@@ -230,7 +217,7 @@ class PromptKeys:
                 raise ValueError(f"choices must be texts, or objects with a label and a text each, got {value!r:.80}")
             return placed_options(value)
         except ValueError as error:
-            raise RowError(f"in {self.options_field!r} {error}", key="options_field") from None
+            raise row_fields.RowError(f"in {self.options_field!r} {error}", key="options_field") from None
 
     def filled(
         self, turns: Sequence[Message], row: Mapping[str, Any]
@@ -239,9 +226,9 @@ class PromptKeys:
         if options := self.options(row):
             row = {**row, OPTIONS: "\n".join(f"{label}) {text}" for label, text in filter(None, options))}
         turns, question = filled_turns(turns, self.template, row)
-        if self.system_field is None or turns[0]["role"] == "system" or is_empty(row, self.system_field):
+        if self.system_field is None or turns[0]["role"] == "system" or row_fields.is_empty(row, self.system_field):
             return turns, question
-        system: Message = {"role": "system", "content": text_of(row, self.system_field)}
+        system: Message = {"role": "system", "content": row_fields.text_of(row, self.system_field)}
         return (system, *turns), (system, *question)
 
     def note_unread(self, row: Mapping[str, Any], *read: str, prompt: str | None) -> None:
@@ -249,8 +236,8 @@ class PromptKeys:
 
         `prompt` is the field of the row's prompt; None where another has its chat.
         """
-        if prompt is not None and HISTORY in row and reads_history(row, prompt, self.template):
-            read = (*read, HISTORY)
+        if prompt is not None and row_fields.HISTORY in row and reads_history(row, prompt, self.template):
+            read = (*read, row_fields.HISTORY)
         for name in row:
             if _kind(name) not in TELLING:
                 continue

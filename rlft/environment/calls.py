@@ -7,20 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from rlft.environment import template_calls
 from rlft.environment.protocol import Call
-from rlft.environment.template_calls import (
-    NOT_JSON,
-    SAID,
-    CallReader,
-    CallTemplate,
-    call_of,
-    decoded,
-    is_call_of,
-    listed_arguments,
-    names_of,
-    properties_of,
-    unreadable,
-)
 from rlft.tokens.reasoning import search_outside, without_reasoning
 from rlft.tokens.text import RunTokenizer
 from rlft.types import NOTHING, Schema, Shown, UserError, well_formed
@@ -43,7 +31,7 @@ You can call tools. Tools:
 """
 
 
-def shown_by(syntax: Syntax, template: CallTemplate) -> Shown:
+def shown_by(syntax: Syntax, template: template_calls.CallTemplate) -> Shown:
     """What prompts show of the tools: the chat template shows them, or else a text before the first question does."""
     if not template.schemas:
         return NOTHING
@@ -55,7 +43,7 @@ def shown_by(syntax: Syntax, template: CallTemplate) -> Shown:
     return Shown(tools=tuple(template.schemas))
 
 
-def reader_of(syntax: Syntax, template: CallTemplate) -> CallReader:
+def reader_of(syntax: Syntax, template: template_calls.CallTemplate) -> template_calls.CallReader:
     """A reader of calls in this syntax; how a template writes calls is found out by having it write one.
 
     UserError: the template's calls cannot be read.
@@ -77,14 +65,14 @@ def reader_of(syntax: Syntax, template: CallTemplate) -> CallReader:
 
 
 # -- forms -------------------------------------------------------------------------------------------------------------
-class JsonCalls(CallReader):
+class JsonCalls(template_calls.CallReader):
     """Calls as JSON objects with a name and arguments, anywhere in the text; `schemas` are those of the tools."""
 
     START = re.compile(r'\{\s*"name"\s*:\s*(?:"([^"]*)")?')
     EXAMPLE = '{"name": "<tool>", "arguments": {..}}'
 
     def __init__(self, schemas: Sequence[Schema] = ()) -> None:
-        self.tools = names_of(schemas)
+        self.tools = template_calls.names_of(schemas)
 
     def calls(self, text: str) -> list[Call]:
         return [call for _, call in self._found(text)]
@@ -96,18 +84,21 @@ class JsonCalls(CallReader):
         """(where it stands, the call) for each call; an object that is none, with all that is in it, is skipped."""
         position, outside = 0, without_reasoning(text)
         while (start := outside.find("{", position)) >= 0:
-            value, length, error = decoded(text[start:])
+            value, length, error = template_calls.decoded(text[start:])
             broken = self.START.match(text, start) if error else None
             if broken is not None and (not self.tools or broken[1] in self.tools):
-                yield start, unreadable(text[start:], NOT_JSON.format(error, self.EXAMPLE))
+                yield (
+                    start,
+                    template_calls.unreadable(text[start:], template_calls.NOT_JSON.format(error, self.EXAMPLE)),
+                )
                 return
             position = start + max(length, 1)
-            if is_call_of(value, "name", "arguments", self.tools):
-                yield start, call_of(value, "name", "arguments", self.EXAMPLE)
+            if template_calls.is_call_of(value, "name", "arguments", self.tools):
+                yield start, template_calls.call_of(value, "name", "arguments", self.EXAMPLE)
                 outside = text[:position] + without_reasoning(text[position:])
 
 
-class XmlCalls(CallReader):
+class XmlCalls(template_calls.CallReader):
     """Calls as `<call tool="name"><argument>value</argument></call>`; values other than strings are JSON."""
 
     START = re.compile(r'<call(?:\s+tool="(?P<name>[^"]*)")?[^>]*>(?P<body>.*?)(?P<end></call>|$)', re.DOTALL)
@@ -115,7 +106,7 @@ class XmlCalls(CallReader):
     EXAMPLE = '<call tool="<tool>"><argument>value</argument></call>'
 
     def __init__(self, schemas: Sequence[Schema]) -> None:
-        self.properties = properties_of(schemas)
+        self.properties = template_calls.properties_of(schemas)
 
     def calls(self, text: str) -> list[Call]:
         calls: list[Call] = []
@@ -129,14 +120,16 @@ class XmlCalls(CallReader):
         name, body = match["name"], match["body"]
         if name is None or not match["end"]:
             problem = "names no tool" if name is None else "has no </call>"
-            return unreadable(body, f"this call {problem}; write it as {self.EXAMPLE}", name or "")
-        arguments, rest = listed_arguments(body, self.ARGUMENT, self.properties.get(name, {}))
+            return template_calls.unreadable(body, f"this call {problem}; write it as {self.EXAMPLE}", name or "")
+        arguments, rest = template_calls.listed_arguments(body, self.ARGUMENT, self.properties.get(name, {}))
         if rest.strip():
-            return unreadable(body, f"this call has text outside of arguments; write it as {self.EXAMPLE}", name)
+            return template_calls.unreadable(
+                body, f"this call has text outside of arguments; write it as {self.EXAMPLE}", name
+            )
         return Call(name=well_formed(name), arguments=arguments, written=well_formed(body))
 
 
-class DescribedCalls(CallReader):
+class DescribedCalls(template_calls.CallReader):
     """Calls that transformers reads, for a tokenizer whose `response_template` says how its model answers."""
 
     def __init__(self, tokenizer: RunTokenizer, schemas: Sequence[Schema]) -> None:
@@ -147,8 +140,8 @@ class DescribedCalls(CallReader):
             calls = [each.get("function", each) for each in self._message(text).get("tool_calls") or []]
         except Exception as error:  # the parser follows a description, and may raise anything
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return [unreadable(text, f"this call cannot be read ({first_line[:200]})")]
-        return [call_of(each, "name", "arguments", "the template does") for each in calls]
+            return [template_calls.unreadable(text, f"this call cannot be read ({first_line[:200]})")]
+        return [template_calls.call_of(each, "name", "arguments", "the template does") for each in calls]
 
     def before(self, text: str) -> str:
         try:
@@ -161,7 +154,7 @@ class DescribedCalls(CallReader):
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
-def written(syntax: Syntax, template: CallTemplate, name: str, arguments: Mapping[str, Any]) -> str:
+def written(syntax: Syntax, template: template_calls.CallTemplate, name: str, arguments: Mapping[str, Any]) -> str:
     """A turn with this call, as the policy has to write it; a template's turn includes the tokens that end it."""
     if syntax == "json":
         return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
@@ -171,7 +164,7 @@ def written(syntax: Syntax, template: CallTemplate, name: str, arguments: Mappin
             for key, value in arguments.items()
         )
         return f'<call tool="{name}">{"".join(values)}</call>'
-    turn = template.turn((name, arguments)).replace(SAID, "", 1).strip()
+    turn = template.turn((name, arguments)).replace(template_calls.SAID, "", 1).strip()
     if name not in turn and (form := template.explained()) is not None:
         return form.written(name, arguments)
     return turn

@@ -11,22 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rlft.logger.interface import Logger, RunInfo
-from rlft.runs.lines import (
-    ALARMS,
-    EVALUATIONS,
-    METRICS,
-    StepRecord,
-    alarm_lines,
-    encode,
-    evaluation_line,
-    missing_at_the_end,
-    numbers,
-    open_after,
-    rollout_file,
-    rollout_files,
-    rollout_lines,
-    silent,
-)
+from rlft.runs import lines as run_lines
 from rlft.system.disk import writing
 from rlft.system.files import append, flush, write_atomically
 from rlft.system.terminal import say
@@ -47,9 +32,9 @@ class Jsonl(Logger):
     def start(self, run: RunInfo) -> None:
         self.folder, self.evaluated = run.folder, run.step
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, EVALUATIONS, ALARMS):
-            self.files[name] = open_after(self.folder / name, run.step)
-        if missing := missing_at_the_end(self.folder / METRICS, run.step):
+        for name in (run_lines.METRICS, run_lines.EVALUATIONS, run_lines.ALARMS):
+            self.files[name] = run_lines.open_after(self.folder / name, run.step)
+        if missing := run_lines.missing_at_the_end(self.folder / run_lines.METRICS, run.step):
             say(missing)
 
     def stage(self, name: str) -> None:
@@ -60,18 +45,20 @@ class Jsonl(Logger):
                 with writing(path):
                     flush(path)
 
-    def step(self, record: StepRecord) -> None:
-        self._append(ALARMS, *alarm_lines(record.step, record.alarms))
-        self._append(METRICS, {"step": record.step, **numbers(record.metrics)})
+    def step(self, record: run_lines.StepRecord) -> None:
+        self._append(run_lines.ALARMS, *run_lines.alarm_lines(record.step, record.alarms))
+        self._append(run_lines.METRICS, {"step": record.step, **run_lines.numbers(record.metrics)})
 
     def evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.step <= self.evaluated:
             # A run that starts again from this step evaluates again: the new line replaces the old one.
-            self.files[EVALUATIONS].close()
-            self.files[EVALUATIONS] = open_after(self.folder / EVALUATIONS, evaluation.step - 1, silent)
+            self.files[run_lines.EVALUATIONS].close()
+            self.files[run_lines.EVALUATIONS] = run_lines.open_after(
+                self.folder / run_lines.EVALUATIONS, evaluation.step - 1, run_lines.silent
+            )
         self.evaluated = evaluation.step
-        self._append(ALARMS, *alarm_lines(evaluation.step, evaluation.alarms))
-        self._append(EVALUATIONS, evaluation_line(evaluation))
+        self._append(run_lines.ALARMS, *run_lines.alarm_lines(evaluation.step, evaluation.alarms))
+        self._append(run_lines.EVALUATIONS, run_lines.evaluation_line(evaluation))
 
     def finish(self, status: str) -> None:
         for file in self.files.values():
@@ -80,7 +67,7 @@ class Jsonl(Logger):
 
     def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
         for line in lines:
-            append(self.files[name], encode(line))
+            append(self.files[name], run_lines.encode(line))
 
 
 class Rollouts(Logger):
@@ -95,18 +82,18 @@ class Rollouts(Logger):
 
     def start(self, run: RunInfo) -> None:
         self.folder = run.folder
-        for path, step in rollout_files(self.folder):
+        for path, step in run_lines.rollout_files(self.folder):
             if step > run.step or path.suffix == ".tmp":
                 path.unlink()
 
-    def step(self, record: StepRecord) -> None:
+    def step(self, record: run_lines.StepRecord) -> None:
         if not record.groups or not self.config.writes(record.step):
             return
-        path = rollout_file(self.folder, record.step)
+        path = run_lines.rollout_file(self.folder, record.step)
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        content = map(encode, rollout_lines(record))
+        content = map(run_lines.encode, run_lines.rollout_lines(record))
         write_atomically(path, content, temporary=path.with_name(path.name + ".tmp"), durable=False)
         if self.config.keep is not None:
-            for old, _ in rollout_files(self.folder)[: -self.config.keep]:
+            for old, _ in run_lines.rollout_files(self.folder)[: -self.config.keep]:
                 old.unlink()

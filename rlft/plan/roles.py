@@ -49,18 +49,8 @@ from rlft.model.adapter_folder import (
     switches_of,
 )
 from rlft.model.positions import limit_of
+from rlft.plan import model_rules
 from rlft.plan.identity import template_in
-from rlft.plan.model_rules import (
-    check_adapted,
-    check_model,
-    check_served,
-    check_shared_tokens,
-    check_targets,
-    check_whole,
-    empty_model,
-    fresh_shapes,
-    with_keys,
-)
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.runs.fingerprints import OF_SAMPLES, PARTS, differing, name_of
 from rlft.runs.fork import MOVING_REFERENCES
@@ -79,7 +69,7 @@ def check_learner(config: RunConfig | SftConfig) -> None:
     if config.lora is None:
         _check_all_weights(config)
     else:
-        check_served(config.generation, config.lora)
+        model_rules.check_served(config.generation, config.lora)
 
 
 def check_learner_on(
@@ -95,17 +85,17 @@ def check_learner_on(
     """
     lora, settings = config.lora, config.model
     if isinstance(config, RunConfig):
-        check_shared_tokens(config, model)
+        model_rules.check_shared_tokens(config, model)
     if lora is None:
         problem = f"a checkpoint of all weights would lack the vision tower of a {model.model_type}"
         remedy = "train an adapter, or use a model of texts"
         require(getattr(model, "vision_config", None) is None, "lora", problem, got="null", remedy=remedy)
         if engine is not None:
-            check_whole(engine, settings, model)
+            model_rules.check_whole(engine, settings, model)
     else:
-        check_targets(lora, settings, model)
+        model_rules.check_targets(lora, settings, model)
         if engine is not None:
-            check_adapted(engine, lora, settings, model)
+            model_rules.check_adapted(engine, lora, settings, model)
     check_adapters(used, lora, settings, base, model)
 
 
@@ -315,7 +305,7 @@ def teacher_is_meant() -> AbstractContextManager[None]:
             text = text.replace(base, own)
         return text
 
-    return with_keys(of_teacher, of_teacher)
+    return model_rules.with_keys(of_teacher, of_teacher)
 
 
 def _teacher(config: RunConfig, algorithm: Objective) -> None:
@@ -340,7 +330,7 @@ def _teacher(config: RunConfig, algorithm: Objective) -> None:
     _teacher_engine(config)
     if (settings := teacher_settings(snapshot, config.model)) is not None:
         with teacher_is_meant():
-            check_model(settings)
+            model_rules.check_model(settings)
     if algorithm.learns_from_teacher_alone and config.resume is None and _is_the_first_policy(config):
         problem = "is what the policy starts as: the teacher would agree with it on every token, and nothing be learned"
         remedy = "set snapshot.teacher_hint, name another teacher, or set algorithm.reward_coef above 0"
@@ -602,7 +592,7 @@ def check_adapters(
 
     names: frozenset[str] = frozenset()
     if lora is not None and (lora.experts or lora.router):
-        mixture = mixture_of(empty_model(settings, model))
+        mixture = mixture_of(model_rules.empty_model(settings, model))
         names = frozenset(mixture.parameters(experts=lora.experts, router=lora.router))
     for use in used:
         # `rlft sample` (adapter=) samples as the run did that trained it.
@@ -633,7 +623,7 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
     from rlft.model.lora_config import linear_layers, modules_of, named_inside, without_adapter
     from rlft.model.text_model import names_of
 
-    empty = empty_model(settings, model)
+    empty = model_rules.empty_model(settings, model)
     modules = {name for name, _ in empty.named_modules()}
     names = names_of(empty)
     shapes = names.all_inside(adapter_shapes(use.path, use.key))
@@ -649,7 +639,7 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
     config = _lora_config(lora, use, empty)
     if names.prefixes and not use.starts_role:
         named_inside(config, names, shapes)
-    expected = fresh_shapes(empty, config)
+    expected = model_rules.fresh_shapes(empty, config)
     for name in sorted(shapes.keys() & expected.keys()):
         if shapes[name] != expected[name]:
             raise _other_base(use, f"its tensor {name} is {shapes[name]}, and this base takes {expected[name]}")

@@ -13,23 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.objective import Objective
 from rlft.algorithm.preference import BradleyTerry, PreferenceLoss, RankingLoss
-from rlft.config import catalog
+from rlft.config import catalog, schema
 from rlft.config.instantiate import instantiate, locate
 from rlft.config.model import LoraSettings, Old, is_adapter
-from rlft.config.schema import (
-    AUTO,
-    DpoConfig,
-    EvalConfig,
-    GenerationConfig,
-    Keep,
-    RmConfig,
-    RunConfig,
-    SampleConfig,
-    SamplingRoot,
-    ScoringConfig,
-    SftConfig,
-    section_of,
-)
 from rlft.config.trainer import FLAT, ClusterConfig
 from rlft.data.files import files_at
 from rlft.environment.protocol import Environment, read_environment
@@ -62,7 +48,7 @@ if TYPE_CHECKING:
 
 
 # -- what each command refuses in its config ---------------------------------------------------------------------------
-def check_train(config: RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
+def check_train(config: schema.RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
     """The algorithm and the loggers of a run, which is only evaluated unless it `trains`."""
     components = check_components(config, trains=trains)
     if config.data:
@@ -72,7 +58,7 @@ def check_train(config: RunConfig, *, trains: bool = True) -> tuple[Objective, t
     return components
 
 
-def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
+def check_components(config: schema.RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
     """The algorithm and the loggers, after every rule that needs neither model nor data."""
     algorithm = instantiate(config.algorithm, "algorithm")
     check_run(config, algorithm, trains=trains)
@@ -87,7 +73,7 @@ def check_components(config: RunConfig, *, trains: bool = True) -> tuple[Objecti
     return algorithm, checked_loggers(config) if trains else loggers_of(config.logger)
 
 
-def check_run(config: RunConfig, algorithm: Objective, *, trains: bool = True) -> None:
+def check_run(config: schema.RunConfig, algorithm: Objective, *, trains: bool = True) -> None:
     """Checks the rules that need no rewards, model config or data; rules for roles are in `rlft.plan.roles`.
 
     trains: False if the policy is only evaluated, so that it may be sampled in any way.
@@ -108,7 +94,7 @@ def check_run(config: RunConfig, algorithm: Objective, *, trains: bool = True) -
     check_learner(config)
 
 
-def check_sft(config: SftConfig) -> tuple[Logger, ...]:
+def check_sft(config: schema.SftConfig) -> tuple[Logger, ...]:
     """The loggers of `rlft sft`."""
     check_name(config.name)
     check_engine(config.generation, config.model)
@@ -130,7 +116,7 @@ def check_sft(config: SftConfig) -> tuple[Logger, ...]:
     return checked_loggers(config)
 
 
-def check_sample(config: SampleConfig) -> None:
+def check_sample(config: schema.SampleConfig) -> None:
     """Makes nothing for `rlft sample`."""
     check_name(config.name)
     check_model(config.model)
@@ -138,11 +124,11 @@ def check_sample(config: SampleConfig) -> None:
     check_time_limits(config.reward, config.scoring)
     keep, number, least = config.keep, config.max_per_prompt, config.min_reward
     problem, remedy = "keep=best keeps one completion of each prompt", "leave it out, or set keep=all"
-    require(keep is not Keep.best or number is None, "max_per_prompt", problem, got=number, remedy=remedy)
+    require(keep is not schema.Keep.best or number is None, "max_per_prompt", problem, got=number, remedy=remedy)
     problem, remedy = "is null, and keep=above needs it", "set min_reward=1.0, or keep=all"
-    require(keep is not Keep.above or least is not None, "min_reward", problem, remedy=remedy)
+    require(keep is not schema.Keep.above or least is not None, "min_reward", problem, remedy=remedy)
     problem, remedy = f"is read by keep=above only, and keep={keep}", "set keep=above, or leave it out"
-    require(keep is Keep.above or least is None, "min_reward", problem, got=least, remedy=remedy)
+    require(keep is schema.Keep.above or least is None, "min_reward", problem, got=least, remedy=remedy)
     check_stops_and_rewards(config.generation, specs(config.reward))
     check_environment(config)
     check_rewarded(config)
@@ -151,18 +137,18 @@ def check_sample(config: SampleConfig) -> None:
     check_data(config.data)
 
 
-def check_preferences(config: RmConfig | DpoConfig) -> tuple[RankingLoss, tuple[Logger, ...]]:
+def check_preferences(config: schema.RmConfig | schema.DpoConfig) -> tuple[RankingLoss, tuple[Logger, ...]]:
     """The loss and the loggers of `rlft rm` and `rlft dpo`."""
     check_name(config.name)
     check_model(config.model)
     longest, what = config.prompts.max_tokens + config.max_completion_tokens, "prompts.max_tokens and a completion"
-    if isinstance(config, RmConfig):
+    if isinstance(config, schema.RmConfig):
         longest, what = longest + 1, "prompts.max_tokens, max_completion_tokens and an ending"
     check_budget(config.token_budget, longest, what)
     loss = _loss_of(config)
     check_folders(uses_of_preferences(config, loss), config.lora)
     check_data(config.preferences, "preferences")
-    if isinstance(config, RmConfig) and config.replay.path is not None:
+    if isinstance(config, schema.RmConfig) and config.replay.path is not None:
         with replay_is_meant():
             check_data(replayed(config), "preferences")
     return loss, checked_loggers(config)
@@ -183,7 +169,9 @@ def check_data(section: Mapping[str, Any], key: str = "data") -> None:
         check()
 
 
-def checked_loggers(config: RunConfig | SftConfig | RmConfig | DpoConfig) -> tuple[Logger, ...]:
+def checked_loggers(
+    config: schema.RunConfig | schema.SftConfig | schema.RmConfig | schema.DpoConfig,
+) -> tuple[Logger, ...]:
     """The trackers of a run that trains, after the rule of what ends it."""
     if config.stop.when == FLAT:
         problem, got = "ends a run by its evaluations, and there are none", config.stop.when
@@ -192,7 +180,7 @@ def checked_loggers(config: RunConfig | SftConfig | RmConfig | DpoConfig) -> tup
 
 
 # -- the sizes of a step -----------------------------------------------------------------------------------------------
-def _sizes(config: RunConfig, algorithm: Objective) -> None:
+def _sizes(config: schema.RunConfig, algorithm: Objective) -> None:
     problem = f"this algorithm compares the completions of a group and needs at least {algorithm.min_group_size}"
     remedy = f"set group_size={max(8, algorithm.min_group_size)}"
     require(config.group_size >= algorithm.min_group_size, "group_size", problem, got=config.group_size, remedy=remedy)
@@ -225,7 +213,7 @@ def check_enough(key: str, configured: int, needed: int, available: int, of_what
     require(available >= needed, key, problem, got=configured, remedy=remedy)
 
 
-def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
+def check_fresh_prompts(config: schema.RunConfig, num_prompts: int) -> None:
     """Checks that dynamic sampling has train prompts besides those of the step."""
     if config.dynamic_sampling.max_rounds and num_prompts <= config.prompts_per_step:
         problem = f"samples fresh prompts, and all {num_prompts} train prompts are in each step"
@@ -233,7 +221,7 @@ def check_fresh_prompts(config: RunConfig, num_prompts: int) -> None:
         raise UserError("dynamic_sampling.max_rounds", problem, got=config.dynamic_sampling.max_rounds, remedy=remedy)
 
 
-def warnings_of_sizes(config: RunConfig, num_train: int | None, num_held_out: int | None) -> tuple[str, ...]:
+def warnings_of_sizes(config: schema.RunConfig, num_train: int | None, num_held_out: int | None) -> tuple[str, ...]:
     """Warnings about a run that needs more prompts than exist; a number is None if no such prompts are sampled."""
     texts = []
     if num_train is not None and config.prompts_per_step > num_train:
@@ -253,7 +241,7 @@ def divisors_of(number: int, factor: int = 1) -> str:
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
-def _sampling(config: RunConfig, algorithm: Objective) -> None:
+def _sampling(config: schema.RunConfig, algorithm: Objective) -> None:
     generation = config.generation
     if generation.temperature == 0:
         remedy = "use 1.0 (eval.temperature may be 0)"
@@ -275,7 +263,7 @@ def _sampling(config: RunConfig, algorithm: Objective) -> None:
         raise UserError(distorting, f"{cause} {problem}", got=got, remedy=remedy)
 
 
-def _overlap(config: RunConfig, algorithm: Objective) -> None:
+def _overlap(config: schema.RunConfig, algorithm: Objective) -> None:
     """Refuses overlap.lag where no importance weights correct for the older policy."""
     if not config.overlap.lag:
         return
@@ -293,7 +281,7 @@ def _overlap(config: RunConfig, algorithm: Objective) -> None:
     require(config.snapshot.old != "sampled", "snapshot.old", problem, got="sampled", remedy=remedy)
 
 
-def _resampling(config: RunConfig, algorithm: Objective) -> None:
+def _resampling(config: schema.RunConfig, algorithm: Objective) -> None:
     rounds, key = config.dynamic_sampling.max_rounds, "dynamic_sampling.max_rounds"
     if rounds:
         problem = "replaces groups of equal rewards, and a teacher teaches by their tokens all the same"
@@ -304,7 +292,7 @@ def _resampling(config: RunConfig, algorithm: Objective) -> None:
         require(config.group_size != 1, key, problem, got=rounds, remedy=remedy)
 
 
-def _curriculum(config: RunConfig) -> None:
+def _curriculum(config: schema.RunConfig) -> None:
     settings = config.curriculum
     if settings is None:
         return
@@ -321,7 +309,7 @@ def _curriculum(config: RunConfig) -> None:
     require(not settings.is_on or has_reward, key, problem, got=got, remedy="set reward=[exact_match]")
 
 
-def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None:
+def check_evaluation(settings: schema.EvalConfig, generation: schema.GenerationConfig) -> None:
     """Checks how held-out prompts are sampled, and that eval.kl_base can be estimated from those samples."""
     temperature = settings.temperature
     if temperature is not None and temperature < 0:
@@ -340,7 +328,7 @@ def check_evaluation(settings: EvalConfig, generation: GenerationConfig) -> None
     require(not is_truncated, "eval.kl_base", problem, got="true", remedy=remedy)
 
 
-def warnings_of_config(config: RunConfig, algorithm: Objective) -> tuple[str, ...]:
+def warnings_of_config(config: schema.RunConfig, algorithm: Objective) -> tuple[str, ...]:
     """Warnings about valid settings that are usually mistakes, which the run prints at its start."""
     texts, keys, generation = [*algorithm.warnings], config.algorithm, config.generation
     defaults, silent = _of_the_family(algorithm), without_effect(config, algorithm)
@@ -372,7 +360,7 @@ def warnings_of_config(config: RunConfig, algorithm: Objective) -> tuple[str, ..
     return tuple(texts)
 
 
-def without_effect(config: RunConfig, algorithm: Objective) -> dict[str, str]:
+def without_effect(config: schema.RunConfig, algorithm: Objective) -> dict[str, str]:
     """{key of the algorithm that changes no gradient of this run: what would let it act}."""
     moved = config.updates_per_step > 1 or config.snapshot.old is Old.sampled
     lacking = algorithm.without_effect(moved=moved)
@@ -398,7 +386,7 @@ def _in_words(part: str) -> str:
     return FACTS.get(part, f"algorithm.{text}")
 
 
-def check_acts(key: str, got: str, configs: Sequence[RunConfig]) -> None:
+def check_acts(key: str, got: str, configs: Sequence[schema.RunConfig]) -> None:
     """Refuses to sweep a key of the algorithm that changes no gradient in any of these runs."""
     remedies = [without_effect(one, instantiate(one.algorithm, "algorithm")).get(key, "") for one in configs]
     problem, remedy = "cannot be swept: it has no effect in any of the runs", f"it acts with {remedies[0]}"
@@ -417,14 +405,14 @@ def _of_the_family(algorithm: Objective) -> dict[str, Any]:
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
-def check_rewarded(config: SamplingRoot) -> None:
+def check_rewarded(config: schema.SamplingRoot) -> None:
     """Refuses a run in which neither rewards nor the environment would score completions."""
     environment = read_environment(config.environment)
     if not config.reward and (environment is None or not environment.rewards_turns):
         raise UserError("reward", "is empty: nothing would be learned", remedy="try reward=[exact_match,format]")
 
 
-def _weights(config: RunConfig, algorithm: Objective) -> None:
+def _weights(config: schema.RunConfig, algorithm: Objective) -> None:
     rewards = config.reward
     if not rewards or not all(isinstance(keys, Mapping) and keys.get("weight") == 0 for keys in rewards.values()):
         return
@@ -437,7 +425,7 @@ def _weights(config: RunConfig, algorithm: Objective) -> None:
         raise UserError("algorithm.reward_coef", problem, got=of_rewards, remedy=f"use 0, or {remedy}")
 
 
-def check_time_limits(rewards: Mapping[str, Any], scoring: ScoringConfig) -> None:
+def check_time_limits(rewards: Mapping[str, Any], scoring: schema.ScoringConfig) -> None:
     """Refuses a reward whose group_timeout is longer than the scorer's time limit."""
     for name, keys in rewards.items():
         group_timeout = keys.get("group_timeout") if isinstance(keys, Mapping) else None
@@ -447,7 +435,7 @@ def check_time_limits(rewards: Mapping[str, Any], scoring: ScoringConfig) -> Non
             raise UserError(f"reward.{name}.group_timeout", problem, got=f"{group_timeout:g}", remedy=remedy)
 
 
-def check_stops_and_rewards(generation: GenerationConfig, rewards: Mapping[str, RewardSpec]) -> None:
+def check_stops_and_rewards(generation: schema.GenerationConfig, rewards: Mapping[str, RewardSpec]) -> None:
     """Refuses a stop string that is cut off the text although a reward looks for it, such as a closing tag."""
     sampling = generation.sampling
     if sampling.include_stop_str_in_output:
@@ -523,7 +511,7 @@ def check_metadata(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
 
 
 # -- environments and images -------------------------------------------------------------------------------------------
-def check_environment(config: SamplingRoot) -> None:
+def check_environment(config: schema.SamplingRoot) -> None:
     """Refuses an environment whose keys are wrong, or whose limits do not fit those of the run."""
     environment = read_environment(config.environment)
     if environment is None:
@@ -541,11 +529,11 @@ def check_environment(config: SamplingRoot) -> None:
     problem = "has no turns: only a chat template says how the policy's turns and the answers to them are separated"
     remedy = "set prompts.style=chat, or environment=null"
     require(config.prompts.style != "raw", "prompts.style", problem, got="raw", remedy=remedy)
-    if isinstance(config, RunConfig) and environment.plays_itself:
+    if isinstance(config, schema.RunConfig) and environment.plays_itself:
         problem = "a resume repeats conversations of environment=endpoint from a record, which holds no experts"
         by_engine = config.snapshot.routing == "engine"
         require(not by_engine, "snapshot.routing", problem, got="engine", remedy="use old or free")
-    if isinstance(config, RunConfig) and config.cluster.engines:
+    if isinstance(config, schema.RunConfig) and config.cluster.engines:
         problem = "agents of environment=endpoint speak to the engine of the run's own process"
         remedy = "set it to 0, or use another environment"
         require(not environment.plays_itself, "cluster.engines", problem, got=config.cluster.engines, remedy=remedy)
@@ -588,7 +576,7 @@ def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None
         problem = "reads texts alone, and the data have images"
         require(not spec.runs_in_trainer, f"reward.{name}", problem, remedy="use a reward of the answer")
     check_files(network_of_tower(read_config(config.model), source(config.model)))
-    if not isinstance(config, RunConfig):
+    if not isinstance(config, schema.RunConfig):
         return
     snapshot, remedy = config.snapshot, "leave it out, or use data without images"
     is_apart = snapshot.teacher_model is not None or snapshot.teacher_hint is not None
@@ -597,7 +585,7 @@ def check_images(config: Any, kind: str, engine: Engine, *sets: PromptSet | None
 
 
 # -- engines, ranks and their devices ----------------------------------------------------------------------------------
-def check_cluster(config: RunConfig) -> None:
+def check_cluster(config: schema.RunConfig) -> None:
     """Checks the keys of `cluster` that are about engines in processes of their own, and about Ray."""
     cluster, engine = config.cluster, config.generation.engine
     if cluster.address is not None and cluster.kind == "local":
@@ -612,7 +600,7 @@ def check_cluster(config: RunConfig) -> None:
         "set scoring.workers=1 or more, or leave it out",
     )
     require(not cluster.scoring or config.scoring.workers, "cluster.scoring", problem, got="true", remedy=remedy)
-    if cluster.engines and engine != AUTO:
+    if cluster.engines and engine != schema.AUTO:
         check_apart(config, engine)
 
 
@@ -624,7 +612,7 @@ def check_cluster_has_devices(cluster: ClusterConfig, device: torch.device) -> N
         require(kind.collective or number <= alone, key, problem, got=number, remedy=f"set {key}={alone}")
 
 
-def check_lag_has_devices(config: RunConfig, device: str) -> None:
+def check_lag_has_devices(config: schema.RunConfig, device: str) -> None:
     """Refuses a lag where engine and trainer share a GPU (`device` is the trainer's), which gains nothing."""
     if config.overlap.lag and device != "cpu" and (not config.cluster.engines or config.cluster.placement == "pairs"):
         problem = "samples during the update, and the engine shares the trainer's GPU, so that nothing would be gained"
@@ -632,7 +620,7 @@ def check_lag_has_devices(config: RunConfig, device: str) -> None:
         raise UserError("overlap.lag", problem, got=config.overlap.lag, remedy=remedy)
 
 
-def check_ranks(config: RunConfig) -> None:
+def check_ranks(config: schema.RunConfig) -> None:
     """Refuses ranks that cannot share the tokens of a pass, divide the lanes evenly, or divide the base's layers."""
     cluster = config.cluster
     ranks, lanes, sharing = cluster.ranks, cluster.num_lanes, cluster.sequence_ranks
@@ -650,7 +638,7 @@ def check_ranks(config: RunConfig) -> None:
         raise UserError("cluster.shard_base", problem, got="true", remedy=f"{remedy}, or leave it out")
 
 
-def why_whole(config: RunConfig) -> tuple[str, str] | None:
+def why_whole(config: schema.RunConfig) -> tuple[str, str] | None:
     """Why ranks cannot divide the layers of this run's base, and what to change; None where they can."""
     if not config.cluster.engines:
         return "an engine in the run's own process needs the whole base", "set cluster.engines=1 or more"
@@ -665,7 +653,7 @@ def why_whole(config: RunConfig) -> tuple[str, str] | None:
     return None
 
 
-def idle_engines(config: RunConfig, name: str) -> str | None:
+def idle_engines(config: schema.RunConfig, name: str) -> str | None:
     """A warning that a step has fewer parts than there are engines; None where every engine gets one."""
     cluster, num_prompts, group_size = config.cluster, config.prompts_per_step, config.group_size
     if not cluster.engines:
@@ -680,18 +668,19 @@ def idle_engines(config: RunConfig, name: str) -> str | None:
         remedy = f"raise prompts_per_step, or use at most {num_prompts}"
     else:
         why = f"{engine.title} computes {counted(engine.at_once, 'completion')} of a step together"
-        remedy = f"use generation.{section_of(name)}.{engine.at_once_key}={num_prompts // cluster.engines * group_size}"
+        section, number = schema.section_of(name), num_prompts // cluster.engines * group_size
+        remedy = f"use generation.{section}.{engine.at_once_key}={number}"
     problem = f"only {parts} of them will have something to sample: {why}"
     return f"cluster.engines: {problem}, got {cluster.engines}; {remedy}"
 
 
 # -- rlft sample -------------------------------------------------------------------------------------------------------
-def uses_of_sample(config: SampleConfig) -> list[Use]:
+def uses_of_sample(config: schema.SampleConfig) -> list[Use]:
     """The adapter folders that the config names: the policy's, and those of learned rewards."""
     return [*use_of_policy("adapter", config.adapter), *uses_of_rewards(specs(config.reward))]
 
 
-def lora_of(config: SampleConfig) -> LoraSettings:
+def lora_of(config: schema.SampleConfig) -> LoraSettings:
     """The shape of the named adapter, of the policy or of a reward; the smallest shape if none is named."""
     for use in uses_of_sample(config):
         if use.path and Path(use.path).expanduser().is_dir():  # otherwise `check_folders` says what is wrong
@@ -713,9 +702,9 @@ REFERENCE = "snapshot.reference"
 FIXED = "copy, base or an adapter's folder"
 
 
-def _loss_of(config: RmConfig | DpoConfig) -> RankingLoss:
+def _loss_of(config: schema.RmConfig | schema.DpoConfig) -> RankingLoss:
     """The loss that the config describes, with a reference if it needs one. Raises UserError."""
-    if isinstance(config, RmConfig):
+    if isinstance(config, schema.RmConfig):
         return BradleyTerry(margin=config.margin)
     loss = instantiate(config.loss, "loss", "dpo")
     if not isinstance(loss, PreferenceLoss):
@@ -732,19 +721,19 @@ def _loss_of(config: RmConfig | DpoConfig) -> RankingLoss:
     return loss
 
 
-def reference_of(config: RmConfig | DpoConfig, loss: RankingLoss) -> str:
+def reference_of(config: schema.RmConfig | schema.DpoConfig, loss: RankingLoss) -> str:
     """What the loss compares the policy with: `none`, `base`, or the folder of an adapter."""
-    configured = "auto" if isinstance(config, RmConfig) else config.snapshot.reference
+    configured = "auto" if isinstance(config, schema.RmConfig) else config.snapshot.reference
     if configured == "auto":
         configured = "copy" if loss.needs_reference else "none"
     return (config.lora.path or "base") if configured == "copy" else configured
 
 
-def uses_of_preferences(config: RmConfig | DpoConfig, loss: RankingLoss) -> list[Use]:
+def uses_of_preferences(config: schema.RmConfig | schema.DpoConfig, loss: RankingLoss) -> list[Use]:
     """The adapter folders that the config names: the one that training starts from, and the reference's."""
     path, reference = config.lora.path, reference_of(config, loss)
     used = use_of_policy("lora.path", path)
-    if path is not None and isinstance(config, RmConfig):
+    if path is not None and isinstance(config, schema.RmConfig):
         used = [Use(key="lora.path", path=path, accepts=AdapterUse.scalar if has_head(path) else AdapterUse.any)]
     if reference not in ("none", "base", path):
         words = "auto, none, base or copy"
@@ -757,7 +746,7 @@ def replay_is_meant() -> AbstractContextManager[None]:
     return with_keys(lambda key: "replay.path")
 
 
-def replayed(config: RmConfig) -> Mapping[str, Any]:
+def replayed(config: schema.RmConfig) -> Mapping[str, Any]:
     """The section that reads the earlier rounds' preferences.
 
     Their held-out rankings stay held out: those files are split by the same hash.

@@ -13,30 +13,14 @@ from rlft.config.schema import SftConfig
 from rlft.data.examples import Examples, scan_demonstrations
 from rlft.data.prompts import PromptSet
 from rlft.generation.memory import ModelSizes
+from rlft.plan import roles, sizes
 from rlft.plan.demand import Demand, Networks, Rows
 from rlft.plan.inputs import read_base, read_tokenizer, scan_prompts
 from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
 from rlft.plan.rewards.references import check_scoring
-from rlft.plan.roles import (
-    check_learner_on,
-    fingerprints_of,
-    notes_of_adapters,
-    start_of,
-    use_of_policy,
-    uses_of_rewards,
-)
 from rlft.plan.roofline import StepWork, Work
 from rlft.plan.rules import check_classifiers, check_enough
 from rlft.plan.run_plan import Plan
-from rlft.plan.sizes import (
-    checkpoint_bytes,
-    completion_bytes,
-    learned_rewards,
-    of_evaluation,
-    rows_of,
-    sampling_of,
-    sizes_of,
-)
 from rlft.plan.startup_table import Facts, TableRow, learner_of
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.system.device import kind_name, resolve_device
@@ -82,7 +66,7 @@ class SftPlan(Plan):
         """The demand of one adapter, or of training all weights."""
         run = self.config
         longest = max(self.train.texts, key=lambda text: len(text.ids))
-        on_the_base, beside = (0, 0) if self.held_out is None else learned_rewards(run)
+        on_the_base, beside = (0, 0) if self.held_out is None else sizes.learned_rewards(run)
         whole = run.lora is None
         return Demand(
             networks=Networks(
@@ -104,7 +88,7 @@ class SftPlan(Plan):
             token_budget=run.token_budget,
             recompute=recompute,
             device=kind_name(resolve_device(run.model.device)),
-            **sampling_of(run, self.engine, of_evaluation(self.held_out, run.eval)),
+            **sizes.sampling_of(run, self.engine, sizes.of_evaluation(self.held_out, run.eval)),
         )
 
     def step_work(self) -> StepWork:
@@ -112,7 +96,7 @@ class SftPlan(Plan):
         evaluated = [] if held_out is None else held_out.num_tokens[: run.eval.num_prompts]
         return StepWork(
             trained=_rows(self.train, run.token_budget, run.examples_per_step),
-            sampled=rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,
+            sampled=sizes.rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,
             read=_rows(self.held_out_examples, run.token_budget) if self.held_out_examples.texts else None,
         )
 
@@ -127,9 +111,9 @@ class SftPlan(Plan):
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
-        demand = self.demand(model or sizes_of(config.model, config.lora), False)
-        saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand)
-        examples = config.eval.num_examples * completion_bytes(config)
+        demand = self.demand(model or sizes.sizes_of(config.model, config.lora), False)
+        saved = sizes.checkpoint_bytes(config.checkpoint, self.num_steps, demand)
+        examples = config.eval.num_examples * sizes.completion_bytes(config)
         return {"checkpoints": saved, **self.metrics_bytes(examples)}
 
 
@@ -152,19 +136,19 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     model_config, base = read_base(config.model)
     limits = config.prompts
     check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
-    used = use_of_policy("lora.path", start_of(config.lora))
+    used = roles.use_of_policy("lora.path", roles.start_of(config.lora))
     tokenizer, ends = read_tokenizer(config, model_config)
     held_out, data_notes, classifiers = None, (), dict[str, str]()
     if config.data and config.eval.every:
         check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
         rewards = specs(config.reward)
-        used += uses_of_rewards(rewards)
+        used += roles.uses_of_rewards(rewards)
         classifiers = check_classifiers(rewards)
         prompts = instantiate(config.data, "data").load(Split.held_out)
         held_out = scan_prompts(config, prompts, tokenizer, Split.held_out)
         data_notes = (*notes(rewards), *check_scoring(config, rewards, held_out, tokenizer, ends))
     sampling = None if held_out is None else config.generation.named(engine)
-    check_learner_on(config, sampling, used, base, model_config)
+    roles.check_learner_on(config, sampling, used, base, model_config)
     demonstrations = instantiate(config.demonstrations, "demonstrations")
     train, held_out_examples = (
         scan_demonstrations(demonstrations.load(split), tokenizer, limits, config.max_completion_tokens, split)
@@ -187,13 +171,13 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
             **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
             **base,
             **classifiers,
-            **fingerprints_of(used),
+            **roles.fingerprints_of(used),
         },
         notes=(
             *train.notes,
             *held_out_examples.notes,
             *notes_of_tiles(config.model, config.lora, model_config),
-            *notes_of_adapters(used, config.model, base),
+            *roles.notes_of_adapters(used, config.model, base),
             *(() if held_out is None else held_out.notes),
             *ends.notes,
             *data_notes,

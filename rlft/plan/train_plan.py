@@ -25,44 +25,11 @@ from rlft.model.backbone import decoder_layers, read_config
 from rlft.model.full_weights import copied_roles
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
+from rlft.plan import model_rules, roles, rules
 from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand
 from rlft.plan.inputs import read_base, read_tokenizer, scan_prompts
-from rlft.plan.model_rules import (
-    check_apart,
-    check_context,
-    check_machine,
-    check_optimizer,
-    check_routing,
-    choose_engine,
-    empty_model,
-    notes_of_tiles,
-    resolve_mismatch,
-)
 from rlft.plan.rewards.references import check_scoring
-from rlft.plan.roles import (
-    check_learner_on,
-    check_teacher,
-    check_teacher_engine,
-    fingerprints_of,
-    missing_engine,
-    notes_of_adapters,
-    teacher_is_meant,
-    uses,
-)
 from rlft.plan.roofline import StepWork
-from rlft.plan.rules import (
-    check_classifiers,
-    check_cluster_has_devices,
-    check_fresh_prompts,
-    check_images,
-    check_lag_has_devices,
-    divisors_of,
-    idle_engines,
-    prompt_additions,
-    warnings_of_config,
-    warnings_of_sizes,
-    why_whole,
-)
 from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import (
     LOGPROB,
@@ -178,7 +145,7 @@ class TrainPlan(Plan):
 
     def sampled_by(self, engine: str, itemsize: int) -> Self:
         algorithm = instantiate(self.config.algorithm, "algorithm")
-        return replace(self, algorithm=resolve_mismatch(self.config, algorithm, engine, itemsize=itemsize))
+        return replace(self, algorithm=model_rules.resolve_mismatch(self.config, algorithm, engine, itemsize=itemsize))
 
     def _mismatch_rows(self) -> list[TableRow]:
         """The row about the correction of the mismatch between engine and trainer; none where there is none."""
@@ -211,7 +178,7 @@ class TrainPlan(Plan):
         of_ranks = (
             "any number of ranks that divides them"
             if sharing == 1
-            else f"one of these numbers of ranks: {divisors_of(lanes, sharing)}"
+            else f"one of these numbers of ranks: {rules.divisors_of(lanes, sharing)}"
         )
         words += [f"a resume may have {of_ranks}"] * (lanes > 1)
         words += [f"{sharing} share the tokens of each pass"] * (sharing > 1)
@@ -280,7 +247,7 @@ class TrainPlan(Plan):
                 gradients=most_gradients(cluster.num_parts, cluster.ranks),
                 held=largest_share(model.trained, cluster.ranks) if run.lora is None else 1.0,
                 sharing=cluster.sequence_ranks,
-                sharded=cluster.shard_base if model.layers and why_whole(run) is None else None,
+                sharded=cluster.shard_base if model.layers and rules.why_whole(run) is None else None,
             ),
             tower=self.tower,
             **self._sampling_demand(),
@@ -316,7 +283,7 @@ class TrainPlan(Plan):
         source = self.config.snapshot.routing
         if source is RoutingSource.free and not self.has_old_pass:
             return 0  # with such a pass, what it chose is what `router/replaced` compares with
-        of_a_token = bytes_of_choice(empty_model(self.config.model, read_config(self.config.model)))
+        of_a_token = bytes_of_choice(model_rules.empty_model(self.config.model, read_config(self.config.model)))
         return of_a_token * (2 if source is RoutingSource.engine else 1)
 
     def _teacher_demand(self) -> TeacherDemand | None:
@@ -401,23 +368,23 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     config: RunConfig = resolved.config
     algorithm, loggers = resolved.parts
     rewards = specs(config.reward)
-    used = uses(config, rewards)
+    used = roles.uses(config, rewards)
 
     teacher_note = _check_devices(config, runs_here=runs_here, trains=trains)
     engine, reason = _choose_engine(config, runs_here=runs_here, trains=trains)
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
-    algorithm = resolve_mismatch(config, algorithm, engine, itemsize=dtype.itemsize)
+    algorithm = model_rules.resolve_mismatch(config, algorithm, engine, itemsize=dtype.itemsize)
 
     model, base = read_base(config.model)
     _check_model(config, model, engine, trains=trains)
-    check_learner_on(config, config.generation.named(engine), used, base, model)
-    classifiers = check_classifiers(rewards)
+    roles.check_learner_on(config, config.generation.named(engine), used, base, model)
+    classifiers = rules.check_classifiers(rewards)
 
     tokenizer, ends = read_tokenizer(config, model)
     environment, train_prompts, held_out = _read_prompts(config, tokenizer)
-    check_images(config, model.model_type, config.generation.named(engine), train_prompts, held_out)
+    rules.check_images(config, model.model_type, config.generation.named(engine), train_prompts, held_out)
     data_notes = check_scoring(config, rewards, train_prompts, tokenizer, ends, held_out)
-    check_fresh_prompts(config, len(train_prompts.prompts))
+    rules.check_fresh_prompts(config, len(train_prompts.prompts))
 
     pass_rates = known_pass_rates(config, train_prompts) if trains else None
     pretrain_text = scan_pretrain_text(config, tokenizer)
@@ -429,14 +396,14 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     of_training: tuple[str, ...] = ()
     if trains:
         of_training = (
-            *warnings_of_config(config, algorithm),
-            *notes_of_tiles(config.model, config.lora, model),
-            *notes_of_adapters(used, config.model, base),
+            *rules.warnings_of_config(config, algorithm),
+            *model_rules.notes_of_tiles(config.model, config.lora, model),
+            *roles.notes_of_adapters(used, config.model, base),
         )
     num_train, num_held_out = len(train_prompts.prompts), None if held_out is None else len(held_out.prompts)
     num_read = min(num_train, config.steps * config.prompts_per_step) + min(num_held_out or 0, config.eval.num_prompts)
     notes_of_data = (
-        idle_engines(config, engine) if trains else None,
+        rules.idle_engines(config, engine) if trains else None,
         teacher_note,
         *(train_prompts.notes if trains else ()),
         *(held_out.notes if held_out is not None else ()),
@@ -457,7 +424,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
             **base,
             **teacher,
             **classifiers,
-            **fingerprints_of(used),
+            **roles.fingerprints_of(used),
         },
         pretrain_text=pretrain_text,
         environment=environment,
@@ -467,7 +434,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         tower=tower_demand(model, dtype, (train_prompts, held_out), num_read, tokenizer) if trains else None,
         notes=(
             *of_training,
-            *warnings_of_sizes(config, num_train if trains else None, num_held_out),
+            *rules.warnings_of_sizes(config, num_train if trains else None, num_held_out),
             *filter(None, notes_of_data),
             *notes(rewards),
             *data_notes,
@@ -478,27 +445,29 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
 
 def _check_devices(config: RunConfig, *, runs_here: bool, trains: bool) -> str | None:
     """Checks what the run needs of this machine; returns a note if its teacher's engine is missing."""
-    check_machine(config.model, runs_here=runs_here)
-    check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
+    model_rules.check_machine(config.model, runs_here=runs_here)
+    model_rules.check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
     if not trains:
         return None
     if (teacher := teacher_settings(config.snapshot, config.model)) is not None:
-        with teacher_is_meant():
-            check_machine(teacher, runs_here=runs_here)
+        with roles.teacher_is_meant():
+            model_rules.check_machine(teacher, runs_here=runs_here)
     device = resolve_device(config.model.device)
-    check_cluster_has_devices(config.cluster, device)
-    check_lag_has_devices(config, device.type)
-    return missing_engine(config, runs_here=runs_here)
+    rules.check_cluster_has_devices(config.cluster, device)
+    rules.check_lag_has_devices(config, device.type)
+    return roles.missing_engine(config, runs_here=runs_here)
 
 
 def _choose_engine(config: RunConfig, *, runs_here: bool, trains: bool) -> tuple[str, str]:
     """(engine, reason), once it can run where the config says; a Ray cluster is asked for."""
     whole = config.lora is None
-    engine, reason = choose_engine(config.generation, config.model, config.lora, runs_here=runs_here, whole=whole)
+    engine, reason = model_rules.choose_engine(
+        config.generation, config.model, config.lora, runs_here=runs_here, whole=whole
+    )
     if trains:
-        check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
+        roles.check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)
     if config.cluster.engines:
-        check_apart(config, engine)
+        model_rules.check_apart(config, engine)
     if runs_here and (address := config.cluster.joined_address) is not None:
         check_installed()
         check_address(address)
@@ -507,13 +476,16 @@ def _choose_engine(config: RunConfig, *, runs_here: bool, trains: bool) -> tuple
 
 def _check_model(config: RunConfig, model: PreTrainedConfig, engine: str, *, trains: bool) -> None:
     """Checks what the config asks of this model: its context, its experts, and layers that ranks can divide."""
-    check_context(config, model)
+    model_rules.check_context(config, model)
     if not trains:
         return
-    check_routing(config.snapshot, config.generation.named(engine), config.model, model)
+    model_rules.check_routing(config.snapshot, config.generation.named(engine), config.model, model)
     if config.cluster.shard_base:
         problem = f"the layers of a {model.model_type} are not one list, or have weights in common"
-        layers, remedy = decoder_layers(empty_model(config.model, model)), "leave it out, or use another model"
+        layers, remedy = (
+            decoder_layers(model_rules.empty_model(config.model, model)),
+            "leave it out, or use another model",
+        )
         require(layers, "cluster.shard_base", problem, got="true", remedy=remedy)
 
 
@@ -521,7 +493,7 @@ def _read_prompts(config: RunConfig, tokenizer: RunTokenizer) -> tuple[Environme
     """(the environment, the train prompts, those held out if there are evaluations)."""
     data, environment = instantiate(config.data, "data"), read_environment(config.environment)
     texts = data.load(Split.train)
-    shown = prompt_additions(environment, tokenizer, texts)
+    shown = rules.prompt_additions(environment, tokenizer, texts)
     train = scan_prompts(config, texts, tokenizer, Split.train, shown)
     if not config.eval.every:
         return environment, train, None
@@ -537,7 +509,7 @@ def _read_teacher(
     problem = f"is more than the model's vocabulary of {vocabulary} tokens"
     require(top_k <= vocabulary, "algorithm.top_k", problem, got=top_k, remedy="use for instance 16")
     longest = longest_read_by_the_teacher(config, prompts, tokenizer, model)
-    return check_teacher(config, tokenizer, longest, vocabulary), longest + config.generation.max_tokens
+    return roles.check_teacher(config, tokenizer, longest, vocabulary), longest + config.generation.max_tokens
 
 
 def known_pass_rates(config: RunConfig, train_prompts: PromptSet) -> PassRates | None:

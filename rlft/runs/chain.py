@@ -20,20 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from rlft.runs import lines as run_lines
 from rlft.runs.config_file import CONFIG
-from rlft.runs.lines import (
-    StepRecord,
-    alarm_lines,
-    encode,
-    evaluation_line,
-    number,
-    numbers,
-    open_after,
-    read_lines,
-    rollout_file,
-    rollout_lines,
-    silent,
-)
 from rlft.runs.run_folder import versions
 from rlft.system import digests
 from rlft.system.disk import writing
@@ -74,8 +62,8 @@ class Chain:
     def start(self, step: int, fingerprints: Mapping[str, str], machine: Mapping[str, str]) -> None:
         """Opens the file, cut after the line of `step`, from whose checkpoint the run goes on; -1: it is new."""
         path = self.folder / CHAIN
-        self._file, self._machine = open_after(path, step, silent), machine
-        lines = read_lines(path, silent)
+        self._file, self._machine = run_lines.open_after(path, step, run_lines.silent), machine
+        lines = run_lines.read_lines(path, run_lines.silent)
         self._previous = lines[-1].get("digest") if lines else None
         inputs = {name.removesuffix("_fingerprint"): value for name, value in sorted(fingerprints.items())}
         self._always = {"config": digests.of_file(self.folder / CONFIG), **inputs}
@@ -83,22 +71,22 @@ class Chain:
     def add_batch(self, batch: Batch) -> None:
         self._tensors |= tensors_of_batch(batch)
 
-    def add_step(self, record: StepRecord) -> None:
+    def add_step(self, record: run_lines.StepRecord) -> None:
         """The step's line of metrics, its alarms, and its completions with their scores."""
-        metrics = {"step": record.step, **numbers(record.metrics)}
+        metrics = {"step": record.step, **run_lines.numbers(record.metrics)}
         self._parts["metrics"] = metrics_part(metrics)
-        self._metrics_line = digests.of_bytes(encode(metrics))
-        self._alarms += b"".join(map(encode, alarm_lines(record.step, record.alarms)))
+        self._metrics_line = digests.of_bytes(run_lines.encode(metrics))
+        self._alarms += b"".join(map(run_lines.encode, run_lines.alarm_lines(record.step, record.alarms)))
         if record.groups:
-            file = rollout_file(self.folder, record.step)
-            lines = map(encode, rollout_lines(record))
+            file = run_lines.rollout_file(self.folder, record.step)
+            lines = map(run_lines.encode, run_lines.rollout_lines(record))
             self._parts["rollouts"] = digests.of_file(file) if file.exists() else _of_pieces(lines)
             by_name = {name: [score for row in rows for score in row] for name, rows in record.rewards.items()}
             self._parts["scores"] = scores_part(by_name, [score for row in record.total_rewards for score in row])
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        self._parts["evaluation"] = digests.of_bytes(encode(evaluation_line(evaluation)))
-        self._alarms += b"".join(map(encode, alarm_lines(evaluation.step, evaluation.alarms)))
+        self._parts["evaluation"] = digests.of_bytes(run_lines.encode(run_lines.evaluation_line(evaluation)))
+        self._alarms += b"".join(map(run_lines.encode, run_lines.alarm_lines(evaluation.step, evaluation.alarms)))
 
     def seal(
         self,
@@ -130,7 +118,7 @@ class Chain:
             None  # before the write: a line that an interruption loses is made again, one written twice is not
         )
         line = sealed(step, self._previous, self._machine, parts, metrics_line)
-        append(self._file, encode(line))
+        append(self._file, run_lines.encode(line))
         self._previous = line["digest"]
 
     def flush(self) -> None:
@@ -155,12 +143,12 @@ def sealed(
     step: int, previous: str | None, machine: Mapping[str, str], parts: Mapping[str, str], metrics_line: str | None
 ) -> dict[str, Any]:
     linked = {"step": step, "previous": previous, "machine": dict(machine), "sha256": dict(sorted(parts.items()))}
-    return {**linked, "metrics_line": metrics_line, "digest": digests.of_bytes(encode(linked))}
+    return {**linked, "metrics_line": metrics_line, "digest": digests.of_bytes(run_lines.encode(linked))}
 
 
 def lines_until(folder: Path, step: int) -> list[dict[str, Any]]:
     """The lines of a run's or an export's chain up to this step; empty where there is no chain."""
-    return [line for line in read_lines(folder / CHAIN, silent) if line["step"] <= step]
+    return [line for line in run_lines.read_lines(folder / CHAIN, run_lines.silent) if line["step"] <= step]
 
 
 def made_on(machine: Mapping[str, str], engine: str | None) -> dict[str, str]:
@@ -170,13 +158,17 @@ def made_on(machine: Mapping[str, str], engine: str | None) -> dict[str, str]:
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 def metrics_part(line: Mapping[str, Any]) -> str:
-    return digests.of_bytes(encode({name: value for name, value in line.items() if not name.startswith(MEASURED)}))
+    return digests.of_bytes(
+        run_lines.encode({name: value for name, value in line.items() if not name.startswith(MEASURED)})
+    )
 
 
 def scores_part(by_name: Mapping[str, Sequence[float]], totals: Sequence[float]) -> str:
     """Of each reward's scores and their totals, completion by completion."""
-    rewards = {name: [number(score) for score in scores] for name, scores in sorted(by_name.items())}
-    return digests.of_bytes(encode({"rewards": rewards, "reward": [number(score) for score in totals]}))
+    rewards = {name: [run_lines.number(score) for score in scores] for name, scores in sorted(by_name.items())}
+    return digests.of_bytes(
+        run_lines.encode({"rewards": rewards, "reward": [run_lines.number(score) for score in totals]})
+    )
 
 
 def batch_parts(batch: Batch) -> dict[str, str]:

@@ -32,6 +32,7 @@ from rlft.system import digests
 from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base
+from rlft.trainer import update as updates
 from rlft.trainer.gradients import LaneGradients
 from rlft.trainer.joining import Shapes, Start, sent, shapes_of, take_over
 from rlft.trainer.lanes import Division, divide
@@ -39,16 +40,6 @@ from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
 from rlft.trainer.ranks import LaneShare
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
-from rlft.trainer.update import (
-    PassRecord,
-    UpdateRecord,
-    backward,
-    loss_scale,
-    minibatches,
-    records_of,
-    step_metrics,
-    text_passes,
-)
 from rlft.types import Adapter, Batch, LossScale, Rollouts
 
 
@@ -198,11 +189,11 @@ class LocalTrainer:
             return roles.annotations(batch, parts, needs_old=self.needs_old, teacher_top_k=self.teacher_top_k)
 
     def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
-        return step_metrics([self.update_lanes(algorithm, batch, zero_gradient_B, step)])
+        return updates.step_metrics([self.update_lanes(algorithm, batch, zero_gradient_B, step)])
 
     def update_lanes(
         self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int
-    ) -> list[UpdateRecord]:
+    ) -> list[updates.UpdateRecord]:
         """Does all updates of the step, with the passes of this process's lanes.
 
         Raises RanksError: another rank is gone or late; the gradients are cleared.
@@ -215,7 +206,7 @@ class LocalTrainer:
         order, records = derive(config.seed, step, "minibatches"), []
         try:
             with roles.training():
-                for i, rows in enumerate(minibatches(batch, config.epochs, config.minibatches, order)):
+                for i, rows in enumerate(updates.minibatches(batch, config.epochs, config.minibatches, order)):
                     records.append(self._update(algorithm, batch, rows, zero_gradient_B, (step, i), gradients))
         finally:
             gradients.clear()
@@ -230,11 +221,11 @@ class LocalTrainer:
         zero_gradient_B: Tensor,
         at: tuple[int, int],
         gradients: LaneGradients,
-    ) -> UpdateRecord:
+    ) -> updates.UpdateRecord:
         """The update on these rows (int64 `[N]`); at: (finished steps, number of this update in its step)."""
         (step, number), config, learns = at, self.config, self.policy_learns(at[0])
         live = rows[~zero_gradient_B[rows]]
-        scale = loss_scale(batch.select(rows), config.generation.max_tokens, self.roles)
+        scale = updates.loss_scale(batch.select(rows), config.generation.max_tokens, self.roles)
         share = int(batch.loss_mask[live].sum()) / scale.num_tokens
         division = self._divide(batch, live)
         costs, text, rows_of_text = division.costs, None, ()
@@ -244,7 +235,7 @@ class LocalTrainer:
             text_division = self._divide(text, torch.arange(len(text.rewards)))
             rows_of_text = text_division.rows
             costs = [sum(pair) for pair in zip(costs, text_division.costs, strict=True)]
-        passes: dict[int, list[PassRecord]] = {}
+        passes: dict[int, list[updates.PassRecord]] = {}
         with self.passes():
             for lane in (lane for lane in self.share.mine if costs[lane] > 0):
                 passes[lane] = list(self._passes(algorithm, batch, division.rows[lane], scale, at))
@@ -256,24 +247,24 @@ class LocalTrainer:
         done, total = (steps * config.updates_per_step for steps in (step, config.steps))
         resting = () if learns else (POLICY,)
         numbers = optimizer_step(self.optimizers.values(), done + number, total, resting)
-        return UpdateRecord(passes=records_of(passes, share), costs=costs, optimizers=numbers)
+        return updates.UpdateRecord(passes=updates.records_of(passes, share), costs=costs, optimizers=numbers)
 
     def _passes(
         self, algorithm: Objective, batch: Batch, rows: Tensor, scale: LossScale, at: tuple[int, int]
-    ) -> Iterator[PassRecord]:
+    ) -> Iterator[updates.PassRecord]:
         (step, number), roles = at, self.roles
         parts = roles.forward.micro_batches(batch, rows, roles.token_budget)
         for part, micro in zip(parts, roles.forward.placed([batch.select(part) for part in parts]), strict=True):
             self._seed_pass(step, f"dropout {number} {int(part[0])}")
-            metrics = backward(roles, algorithm, micro, scale, self.policy_learns(step))
-            yield PassRecord(metrics=metrics, real=micro.real_tokens, network=micro.network_tokens)
+            metrics = updates.backward(roles, algorithm, micro, scale, self.policy_learns(step))
+            yield updates.PassRecord(metrics=metrics, real=micro.real_tokens, network=micro.network_tokens)
 
-    def _text_pass(self, algorithm: Objective, text: Batch, rows: Tensor) -> PassRecord:
+    def _text_pass(self, algorithm: Objective, text: Batch, rows: Tensor) -> updates.PassRecord:
         """Forward and backward through these rows of an update's text; the loss is their part of the whole text's."""
         total = torch.zeros((), device=self.roles.backbone.device)
-        for _, loss in text_passes(self.roles, text, self.roles.token_budget, algorithm.text_loss, rows):
+        for _, loss in updates.text_passes(self.roles, text, self.roles.token_budget, algorithm.text_loss, rows):
             total += loss
-        return PassRecord(metrics={"loss/text": total, "loss/total": total})
+        return updates.PassRecord(metrics={"loss/text": total, "loss/total": total})
 
     def publish(self, version: int) -> Adapter:
         return self.roles.publish(version)
@@ -302,10 +293,10 @@ class LocalTrainer:
             no_row = torch.zeros(len(micro.rewards), dtype=torch.bool)
             with self.passes():
                 micro = roles.annotate(micro, no_row, needs_old=False, teacher_top_k=self.teacher_top_k)
-        scale = loss_scale(micro, self.config.generation.max_tokens, roles)
+        scale = updates.loss_scale(micro, self.config.generation.max_tokens, roles)
         with fork_rng(roles.backbone.device), roles.training(), self.passes():
             [placed] = roles.forward.placed([micro])
-            backward(roles, algorithm, placed, scale, policy_learns=True)
+            updates.backward(roles, algorithm, placed, scale, policy_learns=True)
         for role in roles.learning_roles:
             for _, parameter in roles.named_parameters(role):
                 parameter.grad = None

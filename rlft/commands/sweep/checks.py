@@ -15,25 +15,12 @@ from typing import Any
 
 from rlft.commands.launch import import_libraries, settled
 from rlft.commands.sweep import record
-from rlft.commands.sweep.space import (
-    DATE,
-    Interval,
-    Space,
-    StudyConfig,
-    check_changes_numbers,
-    check_installed,
-    is_own,
-    key_of,
-    number_of_trials,
-    read_config,
-    read_grid,
-    read_space,
-)
+from rlft.commands.sweep import space as spaces
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
 from rlft.config.compose import compose
 from rlft.config.instantiate import locate
-from rlft.config.overrides import Arguments
+from rlft.config.overrides import Arguments, key_of
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.trainer import NEVER, ClusterConfig
 from rlft.loop.evaluations import compared
@@ -65,12 +52,12 @@ class Checked:
 
     command: str
     parsed: Arguments
-    space: Space
+    space: spaces.Space
     configs: Sequence[Resolved]
     cluster: ClusterConfig | None
     on_gpus: bool
     plans: Mapping[int, Plan]
-    keys: StudyConfig | None = None
+    keys: spaces.StudyConfig | None = None
 
     @property
     def plains(self) -> list[Mapping[str, Any]]:
@@ -92,16 +79,16 @@ def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
     `folder` is that of the sweep, if its words name it; there may be one that is resumed.
     """
     keys = None
-    if own := [word for word in parsed.overrides if is_own(word)]:
-        keys = read_config(own, command)
+    if own := [word for word in parsed.overrides if spaces.is_own(word)]:
+        keys = spaces.read_config(own, command)
         evaluates = "eval" in {field.name for field in fields(commands.named(command).root)}
         problem = f"trials are compared by what evaluations measure, and rlft {command} has none"
         require(evaluates, "sweep", problem, got="optuna", remedy="leave every sweep key out to try all values")
-        check_installed()
-        space = read_space([word for word in parsed.overrides if not is_own(word)], command)
-        number_of_trials(keys, space)
+        spaces.check_installed()
+        space = spaces.read_space([word for word in parsed.overrides if not spaces.is_own(word)], command)
+        spaces.number_of_trials(keys, space)
     else:
-        space = read_grid(parsed.overrides, command)
+        space = spaces.read_grid(parsed.overrides, command)
     tried = jobs_of(space) if keys is None else corners_of(space)
     resolved = checked_configs(tried, space, parsed.config_dir, command, keys and keys.metric)
     plains = [one.plain for one in resolved]
@@ -132,12 +119,12 @@ def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
     )
 
 
-def jobs_of(space: Space) -> list[Tried]:
+def jobs_of(space: spaces.Space) -> list[Tried]:
     jobs = enumerate(map(space.words, space.combinations()))
     return [Tried(words=words, label=f"job {number}: {' '.join(words)}") for number, words in jobs]
 
 
-def corners_of(space: Space) -> list[Tried]:
+def corners_of(space: spaces.Space) -> list[Tried]:
     corners = [(word, space.words(params)) for word, params in space.corners()]
     return [Tried(words=words, label=f"tried with {word}", key=key_of(word)) for word, words in corners]
 
@@ -147,7 +134,7 @@ def resolve_words(words: Sequence[str], config_dir: Path | None, command: str) -
 
 
 def checked_configs(
-    tried: Sequence[Tried], space: Space, config_dir: Path | None, command: str, metric: str | None
+    tried: Sequence[Tried], space: spaces.Space, config_dir: Path | None, command: str, metric: str | None
 ) -> list[Resolved]:
     """The configs, once each has been checked; metric: by which they are to be comparable, if they are."""
     configs: list[Resolved] = []
@@ -158,7 +145,7 @@ def checked_configs(
             if metric is not None and len(configs) > 1:
                 check_measured_alike(first, plain, metric)
         if metric is not None and len(configs) == 1:
-            check_changes_numbers(space, first)
+            spaces.check_changes_numbers(space, first)
             check_metric(metric, first)
     for one in space.varied:
         if (key := key_of(one.key)).startswith("algorithm.") and command == "train":
@@ -254,11 +241,11 @@ def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str |
         return None
     dates: list[str] = []
     if folder is not None and record.is_study(folder):
-        dates = [word.partition("=")[2] for word in record.read_record(folder).words if key_of(word) == DATE]
+        dates = [word.partition("=")[2] for word in record.read_record(folder).words if key_of(word) == spaces.DATE]
     elif folder is not None:
         runs = sorted(file.parent for file in folder.glob("*/config.yaml"))
         dates = [run_folder.read(run)["model"].get("date", AUTO_DATE) for run in runs]
-    return override(DATE, dates[0] if dates else today())
+    return override(spaces.DATE, dates[0] if dates else today())
 
 
 def dated(resolved: Resolved, word: str) -> Resolved:
@@ -267,7 +254,7 @@ def dated(resolved: Resolved, word: str) -> Resolved:
     return replace(resolved, plain=plain, config=replace(config, model=replace(config.model, date=date)))
 
 
-def check_possible(space: Space, config_dir: Path | None, command: str) -> None:
+def check_possible(space: spaces.Space, config_dir: Path | None, command: str) -> None:
     """Refuses a study whose first corner, which was accepted when it began, is refused by now.
 
     A base that has been moved away, or data that are gone, refuse every trial alike: no trial's values are to blame.
@@ -277,13 +264,15 @@ def check_possible(space: Space, config_dir: Path | None, command: str) -> None:
 
 
 @contextmanager
-def _blamed_on(tried: Tried, space: Space | None = None) -> Iterator[None]:
+def _blamed_on(tried: Tried, space: spaces.Space | None = None) -> Iterator[None]:
     """Adds what was tried to a refusal inside. space: where a number may be drawn that is not whole."""
     try:
         yield
     except UserError as error:
         problem, remedy = f"{error.problem} ({tried.label})", error.remedy
-        drawn = [key_of(one.key) for one in space.varied if isinstance(one, Interval)] if space is not None else []
+        drawn = (
+            [key_of(one.key) for one in space.varied if isinstance(one, spaces.Interval)] if space is not None else []
+        )
         if error.problem.startswith("must be a whole number") and error.key in drawn:
             remedy = f"write {error.key}=int(interval(..)) to draw whole numbers"
         raise UserError(error.key, problem, got=error.got, remedy=remedy) from None

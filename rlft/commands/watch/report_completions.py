@@ -16,15 +16,7 @@ from typing import Any
 
 from rlft.config.instantiate import instantiate
 from rlft.logger.text import visible
-from rlft.runs.lines import (
-    EVALUATIONS,
-    DamagedLines,
-    complete_lines,
-    lost_text,
-    read_lines,
-    rollout_files,
-    silent,
-)
+from rlft.runs import lines
 from rlft.system.terminal import say
 from rlft.tokens.images import picture
 from rlft.types import Image, Split
@@ -50,8 +42,8 @@ def choose(folder: Path, max_bytes: int) -> dict[str, Any]:
     These are the held-out examples of evaluations, then groups of evenly spaced steps. Groups with values of single
     tokens and groups of recurring prompts come first in their step.
     """
-    files = {step: path for path, step in rollout_files(folder) if path.suffix == ".jsonl"}
-    chosen = [*fitting(held_out_groups(read_lines(folder / EVALUATIONS, silent)), max_bytes // 2)]
+    files = {step: path for path, step in lines.rollout_files(folder) if path.suffix == ".jsonl"}
+    chosen = [*fitting(held_out_groups(lines.read_lines(folder / lines.EVALUATIONS, lines.silent)), max_bytes // 2)]
     recurring = recurring_prompts(files)
     order = in_halves(sorted(files)) if len(files) <= MAX_STEPS else in_halves(spread(sorted(files), MAX_STEPS))
     steps = dict.fromkeys([*order, *(step for ends in recurring.values() for step in ends)])
@@ -149,21 +141,21 @@ def groups_of(file: Path, step: int, first: set[str], only: set[str] | None) -> 
     of each kind are in memory at a time.
     """
     by_kind: tuple[list[ShownGroup], list[ShownGroup], list[ShownGroup]] = ([], [], [])
-    lost: list[DamagedLines] = []
+    lost: list[lines.DamagedLines] = []
     for name, group in _groups(file, step, lost):
         kind = 0 if any("tokens" in row for row in group["rows"]) else 1 if name in first else 2
         if name in only if only is not None else len(by_kind[kind]) < MAX_GROUPS_PER_STEP:
             by_kind[0 if only is not None else kind].append(group)
     if lost:
-        say(lost_text(file, lost))
+        say(lines.lost_text(file, lost))
     groups = [group for of_kind in by_kind for group in of_kind]
     return groups if only is not None else groups[:MAX_GROUPS_PER_STEP]
 
 
-def _groups(file: Path, step: int, lost: list[DamagedLines]) -> Iterator[tuple[str, ShownGroup]]:
+def _groups(file: Path, step: int, lost: list[lines.DamagedLines]) -> Iterator[tuple[str, ShownGroup]]:
     """(the prompt's original id, the group), in the order of the file."""
     name, group = None, None
-    for _, line in complete_lines(_lines(file), lost):
+    for _, line in lines.complete_lines(_lines(file), lost):
         try:
             # If a group's first line is lost, its other lines must not be shown under another prompt.
             if line["index"] == 0 or group is None or name != line["prompt_id"]:

@@ -16,18 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlft.environment.endpoint.bodies import (
-    Body,
-    Chat,
-    Complete,
-    Generate,
-    Refusal,
-    Stream,
-    Tokenize,
-    list_of_models,
-    read,
-    unfit,
-)
+from rlft.environment.endpoint import bodies as request_bodies
 from rlft.environment.endpoint.service import Inbox, Request
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, are, counted, require
@@ -73,7 +62,7 @@ def make_app(
 
     under_way = 0
 
-    def refused(refusal: Refusal, more: Mapping[str, str] | None = None) -> Response:
+    def refused(refusal: request_bodies.Refusal, more: Mapping[str, str] | None = None) -> Response:
         headers = {**(more or {}), "x-should-retry": "true" if refusal.again else "false"}
         if refusal.status == 429:
             headers["retry-after"] = str(RETRY_AFTER_S)
@@ -85,7 +74,7 @@ def make_app(
         kind, _, key = http.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or key not in callers:
             remedy = "send the key that this server was started with, as Authorization: Bearer <key>"
-            raise Refusal(401, f"the key is wrong or no longer in use; {remedy}", "invalid_api_key")
+            raise request_bodies.Refusal(401, f"the key is wrong or no longer in use; {remedy}", "invalid_api_key")
         return key
 
     def within_limit(app: ASGIApp) -> ASGIApp:
@@ -96,7 +85,7 @@ def make_app(
             if under_way >= limits.requests:
                 requests = counted(limits.requests, "request")
                 problem = f"{requests} {are(limits.requests)} under way ({limits.section}.requests)"
-                raise Refusal(429, f"{problem}; ask again later", "too_many_requests", again=True)
+                raise request_bodies.Refusal(429, f"{problem}; ask again later", "too_many_requests", again=True)
             under_way += 1
             try:
                 await app(scope, receive, send)
@@ -110,16 +99,16 @@ def make_app(
     ) -> Route:
         return Route(path, work, methods=methods, middleware=[Middleware(within_limit)])
 
-    def answering(kind: type[Body]) -> Callable[[HttpRequest], Awaitable[Response]]:
+    def answering(kind: type[request_bodies.Body]) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(http: HttpRequest) -> Response:
             key = key_of(http)
             _check_plain(http)
-            body = read(kind, await _body(http, limits))
+            body = request_bodies.read(kind, await _body(http, limits))
             if body.model not in (None, model):
                 problem = f"there is no model {body.model!r:.200}; there is {model!r} (GET /v1/models)"
-                raise Refusal(404, problem, "model_not_found", param="model")
-            if isinstance(body, Chat) and body.stream:
-                events = _events(http, key, body, inbox, limits, Stream(model))
+                raise request_bodies.Refusal(404, problem, "model_not_found", param="model")
+            if isinstance(body, request_bodies.Chat) and body.stream:
+                events = _events(http, key, body, inbox, limits, request_bodies.Stream(model))
                 first = await anext(events)  # a refusal before the first token is no stream, and has its status
                 return StreamingResponse(_with_first(first, events), media_type="text/event-stream")
             request = Request(key=key, body=body)
@@ -130,29 +119,33 @@ def make_app(
 
     async def list_models(http: HttpRequest) -> Response:
         key_of(http)
-        models, name = list_of_models(model, most_tokens), http.path_params.get("name")
+        models, name = request_bodies.list_of_models(model, most_tokens), http.path_params.get("name")
         if name not in (None, model):
-            raise Refusal(404, f"there is no such model; there is {model!r}", "model_not_found")
+            raise request_bodies.Refusal(404, f"there is no such model; there is {model!r}", "model_not_found")
         return JSONResponse(models if name is None else models["data"][0])
 
     async def healthy(http: HttpRequest) -> Response:
         return JSONResponse({})
 
-    async def turned_down(http: HttpRequest, refusal: Refusal) -> Response:
+    async def turned_down(http: HttpRequest, refusal: request_bodies.Refusal) -> Response:
         return refused(refusal)
 
     async def not_served(http: HttpRequest, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         what = {404: "there is no such path here", 405: "this path takes another method"}.get(status, "an error")
         allowed = error.headers if isinstance(error, HTTPException) else None
-        return refused(Refusal(status, f"{what}: {http.method} {http.url.path}", "not_found"), allowed)
+        return refused(request_bodies.Refusal(status, f"{what}: {http.method} {http.url.path}", "not_found"), allowed)
 
     async def crashed(http: HttpRequest, error: Exception) -> Response:
-        return refused(Refusal(500, f"an error of the server: {type(error).__name__}", "server_error"))
+        return refused(request_bodies.Refusal(500, f"an error of the server: {type(error).__name__}", "server_error"))
 
-    bodies = {"/v1/chat/completions": Chat, "/inference/v1/generate": Generate, "/tokenize": Tokenize}
-    bodies |= {"/v1/completions": Complete} if completes else {}
-    handlers: Mapping[Any, Any] = {Refusal: turned_down, HTTPException: not_served, Exception: crashed}
+    bodies = {
+        "/v1/chat/completions": request_bodies.Chat,
+        "/inference/v1/generate": request_bodies.Generate,
+        "/tokenize": request_bodies.Tokenize,
+    }
+    bodies |= {"/v1/completions": request_bodies.Complete} if completes else {}
+    handlers: Mapping[Any, Any] = {request_bodies.Refusal: turned_down, HTTPException: not_served, Exception: crashed}
     return Starlette(
         routes=[
             Route("/health", healthy),
@@ -167,17 +160,17 @@ def make_app(
 def _check_plain(http: HttpRequest) -> None:
     """Raises Refusal: the request says something outside of its body, or in another encoding."""
     for name in http.query_params:
-        raise unfit(name, "stands in the URL, where nothing is read; send it in the body")
+        raise request_bodies.unfit(name, "stands in the URL, where nothing is read; send it in the body")
     if http.headers.get("content-encoding", "identity") != "identity":
         problem = "content-encoding: bodies are read as they are; send it uncompressed"
-        raise Refusal(415, problem, "unsupported_encoding")
+        raise request_bodies.Refusal(415, problem, "unsupported_encoding")
 
 
 async def _body(http: HttpRequest, limits: Limits) -> bytes:
     """The body, of which no more is read than allowed. Raises Refusal if it is longer, or does not come in time."""
     from starlette.requests import ClientDisconnect
 
-    too_long = Refusal(
+    too_long = request_bodies.Refusal(
         413,
         f"the body has more than {limits.body_bytes} bytes; send less, or raise {limits.section}.body_bytes",
         "body_too_large",
@@ -194,9 +187,9 @@ async def _body(http: HttpRequest, limits: Limits) -> bytes:
                 parts.append(part)
     except TimeoutError:
         problem = f"the client has not sent the whole body within {limits.section}.timeout={limits.timeout:g} s"
-        raise Refusal(408, problem, "timeout") from None
+        raise request_bodies.Refusal(408, problem, "timeout") from None
     except ClientDisconnect:
-        raise Refusal(499, "the client has gone", "client_gone") from None
+        raise request_bodies.Refusal(499, "the client has gone", "client_gone") from None
     return b"".join(parts)
 
 
@@ -212,16 +205,16 @@ async def _reply(http: HttpRequest, request: Request, limits: Limits) -> dict[st
         if reply.done():
             return reply.result()
         if gone.done():
-            raise Refusal(499, "the client has gone", "client_gone")
+            raise request_bodies.Refusal(499, "the client has gone", "client_gone")
         problem = f"the engine has not answered within {limits.section}.timeout={limits.timeout:g} s"
-        raise Refusal(504, f"{problem}; ask for fewer tokens, or raise it", "timeout")
+        raise request_bodies.Refusal(504, f"{problem}; ask for fewer tokens, or raise it", "timeout")
     finally:
         gone.cancel()
         reply.cancel()  # and with it the request, unless it is being sampled
 
 
 async def _events(
-    http: HttpRequest, key: str, body: Chat, inbox: Inbox, limits: Limits, stream: Stream
+    http: HttpRequest, key: str, body: request_bodies.Chat, inbox: Inbox, limits: Limits, stream: request_bodies.Stream
 ) -> AsyncGenerator[bytes]:
     """The reply as events, of which the first is sent with the first token.
 
@@ -244,7 +237,7 @@ async def _events(
             yield stream.piece(piece)
         try:
             whole = reply.result()
-        except Refusal as refusal:
+        except request_bodies.Refusal as refusal:
             if not stream.sent:
                 raise
             for event in stream.failed(refusal):

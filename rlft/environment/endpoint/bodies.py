@@ -12,18 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from rlft.environment.endpoint.fields import (
-    LABELS,
-    SAMPLED,
-    TEXTS,
-    Fields,
-    Message,
-    Neutral,
-    StreamOptions,
-    Tool,
-    only,
-    refused,
-)
+from rlft.environment.endpoint import fields
 from rlft.environment.protocol import Call
 from rlft.system.seeds import derive
 from rlft.tokens.text import RunTokenizer
@@ -60,13 +49,13 @@ def unfit(field: str, problem: str, code: str = "invalid_value") -> Refusal:
     return Refusal(400, f"{field}: {problem}", code, param=field)
 
 
-class Body(Fields):
+class Body(fields.Fields):
     """What all requests have."""
 
     model: str | None = None
 
 
-class Drawn(Fields):
+class Drawn(fields.Fields):
     """How an answer is sampled; None: by the server's own setting."""
 
     n: int = Field(default=1, ge=1, le=128)
@@ -104,7 +93,7 @@ class Drawn(Fields):
 class Shows(Body):
     """What a request shows of tools, and the variables of its chat template."""
 
-    tools: list[Tool] | None = None
+    tools: list[fields.Tool] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -120,42 +109,42 @@ class Shows(Body):
 class Chat(Shows, Drawn):
     """`POST /v1/chat/completions`."""
 
-    without_effect = LABELS
-    neutral: ClassVar[Neutral] = {
-        **TEXTS,
-        **only("echo continue_final_message add_special_tokens return_prompt_text", False),
-        **only("add_generation_prompt include_reasoning parallel_tool_calls", True),
-        **only("functions documents", []),
-        **only("media_io_kwargs mm_processor_kwargs", {}),
-        **only("chat_template audio prediction moderation web_search_options"),
-        **only("function_call", "auto", "none"),
-        **only("modalities", ["text"]),
-        **only("verbosity", "medium"),
+    without_effect = fields.LABELS
+    neutral: ClassVar[fields.Neutral] = {
+        **fields.TEXTS,
+        **fields.only("echo continue_final_message add_special_tokens return_prompt_text", False),
+        **fields.only("add_generation_prompt include_reasoning parallel_tool_calls", True),
+        **fields.only("functions documents", []),
+        **fields.only("media_io_kwargs mm_processor_kwargs", {}),
+        **fields.only("chat_template audio prediction moderation web_search_options"),
+        **fields.only("function_call", "auto", "none"),
+        **fields.only("modalities", ["text"]),
+        **fields.only("verbosity", "medium"),
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[fields.Message] = Field(min_length=1)
     tool_choice: Literal["auto", "none"] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=1)
     return_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: fields.StreamOptions | None = None
     reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Chat:
         effort, by_name = self.reasoning_effort, self.chat_template_kwargs.get("reasoning_effort")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise refused("max_tokens", "differs from max_completion_tokens; send one of them")
+            raise fields.refused("max_tokens", "differs from max_completion_tokens; send one of them")
         if self.top_logprobs and not self.logprobs:
-            raise refused("top_logprobs", "needs logprobs=true; send it, or leave this out")
+            raise fields.refused("top_logprobs", "needs logprobs=true; send it, or leave this out")
         if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "needs stream=true; send it, or leave this out")
+            raise fields.refused("stream_options", "needs stream=true; send it, or leave this out")
         if self.stream and self.n > 1:
-            raise refused("stream", "one answer is streamed; set n to 1")
+            raise fields.refused("stream", "one answer is streamed; set n to 1")
         if effort is not None and by_name not in (None, effort):
-            raise refused("reasoning_effort", "differs from that of chat_template_kwargs; send one of them")
+            raise fields.refused("reasoning_effort", "differs from that of chat_template_kwargs; send one of them")
         return self
 
     @property
@@ -181,15 +170,15 @@ class DrawnTokens(Drawn):
 
     without_effect = frozenset(
         {
-            *only("detokenize skip_special_tokens spaces_between_special_tokens return_token_ids"),
-            *only("output_kind skip_clone skip_reading_prefix_cache"),
+            *fields.only("detokenize skip_special_tokens spaces_between_special_tokens return_token_ids"),
+            *fields.only("output_kind skip_clone skip_reading_prefix_cache"),
         }
     )
-    neutral: ClassVar[Neutral] = {
-        **SAMPLED,
-        **only("extra_args", {}),
-        **only("flat_logprobs", False),
-        **only("prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids"),
+    neutral: ClassVar[fields.Neutral] = {
+        **fields.SAMPLED,
+        **fields.only("extra_args", {}),
+        **fields.only("flat_logprobs", False),
+        **fields.only("prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids"),
     }
 
     logprobs: int | None = Field(default=None, ge=0, le=1)
@@ -199,11 +188,11 @@ class Generate(Body):
     """`POST /inference/v1/generate`: tokens in, tokens out."""
 
     without_effect = frozenset({"cache_salt", "token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
-    neutral: ClassVar[Neutral] = {
-        **only("features stream_options kv_transfer_params ec_transfer_params"),
-        **only("content_parts", []),
-        **only("priority", 0),
-        **only("stream", False),
+    neutral: ClassVar[fields.Neutral] = {
+        **fields.only("features stream_options kv_transfer_params ec_transfer_params"),
+        **fields.only("content_parts", []),
+        **fields.only("priority", 0),
+        **fields.only("stream", False),
     }
 
     token_ids: list[int] = Field(min_length=1)
@@ -227,12 +216,12 @@ class Complete(Body, Drawn):
     With `echo` the prompt stands before the continuation, and with `logprobs` its log-probs before the others.
     """
 
-    without_effect = LABELS
-    neutral: ClassVar[Neutral] = {
-        **TEXTS,
-        **only("stream return_token_ids", False),
-        **only("stream_options prompt_embeds"),
-        **only("suffix", ""),
+    without_effect = fields.LABELS
+    neutral: ClassVar[fields.Neutral] = {
+        **fields.TEXTS,
+        **fields.only("stream return_token_ids", False),
+        **fields.only("stream_options prompt_embeds"),
+        **fields.only("suffix", ""),
     }
 
     prompt: str | list[int] | list[str] | list[list[int]]
@@ -252,14 +241,14 @@ class Complete(Body, Drawn):
 class Tokenize(Shows):
     """`POST /tokenize`: the tokens of a text, or of messages."""
 
-    neutral: ClassVar[Neutral] = {
-        **only("continue_final_message", False),
-        **only("chat_template"),
-        **only("media_io_kwargs mm_processor_kwargs", {}),
+    neutral: ClassVar[fields.Neutral] = {
+        **fields.only("continue_final_message", False),
+        **fields.only("chat_template"),
+        **fields.only("media_io_kwargs mm_processor_kwargs", {}),
     }
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[fields.Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -267,14 +256,16 @@ class Tokenize(Shows):
     @model_validator(mode="after")
     def _agrees(self) -> Tokenize:
         if self.prompt is None and self.messages is None:
-            raise refused("prompt", "is missing; send a text, or messages")
+            raise fields.refused("prompt", "is missing; send a text, or messages")
         if self.prompt is not None and self.messages is not None:
-            raise refused("prompt", "stands next to messages; send one of them")
+            raise fields.refused("prompt", "stands next to messages; send one of them")
         for field in ("tools", "chat_template_kwargs", "add_generation_prompt"):
             if self.messages is None and getattr(self, field):
-                raise refused(field, "goes with messages; leave it out")
+                raise fields.refused(field, "goes with messages; leave it out")
         if self.messages is not None and self.add_special_tokens:
-            raise refused("add_special_tokens", "goes with a text, since the chat template writes them; leave it out")
+            raise fields.refused(
+                "add_special_tokens", "goes with a text, since the chat template writes them; leave it out"
+            )
         return self
 
 

@@ -16,22 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rlft.environment.endpoint.bodies import (
-    Body,
-    Chat,
-    Complete,
-    Drawn,
-    Generate,
-    Refusal,
-    Said,
-    Scored,
-    Tokenize,
-    chat_reply,
-    complete_reply,
-    generate_reply,
-    scored,
-    unfit,
-)
+from rlft.environment.endpoint import bodies
 from rlft.environment.endpoint.speech import Speech
 from rlft.generation.engine import Generator
 from rlft.generation.stops import ShownText, plain_decoder
@@ -55,7 +40,7 @@ class Request:
     """
 
     key: str
-    body: Body
+    body: bodies.Body
     on_text: Callable[[str], None] | None = None
     reply: Future[dict[str, Any]] = field(default_factory=Future)
 
@@ -119,8 +104,8 @@ class Inbox:
             os.write(self._wake_write, b".")
 
 
-def _ending() -> Refusal:
-    return Refusal(503, "the server is ending; ask another one", "ending")
+def _ending() -> bodies.Refusal:
+    return bodies.Refusal(503, "the server is ending; ask another one", "ending")
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
@@ -199,11 +184,11 @@ class Service:
         asked: list[tuple[Request, list[Draw]]] = []
         for request in requests:
             try:
-                if isinstance(request.body, Tokenize):
+                if isinstance(request.body, bodies.Tokenize):
                     request.reply.set_result(tokenized(request.body, self._speech, self._most_tokens))
                 else:
                     asked.append((request, list(self._draws(request.body))))
-            except Refusal as refusal:
+            except bodies.Refusal as refusal:
                 request.reply.set_exception(refusal)
         if not asked:
             return
@@ -214,7 +199,7 @@ class Service:
             problem = f"the engine has failed ({type(error).__name__}: {error})"
             for request, _ in asked:
                 if not request.reply.done():
-                    request.reply.set_exception(Refusal(500, problem, "engine_failed"))
+                    request.reply.set_exception(bodies.Refusal(500, problem, "engine_failed"))
 
     def _answer(self, asked: Sequence[tuple[Request, list[Draw]]]) -> None:
         """Samples all draws together, then replies. Raises whatever the engine raises."""
@@ -229,50 +214,50 @@ class Service:
             ]
             try:
                 request.reply.set_result(self._reply(request.body, some, answers))
-            except Refusal as refusal:
+            except bodies.Refusal as refusal:
                 request.reply.set_exception(refusal)
 
-    def _reply(self, body: Body, draws: Sequence[Draw], answers: Sequence[list[Completion]]) -> dict[str, Any]:
-        if not isinstance(body, Complete):
+    def _reply(self, body: bodies.Body, draws: Sequence[Draw], answers: Sequence[list[Completion]]) -> dict[str, Any]:
+        if not isinstance(body, bodies.Complete):
             return reply_of(body, self._model, self._speech, draws[0], answers[0])[0]
         tokenizer, ids = self._speech.tokenizer, [draw.prompt.token_ids for draw in draws]
         texts = [given if isinstance(given, str) else str(tokenizer.decode(given)) for given in body.prompts]
         is_scored = body.echo and body.logprobs is not None
         echoes = [scored_prompt(self._generator, tokenizer, each) if is_scored else [] for each in ids]
-        return complete_reply(body, self._model, list(zip(texts, ids, strict=True)), echoes, answers, tokenizer)
+        return bodies.complete_reply(body, self._model, list(zip(texts, ids, strict=True)), echoes, answers, tokenizer)
 
-    def _draws(self, body: Body) -> Iterator[Draw]:
+    def _draws(self, body: bodies.Body) -> Iterator[Draw]:
         """What a request needs from the engine. Raises Refusal if it cannot be answered."""
-        if isinstance(body, Chat):
+        if isinstance(body, bodies.Chat):
             messages = [message.plain for message in body.messages]
             yield self._draw(body.drawn, self._speech.of(body).prompt(messages), body.most_tokens, messages)
-        elif isinstance(body, Generate):
+        elif isinstance(body, bodies.Generate):
             yield self._draw(body.drawn, check_ids(body.token_ids, self._vocabulary), body.most_tokens)
         else:
-            assert isinstance(body, Complete), "there are four kinds of requests"
+            assert isinstance(body, bodies.Complete), "there are four kinds of requests"
             if body.max_tokens == 0 and not body.echo:
-                raise unfit("max_tokens", "0 needs echo; ask for tokens, or for the prompt")
+                raise bodies.unfit("max_tokens", "0 needs echo; ask for tokens, or for the prompt")
             for given in body.prompts:
                 special = body.add_special_tokens
                 ids = ids_of_text(given, self._speech, with_special=special) if isinstance(given, str) else given
                 if not ids:
-                    raise unfit("prompt", "has no token; send one that has")
+                    raise bodies.unfit("prompt", "has no token; send one that has")
                 yield self._draw(body, check_ids(ids, self._vocabulary, "prompt"), body.max_tokens)
 
     def _draw(
-        self, asked: Drawn, ids: tuple[int, ...], limit: int | None, messages: Sequence[dict[str, Any]] = ()
+        self, asked: bodies.Drawn, ids: tuple[int, ...], limit: int | None, messages: Sequence[dict[str, Any]] = ()
     ) -> Draw:
         room = self._most_tokens - len(ids)
         if room < 1:
             most = f"prompt and answer may have {self._most_tokens} together"
             problem = f"the prompt has {counted(len(ids), 'token')}, and {most}"
             remedy = "send less, or raise prompts.max_tokens"
-            raise Refusal(400, f"{problem}; {remedy}", "context_length_exceeded")
+            raise bodies.Refusal(400, f"{problem}; {remedy}", "context_length_exceeded")
         if limit is not None and limit > room:
             number = counted(limit, "token")
             problem = f"{number} and the prompt's {len(ids)} are more than {self._most_tokens}"
             remedy = "ask for fewer, or raise generation.max_tokens"
-            raise unfit("max_tokens", f"{problem}; {remedy}", "context_length_exceeded")
+            raise bodies.unfit("max_tokens", f"{problem}; {remedy}", "context_length_exceeded")
         check_ids(asked.stop_token_ids or (), self._vocabulary, "stop_token_ids")
         self._num_requests += 1
         seed = asked.seed
@@ -289,7 +274,7 @@ class Service:
         It is sent as a whole where calls of tools have to be told from text, and where it includes log-probs.
         """
         body, on_text = request.body, request.on_text
-        if on_text is None or not isinstance(body, Chat) or body.shown_tools or body.logprobs:
+        if on_text is None or not isinstance(body, bodies.Chat) or body.shown_tools or body.logprobs:
             return None
         text = ShownText(plain_decoder(self._speech.tokenizer), draw.sampling, self._ends)
 
@@ -301,18 +286,18 @@ class Service:
 
 
 def reply_of(
-    body: Body, model: str, speech: Speech, draw: Draw, completions: Sequence[Completion]
-) -> tuple[dict[str, Any], list[Said]]:
+    body: bodies.Body, model: str, speech: Speech, draw: Draw, completions: Sequence[Completion]
+) -> tuple[dict[str, Any], list[bodies.Said]]:
     """(the body of the reply, the completions as messages if the request was a chat)."""
-    if isinstance(body, Generate):
-        return generate_reply(body, model, completions), []
-    assert isinstance(body, Chat), "others are answered without the engine"
+    if isinstance(body, bodies.Generate):
+        return bodies.generate_reply(body, model, completions), []
+    assert isinstance(body, bodies.Chat), "others are answered without the engine"
     spoken = speech.of(body)
     said = [spoken.said(completion.token_ids, completion.text) for completion in completions]
-    return chat_reply(body, model, draw.prompt.token_ids, completions, said, draw.seed, speech.tokenizer), said
+    return bodies.chat_reply(body, model, draw.prompt.token_ids, completions, said, draw.seed, speech.tokenizer), said
 
 
-def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any]:
+def tokenized(body: bodies.Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any]:
     """The reply to a request for tokens."""
     if body.messages is not None:
         messages = [message.plain for message in body.messages]
@@ -323,21 +308,21 @@ def tokenized(body: Tokenize, speech: Speech, most_tokens: int) -> dict[str, Any
     return {"count": len(ids), "max_model_len": most_tokens, "tokens": list(ids), "token_strs": strings}
 
 
-def scored_prompt(generator: Generator, tokenizer: RunTokenizer, ids: Sequence[int]) -> list[Scored]:
+def scored_prompt(generator: Generator, tokenizer: RunTokenizer, ids: Sequence[int]) -> list[bodies.Scored]:
     """The tokens of a prompt with their log-probs at temperature 1, and those of the most likely tokens.
 
     Raises Refusal: the engine does not say which they are.
     """
-    first: Scored = (str(tokenizer.decode([ids[0]])), None, None)
+    first: bodies.Scored = (str(tokenizer.decode([ids[0]])), None, None)
     if len(ids) == 1:
         return [first]
     [best] = generator.best_tokens([list(ids)]) or [None]
     if best is None:
         problem = "echo: with logprobs it needs an engine that gives the most likely tokens of a prompt"
-        raise Refusal(400, f"{problem}; serve with generation=transformers", "unsupported_value")
+        raise bodies.Refusal(400, f"{problem}; serve with generation=transformers", "unsupported_value")
     [logprobs] = generator.score([list(ids)])
     tokens = zip(ids[1:], logprobs, best, strict=True)
-    return [first, *(scored(tokenizer, token, logprob, best=most) for token, logprob, most in tokens)]
+    return [first, *(bodies.scored(tokenizer, token, logprob, best=most) for token, logprob, most in tokens)]
 
 
 def ids_of_text(text: str, speech: Speech, *, with_special: bool = True) -> list[int]:
@@ -349,5 +334,5 @@ def check_ids(ids: Sequence[int], vocabulary: int, field: str = "token_ids") -> 
     """The token ids of a request. Raises Refusal for one that the model does not have."""
     unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
     if unknown is not None:
-        raise unfit(field, f"the model has no token {unknown}; its tokens are 0 .. {vocabulary - 1}")
+        raise bodies.unfit(field, f"the model has no token {unknown}; its tokens are 0 .. {vocabulary - 1}")
     return tuple(ids)

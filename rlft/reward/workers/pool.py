@@ -18,28 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
+from rlft.reward.workers import worker as workers
 from rlft.reward.workers.reward_spec import RewardSpec
-from rlft.reward.workers.worker import (
-    NOWHERE,
-    Answer,
-    Cause,
-    Failure,
-    Progress,
-    Reply,
-    Task,
-    answer,
-    last_read,
-    load,
-    out_of_time,
-    pack,
-    progress_in,
-    unpack,
-)
 from rlft.system.process.child import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S, Child, Children, Ended
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, where_it_wrote
 
-StopWhen = Callable[[Reply], bool]
+StopWhen = Callable[[workers.Reply], bool]
 
 
 class RewardError(RuntimeError):
@@ -52,7 +37,7 @@ class Pool(ABC):
     ran_programs = False
     _is_stopped = False
 
-    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
+    def run(self, tasks: Sequence[workers.Task], stop_when: StopWhen) -> Iterator[tuple[workers.Task, workers.Reply]]:
         """Each task with its reply, in order of completion; no task is begun after a reply for which `stop_when` holds.
 
         A reply lacks rewards that a killed worker had not reached, and rewards that a signal disturbed. RewardError:
@@ -90,11 +75,11 @@ class Pool(ABC):
         """Whether a worker has a task."""
 
     @abstractmethod
-    def _dispatch(self, waiting: deque[Task]) -> None:
+    def _dispatch(self, waiting: deque[workers.Task]) -> None:
         """Gives tasks to workers that have none."""
 
     @abstractmethod
-    def _answers(self) -> Iterator[tuple[Task, Answer | None]]:
+    def _answers(self) -> Iterator[tuple[workers.Task, workers.Answer | None]]:
         """Waits a moment for answers; None where the worker was lost and no reward is to blame."""
 
 
@@ -104,12 +89,12 @@ class RewardWorker(Child):
     def __init__(self, specs: Sequence[RewardSpec], timeout_s: float) -> None:
         memory = shared_memory(mmap.PAGESIZE)
         try:
-            self.progress: Progress = progress_in(memory)
+            self.progress: workers.Progress = workers.progress_in(memory)
             arguments = (specs, timeout_s, memory)
             super().__init__("rlft-reward-worker", "rlft.reward.workers.worker:serve", arguments, descriptors=(memory,))
         finally:
             os.close(memory)
-        self.task: Task | None = None
+        self.task: workers.Task | None = None
 
 
 class WorkerPool(Pool):
@@ -131,7 +116,7 @@ class WorkerPool(Pool):
     def _is_busy(self) -> bool:
         return any(worker.is_busy for worker in self._workers.all)
 
-    def _dispatch(self, waiting: deque[Task]) -> None:
+    def _dispatch(self, waiting: deque[workers.Task]) -> None:
         for worker in [worker for worker in self._workers.all if worker.is_ready and not worker.is_busy]:
             if not waiting:
                 return
@@ -141,7 +126,7 @@ class WorkerPool(Pool):
             else:  # it died while idle, not because of the task: the next worker gets the task
                 self._workers.replace(worker)
 
-    def _answers(self) -> Iterator[tuple[Task, Answer | None]]:
+    def _answers(self) -> Iterator[tuple[workers.Task, workers.Answer | None]]:
         for worker, message in self._workers.answers():
             task = worker.task
             assert task is not None, "a worker without a task says nothing"
@@ -151,12 +136,14 @@ class WorkerPool(Pool):
             else:
                 yield task, message
 
-    def _failed(self, worker: RewardWorker, task: Task, ended: Ended) -> Reply:
+    def _failed(self, worker: RewardWorker, task: workers.Task, ended: Ended) -> workers.Reply:
         """The reply for a worker that has died or is out of time: the failure of the reward that it was computing."""
-        at = last_read(worker.progress)
-        died = Failure(cause=Cause.died, problem=f"took its worker process with it, which {ended.how},", completion=at)
+        at = workers.last_read(worker.progress)
+        died = workers.Failure(
+            cause=workers.Cause.died, problem=f"took its worker process with it, which {ended.how},", completion=at
+        )
         reward = task.rewards[max(0, worker.progress[0])]
-        return {reward: out_of_time(self._timeout_s, at) if ended.is_late else died}
+        return {reward: workers.out_of_time(self._timeout_s, at) if ended.is_late else died}
 
 
 # -- without workers ---------------------------------------------------------------------------------------------------
@@ -164,12 +151,14 @@ class InProcess:
     """A pool without workers, for debugging a reward and for tiny tests. Nothing is isolated."""
 
     def __init__(self, specs: Sequence[RewardSpec], timeout_s: float) -> None:
-        self._rewards, self._timeout_s = load(specs), timeout_s
+        self._rewards, self._timeout_s = workers.load(specs), timeout_s
         self.ran_programs = False
 
-    def run(self, tasks: Sequence[Task], stop_when: StopWhen) -> Iterator[tuple[Task, Reply]]:
+    def run(self, tasks: Sequence[workers.Task], stop_when: StopWhen) -> Iterator[tuple[workers.Task, workers.Reply]]:
         for task in tasks:
-            reply, self.ran_programs = answer(task, self._rewards, self._timeout_s, [NOWHERE, NOWHERE])
+            reply, self.ran_programs = workers.answer(
+                task, self._rewards, self._timeout_s, [workers.NOWHERE, workers.NOWHERE]
+            )
             yield task, reply
             if stop_when(reply):
                 return
@@ -188,15 +177,15 @@ class RewardHost:
     def __init__(self, *, specs: Sequence[RewardSpec], timeout_s: float) -> None:
         self._pool = WorkerPool(specs, 1, timeout_s)
 
-    def answer(self, packed: bytes) -> Answer:
-        [(_, reply)] = self._pool.run([unpack(packed)], lambda reply: False)
+    def answer(self, packed: bytes) -> workers.Answer:
+        [(_, reply)] = self._pool.run([workers.unpack(packed)], lambda reply: False)
         return reply, self._pool.ran_programs
 
 
 class Scoring(NamedTuple):
     """What a worker does on a task: it may take `limit_s` seconds, up to `end_s` by the pool's clock."""
 
-    task: Task
+    task: workers.Task
     future: Future[Any]
     limit_s: float
     end_s: float
@@ -243,7 +232,7 @@ class ClusterPool(Pool):
     def _is_busy(self) -> bool:
         return bool(self._busy)
 
-    def _dispatch(self, waiting: deque[Task]) -> None:
+    def _dispatch(self, waiting: deque[workers.Task]) -> None:
         for number, worker in enumerate(self._workers):
             if not waiting:
                 return
@@ -256,19 +245,19 @@ class ClusterPool(Pool):
             future = worker.call("answer", packed_task(task))
             self._busy[number] = Scoring(task, future, limit_s, self._clock() + limit_s)
 
-    def _answers(self) -> Iterator[tuple[Task, Answer | None]]:
+    def _answers(self) -> Iterator[tuple[workers.Task, workers.Answer | None]]:
         wait([scoring.future for scoring in self._busy.values()], timeout=TICK_S, return_when=FIRST_COMPLETED)
         now = self._clock()
         for number in [n for n, scoring in self._busy.items() if scoring.future.done() or scoring.end_s <= now]:
             scoring = self._busy.pop(number)
             yield scoring.task, self._answer(number, scoring)
 
-    def _answer(self, number: int, scoring: Scoring) -> Answer | None:
+    def _answer(self, number: int, scoring: Scoring) -> workers.Answer | None:
         """The worker's answer; None if the worker is lost, and another one has taken its place."""
         worker = self._workers[number]
         if scoring.future.done():
             try:
-                answered: Answer = scoring.future.result()
+                answered: workers.Answer = scoring.future.result()
             except WorkerError as error:
                 problem = str(error)
             else:
@@ -303,10 +292,10 @@ def shared_memory(size: int) -> int:
     return memory
 
 
-def packed_task(task: Task) -> bytes:
+def packed_task(task: workers.Task) -> bytes:
     """The task as it is sent to a worker. Raises RewardError if its prompt cannot be sent."""
     try:
-        return pack(task)
+        return workers.pack(task)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         prompt = task.group.prompt.id
         raise RewardError(
