@@ -173,8 +173,10 @@ def test_what_a_checkpoint_comes_after_is_on_disk_before_it(make_run, make_step,
 # -- load --------------------------------------------------------------------------------------------------------------
 def test_evaluations_of_later_steps_do_not_read_the_file_again(make_run, make_step, make_evaluation, monkeypatch):
     read = []
-    before = jsonl.open_after
-    monkeypatch.setattr(jsonl, "open_after", lambda path, *rest: read.append(path.name) or before(path, *rest))
+    before = jsonl.run_lines.open_after
+    monkeypatch.setattr(
+        jsonl.run_lines, "open_after", lambda path, *rest: read.append(path.name) or before(path, *rest)
+    )
     play(make_run(), make_step, make_evaluation, 8).finish("finished")
     # The three files at the start, and the evaluation before the first step, which a run that starts again repeats.
     assert read == ["metrics.jsonl", "eval.jsonl", "alarms.jsonl", "eval.jsonl"]

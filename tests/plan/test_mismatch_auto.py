@@ -50,7 +50,7 @@ def test_auto_depends_on_engine_dtype_and_sampling(words, engine, itemsize, mode
 
 
 def test_the_plan_of_a_16_bit_run_has_the_row_and_that_of_a_float32_run_has_none(monkeypatch: Any) -> None:
-    monkeypatch.setattr("rlft.plan.train_plan.choose_engine", lambda *_, **__: ("vllm", "as asked"))
+    monkeypatch.setattr("rlft.plan.model_rules.choose_engine", lambda *_, **__: ("vllm", "as asked"))
     words = ["generation=vllm", "model.device=cpu", "data.size=16", "data.held_out_size=8"]
     rows = {}
     for dtype in ("float32", "bfloat16"):

@@ -283,7 +283,7 @@ def test_a_file_that_a_living_run_has_just_removed_is_no_error(
     run = make_run("run", steps=5)
     listed = rollout_files(run)
     (run / "rollouts" / "step_000001.jsonl").unlink()
-    monkeypatch.setattr(report_completions, "rollout_files", lambda folder: listed)
+    monkeypatch.setattr(report_completions.lines, "rollout_files", lambda folder: listed)
     assert choose(run, 10**6)["steps"] == 4
 
 
