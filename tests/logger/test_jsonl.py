@@ -6,6 +6,7 @@ import pytest
 
 from rlft.logger import jsonl
 from rlft.logger.jsonl import Jsonl
+from rlft.runs import lines
 from rlft.runs.lines import evaluation_line, read_lines
 from rlft.types import Turn
 
@@ -173,7 +174,7 @@ def test_what_a_checkpoint_comes_after_is_on_disk_before_it(make_run, make_step,
 # -- load --------------------------------------------------------------------------------------------------------------
 def test_evaluations_of_later_steps_do_not_read_the_file_again(make_run, make_step, make_evaluation, monkeypatch):
     read = []
-    before = jsonl.run_lines.open_after
+    before = lines.open_after
     monkeypatch.setattr(
         jsonl.run_lines, "open_after", lambda path, *rest: read.append(path.name) or before(path, *rest)
     )
