@@ -34,17 +34,11 @@ IMAGE = "\ufffc"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """An image of a prompt, as the data give it: a file (PNG, JPEG ..), or its content. It is decoded where it is used.
+    """An image of a prompt, as the data give it: a file (PNG, JPEG ..) or its content, decoded where it is used."""
 
-    Attributes:
-        digest: 16 hex digits that identify the content.
-        path: the file; "": the data give the content.
-        data: the content; empty: it is in `path`.
-    """
-
-    digest: str
-    path: str = ""
-    data: bytes = field(default=b"", repr=False)
+    digest: str  # 16 hex digits that identify the content
+    path: str = ""  # the file; "": the data give the content
+    data: bytes = field(default=b"", repr=False)  # the content; empty: it is in `path`
 
 
 class Split(StrEnum):
@@ -154,35 +148,23 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call in a turn of the policy, name and arguments as the policy wrote them, and what it was answered.
-
-    Attributes:
-        answer: the text that the policy reads next; the error's where the call failed.
-        failed: whether the call was malformed, or its tool raised or ran out of time.
-        cause: why it failed, a `rlft.environment.protocol.Cause`; "" where it did not.
-    """
+    """A call in a turn of the policy, name and arguments as the policy wrote them, and what it was answered."""
 
     name: str
     arguments: str
-    answer: str
-    failed: bool = False
-    cause: str = ""
+    answer: str  # the text that the policy reads next; the error's where the call failed
+    failed: bool = False  # whether the call was malformed, or its tool raised or ran out of time
+    cause: str = ""  # why it failed, a `rlft.environment.protocol.Cause`; "" where it did not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the policy said in one go, and what it was answered.
+    """What the policy said in one go, and what it was answered."""
 
-    Attributes:
-        end: number of the completion's tokens up to the last one that was sampled in this turn, that one included.
-        answer: what the environment said then, without what the chat template puts around it.
-        reward: what the environment gave for the turn; None: it gave nothing.
-    """
-
-    end: int
+    end: int  # number of the completion's tokens up to the last one that was sampled in this turn, that one included
     text: str = ""
-    answer: str = ""
-    reward: float | None = None
+    answer: str = ""  # what the environment said then, without what the chat template puts around it
+    reward: float | None = None  # what the environment gave for the turn; None: it gave nothing
     calls: tuple[ToolCall, ...] = ()
 
 

@@ -124,17 +124,11 @@ def base_of(plain: Mapping[str, Any], source: NamedRun | None) -> list[tuple[str
 # -- the policy that answers -------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What answers, before it is loaded.
+    """What answers, before it is loaded."""
 
-    Attributes:
-        config: the config of a run of any command that samples; its model is the checkpoint if that holds a whole one.
-        lora: the adapter's settings; None if all weights were trained.
-        saved: the adapter's checkpoint; None for whole models and without a run.
-    """
-
-    config: Any
-    lora: LoraSettings | None
-    saved: Checkpoint | None
+    config: Any  # of a run of any command that samples; its model is the checkpoint if that holds a whole one
+    lora: LoraSettings | None  # the adapter's settings; None if all weights were trained
+    saved: Checkpoint | None  # the adapter's checkpoint; None for whole models and without a run
     title: str
     base: str
 

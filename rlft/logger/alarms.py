@@ -51,16 +51,11 @@ def texts() -> Mapping[str, Mapping[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """A note for the person watching.
-
-    Attributes:
-        alarm: the alarm's name in the metrics, if the hint says that something is wrong; else None.
-        fatal: whether the numbers are broken, so that the run must stop before it saves them.
-    """
+    """A note for the person watching."""
 
     text: str
-    alarm: str | None = None
-    fatal: bool = False
+    alarm: str | None = None  # the alarm's name in the metrics, if the hint says that something is wrong; else None
+    fatal: bool = False  # whether the numbers are broken, so that the run must stop before it saves them
 
 
 class Hints:

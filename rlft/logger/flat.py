@@ -23,23 +23,15 @@ T_95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """The line through the newest evaluations of a run.
+    """The line through the newest evaluations of a run."""
 
-    Attributes:
-        what: accuracy or loss.
-        slope, error: change per step, and its standard error.
-        first, last: the steps of the first and the last of these evaluations.
-        most: the 95 % bound of the improvement in last - first more steps.
-        matters: the least improvement that matters.
-    """
-
-    what: str
-    slope: float
-    error: float
-    first: int
-    last: int
-    most: float
-    matters: float
+    what: str  # accuracy or loss
+    slope: float  # change per step
+    error: float  # standard error of the slope
+    first: int  # step of the first of these evaluations
+    last: int  # step of the last of these evaluations
+    most: float  # the 95 % bound of the improvement in last - first more steps
+    matters: float  # the least improvement that matters
 
     @property
     def is_flat(self) -> bool:

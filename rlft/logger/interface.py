@@ -13,22 +13,15 @@ from rlft.types import Evaluation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What the loggers get at the start of a run.
-
-    Attributes:
-        name, config: the config's name, and the plain config.
-        step, steps: 0, or that of the checkpoint from which a run is resumed; those of the whole run.
-        sizes: rows of the start-up table, (what, value, explanation).
-        watched: (word, metric) of the number whose curve is shown.
-    """
+    """What the loggers get at the start of a run."""
 
     folder: Path
-    name: str
-    config: Mapping[str, Any]
-    step: int
-    steps: int
-    sizes: Sequence[tuple[str, str, str]]
-    watched: tuple[str, str] = ("reward", "reward/mean")
+    name: str  # the config's name
+    config: Mapping[str, Any]  # the plain config
+    step: int  # 0, or that of the checkpoint from which a run is resumed
+    steps: int  # those of the whole run
+    sizes: Sequence[tuple[str, str, str]]  # rows of the start-up table, (what, value, explanation)
+    watched: tuple[str, str] = ("reward", "reward/mean")  # (word, metric) of the number whose curve is shown
 
 
 class Logger(Protocol):

@@ -17,17 +17,12 @@ NARROW = 16  # cells of the terminal that a column of long words has at least
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        right: its cells are numbers: they are aligned to the right and stay on one line.
-        folds: its words may be cut, as those of completions.
-    """
+    """A column of a table."""
 
     title: str = ""
     style: str = ""
-    right: bool = False
-    folds: bool = False
+    right: bool = False  # its cells are numbers: they are aligned to the right and stay on one line
+    folds: bool = False  # its words may be cut, as those of completions
 
 
 class WordTable:

@@ -36,38 +36,25 @@ MIN_SPEED = 0.9  # share of plain kernels' speed below which rlft's kernels are 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """The results of a forward and backward pass, float32 on the CPU.
+    """The results of a forward and backward pass, float32 on the CPU."""
 
-    Attributes:
-        logprobs: log-probs of the completion tokens, `[tokens]`.
-        gradients: {parameter: gradient} of the adapter.
-        are_plain: whether the kernels were those of transformers and PEFT; `reason`: why.
-        is_packed: whether rows were packed; `layout`: why.
-    """
-
-    logprobs: Tensor
-    gradients: Mapping[str, Tensor]
+    logprobs: Tensor  # log-probs of the completion tokens, `[tokens]`
+    gradients: Mapping[str, Tensor]  # {parameter: gradient} of the adapter
     seconds: float
-    are_plain: bool
+    are_plain: bool  # whether the kernels were those of transformers and PEFT; `reason`: why
     reason: str
-    is_packed: bool
+    is_packed: bool  # whether rows were packed; `layout`: why
     layout: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """The differences between two passes, or the largest that are allowed.
+    """The differences between two passes, or the largest that are allowed."""
 
-    Attributes:
-        logprobs, mean: largest and mean difference between log-probs, in nats.
-        gradients: largest norm of the difference between two gradients, as a share of the expected one's norm.
-        where: name of the parameter whose gradients differ most; "" in bounds.
-    """
-
-    logprobs: float
-    mean: float
-    gradients: float
-    where: str = ""
+    logprobs: float  # largest difference between log-probs, in nats
+    mean: float  # mean difference between log-probs, in nats
+    gradients: float  # largest norm of the difference between two gradients, as a share of the expected one's norm
+    where: str = ""  # name of the parameter whose gradients differ most; "" in bounds
 
 
 def kernel_rows(trial: MachineTrial) -> list[CheckRow]:

@@ -45,36 +45,22 @@ def judged(
 # -- checks ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check, which makes one row or several.
+    """A check, which makes one row or several."""
 
-    Attributes:
-        name: also of its row if the check fails before it makes one.
-        function: `module:function` that returns its rows, called with the result of the subject's `opens`.
-        limit_s: seconds after which it counts as failed.
-        fresh: whether it needs a process in which nothing has been allocated yet.
-    """
-
-    name: str
-    function: str
-    limit_s: float
-    fresh: bool = False
+    name: str  # also of its row if the check fails before it makes one
+    function: str  # `module:function` that returns its rows, called with the result of the subject's `opens`
+    limit_s: float  # seconds after which it counts as failed
+    fresh: bool = False  # whether it needs a process in which nothing has been allocated yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a trial.
+    """The settings of a trial."""
 
-    Attributes:
-        plain: the composed config, with the user's sections in it.
-        typed: the keys that the user has typed, whose values the trial keeps.
-        rewards: the user's `reward` section; the trial computes none of these rewards.
-        runs: the folder in which the user's runs would be.
-    """
-
-    plain: dict[str, Any]
-    typed: frozenset[str]
-    rewards: Mapping[str, Any]
-    runs: Path
+    plain: dict[str, Any]  # the composed config, with the user's sections in it
+    typed: frozenset[str]  # the keys that the user has typed, whose values the trial keeps
+    rewards: Mapping[str, Any]  # the user's `reward` section; the trial computes none of these rewards
+    runs: Path  # the folder in which the user's runs would be
 
     @property
     def makes_model(self) -> bool:

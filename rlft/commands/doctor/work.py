@@ -102,19 +102,12 @@ def write_prompts(file: Path, work: Workload, steps: int) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of a model that its arithmetic depends on.
+    """The sizes of a model that its arithmetic depends on."""
 
-    Attributes:
-        base: number of weights in the matrices of all layers.
-        low: number of weights in an adapter on them.
-        head: number of weights in the LM head.
-        width: heads x head size, summed over the layers.
-    """
-
-    base: int
-    low: int
-    head: int
-    width: int
+    base: int  # number of weights in the matrices of all layers
+    low: int  # number of weights in an adapter on them
+    head: int  # number of weights in the LM head
+    width: int  # heads x head size, summed over the layers
 
     @classmethod
     def of_model(cls, model: Any, lora: int) -> Shape:

@@ -52,27 +52,17 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """An export, as its card describes it.
-
-    Attributes:
-        has_template: whether the tokenizer's chat template is used.
-        loader: transformers' class that loads the model.
-        dtype: of the model's weights.
-        eos: the tokenizer's end token.
-        names_ends: whether what loads the model finds all `ends` of turns in its generation config.
-        chain: the digest of the run's chain after the checkpoint's step; None for a run without a chain.
-        defaults: the fields of the base's generation_config.json.
-    """
+    """An export, as its card describes it."""
 
     request: Export
-    has_template: bool
-    loader: str
-    dtype: str
+    has_template: bool  # whether the tokenizer's chat template is used
+    loader: str  # transformers' class that loads the model
+    dtype: str  # of the model's weights
     ends: TurnEnds
-    eos: object
-    names_ends: bool
-    chain: str | None
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    eos: object  # the tokenizer's end token
+    names_ends: bool  # whether what loads the model finds all `ends` of turns in its generation config
+    chain: str | None  # the digest of the run's chain after the checkpoint's step; None for a run without a chain
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the fields of the base's generation_config.json
 
     def text(self) -> str:
         from jinja2 import Environment, StrictUndefined

@@ -19,21 +19,15 @@ FORMS = ("model", "adapter")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """A validated request to export a checkpoint of the run `source` to the folder `out`.
-
-    Attributes:
-        checkpoint: its folder, which is undamaged.
-        dtype: `auto`, or one of DTYPES.
-        repo_id: the repository that the folder is pushed to, for the model card; None if it is not pushed.
-    """
+    """A validated request to export a checkpoint of the run `source` to the folder `out`."""
 
     source: NamedRun
-    checkpoint: Path
+    checkpoint: Path  # its folder, which is undamaged
     checkpoint_kind: CheckpointKind
     is_model: bool
-    dtype: str
+    dtype: str  # `auto`, or one of DTYPES
     out: Path
-    repo_id: str | None = None
+    repo_id: str | None = None  # the repository that the folder is pushed to, for the model card; None: none
 
 
 def prepare(

@@ -40,24 +40,16 @@ NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "minibatches", "logg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A sweep of which every value has been checked as a run's.
-
-    Attributes:
-        parsed: its words, with the date on which it was begun.
-        configs: those of its jobs; of a study those of its corners.
-        on_gpus: whether runs side by side have a GPU each.
-        keys: of a study, how its values are drawn and trials compared; None for a plain sweep.
-        plans: {job or corner: its plan} of the first one and of those that read other files.
-    """
+    """A sweep of which every value has been checked as a run's."""
 
     command: str
-    parsed: Arguments
+    parsed: Arguments  # its words, with the date on which it was begun
     space: spaces.Space
-    configs: Sequence[Resolved]
+    configs: Sequence[Resolved]  # those of its jobs; of a study those of its corners
     cluster: ClusterConfig | None
-    on_gpus: bool
-    plans: Mapping[int, Plan]
-    keys: spaces.StudyConfig | None = None
+    on_gpus: bool  # whether runs side by side have a GPU each
+    plans: Mapping[int, Plan]  # {job or corner: its plan} of the first one and of those that read other files
+    keys: spaces.StudyConfig | None = None  # how a study draws values and compares trials; None: a plain sweep
 
     @property
     def plains(self) -> list[Mapping[str, Any]]:

@@ -28,19 +28,14 @@ from rlft.types import Evaluation, UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-        number: of its job, from 0.
-        resolved, plan: its config and its plan, if the sweep has them already.
-    """
-
-    number: int
+    number: int  # of its job, from 0
     name: str
     words: Sequence[str]
     folder: Path
-    resolved: Resolved | None = field(default=None, repr=False)
-    plan: Any = field(default=None, repr=False)
+    resolved: Resolved | None = field(default=None, repr=False)  # its config, if the sweep has it already
+    plan: Any = field(default=None, repr=False)  # its plan, if the sweep has it already
 
 
 class How(Enum):
@@ -69,15 +64,10 @@ R = TypeVar("R", bound=Run)
 
 
 class Source(Protocol[R]):
-    """What the runs of a sweep are, and what becomes of them.
+    """What the runs of a sweep are, and what becomes of them."""
 
-    Attributes:
-        beginning: lines about the sweep that begins or is resumed.
-        again: how it is resumed once it is interrupted.
-    """
-
-    beginning: Sequence[str]
-    again: str
+    beginning: Sequence[str]  # lines about the sweep that begins or is resumed
+    again: str  # how it is resumed once it is interrupted
 
     def next(self) -> R | None:
         """The next run to begin or resume; None if there is none now."""

@@ -29,21 +29,14 @@ a YAML; what else than these keys it changes, such as cluster.lanes, is seen in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRecord:
-    """How a study was begun.
-
-    Attributes:
-        options: words such as -m and --config-dir.
-        start: the directory that relative paths in them are read from.
-        configs: the configs of its corners with full keys: that of the first, and of each other what differs from it.
-        fingerprints: of what each of the corners reads that are planned.
-    """
+    """How a study was begun."""
 
     command: str
-    options: Sequence[str]
+    options: Sequence[str]  # words such as -m and --config-dir
     words: Sequence[str]
-    start: str
-    configs: Sequence[Mapping[str, Any]]
-    fingerprints: Sequence[Mapping[str, str]]
+    start: str  # the directory that relative paths in them are read from
+    configs: Sequence[Mapping[str, Any]]  # of its corners, by full keys: the first, and how each other differs from it
+    fingerprints: Sequence[Mapping[str, str]]  # of what each of the corners reads that are planned
 
     @property
     def config_dir(self) -> str | None:

@@ -83,23 +83,15 @@ class Journal(BaseJournalBackend):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A trial, and what has become of it.
+    """A trial, and what has become of it."""
 
-    Attributes:
-        number: counts from 0 in the order in which trials were drawn.
-        state: complete, pruned, failed or unfinished.
-        value: of the metric: at the end, or where it was pruned; None if it has none.
-        same_as: the number of the trial whose result it has, or None.
-        why: it failed, or what pruned it and where; "" otherwise.
-    """
-
-    number: int
+    number: int  # counts from 0 in the order in which trials were drawn
     params: Mapping[str, Any]
-    state: str = "unfinished"
-    value: float | None = None
+    state: str = "unfinished"  # complete, pruned, failed or unfinished
+    value: float | None = None  # of the metric: at the end, or where it was pruned; None if it has none
     values: Sequence[float] = field(default_factory=tuple)
-    same_as: int | None = None
-    why: str = ""
+    same_as: int | None = None  # the number of the trial whose result it has, or None
+    why: str = ""  # why it failed, or what pruned it and where
 
 
 STATES = {

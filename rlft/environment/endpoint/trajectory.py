@@ -32,30 +32,20 @@ AGENT = "agent"
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """A conversation while its agent plays.
+    """A conversation while its agent plays."""
 
-    Attributes:
-        conversation: its state, as for other environments; the opening is that of the first request.
-        longest_row: the most tokens of the opening and all that follows.
-        known: messages so far, the policy's included; None after a request of tokens.
-        shown: tools and variables of the last request.
-        is_asked: whether a request of it is being sampled.
-        last: token ids of the last turn.
-        was_cut: whether a limit ended the last turn.
-    """
-
-    conversation: Conversation
+    conversation: Conversation  # its state, as for other environments; the opening is that of the first request
     environment: Endpoint
     speech: Speech
     sampling: Sampling
-    longest_row: int
+    longest_row: int  # the most tokens of the opening and all that follows
     model: str
     has_begun: bool = False
-    known: list[Message] | None = None
-    shown: tuple[Any, Any] = ([], {})
-    is_asked: bool = False
-    last: Sequence[int] = ()
-    was_cut: bool = False
+    known: list[Message] | None = None  # messages so far, the policy's included; None after a request of tokens
+    shown: tuple[Any, Any] = ([], {})  # tools and variables of the last request
+    is_asked: bool = False  # whether a request of it is being sampled
+    last: Sequence[int] = ()  # token ids of the last turn
+    was_cut: bool = False  # whether a limit ended the last turn
 
     def ask(self, body: Chat | Generate) -> Draw:
         """What a request needs from the engine; the transcript then holds what the policy reads before its turn.

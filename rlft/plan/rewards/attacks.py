@@ -82,28 +82,17 @@ def forms(own: Sequence[Form]) -> list[Form]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
-    """A row of the data, and what texts for it are made of.
+    """A row of the data, and what texts for it are made of."""
 
-    Attributes:
-        question: the text of the prompt's last message.
-        gold: the reference answer.
-        others: further reference answers.
-        wrong: the reference answer of another row.
-        form: how the answer is given.
-        rewards: names of the rewards.
-        special: texts of the tokenizer's special tokens.
-        few, many: words of which a tenth and two fifths of the longest completion consist.
-    """
-
-    question: str
-    gold: str
-    others: tuple[str, ...] = ()
-    wrong: str
-    form: Form
-    rewards: Sequence[str] = ()
-    special: Sequence[str] = ()
-    few: str = ""
-    many: str = ""
+    question: str  # the text of the prompt's last message
+    gold: str  # the reference answer
+    others: tuple[str, ...] = ()  # further reference answers
+    wrong: str  # the reference answer of another row
+    form: Form  # how the answer is given
+    rewards: Sequence[str] = ()  # names of the rewards
+    special: Sequence[str] = ()  # texts of the tokenizer's special tokens
+    few: str = ""  # words of which a tenth of the longest completion consists
+    many: str = ""  # words of which two fifths of it consist
 
     def fields(self) -> dict[str, str]:
         """What stands for `{name}` in the templates; GOLD and WRONG are answers in the form, Gold and Wrong without its

@@ -52,15 +52,10 @@ class RewardTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brief:
-    """What a plan says of the rewards.
+    """What a plan says of the rewards."""
 
-    Attributes:
-        trials: their scores of a few completions.
-        lines: what texts that a policy may find are paid; nothing unless all rewards are rules of rlft's own.
-    """
-
-    trials: Sequence[RewardTrial] = ()
-    lines: Sequence[str] = ()
+    trials: Sequence[RewardTrial] = ()  # their scores of a few completions
+    lines: Sequence[str] = ()  # what texts that a policy may find are paid; none unless all are rules of rlft's
 
 
 def brief_of(config: SamplingRoot, prompts: Sequence[Prompt], writer: Writer) -> Brief:

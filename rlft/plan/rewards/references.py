@@ -63,20 +63,13 @@ TIME_LIMIT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hidden:
-    """A reference that is more than its answer.
-
-    Attributes:
-        short: the prompt with the answer alone as its reference.
-        way: the key of the data, with its value, by which that is read.
-        is_sure: whether nothing else can be meant.
-        is_likely: whether nothing else can be meant if most references are such.
-    """
+    """A reference that is more than its answer."""
 
     prompt: Prompt
-    short: Prompt
-    way: str
-    is_sure: bool = False
-    is_likely: bool = False
+    short: Prompt  # the prompt with the answer alone as its reference
+    way: str  # the key of the data, with its value, by which that is read
+    is_sure: bool = False  # whether nothing else can be meant
+    is_likely: bool = False  # whether nothing else can be meant if most references are such
 
 
 @dataclass(slots=True, kw_only=True)

@@ -26,22 +26,15 @@ WRONG = tuple(family for family in Family if family not in (Family.gold, Family.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredText(Attack):
-    """A text in a form, as a completion of a row's prompt, and what each reward said of it, before its weight.
-
-    Attributes:
-        gold: the row's reference answer.
-        scores: {reward: its score, or what `on_error` gives}; None where the run would end; absent: not tried.
-        errors: {reward: how it failed}.
-        seconds: {reward: time for this completion}.
-    """
+    """A text as a completion of a row's prompt; rewards' scores before their weights, None where the run would end."""
 
     form: str
     prompt: str
-    gold: str
+    gold: str  # the row's reference answer
     tokens: int
-    scores: Mapping[str, float | None] = field(default_factory=dict)
-    errors: Mapping[str, str] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, float | None] = field(default_factory=dict)  # {reward: score, or what on_error gives}
+    errors: Mapping[str, str] = field(default_factory=dict)  # {reward: how it failed}
+    seconds: Mapping[str, float] = field(default_factory=dict)  # {reward: time for this completion}
 
     def tries_form(self, family: Family) -> bool:
         """Whether it is the answer of this family by which a form is chosen."""
@@ -57,34 +50,20 @@ class ScoredText(Attack):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """All that was tried.
-
-    Attributes:
-        weights: {reward: weight} of the run, the main reward first.
-        form: the name of the form in which the total of a reference answer is highest; "" where it is not known.
-        forms: {reward: the same for this reward alone}.
-        left_out: {reward: why it scored none of the texts}.
-        stopped: {reward: why it did not score all of them}.
-        differing: {reward: whether other scores came "the second time" or "in a group"}.
-        noise: {reward: by how much scores differed the second time}.
-        groups: {reward: how it failed on siblings that it scores alone}.
-        late: rewards that exceeded the run's time limit on a reference answer, or on a group of the run's size.
-        at_once: {reward: completions that it scores at the same time}, where these are more than one.
-        cheapest: the text with the fewest tokens whose total is that of a reference answer; None: not known.
-    """
+    """All that was tried."""
 
     texts: Sequence[ScoredText]
-    weights: Mapping[str, float]
-    form: str
-    forms: Mapping[str, str]
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    stopped: Mapping[str, str] = field(default_factory=dict)
-    differing: Mapping[str, str] = field(default_factory=dict)
-    noise: Mapping[str, float] = field(default_factory=dict)
-    groups: Mapping[str, str] = field(default_factory=dict)
-    late: frozenset[str] = frozenset()
-    at_once: Mapping[str, int] = field(default_factory=dict)
-    cheapest: ScoredText | None = None
+    weights: Mapping[str, float]  # {reward: weight} of the run, the main reward first
+    form: str  # the name of the form in which the total of a reference answer is highest; "" where it is not known
+    forms: Mapping[str, str]  # {reward: the same for this reward alone}
+    left_out: Mapping[str, str] = field(default_factory=dict)  # {reward: why it scored none of the texts}
+    stopped: Mapping[str, str] = field(default_factory=dict)  # {reward: why it did not score all of them}
+    differing: Mapping[str, str] = field(default_factory=dict)  # {reward: AGAIN or SIBLINGS} where scores differed
+    noise: Mapping[str, float] = field(default_factory=dict)  # {reward: by how much scores differed the second time}
+    groups: Mapping[str, str] = field(default_factory=dict)  # {reward: how it failed on siblings that it scores alone}
+    late: frozenset[str] = frozenset()  # those beyond the run's time limit on a reference answer or a whole group
+    at_once: Mapping[str, int] = field(default_factory=dict)  # {reward: completions scored together}, if several
+    cheapest: ScoredText | None = None  # the text with the fewest tokens whose total is that of a reference answer
 
 
 def rows_in_all_forms(texts: Iterable[ScoredText], names: Iterable[str]) -> set[str]:
@@ -126,22 +105,14 @@ def cheapest_of(texts: Sequence[ScoredText], weights: Mapping[str, float], form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """One reward's points for texts, or the total's: scores times the sign of the weight, so that more is better.
+    """One reward's points for texts, or the total's: scores times the sign of the weight, so that more is better."""
 
-    Attributes:
-        every: (text, points) of all texts, in any form.
-        points: {(family, kind): [(text, points)]} in the form in which it pays most for the reference answer.
-        right, wrong: {prompt: points of the reference answer and of another row's} in that form.
-        lowest: {prompt: the least points of a wrong answer in any form}, where all forms were scored.
-        eps: points that differ by no more are the same.
-    """
-
-    every: Sequence[tuple[ScoredText, float]]
-    points: Mapping[tuple[Family, str], Sequence[tuple[ScoredText, float]]]
-    right: Mapping[str, float]
-    wrong: Mapping[str, float]
-    lowest: Mapping[str, float]
-    eps: float
+    every: Sequence[tuple[ScoredText, float]]  # (text, points) of all texts, in any form
+    points: Mapping[tuple[Family, str], Sequence[tuple[ScoredText, float]]]  # in the form that pays gold answers most
+    right: Mapping[str, float]  # {prompt: points of the reference answer} in that form
+    wrong: Mapping[str, float]  # {prompt: points of another row's answer} in that form
+    lowest: Mapping[str, float]  # {prompt: the least points of a wrong answer in any form}, where all forms were scored
+    eps: float  # points that differ by no more are the same
 
     @classmethod
     def by(cls, tried: Tried, name: str | None) -> Scored:

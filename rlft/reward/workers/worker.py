@@ -50,21 +50,14 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A reward that failed on a group.
-
-    Attributes:
-        problem: a phrase for the user, such as "raised ValueError: ...".
-        completion: index of the completion that it looked at last, which need not be the one at fault, or None.
-        scores: the scores of a reward that returned, with None for unusable ones; None if it did not return.
-        remedy: what to do about it; "": the usual.
-    """
+    """A reward that failed on a group."""
 
     cause: Cause
-    problem: str
-    completion: int | None = None
-    scores: tuple[float | StepScores | None, ...] | None = None
+    problem: str  # a phrase for the user, such as "raised ValueError: ..."
+    completion: int | None = None  # index of the one that it looked at last, which need not be at fault
+    scores: tuple[float | StepScores | None, ...] | None = None  # of a reward that returned; None for unusable ones
     traceback: str = ""
-    remedy: str = ""
+    remedy: str = ""  # what to do about it; "": the usual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
