@@ -128,8 +128,7 @@ def read_bytes(text: str) -> int:
     >>> read_bytes("24GiB"), read_bytes("0.5 GB"), read_bytes("8000000000")
     (25769803776, 500000000, 8000000000)
 
-    Raises:
-        UserError: the text is not a size, or is one below 1 MiB.
+    Raises UserError: the text is not a size, or is one below 1 MiB.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
     unit = UNITS.get((match[2] or "B").upper()) if match else None

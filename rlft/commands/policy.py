@@ -82,10 +82,7 @@ def sampled_by(
 
 
 def as_training(source: NamedRun) -> dict[str, Any]:
-    """The run's config as one of `rlft train`, whose sections the runs of other commands have only in part.
-
-    The result may be modified. Raises UserError: the run has no policy.
-    """
+    """The run's config, which may be modified, as one of `rlft train`. Raises UserError: the run has no policy."""
     config = source.config
     command = commands.named(config["command"])
     weights: dict[str, Any] = {}

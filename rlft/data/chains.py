@@ -38,10 +38,7 @@ class Chain:
 
 
 def draw(rng: random.Random, steps: int, largest: int) -> Chain:
-    """A random chain of `steps` steps in which every number and every result is an integer from 0 to `largest`.
-
-    Each step is a sum, a difference or a product with 2 to 9, drawn uniformly from those that stay in the range.
-    """
+    """A random chain of steps: sum, difference or product with 2 to 9, uniform among those in 0 .. `largest`."""
     start = value = rng.randint(1, largest)
     drawn_steps: list[tuple[str, int]] = []
     for _ in range(steps):

@@ -153,10 +153,7 @@ class Findings:
 
 
 def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
-    """The prompts of the set; those of streamed data come without token ids, which would have to be computed.
-
-    What their prompts have begun to say for the assistant is that of the first one.
-    """
+    """The prompts of the set; those of streamed data without token ids, and with the first one's tail."""
     prompts = prompt_set.prompts
     if not isinstance(prompts, Mapped):
         return prompts

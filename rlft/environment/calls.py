@@ -44,10 +44,7 @@ def shown_by(syntax: Syntax, template: template_calls.CallTemplate) -> Shown:
 
 
 def reader_of(syntax: Syntax, template: template_calls.CallTemplate) -> template_calls.CallReader:
-    """A reader of calls in this syntax; how a template writes calls is found out by having it write one.
-
-    UserError: the template's calls cannot be read.
-    """
+    """A reader of calls in this syntax, learnt by having the template write one. UserError: these cannot be read."""
     if syntax == "json":
         return JsonCalls(template.schemas)
     if syntax == "xml":

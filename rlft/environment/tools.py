@@ -56,10 +56,7 @@ class FunctionCalls(Play):
 
 
 def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]) -> Any:
-    """What the function of this name returns for these arguments; a coroutine is run to its end.
-
-    Malformed: it has other parameters, which its schema did not say, as of one without any.
-    """
+    """What the named function returns for these arguments, a coroutine run to its end. Malformed: wrong parameters."""
     function = functions[name]
     try:
         inspect.signature(function).bind(**arguments)

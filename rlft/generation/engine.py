@@ -118,8 +118,7 @@ class Generator(ABC):
         Args:
             now: whether engines that have the version are checked at once; those that start later always are.
 
-        Raises:
-            StaleEngineError: an engine does not pass, and none takes its place.
+        Raises StaleEngineError: an engine does not pass, and none takes its place.
         """
         if now and (problem := check.problem([getattr(self, name)(*args) for name, *args in check.calls])) is not None:
             raise StaleEngineError(problem)

@@ -119,8 +119,7 @@ class MergedWeights:
     def take_back(self) -> None:
         """Makes the shared weights the base's again, wherever merging was interrupted. Ctrl-C waits until it is done.
 
-        Raises:
-            SharedBaseError: a matrix is neither the base's nor the merged one.
+        Raises SharedBaseError: a matrix is neither the base's nor the merged one.
         """
         interruption: KeyboardInterrupt | None = None
         self._is_merged = False

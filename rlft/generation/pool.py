@@ -305,8 +305,7 @@ class EnginePool(Generator):
     def _accept(self, work: EngineWork, answers: Sequence[Any]) -> None:
         """Checks which version an answer comes from; with the last bucket of a version the engine is ready.
 
-        Raises:
-            _Failed: it is not the one in use, or the engine's log-probs are not the policy's.
+        Raises _Failed: it is not the one in use, or the engine's log-probs are not the policy's.
         """
         slot, version = work.slot, self._version
         name = slot.spec.name

@@ -152,8 +152,7 @@ def check_stops(
         vocabulary: number of tokens that the model can produce.
         ends: the tokens that end a turn; None: those that the tokenizer names.
 
-    Raises:
-        UserError: a token id that the model never produces, or a string that no completion contains.
+    Raises UserError: a token id that the model never produces, or a string that no completion contains.
     """
     sampling, ends = generation.sampling, turn_ends(tokenizer, "raw").ids if ends is None else ends
     for token in sampling.stop_token_ids:

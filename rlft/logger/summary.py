@@ -93,10 +93,7 @@ def print_commands(terminal: Terminal, next_commands: Sequence[tuple[str, str]])
 
 
 def print_curve(terminal: Terminal, metrics: Sequence[Line], evaluations: Sequence[Line], glyphs: Glyphs) -> None:
-    """Draws mean reward over the steps as a line, and held-out accuracy as circles; nothing for less than two steps.
-
-    For a run without rewards it draws the loss, with the held-out loss.
-    """
+    """Draws mean reward (else the loss) as a line, and held-out accuracy (else loss) as circles, from two steps on."""
     training_metric, evaluation_metric = "reward/mean", "accuracy"
     if not points(metrics, training_metric):
         training_metric, evaluation_metric = "loss/total", "eval/loss"

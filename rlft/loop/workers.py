@@ -62,10 +62,7 @@ class EngineWorker:
         return self._take(sha256, weights)
 
     def load(self, version: int, config: Mapping[str, Any], sha256: str, weights: bytes) -> tuple[int, str]:
-        """Takes the last or only bucket of a version, as `load_part`, and loads the version.
-
-        Returns (version, SHA-256 of the bytes that arrived).
-        """
+        """Takes the last bucket of a version as `load_part`, and loads the version: (version, SHA-256 of the bytes)."""
         actual, arrived = self._take(sha256, weights), self._incoming.weights
         self._incoming = Incoming()
         if actual == sha256:

@@ -62,8 +62,7 @@ def source(config: ModelConfig) -> dict[str, Any]:
 def read_config(config: ModelConfig) -> Any:
     """The model's config.json as a transformers config, without weights.
 
-    Raises:
-        UserError: it cannot be read, or the model does not predict the next token from those before it.
+    Raises UserError: it cannot be read, or the model does not predict the next token from those before it.
     """
     check_local(config.path)
     try:

@@ -173,8 +173,7 @@ class WholeModel(Networks):
 class FollowingModel(WholeModel):
     """The policy of a run in another process, which sends its weights: an engine here samples from its own copy.
 
-    Raises:
-        UserError: by the key cluster.engines: a checkpoint of this model has other tensors than the model itself.
+    Raises UserError: by the key cluster.engines: a checkpoint of this model has other tensors than the model itself.
     """
 
     def __init__(self, backbone: Backbone, **limits: Any) -> None:

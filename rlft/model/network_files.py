@@ -69,8 +69,7 @@ class Network:
 def load_network(network: Network, **options: Any) -> PreTrainedModel:
     """The network with its weights; `options` are those of transformers' `from_pretrained`.
 
-    Raises:
-        UserError: its files lack tensors, have others, or cannot be read, or a number is not finite.
+    Raises UserError: its files lack tensors, have others, or cannot be read, or a number is not finite.
     """
     renamings, config = check_files(network, downloads=True), network.config
     if quantized_by(config) is not None:  # GPUs could compute with such weights, but gradients would end there
@@ -323,10 +322,7 @@ def _remedy_of_missing(network: Network, model: PreTrainedModel, missing: Collec
 
 
 def _matters(name: str, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a tensor that the model does not read is of one of its layers, or of a module that has weights.
-
-    Other parts, such as heads for other tasks and layers that predict later tokens, change nothing.
-    """
+    """Whether an unread tensor is of one of the model's layers or modules with weights; other heads change nothing."""
     if LEGACY.search(name) or (name.endswith(".bias") and len(shapes.get(name, (1,))) > 1):  # a causal mask
         return False
     parts: list[str] = name.split(".")

@@ -124,8 +124,7 @@ def open_learned(
 
     Without a path it is a new adapter with a head of zeros, which the run trains; `learns`: whether the run trains it.
 
-    Raises:
-        UserError: the folder cannot be read, does not fit, or has not exactly one label.
+    Raises UserError: the folder cannot be read, does not fit, or has not exactly one label.
     """
     key = f"reward.{name}.path"
     if path is None or is_adapter(path):
@@ -141,10 +140,7 @@ def open_learned(
 # -- an adapter on the base ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReward:
-    """Reads the head of `role` at the last token of prompt and completion, with the token ids that were sampled.
-
-    An empty completion is scored at the end of its prompt.
-    """
+    """Reads the head of `role` at the last token as sampled, or at the prompt's end if the completion is empty."""
 
     roles: Roles
     role: str
@@ -289,8 +285,7 @@ def load_classifier(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A frozen sequence classifier with one label, and its tokenizer, from a folder or the hub; runs none of its code.
 
-    Raises:
-        UserError: it cannot be read, has another number of labels, or lacks weights, such as those of its score.
+    Raises UserError: it cannot be read, has another number of labels, or lacks weights, such as those of its score.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(**classifier_source(path))
@@ -316,8 +311,7 @@ def _network(path: str, key: str) -> Network:
 def read_classifier(path: str, key: str) -> Any:
     """The config of a sequence classifier with one label, from a folder or the hub; reads no weights.
 
-    Raises:
-        UserError: it cannot be read, or has another number of labels.
+    Raises UserError: it cannot be read, or has another number of labels.
     """
     try:
         config = AutoConfig.from_pretrained(**classifier_source(path))

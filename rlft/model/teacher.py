@@ -103,10 +103,7 @@ def _no_logprobs(batch: Batch, top_k: int) -> dict[str, Tensor]:
 
 
 def _put(target: Tensor, rows: Tensor, mask: Tensor, values: Tensor) -> None:
-    """Puts the values of these rows' sampled tokens in their places.
-
-    The sampled tokens are the same, in the same order, in the rows as the teacher reads them.
-    """
+    """Puts values of these rows' sampled tokens, which are the same as the teacher reads them, in their places."""
     of_rows = target[rows]
     of_rows[mask.to(target.device)] = values.to(target)
     target[rows] = of_rows

@@ -79,8 +79,7 @@ def names_of(model: nn.Module) -> ModuleNames:
 def own_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class that contains the text model of a folder with this config; None if the folder is a text model itself.
 
-    Raises:
-        UserError: the folder holds no causal language model that transformers has a class for.
+    Raises UserError: the folder holds no causal language model that transformers has a class for.
     """
     if hasattr(config, "auto_map") or config.model_type in INSIDE:  # its code is in the folder, or in text_classes.py
         return None
@@ -110,8 +109,7 @@ def _contains_text_model(named: Any, config: PreTrainedConfig) -> bool:
 def text_model_of(own: PreTrainedModel) -> PreTrainedModel:
     """The causal language model made of this model's modules, whose names `names_of` gives.
 
-    Raises:
-        UserError: the model does not contain what a causal language model consists of.
+    Raises UserError: the model does not contain what a causal language model consists of.
     """
     config = own.config.get_text_config(decoder=True)
     head, embeddings = own.get_output_embeddings(), own.get_input_embeddings()
@@ -172,8 +170,7 @@ def _text_names(own: PreTrainedModel) -> list[str]:
 def load_model(config: PreTrainedConfig, source: Mapping[str, Any], **options: Any) -> PreTrainedModel:
     """The model that is trained, with its weights; `options` are those of transformers' `from_pretrained`.
 
-    Raises:
-        UserError: its files lack tensors, have others, or cannot be read.
+    Raises UserError: its files lack tensors, have others, or cannot be read.
     """
     network = network_of(config, source)
     model = load_network(network, **options)

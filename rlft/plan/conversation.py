@@ -34,10 +34,7 @@ class EnvironmentTrial:
 
 
 def try_environment(environment: Environment, tokenizer: RunTokenizer, prompt: Prompt) -> EnvironmentTrial:
-    """Has a scripted policy hold one conversation, in the environment's own processes and with its time limits.
-
-    The policy calls the first tool and then answers with text.
-    """
+    """Has a scripted policy call the first tool, then answer, in the environment's own processes and time limits."""
     from rlft.environment.conversations import Conversations
     from rlft.environment.endpoint.played import AgentGenerator
     from rlft.environment.turn_template import Dialect

@@ -225,10 +225,7 @@ def context_bytes(plan: Plan) -> int:
 
 
 def gpu_memory(plan: TrainPlan, model: ModelSizes, gpu: int, *, absent: bool) -> tuple[GpuMemory, GpuMemory]:
-    """(memory that an engine and a rank take together on one GPU, memory that an engine takes alone).
-
-    Keys that are `auto` count with the values that take the least memory.
-    """
+    """(memory of an engine with a rank on one GPU, of an engine alone), where `auto` keys take the least."""
     config = plan.config
     recompute = True if config.model.gradient_checkpointing == AUTO else config.model.gradient_checkpointing
     demand = on_a_gpu(replace(plan, placement=None).demand(model, recompute), plan, gpu, absent=absent)

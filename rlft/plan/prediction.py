@@ -159,8 +159,7 @@ def predict(resolved: Resolved, limit: int | None, card: str | None = None, *, t
         card: the GPU that it is to run on, a name in `rlft.plan.cards.CARDS`; None: the one that is here.
         tries: whether its rewards and its environment are tried.
 
-    Raises:
-        UserError: the run would be refused, or a card is named for a run on a CPU.
+    Raises UserError: the run would be refused, or a card is named for a run on a CPU.
     """
     settings, limit_name = resolved.config.model, "this machine has free" if limit is None else "device_memory"
     if limit is None and card is not None:

@@ -168,10 +168,7 @@ def _check_roles(config: RunConfig) -> None:
 def check_roles(
     config: RunConfig, algorithm: Objective, rewards: Mapping[str, RewardSpec], *, trains: bool = True
 ) -> None:
-    """Checks that the config has all roles that the algorithm needs, and no role that it does not use; reads no file.
-
-    trains: False if the policy is only evaluated, which needs no teacher.
-    """
+    """Checks that the config has the roles that the algorithm needs and no other; trains: False if evaluated only."""
     learned = {name: spec for name, spec in rewards.items() if spec.runs_in_trainer}
     _reference(config, algorithm)
     if trains:

@@ -74,10 +74,7 @@ def check_components(config: schema.RunConfig, *, trains: bool = True) -> tuple[
 
 
 def check_run(config: schema.RunConfig, algorithm: Objective, *, trains: bool = True) -> None:
-    """Checks the rules that need no rewards, model config or data; rules for roles are in `rlft.plan.roles`.
-
-    trains: False if the policy is only evaluated, so that it may be sampled in any way.
-    """
+    """Checks rules without rewards, model or data; roles' are in `roles`. trains: False if evaluated only."""
     check_name(config.name)
     _sizes(config, algorithm)
     if trains:

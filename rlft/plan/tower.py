@@ -72,10 +72,7 @@ def tower_demand(
     num_prompts: int,
     tokenizer: RunTokenizer,
 ) -> TowerDemand | None:
-    """The demand of the images in the longest prompt that has any; None if none has.
-
-    `config` is the model's. The images go through a tower of this shape whose numbers are not computed.
-    """
+    """The demand of the longest prompt's images, by an empty tower of the model's `config`; None if none has any."""
     places = [(each.prompts, each.longest_with_images) for each in sets if each is not None]
     shown = [prompts[index] for prompts, index in places if index is not None]
     if not shown:

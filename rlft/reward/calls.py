@@ -31,10 +31,7 @@ class Calls:
 
 
 def turns_in_text(completion: Completion) -> Iterator[tuple[Turn, int]]:
-    """Each turn with the offset into the completion's text at which it ends, exclusive.
-
-    The environment's answers stand between turns and may repeat them, so they are skipped.
-    """
+    """Each turn with its exclusive end in the completion's text; the environment's answers between are skipped."""
     offset = 0
     for turn in completion.turns:
         offset = _end_of(turn.text, completion.text, offset)

@@ -177,10 +177,7 @@ def of_the_files(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_finished(plain: Mapping[str, Any], folder: Path) -> bool:
-    """Whether the folder has a finished run of this very config; a run of another config is refused.
-
-    Of a config with more steps, the plan says what the run lacks.
-    """
+    """Whether the folder has a finished run of this very config; a run of another config is refused."""
     if not run_folder.config_file(folder).exists():
         return False
     now = run_folder.with_kept_values(plain, folder)
@@ -324,10 +321,7 @@ def check_measured_alike(first: Mapping[str, Any], other: Mapping[str, Any], met
 
 
 def check_metric(metric: str, plain: Mapping[str, Any]) -> None:
-    """Refuses a metric that evaluations of this run will not have.
-
-    Commands from outside the tree say only when they run what they measure: theirs are not checked.
-    """
+    """Refuses a metric that evaluations of this run will not have, unless its command is from outside the tree."""
     every, problem = (plain.get("eval") or {}).get("every"), "trials are compared by what evaluations measure"
     got = "null" if every is None else every
     require(every, "eval.every", f"{problem}, and there is none", got=got, remedy="set it to a number of steps")
@@ -375,10 +369,7 @@ def _questions(plan: Plan) -> list[tuple[Any, ...]]:
 
 
 def curve(run: Path, metric: str) -> dict[int, float]:
-    """{step: the metric} of the evaluations that a run has written, without that before its first step.
-
-    A value that is missing or not finite is NaN.
-    """
+    """{step: the metric, NaN where it is missing or not finite} of a run's evaluations after its first step."""
     lines = read_lines(run / EVALUATIONS, silent)
     values = {line["step"]: line.get(metric) for line in lines if line["step"] > 0}
     return {step: math.nan if value is None else float(value) for step, value in values.items()}

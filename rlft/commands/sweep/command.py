@@ -111,10 +111,7 @@ def _at_its_start(folder: Path, start: str) -> Path:
 
 
 def sweep(command: str, parsed: Arguments, *, resumed: bool = False) -> None:
-    """Begins a sweep, or resumes the one in hydra.sweep.dir, and prints its results.
-
-    A `resumed` one must be there already, with something left to do.
-    """
+    """Begins a sweep and prints its results, or resumes the one in hydra.sweep.dir, which is there if `resumed`."""
     named = parsed.value("hydra.sweep.dir")
     if named is not None:
         check_folder(Path(named), is_chosen=any(map(is_own, parsed.overrides)))

@@ -121,10 +121,7 @@ class Page:
 
 
 def show_jobs(folder: Path, space: Space, failed: Mapping[int, str]) -> None:
-    """Writes sweep.csv of a plain sweep and prints a row for each setting, without columns that no job has.
-
-    failed: {job: why it failed}, of those of this process.
-    """
+    """Writes sweep.csv of a plain sweep and prints a row for each setting; failed: {job of this process: why}."""
     table = rows(folder, space, failed)
     file = write_csv(folder, list(table[0]), [list(row.values()) for row in table])
     metric, names = ranking(table), [space.setting(params) for params in space.combinations()]

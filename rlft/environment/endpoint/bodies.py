@@ -273,10 +273,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def read(kind: type[AnyBody], raw: bytes) -> AnyBody:
-    """The body of a request.
-
-    Refusal: it is not a JSON object, lacks a field, or has one that is not known, or a value that is not supported.
-    """
+    """The body of a request. Refusal: no JSON object, a missing or unknown field, or an unsupported value."""
     try:
         value = json.loads(raw, parse_constant=_no_constant, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

@@ -69,10 +69,7 @@ class Inbox:
             self._ring()
 
     def take(self, *, wait_s: float = 0.0, most: int | None = None) -> list[Request]:
-        """The requests of a tick whose clients still wait; empty if none came within `wait_s` seconds.
-
-        After `most` requests, the number that can come at all, it does not wait for more.
-        """
+        """The requests of a tick whose clients still wait, after at most `wait_s` seconds, or `most` requests."""
         taken: list[Request] = []
         patience = wait_s
         while most is None or len(taken) < most:

@@ -66,8 +66,7 @@ class VLLMGenerator(Generator):
             (`adopt`), instead of lying next to it.
         args: what it is opened with. A completion also ends with the tokens that model and tokenizer name.
 
-    Raises:
-        UserError: by the key generation.engine: vLLM cannot start.
+    Raises UserError: by the key generation.engine: vLLM cannot start.
     """
 
     loads_parts = True
@@ -280,8 +279,7 @@ class VLLMGenerator(Generator):
     def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
         """As of any generator; at temperature 0 all n are the same, drawn once, with log-probs at temperature 1.
 
-        Raises:
-            ValueError: a temperature between 0 and 0.01, or a request longer than `max_sequence_tokens`.
+        Raises ValueError: a temperature between 0 and 0.01, or a request longer than `max_sequence_tokens`.
         """
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 

@@ -109,10 +109,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _module_of(error: BaseException) -> tuple[str, int]:
-    """The last module of vLLM or rlft that the error went through, and its line; ("", 0) if there is none.
-
-    What other libraries raise is blamed on whoever has called them.
-    """
+    """The last module of vLLM or rlft that the error went through, and its line; ("", 0): it is the caller's."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] in ("vllm", "rlft"):
@@ -270,8 +267,7 @@ def set_batch_invariant(wanted: bool) -> None:
 
     False leaves the variable as it is.
 
-    Raises:
-        UserError: this process has imported vLLM with the other value, for another job of a sweep.
+    Raises UserError: this process has imported vLLM with the other value, for another job of a sweep.
     """
     invariant_now = os.environ.get(INVARIANT, "0") not in ("", "0")
     if "vllm" in sys.modules and wanted != invariant_now:

@@ -44,8 +44,7 @@ def read_slots(model: nn.Module, lora_id: int, rows: Mapping[str, int]) -> dict[
         lora_id: the id by which the adapter was loaded.
         rows: {the adapted module in PEFT's names: number of rows of its B}.
 
-    Raises:
-        UnknownLayoutError: this vLLM keeps adapters in another way.
+    Raises UnknownLayoutError: this vLLM keeps adapters in another way.
     """
     tensors: dict[str, Tensor] = {}
     for module, downs, ups in _layers(model, lora_id, rows):
@@ -74,8 +73,7 @@ def write_slots(model: nn.Module, lora_id: int, weights: Mapping[str, Tensor], s
         weights: {PEFT's name: A or B}.
         scales: {the adapted module in PEFT's names: s}.
 
-    Raises:
-        UnknownLayoutError: this vLLM keeps adapters in another way, or has no such slot; nothing has been written.
+    Raises UnknownLayoutError: this vLLM keeps adapters in another way, or has no such slot; nothing has been written.
     """
     slots = _slots_of(model, lora_id, weights, scales)
     ups = _scaled(slots.ups, slots.scales, slots.whole[0].dtype)

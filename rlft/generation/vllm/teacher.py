@@ -22,8 +22,7 @@ from rlft.types import UserError
 class VLLMTeacher:
     """The live teacher; whoever opens it closes it.
 
-    Raises:
-        UserError: with `snapshot.teacher_engine`, vLLM cannot start with it.
+    Raises UserError: with `snapshot.teacher_engine`, vLLM cannot start with it.
     """
 
     def __init__(self, settings: TeacherSettings) -> None:

@@ -133,10 +133,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def install_plain(model: PreTrainedModel) -> None:
-    """Leaves the model transformers' own attention: SDPA, or eager where SDPA would be incomplete.
-
-    SDPA silently leaves out what it does not know; eager attention is always complete.
-    """
+    """Leaves transformers' own attention: SDPA, or eager where SDPA would silently leave something out."""
     caps = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     if (caps or not model._supports_sdpa) and model._can_set_attn_implementation():
         model.set_attn_implementation("eager")

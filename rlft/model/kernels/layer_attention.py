@@ -74,10 +74,7 @@ KNOWN = frozenset({"sliding_window", "is_causal", "position_ids", "use_cache", "
 
 
 class AttentionProbe:
-    """Stands for a packed row in a pass that notes how each layer attends, and in which no token sees another.
-
-    What else serves packed rows must give 0 as well, if its `packed` is an AttentionProbe.
-    """
+    """Stands for a packed row, to note how layers attend; all else that serves packed rows gives 0 for it as well."""
 
     def __init__(self) -> None:
         self.layers: list[LayerAttention] = []

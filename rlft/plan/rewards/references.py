@@ -140,8 +140,7 @@ def check_references(
         writer: what the policy cannot write is not right.
         limit_s: processor seconds for each reward; with streamed data and slow rewards only a part is scored.
 
-    Raises:
-        UserError: references are not right by themselves, or a reward takes each for every other.
+    Raises UserError: references are not right by themselves, or a reward takes each for every other.
     """
     allowed = config.allows_unscorable
     for name, spec in rewards.items():

@@ -202,10 +202,7 @@ def _of_total(tried: Tried) -> Iterator[CheckRow]:
 
 
 def score_lines(tried: Tried) -> Iterator[tuple[str, str, list[float | None]]]:
-    """(text, an example, mean score by each reward and of the total): every form and gold answer, then the families.
-
-    Of a family of wrong texts it is the kind that gets most.
-    """
+    """(text, an example, mean scores): every form and gold answer, then the best-paid kind of each wrong family."""
     by_kind: dict[tuple[Family, str], list[ScoredText]] = {}
     for text in tried.texts:
         if text.form == tried.form or text.tries_form(Family.gold):
