@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -244,30 +244,19 @@ class NotingDecoder:
         return [torch.cat([self._prompts[r // n], completions[r, :length]]) for r, length in enumerate(lengths)]
 
 
+@dataclass(eq=False)
 class TransformersGenerator(Generator):
-    """The live generator of the transformers engine.
+    """The live generator of the transformers engine."""
 
-    Args:
-        batch_size: the most completions that are decoded together; a group is never split.
-        weights: which weights decoding multiplies with (configs/generation/auto.yaml).
-        ends: a completion ends with each of these tokens; None: those that model and tokenizer name.
-    """
+    loads_parts: ClassVar = True
 
-    loads_parts = True
-
-    def __init__(
-        self,
-        slot: AdapterSlot,
-        tokenizer: RunTokenizer,
-        device: torch.device,
-        batch_size: int,
-        *,
-        weights: Weights = Weights.merged,
-        ends: Sequence[int] | None = None,
-    ) -> None:
-        self.slot, self.tokenizer, self.device, self.batch_size = slot, tokenizer, device, batch_size
-        self.weights, self.ends = weights, ends
-        self.version: int | None = None
+    slot: AdapterSlot
+    tokenizer: RunTokenizer
+    device: torch.device
+    batch_size: int  # the most completions that are decoded together; a group is never split
+    weights: Weights = Weights.merged  # which weights decoding multiplies with (configs/generation/auto.yaml)
+    ends: Sequence[int] | None = None  # each ends a completion; None: those that model and tokenizer name
+    version: int | None = field(default=None, init=False)
 
     def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
         tensors, _ = self.slot.sampler_tensors()

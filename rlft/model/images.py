@@ -12,7 +12,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,29 +40,18 @@ class Encoded:
         return self.vectors.nbytes + (0 if self.deep is None else self.deep.nbytes)
 
 
+@dataclass(eq=False)
 class ImageEncoder:
-    """Turns the images of prompts into `ImageRows` for one model.
+    """Turns the images of prompts into `ImageRows` for one model."""
 
-    Args:
-        config: the config of the folder's own class.
-        source: transformers' keyword arguments that say where its folder is.
-        dtype: of the tower.
-        processor: gives the processor of the folder.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        source: Mapping[str, Any],
-        dtype: torch.dtype,
-        device: torch.device,
-        processor: Callable[[], ImageProcessor],
-    ) -> None:
-        self._config, self._source, self._dtype = config, source, dtype
-        self._device, self._processor = device, processor
-        self._tower: Any = None
-        self._masks: ImageMasks | None = None
-        self._kept: OrderedDict[str, Encoded] = OrderedDict()
+    config: Any  # of the folder's own class
+    source: Mapping[str, Any]  # transformers' keyword arguments that say where its folder is
+    dtype: torch.dtype  # of the tower
+    device: torch.device
+    processor: Callable[[], ImageProcessor]  # gives that of the folder
+    _tower: Any = field(default=None, init=False)
+    _masks: ImageMasks | None = field(default=None, init=False)
+    _kept: OrderedDict[str, Encoded] = field(default_factory=OrderedDict, init=False)
 
     def rows_of(self, prompts: Sequence[Prompt], width: int) -> ImageRows | None:
         """Rows `[P, width]` that begin with these prompts, one each; None if none of them has images."""
@@ -95,7 +84,7 @@ class ImageEncoder:
         )
 
     def _is_image(self, prompt: Prompt) -> Tensor:
-        return torch.tensor(prompt.token_ids) == self._processor().image_token_id
+        return torch.tensor(prompt.token_ids) == self.processor().image_token_id
 
     def _positions(self, prompt: Prompt, encoded: Mapping[str, Encoded], width: int) -> Tensor | None:
         """int64 `[width, 3]` of a prompt and what follows it; None if the model has ordinary positions."""
@@ -122,7 +111,7 @@ class ImageEncoder:
             return self._kept[image.digest]
         if self._tower is None:
             self._tower = self._load()
-        made = read_image(self._tower, self._processor().tensors(image), self._device)
+        made = read_image(self._tower, self.processor().tensors(image), self.device)
         self._kept[image.digest] = made
         while len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > KEPT_BYTES:
             self._kept.popitem(last=False)
@@ -130,9 +119,9 @@ class ImageEncoder:
 
     def _load(self) -> Any:
         """The folder's own class with its tower alone."""
-        model: Any = load_network(network_of_tower(self._config, self._source), dtype=self._dtype)
-        model.requires_grad_(False).eval().to(self._device)
-        self._masks = ImageMasks.of(_own_class(self._config), self._config)
+        model: Any = load_network(network_of_tower(self.config, self.source), dtype=self.dtype)
+        model.requires_grad_(False).eval().to(self.device)
+        self._masks = ImageMasks.of(_own_class(self.config), self.config)
         return model.base_model
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,34 +110,21 @@ class Trainer(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class LocalTrainer:
-    """A `Trainer`, whose protocol says what its methods do. Minibatches and dropout derive from (seed, step).
+    """A `Trainer`, whose protocol says what its methods do. Minibatches and dropout derive from (seed, step)."""
 
-    Args:
-        roles: the adapters; whoever opened them closes them.
-        optimizers: {role: optimizer} for every role that the algorithm trains (`open_optimizers`).
-        needs_old: whether `snapshot.old: auto` has to recompute the old policy's log-probs.
-        teacher_top_k: number of the teacher's most likely tokens whose log-probs are computed; 0: none of them.
-        text: (seed, step, update) -> pretraining text of the update, for algorithms that need it.
-        reward_training: the training of the learned reward between steps; None if it is not trained.
-        base: the layers of the base, if the ranks that share the lanes also divide the base; None: it is whole.
-    """
+    roles: Networks  # the adapters; whoever opened them closes them
+    optimizers: Mapping[str, Optimizer]  # {role: optimizer} for every role that the algorithm trains
+    config: RunConfig
+    _: KW_ONLY
+    needs_old: bool  # whether `snapshot.old: auto` has to recompute the old policy's log-probs
+    teacher_top_k: int = 0  # number of the teacher's most likely tokens whose log-probs are computed
+    text: Callable[[int, int, int], Batch] | None = None  # (seed, step, update) -> pretraining text, if it is needed
+    reward_training: RewardRefresh | None = None  # of the learned reward between steps; None if it is not trained
+    base: ShardedLayers | None = None  # its layers, if ranks that share the lanes also divide it; None: it is whole
 
-    def __init__(
-        self,
-        roles: Networks,
-        optimizers: Mapping[str, Optimizer],
-        config: RunConfig,
-        *,
-        needs_old: bool,
-        teacher_top_k: int = 0,
-        text: Callable[[int, int, int], Batch] | None = None,
-        reward_training: RewardRefresh | None = None,
-        base: ShardedLayers | None = None,
-    ) -> None:
-        self.roles, self.optimizers, self.config, self.base = roles, optimizers, config, base
-        self.needs_old, self.teacher_top_k = needs_old, teacher_top_k
-        self.text, self.reward_training = text, reward_training
+    def __post_init__(self) -> None:
         self.share = LaneShare()
 
     # -- lanes ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -146,32 +146,20 @@ def _tell(listeners: Sequence[Callable[[int], None] | None], row: int, token: in
 
 
 # -- answering ---------------------------------------------------------------------------------------------------------
+@dataclass
 class Service:
-    """Answers requests with an engine. Made and used in the thread that samples.
+    """Answers requests with an engine. Made and used in the thread that samples."""
 
-    Args:
-        sampling: how answers are sampled where a request does not say so.
-        most_tokens: the most tokens of a prompt and its completion together.
-        vocabulary: token ids are below this.
-        seed: seeds of requests that have none derive from it and the number of the request.
-        ends: the tokens that end a turn, which are not shown.
-    """
-
-    def __init__(
-        self,
-        generator: Generator,
-        speech: Speech,
-        sampling: Sampling,
-        *,
-        model: str,
-        most_tokens: int,
-        vocabulary: int,
-        seed: int,
-        ends: Collection[int] = (),
-    ) -> None:
-        self._generator, self._speech, self._sampling = generator, speech, sampling
-        self._model, self._most_tokens, self._vocabulary, self._seed = model, most_tokens, vocabulary, seed
-        self._ends, self._num_requests = ends, 0
+    generator: Generator
+    speech: Speech
+    sampling: Sampling  # how answers are sampled where a request does not say so
+    _: KW_ONLY
+    model: str
+    most_tokens: int  # of a prompt and its completion together
+    vocabulary: int  # token ids are below this
+    seed: int  # seeds of requests that have none derive from it and the number of the request
+    ends: Collection[int] = ()  # the tokens that end a turn, which are not shown
+    num_requests: int = field(default=0, init=False)
 
     def answer(self, requests: Sequence[Request], failed: Callable[[Exception], None]) -> None:
         """Answers all requests of a tick; those that are sampled alike are sampled together.
@@ -182,7 +170,7 @@ class Service:
         for request in requests:
             try:
                 if isinstance(request.body, bodies.Tokenize):
-                    request.reply.set_result(tokenized(request.body, self._speech, self._most_tokens))
+                    request.reply.set_result(tokenized(request.body, self.speech, self.most_tokens))
                 else:
                     asked.append((request, list(self._draws(request.body))))
             except bodies.Refusal as refusal:
@@ -203,7 +191,7 @@ class Service:
         draws = [(request, draw) for request, some in asked for draw in some if draw.sampling.max_tokens]
         pieces = ((i, self._pieces(*each)) for i, each in enumerate(draws))
         on_token = {i: add for i, add in pieces if add is not None}
-        groups = iter(drawn(self._generator, [draw for _, draw in draws], on_token))
+        groups = iter(drawn(self.generator, [draw for _, draw in draws], on_token))
         for request, some in asked:
             answers = [
                 [rollout.completion for rollout in next(groups).rollouts] if draw.sampling.max_tokens else []
@@ -216,51 +204,51 @@ class Service:
 
     def _reply(self, body: bodies.Body, draws: Sequence[Draw], answers: Sequence[list[Completion]]) -> dict[str, Any]:
         if not isinstance(body, bodies.Complete):
-            return reply_of(body, self._model, self._speech, draws[0], answers[0])[0]
-        tokenizer, ids = self._speech.tokenizer, [draw.prompt.token_ids for draw in draws]
+            return reply_of(body, self.model, self.speech, draws[0], answers[0])[0]
+        tokenizer, ids = self.speech.tokenizer, [draw.prompt.token_ids for draw in draws]
         texts = [given if isinstance(given, str) else str(tokenizer.decode(given)) for given in body.prompts]
         is_scored = body.echo and body.logprobs is not None
-        echoes = [scored_prompt(self._generator, tokenizer, each) if is_scored else [] for each in ids]
-        return bodies.complete_reply(body, self._model, list(zip(texts, ids, strict=True)), echoes, answers, tokenizer)
+        echoes = [scored_prompt(self.generator, tokenizer, each) if is_scored else [] for each in ids]
+        return bodies.complete_reply(body, self.model, list(zip(texts, ids, strict=True)), echoes, answers, tokenizer)
 
     def _draws(self, body: bodies.Body) -> Iterator[Draw]:
         """What a request needs from the engine. Raises Refusal if it cannot be answered."""
         if isinstance(body, bodies.Chat):
             messages = [message.plain for message in body.messages]
-            yield self._draw(body.drawn, self._speech.of(body).prompt(messages), body.most_tokens, messages)
+            yield self._draw(body.drawn, self.speech.of(body).prompt(messages), body.most_tokens, messages)
         elif isinstance(body, bodies.Generate):
-            yield self._draw(body.drawn, check_ids(body.token_ids, self._vocabulary), body.most_tokens)
+            yield self._draw(body.drawn, check_ids(body.token_ids, self.vocabulary), body.most_tokens)
         else:
             assert isinstance(body, bodies.Complete), "there are four kinds of requests"
             if body.max_tokens == 0 and not body.echo:
                 raise bodies.unfit("max_tokens", "0 needs echo; ask for tokens, or for the prompt")
             for given in body.prompts:
                 special = body.add_special_tokens
-                ids = ids_of_text(given, self._speech, with_special=special) if isinstance(given, str) else given
+                ids = ids_of_text(given, self.speech, with_special=special) if isinstance(given, str) else given
                 if not ids:
                     raise bodies.unfit("prompt", "has no token; send one that has")
-                yield self._draw(body, check_ids(ids, self._vocabulary, "prompt"), body.max_tokens)
+                yield self._draw(body, check_ids(ids, self.vocabulary, "prompt"), body.max_tokens)
 
     def _draw(
         self, asked: bodies.Drawn, ids: tuple[int, ...], limit: int | None, messages: Sequence[dict[str, Any]] = ()
     ) -> Draw:
-        room = self._most_tokens - len(ids)
+        room = self.most_tokens - len(ids)
         if room < 1:
-            most = f"prompt and answer may have {self._most_tokens} together"
+            most = f"prompt and answer may have {self.most_tokens} together"
             problem = f"the prompt has {counted(len(ids), 'token')}, and {most}"
             remedy = "send less, or raise prompts.max_tokens"
             raise bodies.Refusal(400, f"{problem}; {remedy}", "context_length_exceeded")
         if limit is not None and limit > room:
             number = counted(limit, "token")
-            problem = f"{number} and the prompt's {len(ids)} are more than {self._most_tokens}"
+            problem = f"{number} and the prompt's {len(ids)} are more than {self.most_tokens}"
             remedy = "ask for fewer, or raise generation.max_tokens"
             raise bodies.unfit("max_tokens", f"{problem}; {remedy}", "context_length_exceeded")
-        check_ids(asked.stop_token_ids or (), self._vocabulary, "stop_token_ids")
-        self._num_requests += 1
+        check_ids(asked.stop_token_ids or (), self.vocabulary, "stop_token_ids")
+        self.num_requests += 1
         seed = asked.seed
-        seed = derive(self._seed, self._num_requests, "endpoint") if seed is None else seed % 2**63
-        longest = min(room, self._sampling.max_tokens) if limit is None else limit
-        sampling = asked.sampling(self._sampling, longest)
+        seed = derive(self.seed, self.num_requests, "endpoint") if seed is None else seed % 2**63
+        longest = min(room, self.sampling.max_tokens) if limit is None else limit
+        sampling = asked.sampling(self.sampling, longest)
         turn = NextTurn(turn=0, seed=seed, max_tokens=sampling.max_tokens)
         prompt = Prompt(id=ID, messages=tuple(messages), answer="", token_ids=ids, next_turn=turn)
         return Draw(prompt=prompt, n=asked.n, seed=seed, sampling=sampling)
@@ -273,7 +261,7 @@ class Service:
         body, on_text = request.body, request.on_text
         if on_text is None or not isinstance(body, bodies.Chat) or body.shown_tools or body.logprobs:
             return None
-        text = ShownText(plain_decoder(self._speech.tokenizer), draw.sampling, self._ends)
+        text = ShownText(plain_decoder(self.speech.tokenizer), draw.sampling, self.ends)
 
         def add(token: int) -> None:
             if piece := text.add(token):
