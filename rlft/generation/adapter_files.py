@@ -27,9 +27,8 @@ class AdapterFiles:
 
     The folder's name holds the process id, for people; its lock tells whether its owner is alive.
 
-    Args:
-        parent: where the private folder is made. None: `/dev/shm` where it is a writable memory file system, else the
-            system's temporary folder.
+    parent: where the private folder is made. None: `/dev/shm` where it is a writable memory file system, else the
+    system's temporary folder.
     """
 
     def __init__(self, parent: Path | None = None) -> None:

@@ -115,8 +115,7 @@ class Generator(ABC):
     def verify(self, check: FreshnessCheck, *, now: bool) -> None:
         """Sets the check of the version in use.
 
-        Args:
-            now: whether engines that have the version are checked at once; those that start later always are.
+        now: whether engines that have the version are checked at once; those that start later always are.
 
         Raises StaleEngineError: an engine does not pass, and none takes its place.
         """
@@ -271,8 +270,7 @@ class Engine(ABC):
     def check(self, *, plain_kernels: bool) -> None:  # noqa: B027 (most engines have nothing to refuse)
         """Checks the keys together; UserError by the engine's own key, such as `answers`.
 
-        Args:
-            plain_kernels: whether the trainer's base is computed as transformers and PEFT do it (model.kernels=plain).
+        plain_kernels: whether the trainer's base is computed as transformers and PEFT do it (model.kernels=plain).
         """
 
     def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:

@@ -76,9 +76,8 @@ def fingerprints(
 
     The checksum is that of `shared_base.checksum`.
 
-    Args:
-        dtype: what they are rounded to first; None: they are read as they are.
-        scales: {name: what a tensor is multiplied with after that}.
+    dtype: what they are rounded to first; None: they are read as they are.
+    scales: {name: what a tensor is multiplied with after that}.
     """
     by_kind: dict[tuple[float | None, torch.Size, torch.dtype, torch.device], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -117,9 +116,8 @@ def difference(
 ) -> str | None:
     """How what an engine holds differs from what was published, in words; None if it is the same.
 
-    Args:
-        expected: its tensors, rounded as the engine rounds.
-        earlier: {version: tensors} that were published before, to name the one that a stale engine holds.
+    expected: its tensors, rounded as the engine rounds.
+    earlier: {version: tensors} that were published before, to name the one that a stale engine holds.
     """
     expected = {name: fingerprint for name, fingerprint in expected.items() if name not in found.unread}
     wrong = [name for name in {**expected, **found.tensors} if not _equal(found.tensors, expected, name)]

@@ -54,9 +54,8 @@ class Added:
 class MergedWeights:
     """The adapter of an engine that samples with merged weights.
 
-    Args:
-        model: the trainer's model on that base; its forwards take back what is added, and are refused while the engine
-            samples.
+    model: the trainer's model on that base; its forwards take back what is added, and are refused while the engine
+    samples.
     """
 
     def __init__(self, shared: SharedBase, model: nn.Module) -> None:

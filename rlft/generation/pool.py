@@ -353,9 +353,8 @@ class EnginePool(Generator):
 def units_of(at_once: int, *, divisible: bool, num_engines: int) -> Callable[[int, int], int]:
     """How many prompts an engine gets in one call, as a function of (completions of a prompt, number of prompts).
 
-    Args:
-        at_once: number of completions that it computes together.
-        divisible: whether results do not depend on which groups are in one call, so that every engine can get some.
+    at_once: number of completions that it computes together.
+    divisible: whether results do not depend on which groups are in one call, so that every engine can get some.
     """
 
     def unit(n: int, num_prompts: int) -> int:

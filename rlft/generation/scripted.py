@@ -39,9 +39,8 @@ class ScriptedGenerator(Generator):
     is repeated. What the prompt has begun to say already (`Prompt.tail`) is not said twice.
     Log-probs are 0: nothing is sampled.
 
-    Args:
-        answers: {prompt id, or "*" for every other prompt: texts}.
-        ends: what ends a turn; None: what the tokenizer names as its end.
+    answers: {prompt id, or "*" for every other prompt: texts}.
+    ends: what ends a turn; None: what the tokenizer names as its end.
     """
 
     def __init__(

@@ -52,10 +52,9 @@ class Part(NamedTuple):
 class Outgoing:
     """A version as the run's own process sends it; `len` is its number of buckets. It keeps the newest bucket.
 
-    Args:
-        adapter: the version. A bucket is made when it is sent, so the weights must stay as they are for as long as
-            engines may load the version.
-        share: gives what is sent to several engines in place of a bucket's bytes.
+    adapter: the version. A bucket is made when it is sent, so the weights must stay as they are for as long as
+    engines may load the version.
+    share: gives what is sent to several engines in place of a bucket's bytes.
     """
 
     def __init__(self, adapter: Adapter, share: Callable[[bytes], Any]) -> None:

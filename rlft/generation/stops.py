@@ -148,9 +148,8 @@ def check_stops(
 ) -> None:
     """Checks that every stop can happen with this tokenizer.
 
-    Args:
-        vocabulary: number of tokens that the model can produce.
-        ends: the tokens that end a turn; None: those that the tokenizer names.
+    vocabulary: number of tokens that the model can produce.
+    ends: the tokens that end a turn; None: those that the tokenizer names.
 
     Raises UserError: a token id that the model never produces, or a string that no completion contains.
     """

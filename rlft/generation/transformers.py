@@ -188,9 +188,8 @@ class AdapterSlot(Protocol):
 class NotingDecoder:
     """A decoder that keeps the experts to which tokens go, `[tokens, layers, k]`, in main memory.
 
-    Args:
-        noted: gives the experts of the tokens of its last pass.
-        lengths: number of tokens of each prompt.
+    noted: gives the experts of the tokens of its last pass.
+    lengths: number of tokens of each prompt.
     """
 
     def __init__(self, decoder: Decoder, noted: Callable[[], Tensor], lengths: Sequence[int]) -> None:

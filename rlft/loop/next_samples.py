@@ -31,9 +31,8 @@ class NextSamples:
     Without a lag that is the published one. With a lag of 1 it is the one that was published before: its groups have
     been sampled ahead, or where a run goes on past its former last step, it is loaded once more.
 
-    Args:
-        last_step: number of steps of the run; nothing is sampled ahead for later ones.
-        concurrently: whether sampling ahead runs in a thread, during the update.
+    last_step: number of steps of the run; nothing is sampled ahead for later ones.
+    concurrently: whether sampling ahead runs in a thread, during the update.
     """
 
     def __init__(

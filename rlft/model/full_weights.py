@@ -47,8 +47,7 @@ class WholeModel(Networks):
     role's passes. An engine on this backbone samples from the policy's own weights: publishing copies nothing, and
     what it holds is proven by their addresses and by torch's count of writes into them.
 
-    Args:
-        critic: no critic, or one whose head reads the policy's features.
+    critic: no critic, or one whose head reads the policy's features.
     """
 
     is_whole: ClassVar[bool] = True

@@ -29,8 +29,7 @@ WINDOW = 3  # a row with two images, and a sliding window that is shorter than t
 class ImageMasks:
     """The masks of a class of models that reads images both ways.
 
-    Args:
-        kinds: the kinds of layers (`layer_types` of a config) in which a token sees the rest of its image.
+    kinds: the kinds of layers (`layer_types` of a config) in which a token sees the rest of its image.
     """
 
     def __init__(self, own: type[PreTrainedModel], kinds: frozenset[str]) -> None:

@@ -32,8 +32,7 @@ class HostCopy:
 class HostCopies:
     """The copies of one model's passes, on a CUDA GPU by a second stream, else one after the other.
 
-    Args:
-        device: where tensors come from and go back to.
+    device: where tensors come from and go back to.
     """
 
     def __init__(self, device: torch.device) -> None:

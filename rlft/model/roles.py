@@ -48,9 +48,8 @@ from rlft.types import Adapter, UserError, counted
 class Roles(Networks):
     """The base with its adapters. `close` removes them and leaves the base as it was, for the next job.
 
-    Args:
-        backbone: the base, without adapters.
-        lora, snapshot, critic: the config's sections; `snapshot` chooses reference, old policy and teacher.
+    backbone: the base, without adapters.
+    lora, snapshot, critic: the config's sections; `snapshot` chooses reference, old policy and teacher.
     """
 
     def __init__(

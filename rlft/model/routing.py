@@ -63,9 +63,8 @@ def dtype_of(num_experts: int) -> torch.dtype:
 class Routing:
     """The choices of the routers of a model, with its adapters.
 
-    Args:
-        model: the model under its adapters.
-        mixture: its experts, found before there were adapters.
+    model: the model under its adapters.
+    mixture: its experts, found before there were adapters.
     """
 
     def __init__(self, model: PreTrainedModel, mixture: Mixture) -> None:
@@ -146,9 +145,8 @@ class Routing:
     def imposing(self, chosen: Tensor, counted: Tensor) -> Iterator[None]:
         """Inside, the tokens of each pass go to these experts, also where layers are recomputed for a backward.
 
-        Args:
-            chosen: as `noting` gives it; a token whose experts are unknown goes to those that the router chooses.
-            counted: bool `[N]`, the tokens that `metrics` counts.
+        chosen: as `noting` gives it; a token whose experts are unknown goes to those that the router chooses.
+        counted: bool `[N]`, the tokens that `metrics` counts.
         """
         if not self._wrapped:
             self._wrap()
@@ -247,9 +245,8 @@ def _choosers(model: nn.Module, experts: str) -> list[tuple[nn.Module, str]]:
 class _Choice(TorchFunctionMode):
     """Inside, a `topk` of scores of all experts is noted (`chosen`, the last one), or gives the experts that are given.
 
-    Args:
-        shape: (tokens, experts of each).
-        given: int64 `[tokens, k]`, or None.
+    shape: (tokens, experts of each).
+    given: int64 `[tokens, k]`, or None.
     """
 
     def __init__(self, num_experts: int, shape: torch.Size, given: Tensor | None = None) -> None:

@@ -71,9 +71,8 @@ class TokenShare:
     def to_tokens(self, *parts: Tensor, heads: Sequence[int]) -> list[Tensor]:
         """`[n, H, D]` for each `[N, H / ranks, D]`: all heads of this rank's tokens; the inverse of `to_heads`.
 
-        Args:
-            parts: what this rank's heads have.
-            heads: number of all heads of each; what ranks have of the same head is added up.
+        parts: what this rank's heads have.
+        heads: number of all heads of each; what ranks have of the same head is added up.
         """
         num_tokens, own_heads = len(parts[0]), [x.shape[1] for x in parts]
         together = torch.cat(parts, 1)

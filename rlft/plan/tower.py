@@ -94,10 +94,9 @@ def tower_demand(
 class LiveBytes(TorchDispatchMode):
     """Inside, `now` and `peak` are the bytes alive of storages that operations make; those of arguments do not count.
 
-    Args:
-        hollow: whether parameters, and what is made of them, stand for any numbers: results are memory of their shape,
-            and nothing is computed. Other arguments keep their numbers, since shapes may depend on them: towers leave
-            out parts of an image that are padding.
+    hollow: whether parameters, and what is made of them, stand for any numbers: results are memory of their shape,
+    and nothing is computed. Other arguments keep their numbers, since shapes may depend on them: towers leave
+    out parts of an image that are padding.
     """
 
     def __init__(self, *, hollow: bool = False) -> None:

@@ -37,9 +37,8 @@ class Taken(StrEnum):
 def take(handle: int, *, shared: bool = False, tries: int = 1) -> Taken:
     """Takes the lock of an open file or folder, which is held until the handle is closed. OSError: the disk failed.
 
-    Args:
-        shared: whether others may hold it, too, which suffices to see whether a process holds it alone.
-        tries: number of attempts, because a process that only checks the lock holds it for a moment.
+    shared: whether others may hold it, too, which suffices to see whether a process holds it alone.
+    tries: number of attempts, because a process that only checks the lock holds it for a moment.
     """
     for attempt in range(tries):
         if attempt:

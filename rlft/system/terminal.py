@@ -52,9 +52,8 @@ def with_progress(
 ) -> Iterator[Item]:
     """Yields the items, and prints every EVERY_S seconds how many are done and how long the rest will take.
 
-    Args:
-        what: the text before the number, such as "data.path: reading big.jsonl".
-        total: the sum of the items' sizes.
+    what: the text before the number, such as "data.path: reading big.jsonl".
+    total: the sum of the items' sizes.
     """
     start = last_shown = clock()
     done = 0

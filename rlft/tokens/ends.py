@@ -51,9 +51,8 @@ class TurnEnds:
 def turn_ends(tokenizer: RunTokenizer, style: str, eos_token_id: Any = None) -> TurnEnds:
     """What ends an assistant's turn.
 
-    Args:
-        style: `chat`: the chat template's turns; `raw`, or a tokenizer without a template: the tokenizer's end token.
-        eos_token_id: what the model's generation config names as ends: a token id, a list of them, or None.
+    style: `chat`: the chat template's turns; `raw`, or a tokenizer without a template: the tokenizer's end token.
+    eos_token_id: what the model's generation config names as ends: a token id, a list of them, or None.
     """
     eos_id = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
     own, configured = [] if eos_id is None else [eos_id], configured_ids(eos_token_id)

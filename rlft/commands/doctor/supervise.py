@@ -72,10 +72,9 @@ def run_checks(
 ) -> Iterator[CheckRow]:
     """The rows of these checks, as they are made.
 
-    Args:
-        opens: `module:function`, called in the process of the checks with the settings, the folder and the names of the
-            checks that have failed so far; its result is passed to each check.
-        tell: is called with the name of each check when it begins.
+    opens: `module:function`, called in the process of the checks with the settings, the folder and the names of the
+    checks that have failed so far; its result is passed to each check.
+    tell: is called with the name of each check when it begins.
     """
     failed: list[str] = []
     child: Child | None = None

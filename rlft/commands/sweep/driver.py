@@ -117,10 +117,9 @@ class JobsFailedError(RuntimeError):
 class Driver(Generic[R]):
     """Does the runs of a source.
 
-    Args:
-        limit: how many are done at a time.
-        interrupted: whether a signal has come, after which nothing is begun. One that comes too late for a run, because
-            it was in its last step or was pruned, interrupts the sweep and not the run.
+    limit: how many are done at a time.
+    interrupted: whether a signal has come, after which nothing is begun. One that comes too late for a run, because
+    it was in its last step or was pruned, interrupts the sweep and not the run.
     """
 
     def __init__(self, source: Source[R], place: Place, limit: int, interrupted: Callable[[], bool]) -> None:

@@ -50,8 +50,7 @@ class Journal(BaseJournalBackend):
 
     Optuna's own backends write each record by itself, so that a kill leaves half of a decision.
 
-    Args:
-        file: is replaced as a whole: a kill leaves it as it was before or after. One process uses it at a time.
+    file: is replaced as a whole: a kill leaves it as it was before or after. One process uses it at a time.
     """
 
     def __init__(self, file: Path) -> None:

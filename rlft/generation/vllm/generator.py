@@ -61,10 +61,9 @@ CPU_BATCHED_TOKENS = 8192
 class VLLMGenerator(Generator):
     """A vLLM engine with at most one adapter. On a CPU the size of its KV cache is given by `memory.cpu_cache_of`.
 
-    Args:
-        keys: the engine's keys. With `weights: merged`, adapters are added to the base that the trainer shares
-            (`adopt`), instead of lying next to it.
-        args: what it is opened with. A completion also ends with the tokens that model and tokenizer name.
+    keys: the engine's keys. With `weights: merged`, adapters are added to the base that the trainer shares
+    (`adopt`), instead of lying next to it.
+    args: what it is opened with. A completion also ends with the tokens that model and tokenizer name.
 
     Raises UserError: by the key generation.engine: vLLM cannot start.
     """

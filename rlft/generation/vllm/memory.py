@@ -64,9 +64,8 @@ def teacher_on_a_cpu(model: ModelSizes, row_tokens: int, *, libraries: bool) -> 
 def teacher_on_a_gpu(model: ModelSizes, row_tokens: int, device_memory: int, share: float) -> EngineMemory:
     """A teacher's share of a GPU's memory, or the least that it needs where that is more, and its log-probs next to it.
 
-    Args:
-        device_memory: bytes of the device's memory; 0 where they are not known.
-        share: share of the device's memory (snapshot.teacher_gpu_memory_utilization).
+    device_memory: bytes of the device's memory; 0 where they are not known.
+    share: share of the device's memory (snapshot.teacher_gpu_memory_utilization).
     """
     size, lacks = taken(teacher_least_bytes(model, row_tokens, device_memory), share, device_memory)
     tokens = min(TEACHER_BATCHED_TOKENS, row_tokens)

@@ -40,9 +40,8 @@ def read_slots(model: nn.Module, lora_id: int, rows: Mapping[str, int]) -> dict[
 
     A layer whose slices differ in A is left out.
 
-    Args:
-        lora_id: the id by which the adapter was loaded.
-        rows: {the adapted module in PEFT's names: number of rows of its B}.
+    lora_id: the id by which the adapter was loaded.
+    rows: {the adapted module in PEFT's names: number of rows of its B}.
 
     Raises UnknownLayoutError: this vLLM keeps adapters in another way.
     """

@@ -121,8 +121,7 @@ class VLLMTeacher:
 def _within(ids: Tensor, logprobs: Tensor, top_k: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """What `logprobs` says of a row; None where fewer than top_k of the most likely tokens are in the vocabulary.
 
-    Args:
-        ids, logprobs: as `_prompt_logprobs` gives them.
+    ids, logprobs: as `_prompt_logprobs` gives them.
     """
     inside = ids[:, 1:] < vocabulary
     if int(inside.sum(1).min()) < top_k:

@@ -23,8 +23,7 @@ from rlft.generation.vllm.slots import known_layout
 def load_some(llm: Any, weights: Mapping[str, Tensor]) -> None:
     """Makes these weights of the engine (vLLM's `LLM`), one layer after the other, where its old ones lie.
 
-    Args:
-        weights: {name in a checkpoint: tensor}. All tensors of a layer are loaded together; the others stay.
+    weights: {name in a checkpoint: tensor}. All tensors of a layer are loaded together; the others stay.
     """
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
 

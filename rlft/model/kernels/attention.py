@@ -43,9 +43,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K).
 
-    Args:
-        softcap: scores are `softcap * tanh(score / softcap)`.
-        s_aux: `[H]`, the scores of sinks, which take a share of each query's attention and give nothing.
+    softcap: scores are `softcap * tanh(score / softcap)`.
+    s_aux: `[H]`, the scores of sinks, which take a share of each query's attention and give nothing.
     """
     if isinstance(packed, AttentionProbe):
         return packed.attend(module, query, value, attention_mask, softcap, kwargs), None

@@ -279,9 +279,8 @@ def backward_scratch(
     of a head's queries; keys and values have a gradient for each head that shares them (torch 2.11 to 2.14,
     aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_bwd`). So one long run takes the most.
 
-    Args:
-        queries: number of tokens that have a query; `keys`: that have a key.
-        runs: number of runs among which they are divided.
+    queries: number of tokens that have a query; `keys`: that have a key.
+    runs: number of runs among which they are divided.
     """
     step = 32 if head_size <= 128 else 64
     rounded, rows = math.ceil(head_size / step) * step, queries + QUERY_BLOCK * runs

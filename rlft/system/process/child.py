@@ -238,9 +238,8 @@ class Children(Generic[AnyChild]):
     There are no threads: the calling thread sends work and waits with deadlines. So it is known at once which work a
     dead child had, and a killed one cannot leave a lock taken. Make it where the children are used.
 
-    Args:
-        what: what they are, such as "reward workers".
-        error: makes the exception for children that cannot start, of its text.
+    what: what they are, such as "reward workers".
+    error: makes the exception for children that cannot start, of its text.
     """
 
     def __init__(
