@@ -17,8 +17,7 @@ from rlft.types import MAX_SCORE, Batch, Completion, Group, Rollout, Scores, Ste
 
 T = TypeVar("T")
 
-Decode = Callable[[Sequence[int]], str]
-"""Decodes token ids to text, as in `Completion.text`."""
+Decode = Callable[[Sequence[int]], str]  # decodes token ids to text, as in `Completion.text`
 
 Row = tuple[int, Sequence[int], Sequence[int]]
 """(group, prompt ids, completion ids). Rows of a group with the same prompt share its forward where possible."""
@@ -271,8 +270,7 @@ def _with_tensors(things: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return made
 
 
-ALIGNMENT = 64
-"""Bytes: where a tensor may begin in a buffer that holds several of them."""
+ALIGNMENT = 64  # bytes: where a tensor may begin in a buffer that holds several of them
 
 
 def _in_one_transfer(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from rlft.plan.run_plan import Plan
 
 
-Suggested = list[tuple[str, list[str]]]
-"""(what it does, the words after `rlft`) of each command."""
+Suggested = list[tuple[str, list[str]]]  # (what it does, the words after `rlft`) of each command
 
 
 def more_steps(folder: Path, schedule: str | None, num_steps: int) -> Suggested:

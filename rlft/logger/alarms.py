@@ -39,8 +39,7 @@ ENTROPY_SHARE = 0.05  # share of the mean entropy of the first ENTROPY_WINDOW st
 ENTROPY_WINDOW = 5
 ROUNDING = 1e-6  # a float32 loss below this is 0 up to rounding
 
-Found = tuple[str, Mapping[str, Any]] | None
-"""(name, values for its text) of a hint or an alarm that applies to a step."""
+Found = tuple[str, Mapping[str, Any]] | None  # (name, values for its text) of a hint or an alarm that applies to a step
 
 
 @cache

@@ -51,8 +51,7 @@ class Advice:
 
 
 RECIPES = "rlft's recipes for embedded models"
-EMBEDDED_RATE = 1e-3
-"""The lowest learning rate of an adapter in those recipes, whatever the command."""
+EMBEDDED_RATE = 1e-3  # the lowest learning rate of an adapter in those recipes, whatever the command
 
 RATES: dict[tuple[str, bool], tuple[float, float, str]] = {
     ("train", True): (5e-6, 1e-4, f"{UNSLOTH} for GRPO and {TINKER} for mathematics"),

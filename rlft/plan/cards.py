@@ -59,8 +59,7 @@ CARDS = {
 }
 """{name: GPU}. Others whose name has a part of these may be slower or smaller (RTX 4090 Laptop, A10G, A100-SXM4-40GB, a
 MIG slice), so only whole names count."""
-NAMES = {card.driver: name for name, card in CARDS.items()}
-"""{name that a driver reports: card}"""
+NAMES = {card.driver: name for name, card in CARDS.items()}  # {name that a driver reports: card}
 
 
 def read_card(text: str) -> str:

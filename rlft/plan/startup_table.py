@@ -14,8 +14,7 @@ from rlft.model.kernels.selection import Decision
 from rlft.model.lora_config import adapted_words
 from rlft.system.machine import multiplies_in
 
-TableRow = tuple[str, str, str]
-"""(name, value, explanation)"""
+TableRow = tuple[str, str, str]  # (name, value, explanation)
 
 
 def learner_of(lora: LoraSettings | None) -> str:

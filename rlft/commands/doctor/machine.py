@@ -172,8 +172,7 @@ def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) 
 
 
 # -- installed libraries -----------------------------------------------------------------------------------------------
-Wanted = tuple[str, SpecifierSet]
-"""A package, and the range of versions that it requires of another one."""
+Wanted = tuple[str, SpecifierSet]  # a package, and the range of versions that it requires of another one
 
 
 def version_rows(trial: object) -> list[CheckRow]:

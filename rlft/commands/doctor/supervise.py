@@ -25,8 +25,7 @@ from rlft.system.process.running_time import RunningTime
 from rlft.system.process.worker import last_lines
 from rlft.types import UserError
 
-OUTPUT = "output.txt"
-"""The file with the output of the checks and of the libraries they use."""
+OUTPUT = "output.txt"  # the file with the output of the checks and of the libraries they use
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -114,8 +114,7 @@ def _allowed(kind: str, texts: list[str]) -> str:
 
 MAX_POINTS = 2000  # the most points of a curve; in a longer run neighbours are averaged, and the page says so
 DIGITS = 5
-SWEEP = "sweep.csv"
-"""The file in a sweep's folder with a line for each job or trial."""
+SWEEP = "sweep.csv"  # the file in a sweep's folder with a line for each job or trial
 
 Line = Mapping[str, Any]
 

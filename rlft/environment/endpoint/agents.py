@@ -24,10 +24,8 @@ from rlft.types import UserError, require
 SECTION = "environment"
 AGENT, COMMAND = f"{SECTION}.agent", f"{SECTION}.command"
 HOST = "127.0.0.1"
-NEEDED = ("base_url", "api_key")
-"""Parameters that an agent's function must have."""
-MOST_READ = 65_536
-"""Number of bytes at the end of a program's output that are read."""
+NEEDED = ("base_url", "api_key")  # parameters that an agent's function must have
+MOST_READ = 65_536  # number of bytes at the end of a program's output that are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

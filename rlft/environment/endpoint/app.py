@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 RETRY_AFTER_S = 1
-START_S, END_S = 30.0, 5.0
-"""Time limits of starting and ending the server."""
+START_S, END_S = 30.0, 5.0  # time limits of starting and ending the server
 BACKLOG = 1024
 
 

@@ -19,8 +19,7 @@ from rlft.tokens.text import RunTokenizer
 from rlft.types import Completion, Sampling
 
 VARIABLES = "chat_template_kwargs."
-LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity in JSON, as in vLLM."""
+LEAST_LOGPROB = -9999.0  # what stands for minus infinity in JSON, as in vLLM
 Scored = tuple[str, float | None, dict[str, float] | None]
 """A token, its log-prob (None: nothing stands before it), and those that are known of its place, by text."""
 

@@ -35,13 +35,11 @@ from rlft.tokens.ends import turn_ends
 from rlft.tokens.text import RunTokenizer
 from rlft.types import Adapter, EnvironmentFailure, Group, Prompt, Rollout, Sampling, UserError
 
-MODEL = "policy"
-"""The model's name in requests."""
+MODEL = "policy"  # the model's name in requests
 FOLDER = "traces"
 FORMAT = 1
 _NAME = re.compile(r"version_(\d+)-[0-9a-f]{16}\.json")
-AT_ONCE = 4
-"""The most requests that an agent may have under way; only one of them is served at a time."""
+AT_ONCE = 4  # the most requests that an agent may have under way; only one of them is served at a time
 
 
 class AgentGenerator(GeneratorOver):

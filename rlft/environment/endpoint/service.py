@@ -24,10 +24,8 @@ from rlft.system.seeds import derive
 from rlft.tokens.text import RunTokenizer
 from rlft.types import Completion, Group, NextTurn, Prompt, Sampling, counted, well_formed
 
-TICK_S = 0.01
-"""How long a request waits for others to be sampled with it: short in comparison with sampling."""
-ID = "endpoint"
-"""The id of prompts that come with requests."""
+TICK_S = 0.01  # how long a request waits for others to be sampled with it: short in comparison with sampling
+ID = "endpoint"  # the id of prompts that come with requests
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------

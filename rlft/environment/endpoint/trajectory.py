@@ -22,12 +22,9 @@ from rlft.system.seeds import derive
 from rlft.tokens.text import decode
 from rlft.types import FinishReason, NextTurn, Rollout, Sampling, counted
 
-DOES_NOT_CONTINUE = "does_not_continue"
-"""The code for a request that cannot be the next turn of its conversation."""
-OVER = "conversation_over"
-"""The code for a request after a limit has ended the conversation."""
-AGENT = "agent"
-"""The name under which an agent's failure stands among the calls of tools."""
+DOES_NOT_CONTINUE = "does_not_continue"  # the code for a request that cannot be the next turn of its conversation
+OVER = "conversation_over"  # the code for a request after a limit has ended the conversation
+AGENT = "agent"  # the name under which an agent's failure stands among the calls of tools
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,8 +19,7 @@ from typing import Any
 
 import yaml
 
-MAX_SPECIAL = 8
-"""Special tokens that are spelled in one text, at most."""
+MAX_SPECIAL = 8  # special tokens that are spelled in one text, at most
 RIGHT_AGAIN, LAST = "the right answer again and again", "a wrong one, then gold"
 GIVES_GOLD = (RIGHT_AGAIN, LAST)
 """Kinds, beside gold answers, that give the reference answer as a reader takes them: they may get what it gets."""
@@ -121,8 +120,7 @@ class Aim:
         return self.form(*(filled(part, fields) for part in template))
 
 
-Template = str | list[str]
-"""A text, or [an answer that is given in the form, and perhaps the reasoning before it]."""
+Template = str | list[str]  # a text, or [an answer that is given in the form, and perhaps the reasoning before it]
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:

@@ -36,15 +36,12 @@ from rlft.types import Completion, FinishReason, Group, Prompt, Unscored, UserEr
 if TYPE_CHECKING:
     from rlft.tokens.ends import TurnEnds
 
-LIMIT_S = 20.0
-"""Processor seconds that a reward may take for all references together; GSM8K's 7,473 take less than one."""
-NUM_PAIRS, FEW_PAIRS = 64, 4
-"""The most pairs of rows that are compared, and the least that tell anything."""
+LIMIT_S = 20.0  # processor seconds that a reward may take for all references together; GSM8K's 7,473 take less than one
+NUM_PAIRS, FEW_PAIRS = 64, 4  # the most pairs of rows that are compared, and the least that tell anything
 NUM_SHOWN = 3
 MAX_OPENED, MAX_HIDDEN = 20_000, 256
 """The most references of which the forms around their answers are looked at, and found."""
-MOST_WORDS = 3
-"""The most words of an answer in a sentence, with which the sentence is nothing else for sure."""
+MOST_WORDS = 3  # the most words of an answer in a sentence, with which the sentence is nothing else for sure
 A_NUMBER = r"(-?[0-9](?:[0-9,.]*[0-9])?)"
 _WITH_NUMBER = re.compile(
     r"(?=.*[^\W\d_]{2})[^\\^_={}]*|A\s*[-:.)][^\\^_={}]*|"
@@ -57,8 +54,7 @@ _ANNOUNCEMENT = re.compile(r"(?s).*(?:\w\W*?(?:[-=]>|[:：=→]|[-–](?=\s))|[�
 _SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()]")
 NEVERTHELESS = ", or start nevertheless with data.allow_unscorable=true"
 CHUNK = 256
-TIME_LIMIT_S = 10.0
-"""Time limit of a server's one request in seconds, if the reward's own timeout is longer."""
+TIME_LIMIT_S = 10.0  # time limit of a server's one request in seconds, if the reward's own timeout is longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ from statistics import fmean
 from rlft.plan.rewards.attacks import Attack, Family, Form
 
 EPS = 1e-6
-SMALL = 0.01
-"""The part of what being right is worth that points for the form are at least."""
+SMALL = 0.01  # the part of what being right is worth that points for the form are at least
 MORE_AND_MORE = 2
 MANY_SCORES = 8
 """So many different scores at least, and texts of a length that another text has, make a reward of length alone."""

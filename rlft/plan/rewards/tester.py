@@ -27,18 +27,12 @@ from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task
 from rlft.tokens.ends import special_tokens
 from rlft.types import Completion, Prompt, UserError
 
-LIMIT_S = 60.0
-"""Seconds for each reward."""
-FOR_FORMS = 0.5
-"""The part of them after which no further row is scored in all forms."""
-MAX_TIME_LIMITS = 2
-"""After so many completions on which a reward exceeds its time limit it is tried no further."""
-NUM_TWICE = 12
-"""About so many texts, and the gold answer in each form, are scored again, and as siblings."""
-NUM_WORDS = 50
-"""Words of which the tokens are counted."""
-MAX_REDUCED = 200
-"""Characters of the longest text that is made shorter: each of them is a try."""
+LIMIT_S = 60.0  # seconds for each reward
+FOR_FORMS = 0.5  # the part of them after which no further row is scored in all forms
+MAX_TIME_LIMITS = 2  # after so many completions on which a reward exceeds its time limit it is tried no further
+NUM_TWICE = 12  # about so many texts, and the gold answer in each form, are scored again, and as siblings
+NUM_WORDS = 50  # words of which the tokens are counted
+MAX_REDUCED = 200  # characters of the longest text that is made shorter: each of them is a try
 
 
 @dataclass(slots=True)

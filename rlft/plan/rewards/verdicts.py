@@ -17,8 +17,7 @@ from rlft.plan.rewards.scores import AGAIN, EPS, MORE_AND_MORE, SIBLINGS, WRONG,
 from rlft.system.check_rows import CheckRow, Status
 from rlft.types import counted
 
-SLOW_STEP_S = 10.0
-"""Seconds of scoring in a step from which a reward is called slow."""
+SLOW_STEP_S = 10.0  # seconds of scoring in a step from which a reward is called slow
 MAX_KINDS = 6
 REMEDIES: Mapping[Family, str] = {
     Family.gold: "give a repeated answer no more than one",

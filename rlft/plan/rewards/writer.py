@@ -16,8 +16,7 @@ from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Samplin
 if TYPE_CHECKING:
     from rlft.tokens.ends import TurnEnds
 
-MAX_CHARS = 12
-"""Of a token, about: no more of an endless text is tokenised than a completion may hold."""
+MAX_CHARS = 12  # of a token, about: no more of an endless text is tokenised than a completion may hold
 
 
 @dataclass(frozen=True, slots=True)

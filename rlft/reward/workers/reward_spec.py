@@ -28,14 +28,12 @@ OnError = Literal["stop"] | float
 """What happens if a reward fails on a completion: `stop` ends the run, a number becomes the completion's score."""
 
 SCORER_KEYS = ("_target_", "weight", "on_error")
-TURNS = "turns"
-"""The name under which environments' rewards for turns stand among the rewards."""
+TURNS = "turns"  # the name under which environments' rewards for turns stand among the rewards
 
 Form = Literal["messages", "texts"]
 """How a function in TRL's form gets prompts and completions: as lists of messages (TRL's conversational form) or texts.
 """
-FORM = "completions"
-"""The key of such a function that says its form."""
+FORM = "completions"  # the key of such a function that says its form
 PASSED = ("prompts", "completions", "completion_ids")
 ANSWER = "answer"
 TRAINERS_OWN = ("trainer_state", "log_extra", "log_metric", "environments")

@@ -31,8 +31,7 @@ MAX_SHOWN_CHARS = 200
 Resident = Callable[[Sequence[Group]], list[list[float]]]
 """A reward that this process itself computes, for all groups at once: `[P][G]` scores."""
 
-Rows = list[Sequence[float | StepScores]]
-"""Scores of one reward, `[P][G]`."""
+Rows = list[Sequence[float | StepScores]]  # scores of one reward, `[P][G]`
 
 Outcomes = dict[tuple[int, str], Outcome]
 """{(key of a task, reward): the outcome in the workers}; the key is the index of a group, where groups are scored."""

@@ -82,8 +82,7 @@ class Loaded:
 
 Outcome = list[float] | list[StepScores] | Failure
 Reply = dict[str, Outcome]
-Answer = tuple[Reply, bool]
-"""(the reply to a task, whether its rewards have run programs meanwhile)."""
+Answer = tuple[Reply, bool]  # (the reply to a task, whether its rewards have run programs meanwhile)
 
 
 def serve(connection: Connection, specs: Sequence[RewardSpec], timeout_s: float, memory: int) -> None:
