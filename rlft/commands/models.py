@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from fnmatch import fnmatch
 from importlib import metadata
+from pathlib import Path
 
+import rlft
 from rlft.commands.tables import wrapped
 from rlft.config.choices import closest
 from rlft.model.families import Families, Family, known
@@ -32,35 +34,7 @@ OF_A_LANGUAGE_MODEL = (
     "reads images in prompts, and its language model is trained; rlft plan model.path=<folder> says what is adapted"
 )
 INDENT = " " * 4
-PAGE = """\
-# Families of models
-
-`rlft models` prints these facts, `rlft models qwen` those of some families. Each was found with a tiny random model
-(float32, CPU): log-probs against transformers' own model, one row at a time, and decoding against
-training, both within 1e-4 nats; whether a gradient reaches every weight of an adapter; the exported model against base
-and adapter. transformers {transformers}, vLLM {vllm}. `tests/helpers/write_families.py` writes it.
-
-- **Adapted** are the layers of `lora.target_modules: all-linear`; `rlft plan` says how many weights they have. Left out
-  is what no gradient reaches, what is read past its layer, and what shares its weights.
-- **Rows** are packed (each prompt once for its group, no padding) or padded, for the reason given.
-- **Decoding** is that of `generation=transformers`. Every run compares it with training before its first step.
-- **vLLM**: whether it has the family, and takes adapters on it. It may run others through its backend for transformers.
-- **Routing replay** (`snapshot.routing`) works in mixtures of experts; not in {routed}.
-- **Images** in prompts ([vision.md](../how-to/vision.md)): of {images}; other families are trained on texts alone.
-- **Export** is `rlft export` with the adapter merged (`as=adapter` always works).
-- **GGUF**: llama.cpp's converter decides by `architectures` in config.json; `convert_hf_to_gguf.py
-  --print-supported-models` lists what it takes.
-
-| family | adapted | not adapted | rows | decoding | vLLM | export |
-|---|---|---|---|---|---|---|
-{rows}
-
-Refused before weights are loaded, by `model.path`:
-
-| family | why |
-|---|---|
-{refused}
-"""
+TEMPLATE = Path(rlft.__file__).parent / "assets" / "models.md.jinja"
 
 
 def command(arguments: list[str]) -> None:
@@ -142,29 +116,15 @@ def vllm_of(family: Family) -> str:
 
 
 def page() -> str:
-    """The text of docs/reference/models.md."""
+    """The text of docs/reference/models.md, of the template assets/models.md.jinja."""
+    from jinja2 import Environment, StrictUndefined
+
     families = known()
     trained = {kind: family for kind, family in families.by_type.items() if family.is_trained}
-    rows = [
-        (
-            f"`{kind}`",
-            family.adapted,
-            family.not_adapted,
-            rows_of(family),
-            "yes" if family.decoding is None else f"no: {family.decoding}",
-            vllm_of(family).removeprefix("vLLM "),
-            "yes" if family.exported else "as=adapter",
-        )
-        for kind, family in trained.items()
-    ]
-    refused = [(f"`{kind}`", why_not(family)) for kind, family in families.by_type.items() if kind not in trained]
-    tables = ["\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, refused)]
-    routed = ", ".join(f"`{kind}`" for kind, family in trained.items() if family.routing is not None)
-    return PAGE.format(
-        images=", ".join(f"`{kind}`" for kind in EXACT),
-        routed=routed,
-        transformers=families.transformers,
-        vllm=families.vllm,
-        rows=tables[0],
-        refused=tables[1],
-    )
+    refused = {kind: family for kind, family in families.by_type.items() if kind not in trained}
+    names = {"images": EXACT, "routed": [kind for kind, family in trained.items() if family.routing is not None]}
+    listed = {name: ", ".join(f"`{kind}`" for kind in kinds) for name, kinds in names.items()}
+    jinja = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    template = jinja.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    functions = {"rows_of": rows_of, "vllm_of": vllm_of, "why_not": why_not}
+    return template.render(families=families, trained=trained, refused=refused, **listed, **functions)
