@@ -74,29 +74,23 @@ class NextTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py).
-
-    Attributes:
-        other_answers: further reference answers: a completion that gives any of them is right.
-        tail: what the prompt has begun to say for the policy at its end, such as an opened <think>; filled with
-            token_ids. It belongs to the turn: rewards read tail and completion as one text.
-        next_turn: of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
-        tools: schemas of tools that the data show, not an environment.
-        images: one for each IMAGE in the messages' texts, in order.
-        template_ids: with images, the tokens that the chat template writes, one for each image, where `token_ids` have
-            those of the image's vectors. Engines that read images themselves take these.
-    """
+    """A question with its reference answer. `token_ids` is filled by the scan that tokenises the data (prompts.py)."""
 
     id: str
     messages: tuple[Message, ...]
     answer: str
     token_ids: tuple[int, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    # Of a conversation whose next turn is asked for; `token_ids` hold all of it up to there.
     next_turn: NextTurn | None = None
+    # What the prompt has begun to say for the policy at its end, such as an opened <think>; filled with token_ids. It
+    # belongs to the turn: rewards read tail and completion as one text.
     tail: str = ""
-    other_answers: tuple[str, ...] = ()
-    tools: tuple[Schema, ...] = ()
-    images: tuple[Image, ...] = ()
+    other_answers: tuple[str, ...] = ()  # further reference answers: a completion that gives any of them is right
+    tools: tuple[Schema, ...] = ()  # schemas of tools that the data show, not an environment
+    images: tuple[Image, ...] = ()  # one for each IMAGE in the messages' texts, in order
+    # With images, the tokens that the chat template writes, one for each image, where `token_ids` have those of the
+    # image's vectors. Engines that read images themselves take these.
     template_ids: tuple[int, ...] = ()
 
 
@@ -174,14 +168,11 @@ class Branch:
 
     Its tokens are those from `start` up to the next branch. The policy has read the token at `after`, and all that was
     read before that one.
-
-    Attributes:
-        start: number of the completion's tokens before the branch, at least 1.
-        after: index of the token that is read before the branch's first one, among the completion's tokens; negative:
-            among the prompt's, counted from its end, so that -1 is its last one.
     """
 
-    start: int
+    start: int  # number of the completion's tokens before the branch, at least 1
+    # Index of the token that is read before the branch's first one, among the completion's tokens; negative: among the
+    # prompt's, counted from its end, so that -1 is its last one.
     after: int
 
 
@@ -192,25 +183,21 @@ class Completion:
     `token_ids` include the end token if there is one; `text` is what they decode to without the special tokens that
     mark turns (rlft/tokens/text.py), and without what the prompt has begun to say (`Prompt.tail`). If a stop
     string or stop token ended it, `token_ids` include that stop, and `text` ends as `Sampling` says.
-
-    Attributes:
-        logprobs: of the sampling policy, one per token id: natural log, with temperature applied; 0 where `mask` is
-            False.
-        mask: one per token id: whether the policy sampled it. False: an environment or the chat template put it there;
-            the policy reads it and is not trained on it. None: all were sampled.
-        turns: in order; empty for a completion of a single turn that nothing answered.
-        branches: in order; empty where each token was read behind all tokens that stand before it.
-        experts: uint8 or int16 `[tokens of prompt and completion, layers, k]`, the experts that the engine has chosen
-            for each token (`Sampling.notes_experts`); the dtype's largest number where it has chosen none.
     """
 
     text: str
     token_ids: Sequence[int]
+    # Of the sampling policy, one per token id: natural log, with temperature applied; 0 where `mask` is False.
     logprobs: Sequence[float]
     finish_reason: FinishReason
+    # One per token id: whether the policy sampled it. False: an environment or the chat template put it there; the
+    # policy reads it and is not trained on it. None: all were sampled.
     mask: Sequence[bool] | None = None
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[Turn, ...] = ()  # in order; empty for a completion of a single turn that nothing answered
+    # In order; empty where each token was read behind all tokens that stand before it.
     branches: tuple[Branch, ...] = ()
+    # uint8 or int16 `[tokens of prompt and completion, layers, k]`, the experts that the engine has chosen for each
+    # token (`Sampling.notes_experts`); the dtype's largest number where it has chosen none.
     experts: ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -301,24 +288,20 @@ of 1 between two scores still counts in float64."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Rewards of a step, `[P, G]` float64.
+    """Rewards of a step, `[P, G]` float64."""
 
-    Attributes:
-        total: the weighted sum of all rewards, plus what environments gave for turns.
-        by_reward: each reward unweighted, a process reward as the sum of its steps; `turns`, where an environment gave
-            any: the sum of what it gave for the turns of a completion.
-        outcome: the weighted sum of the rewards that score whole completions; None if nothing else is in `total`.
-        steps: the weighted step scores of all process rewards together, `steps[p][g]` in the order of their ends;
-            None if no reward scores steps.
-        weights: each reward's factor in `total`; one that is not named has 1.
-        answers: {reward that reads answers: the answer in each completion, `[P][G]`}, as in a Verdict.
-    """
-
-    total: Tensor
+    total: Tensor  # the weighted sum of all rewards, plus what environments gave for turns
+    # Each reward unweighted, a process reward as the sum of its steps; `turns`, where an environment gave any: the sum
+    # of what it gave for the turns of a completion.
     by_reward: Mapping[str, Tensor]
+    # The weighted sum of the rewards that score whole completions; None if nothing else is in `total`.
     outcome: Tensor | None = None
+    # The weighted step scores of all process rewards together, `steps[p][g]` in the order of their ends; None if no
+    # reward scores steps.
     steps: Sequence[Sequence[StepScores]] | None = None
+    # Each reward's factor in `total`; one that is not named has 1.
     weights: Mapping[str, float] = field(default_factory=dict)
+    # {reward that reads answers: the answer in each completion, `[P][G]`}, as in a Verdict.
     answers: Mapping[str, Sequence[Sequence[str | None]]] = field(default_factory=dict)
 
 
@@ -333,21 +316,17 @@ class Rollouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRows:
-    """What a model reads in rows of tokens `[B, T]`, some of which are images'.
+    """What a model reads in rows of tokens `[B, T]`, some of which are images'."""
 
-    Attributes:
-        vectors: `[K, hidden]`, in the model's dtype.
-        deep: `[L, K, hidden]`, what the first L layers add to their results at these tokens (Qwen3-VL); None: nothing.
-        rows: int64 `[B, T]`, which of the vectors is in the place of each token; TEXT: none, it is a token's embedding.
-        positions: int64 `[B, T, 3]`, of each token in time, height and width; None: the model has ordinary ones.
-        masks: a `rlft.model.image_masks.ImageMasks`, which tokens see the rest of their image; None: each token sees
-            only those before it.
-    """
-
-    vectors: Tensor
+    vectors: Tensor  # `[K, hidden]`, in the model's dtype
+    # `[L, K, hidden]`, what the first L layers add to their results at these tokens (Qwen3-VL); None: nothing.
     deep: Tensor | None
+    # int64 `[B, T]`, which of the vectors is in the place of each token; TEXT: none, it is a token's embedding.
     rows: Tensor
+    # int64 `[B, T, 3]`, of each token in time, height and width; None: the model has ordinary ones.
     positions: Tensor | None
+    # A `rlft.model.image_masks.ImageMasks`, which tokens see the rest of their image; None: each token sees only those
+    # before it.
     masks: Any = None
 
     TEXT: ClassVar[int] = -1
@@ -498,26 +477,19 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How completions are drawn. `top_k = 0`, `top_p = 1` and `min_p = 0` mean the full distribution.
-
-    Attributes:
-        temperature: 0 takes the most likely token.
-        min_p: tokens less likely than this share of the most likely one are dropped, before top_k and top_p.
-        stop: a completion ends with the token that completes one of these texts; it is the last of its token_ids.
-        stop_token_ids: a completion ends with one of these tokens.
-        include_stop_str_in_output: whether the completion's text includes the stop; otherwise it ends before it.
-        notes_experts: whether the completion says which experts its tokens went to (`Completion.experts`).
-    """
+    """How completions are drawn. `top_k = 0`, `top_p = 1` and `min_p = 0` mean the full distribution."""
 
     max_tokens: int
-    temperature: float
+    temperature: float  # 0 takes the most likely token
     top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
+    min_p: float = 0.0  # tokens less likely than this share of the most likely one are dropped, before top_k and top_p
+    # A completion ends with the token that completes one of these texts; it is the last of its token_ids.
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # a completion ends with one of these tokens
+    # Whether the completion's text includes the stop; otherwise it ends before it.
     include_stop_str_in_output: bool = False
-    notes_experts: bool = False
+    notes_experts: bool = False  # whether the completion says which experts its tokens went to (`Completion.experts`)
 
     def tokens_of(self, prompt: Prompt) -> int:
         """The most tokens of a completion of this prompt."""
@@ -558,25 +530,16 @@ class Data(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A sampled and scored evaluation set: one line of eval.jsonl, plus a few completions to look at.
+    """A sampled and scored evaluation set: one line of eval.jsonl, plus a few completions to look at."""
 
-    Attributes:
-        step: the number of steps done before it.
-        accuracy: the headline number in [0, 1] (mean@k of the primary reward); None if only a loss is measured.
-        accuracy_se: its standard error over prompts; None without an accuracy.
-        metrics: by the names that rlft.loop.evaluations has, and with `_se` their standard errors.
-        examples: completions of the same prompts every time.
-        example_scores: the primary reward of each example, in the same order.
-        alarms: {name: text}.
-    """
-
-    step: int
+    step: int  # the number of steps done before it
+    # The headline number in [0, 1] (mean@k of the primary reward); None if only a loss is measured.
     accuracy: float | None
-    accuracy_se: float | None
-    metrics: Mapping[str, float]
-    examples: tuple[Rollout, ...]
-    example_scores: tuple[float, ...] = ()
-    alarms: Mapping[str, str] = field(default_factory=dict)
+    accuracy_se: float | None  # its standard error over prompts; None without an accuracy
+    metrics: Mapping[str, float]  # by the names that rlft.loop.evaluations has, and with `_se` their standard errors
+    examples: tuple[Rollout, ...]  # completions of the same prompts every time
+    example_scores: tuple[float, ...] = ()  # the primary reward of each example, in the same order
+    alarms: Mapping[str, str] = field(default_factory=dict)  # {name: text}
 
 
 class UserError(Exception):

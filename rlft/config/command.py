@@ -39,43 +39,33 @@ LOSS = Headline(label="loss", metric="loss/total", lower_is_better=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command that makes runs.
+    """A command that makes runs."""
 
-    Attributes:
-        name: the word after `rlft`, which is also the value of the key `command` in the config of each run.
-        usage: the words after the name, for `rlft <command> --help`.
-        help: what the command does, in one line.
-        root: the dataclass of its config, a `rlft.config.schema.Root`, with what is known of its keys
-            (`rlft.config.keys.Key`), such as that a resume may change them.
-        make_plan: (`rlft.config.resolved.Resolved`, *, runs_here) -> a `rlft.plan.run_plan.Plan`, or a UserError. It
-            loads no weight.
-        run: (plan, folder, engines, say) -> `rlft.loop.driver.Outcome`.
-        check: (typed config) -> what it has made of the config and the plan goes on with (`Resolved.parts`); raises a
-            UserError if the config alone is wrong. It imports no torch. None means that only the types and bounds of
-            the root are checked.
-        configs: the folder of `<name>.yaml`, which has its keys with their defaults; its own groups and recipes are
-            folders in it. None means rlft's own folder.
-        headline: the most important metric; None if a run writes no metrics.
-        has_policy: whether a run saves a policy in the role `policy`, which `rlft eval` can evaluate.
-        compose: (arguments) -> the config if words such as run=<run> determine it, else None.
-        steps_done: (folder, plan) -> number of saved steps. None means those of the newest undamaged checkpoint.
-        stopped: (folder) -> the message about a run that was stopped inside a step. None means the usual one.
-        print_summary: (plan, folder); prints the page at the end. None means the curves and the last evaluation.
-    """
-
-    name: str
-    usage: str
-    help: str
+    name: str  # the word after `rlft`, which is also the value of the key `command` in the config of each run
+    usage: str  # the words after the name, for `rlft <command> --help`
+    help: str  # what the command does, in one line
+    # The dataclass of its config, a `rlft.config.schema.Root`, with what is known of its keys (`rlft.config.keys.Key`),
+    # such as that a resume may change them.
     root: type
+    # (`rlft.config.resolved.Resolved`, *, runs_here) -> a `rlft.plan.run_plan.Plan`, or a UserError. It loads no
+    # weight.
     make_plan: Step
-    run: Step
+    run: Step  # (plan, folder, engines, say) -> `rlft.loop.driver.Outcome`
+    # (typed config) -> what it has made of the config and the plan goes on with (`Resolved.parts`); raises a UserError
+    # if the config alone is wrong. It imports no torch. None means that only the types and bounds of the root are
+    # checked.
     check: Step | None = None
+    # The folder of `<name>.yaml`, which has its keys with their defaults; its own groups and recipes are folders in it.
+    # None means rlft's own folder.
     configs: Path | None = None
-    headline: Headline | None = LOSS
-    has_policy: bool = False
-    compose: Step | None = None
+    headline: Headline | None = LOSS  # the most important metric; None if a run writes no metrics
+    has_policy: bool = False  # whether a run saves a policy in the role `policy`, which `rlft eval` can evaluate
+    compose: Step | None = None  # (arguments) -> the config if words such as run=<run> determine it, else None
+    # (folder, plan) -> number of saved steps. None means those of the newest undamaged checkpoint.
     steps_done: Step | None = None
+    # (folder) -> the message about a run that was stopped inside a step. None means the usual one.
     stopped: Step | None = None
+    # (plan, folder); prints the page at the end. None means the curves and the last evaluation.
     print_summary: Step | None = None
 
 

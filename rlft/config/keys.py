@@ -27,33 +27,24 @@ ABSENT = object()  # the value of a key that is not there; null is a value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """What is known of a key or a section. Keys of a section have what their section has, where they say nothing else.
+    """What is known of a key or a section. Those of a section have what it has where they say nothing else."""
 
-    Attributes:
-        free: whether a resume may change it: length, logging, and how the run fits the machine.
-        measured: whether what a run measures depends on it; None: unless it is free.
-        in_state: whether the tensors of a checkpoint depend on it.
-        of_data: whether it decides which data are read.
-        only_trains: whether an evaluation does not read it.
-        in_trial: whether the run that `rlft doctor` tries has the user's value: always, or if it was typed.
-        free_in_sweep: whether it may change when a sweep is resumed.
-        before: the value of runs that were recorded before there was such a key: what rlft did then.
-        acts: the condition under which a key of an algorithm has an effect, as `rlft/algorithm/formula.py` reads it;
-            "": always. Besides the algorithm's keys it may ask `moved` and `Objective.facts`.
-        roles: the roles of another run that its value may name, in order of preference; a path, as well.
-        inside: what is known of keys of this section, before what its own class says: {key: what}.
-    """
-
-    free: bool | None = None
-    measured: bool | None = None
-    in_state: bool | None = None
-    of_data: bool | None = None
-    only_trains: bool | None = None
+    free: bool | None = None  # whether a resume may change it: length, logging, and how the run fits the machine
+    measured: bool | None = None  # whether what a run measures depends on it; None: unless it is free
+    in_state: bool | None = None  # whether the tensors of a checkpoint depend on it
+    of_data: bool | None = None  # whether it decides which data are read
+    only_trains: bool | None = None  # whether an evaluation does not read it
+    # Whether the run that `rlft doctor` tries has the user's value: always, or if it was typed.
     in_trial: Literal["always", "typed"] | None = None
-    free_in_sweep: bool | None = None
+    free_in_sweep: bool | None = None  # whether it may change when a sweep is resumed
+    # The value of runs that were recorded before there was such a key: what rlft did then.
     before: Any = field(default=ABSENT, hash=False)
+    # The condition under which a key of an algorithm has an effect, as `rlft/algorithm/formula.py` reads it; "":
+    # always. Besides the algorithm's keys it may ask `moved` and `Objective.facts`.
     acts: str = ""
+    # The roles of another run that its value may name, in order of preference; a path, as well.
     roles: tuple[str, ...] = ()
+    # What is known of keys of this section, before what its own class says: {key: what}.
     inside: Mapping[str, Key] = field(default_factory=dict, hash=False)
 
     def over(self, section: Key) -> Key:

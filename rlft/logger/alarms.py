@@ -190,22 +190,18 @@ def _median(first: Sequence[float], last: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """An alarm about one number of a step, which is beyond its limit `alarms.<name>`.
+    """An alarm about one number of a step, which is beyond its limit `alarms.<name>`."""
 
-    Attributes:
-        name: of the alarm and its key.
-        metrics: their sum is the number; a step without the first counts neither for the alarm nor against it.
-        usual: from the first values of the metric and the last ones before the step, what the limit is a multiple of;
-            None while they are too few.
-        is_beyond: whether the number is beyond the limit times what is usual, in a step with these metrics.
-        at_once: whether one step is enough, if its number is also larger than those of the first steps; others must be
-            beyond their limits in `alarms.patience` steps in a row.
-    """
-
-    name: str
+    name: str  # of the alarm and its key
+    # Their sum is the number; a step without the first counts neither for the alarm nor against it.
     metrics: tuple[str, ...]
+    # From the first values of the metric and the last ones before the step, what the limit is a multiple of; None while
+    # they are too few.
     usual: Callable[[Sequence[float], Sequence[float]], float | None] = lambda first, last: 1.0
+    # Whether the number is beyond the limit times what is usual, in a step with these metrics.
     is_beyond: Callable[[float, float, Mapping[str, float]], bool] = lambda value, bound, metrics: value > bound
+    # Whether one step is enough, if its number is also larger than those of the first steps; others must be beyond
+    # their limits in `alarms.patience` steps in a row.
     at_once: bool = False
 
 

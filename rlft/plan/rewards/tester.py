@@ -37,20 +37,15 @@ MAX_REDUCED = 200  # characters of the longest text that is made shorter: each o
 
 @dataclass(slots=True)
 class RewardTester:
-    """Tries the rewards of a run.
-
-    Attributes:
-        rewards: all of them; those that need weights are left out.
-        limit_s: seconds that each reward may take for all texts; those that are left over have no scores by it. A
-            reward that sends several requests at once may take so many times as long: here it sends one.
-        is_isolated: whether rewards run in a process of their own.
-    """
+    """Tries the rewards of a run."""
 
     config: SamplingRoot
-    rewards: Mapping[str, RewardSpec]
+    rewards: Mapping[str, RewardSpec]  # all of them; those that need weights are left out
     writer: Writer
+    # Seconds that each reward may take for all texts; those that are left over have no scores by it. A reward that
+    # sends several requests at once may take so many times as long: here it sends one.
     limit_s: float = LIMIT_S
-    is_isolated: bool = True
+    is_isolated: bool = True  # whether rewards run in a process of their own
     _run: Callable[..., Iterator[tuple[Task, Reply]]] = field(init=False)
     _left_s: dict[str, float] = field(init=False)
     _hangs: dict[str, int] = field(init=False)
