@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from typing import Any, ClassVar
 
 from rlft.generation.engine import FreshnessCheck, Generator, StaleEngineError
 from rlft.generation.sending import Outgoing
@@ -66,38 +66,26 @@ class EngineWork:
     unit: slice | None = None  # the prompts that it samples from; None for other calls
 
 
+@dataclass(eq=False)
 class EnginePool(Generator):
     """Engines that are workers of the cluster.
-
-    Args:
-        launcher: starts them; whoever made it closes it, after the pool.
-        specs: what each engine is (`rlft.loop.workers`).
-        unit: (completions of a prompt, number of prompts) -> number of prompts that an engine gets in one call.
-        timeout_s: seconds that an engine may take for one answer.
-        max_restarts: the most engines replaced without a finished group in between; one more stops the run.
-        note: takes a line for the person watching when an engine is replaced.
-        with_rows: whether engines get the prompts' metadata, which environments read.
 
     `here` is an engine of this process, if there has to be one (`Engine.on_trainers_base`): it loads what the others
     load, and samples nothing.
     """
 
-    replaces_engines = True
+    replaces_engines: ClassVar = True
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        specs: Sequence[WorkerSpec],
-        *,
-        unit: Callable[[int, int], int],
-        timeout_s: float,
-        max_restarts: int,
-        note: Callable[[str], None],
-        with_rows: bool = False,
-    ) -> None:
-        self._with_rows = with_rows
-        self._launcher, self._unit, self._timeout_s, self._max_restarts = launcher, unit, timeout_s, max_restarts
-        self._note = note
+    launcher: Launcher  # starts them; whoever made it closes it, after the pool
+    specs: InitVar[Sequence[WorkerSpec]]  # what each engine is (`rlft.loop.workers`)
+    _: KW_ONLY
+    unit: Callable[[int, int], int]  # (completions of a prompt, prompts) -> prompts that an engine gets in one call
+    timeout_s: float  # seconds that an engine may take for one answer
+    max_restarts: int  # the most engines replaced without a finished group in between; one more stops the run
+    note: Callable[[str], None]  # takes a line for the person watching when an engine is replaced
+    with_rows: bool = False  # whether engines get the prompts' metadata, which environments read
+
+    def __post_init__(self, specs: Sequence[WorkerSpec]) -> None:
         self.finished: Callable[[list[Group]], None] = lambda groups: None
         self.here: Generator | None = None
         self.num_restarts = 0
@@ -107,7 +95,7 @@ class EnginePool(Generator):
         self._clock = RunningTime()
         self._lock = threading.RLock()
         self._is_closed = False
-        self._slots = [Slot(spec=spec, worker=launcher.start(spec)) for spec in specs]
+        self._slots = [Slot(spec=spec, worker=self.launcher.start(spec)) for spec in specs]
 
     def wait_until_started(self) -> None:
         """Returns once every engine has loaded its base and taken its memory."""
@@ -117,7 +105,7 @@ class EnginePool(Generator):
     def load(self, adapter: Adapter) -> None:
         """As of any generator. The weights are read while engines load them, also those that start later."""
         with self._lock:
-            self._version, self._check = Outgoing(adapter, self._launcher.share), None
+            self._version, self._check = Outgoing(adapter, self.launcher.share), None
             for slot in self._slots:
                 slot.ready, slot.sent, slot.joining = False, 0, None
             self._all_join()
@@ -138,7 +126,7 @@ class EnginePool(Generator):
         """As of any generator; `finished` is called with the groups of a unit as soon as it is finished."""
         sampled: dict[int, list[Group]] = {}  # by the index of a unit's first prompt
         with self._lock:
-            size = self._unit(n, len(prompts))
+            size = self.unit(n, len(prompts))
             units = deque(slice(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size))
             busy: dict[int, EngineWork] = {}
             self._clock.since_last()  # the time before is not counted
@@ -226,7 +214,7 @@ class EnginePool(Generator):
                     then(work, answers)
 
     def _work(self, slot: Slot, futures: Sequence[Future[Any]], what: str, unit: slice | None = None) -> EngineWork:
-        limit_s = self._timeout_s + (0.0 if slot.started else START_S)
+        limit_s = self.timeout_s + (0.0 if slot.started else START_S)
         return EngineWork(slot=slot, futures=futures, what=what, limit_s=limit_s, left_s=limit_s, unit=unit)
 
     def _join(self, slot: Slot) -> EngineWork:
@@ -254,7 +242,7 @@ class EnginePool(Generator):
         return self._work(slot, [future], "sample", unit)
 
     def _sent(self, prompt: Prompt) -> Prompt:
-        metadata = prompt.metadata if self._with_rows else {}
+        metadata = prompt.metadata if self.with_rows else {}
         return replace(prompt, images=tuple(map(with_content, prompt.images)), metadata=metadata)
 
     def _over(self, waiting: Sequence[EngineWork]) -> list[EngineWork]:
@@ -337,15 +325,15 @@ class EnginePool(Generator):
         if failure.stale and slot.replaced_stale:
             raise StaleEngineError(f"{failure} ({slot.worker.name}, which had replaced another one)") from failure
         self._restarts_in_a_row += 1
-        if self._restarts_in_a_row > self._max_restarts:
+        if self._restarts_in_a_row > self.max_restarts:
             times = f"{counted(self._restarts_in_a_row, 'engine failure')} without a finished group in between"
             problem = f"cluster.max_engine_restarts: {times}, the last one: {failure}"
             raise EngineError(problem) from failure
         self.num_restarts += 1
-        self._note(f"{slot.spec.name} is replaced: {str(failure).splitlines()[0]}")
+        self.note(f"{slot.spec.name} is replaced: {str(failure).splitlines()[0]}")
         slot.starts += 1
         spec = replace(slot.spec, name=f"{slot.spec.name}.{slot.starts}")
-        slot.worker = self._launcher.start(spec)
+        slot.worker = self.launcher.start(spec)
         slot.started, slot.ready, slot.sent, slot.joining = False, False, 0, None
         slot.replaced_stale = failure.stale
 

@@ -8,7 +8,7 @@ compare are made and divided here, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -175,6 +175,7 @@ def score_rows(roles: Roles, role: str, rows: Sequence[Row], token_budget: int) 
 
 
 # -- a network of its own --------------------------------------------------------------------------------------------
+@dataclass(eq=False)
 class ClassifierReward:
     """The only logit of a sequence classifier, for the conversation as its own tokenizer writes it.
 
@@ -183,21 +184,17 @@ class ClassifierReward:
     counts such texts.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: RunTokenizer,
-        *,
-        token_budget: int,
-        center: float,
-        scale: float,
-    ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.token_budget, self.center, self.scale = token_budget, center, scale
+    model: PreTrainedModel
+    tokenizer: RunTokenizer
+    _: KW_ONLY
+    token_budget: int
+    center: float
+    scale: float
+
+    def __post_init__(self) -> None:
         self.num_cut = 0
-        text = model.config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None)
-        self._max_tokens = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+        text, most = self.model.config.get_text_config(), self.tokenizer.model_max_length
+        self._max_tokens = min(most, getattr(text, "max_position_embeddings", None) or most)
         padding = getattr(text, "pad_token_id", None)
         self._own_padding = None if padding is None or padding < 0 else padding
 
