@@ -41,22 +41,15 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A command that makes no run.
+    """A command that makes no run."""
 
-    Attributes:
-        module: the module with `USAGE` and `command(arguments)`, which returns an exit code, or None for 0.
-        part: where `rlft --help` lists it.
-        help: what it does, in one line of at most 59 characters.
-        interrupted: the message for an interruption before the command has set a more precise one.
-    """
-
-    module: str
-    part: Part
-    help: str
-    interrupted: str = "nothing was changed"
+    module: str  # in rlft.commands, with `USAGE` and `command(arguments)`, which returns an exit code, or None for 0
+    part: Part  # where `rlft --help` lists it
+    help: str  # what it does, in one line of at most 59 characters
+    interrupted: str = "nothing was changed"  # said of an interruption before the command has set a more precise text
 
     def __call__(self, arguments: list[str]) -> int:
-        module = importlib.import_module(self.module)
+        module = importlib.import_module(f"rlft.commands.{self.module}")
         if any(word in ("-h", "--help") for word in arguments):
             example = next(line for line in module.USAGE.splitlines() if line.startswith("  rlft "))
             print(f"rlft {example.split()[1]}: {self.help}\n\n{example}\n\n{module.USAGE}")
@@ -66,69 +59,47 @@ class Tool:
 
 TOOLS = {
     "init": Tool(
-        "rlft.commands.init",
-        Part.TRAIN,
-        "make a folder with run.yaml, rewards and data to start from",
-        interrupted="the folder may lack a file",
+        "init", Part.TRAIN, "make a folder with run.yaml, rewards and data to start from", "the folder may lack a file"
     ),
     "resume": Tool(
-        "rlft.commands.resume",
-        Part.TRAIN,
-        "continue a run exactly, or start a new one from a step",
-        interrupted="the run is as it was",
+        "resume", Part.TRAIN, "continue a run exactly, or start a new one from a step", "the run is as it was"
     ),
     "plan": Tool(
-        "rlft.commands.plan",
-        Part.INSPECT,
-        "whether a run fits and how long it takes, before it starts",
-        interrupted="nothing was begun",
+        "plan", Part.INSPECT, "whether a run fits and how long it takes, before it starts", "nothing was begun"
     ),
-    "reward": Tool("rlft.commands.reward", Part.INSPECT, "test rewards against adversarial completions"),
-    "runs": Tool("rlft.commands.watch.runs", Part.INSPECT, "list runs with status, step, reward, accuracy and age"),
+    "reward": Tool("reward", Part.INSPECT, "test rewards against adversarial completions"),
+    "runs": Tool("watch.runs", Part.INSPECT, "list runs with status, step, reward, accuracy and age"),
     "watch": Tool(
-        "rlft.commands.watch.watch",
+        "watch.watch",
         Part.INSPECT,
         "live view of a run, from another terminal",
-        interrupted="the view has ended, the run is left as it is",
+        "the view has ended, the run is left as it is",
     ),
     "report": Tool(
-        "rlft.commands.watch.report",
+        "watch.report",
         Part.INSPECT,
         "one HTML file: curves, alarms, completions token by token",
-        interrupted="no report was written",
+        "no report was written",
     ),
-    "diff": Tool("rlft.commands.watch.diff", Part.INSPECT, "in which keys and results two runs differ"),
-    "audit": Tool("rlft.commands.audit.command", Part.INSPECT, "verify a run: checksums, files, rewards, random steps"),
-    "eval": Tool(
-        "rlft.commands.eval",
-        Part.USE,
-        "accuracy of a run or model on held-out prompts: pass@k",
-        interrupted="nothing was written",
-    ),
-    "chat": Tool("rlft.commands.chat", Part.USE, "talk to a run or model", interrupted="the conversation has ended"),
-    "serve": Tool(
-        "rlft.commands.serve",
-        Part.USE,
-        "an endpoint compatible with OpenAI's and vLLM's",
-        interrupted="the server has ended",
-    ),
+    "diff": Tool("watch.diff", Part.INSPECT, "in which keys and results two runs differ"),
+    "audit": Tool("audit.command", Part.INSPECT, "verify a run: checksums, files, rewards, random steps"),
+    "eval": Tool("eval", Part.USE, "accuracy of a run or model on held-out prompts: pass@k", "nothing was written"),
+    "chat": Tool("chat", Part.USE, "talk to a run or model", "the conversation has ended"),
+    "serve": Tool("serve", Part.USE, "an endpoint compatible with OpenAI's and vLLM's", "the server has ended"),
     "export": Tool(
-        "rlft.commands.export.command",
+        "export.command",
         Part.USE,
         "a model folder or adapter for transformers, vLLM, llama.cpp",
-        interrupted="nothing was exported",
+        "nothing was exported",
     ),
-    "translate": Tool("rlft.commands.translate.command", Part.HELP, "another library's arguments as rlft's"),
-    "recipes": Tool("rlft.commands.recipes", Part.HELP, "list recipes: what else is ready to run"),
-    "keys": Tool("rlft.commands.keys", Part.HELP, "what each key means: unit, default, choices, file"),
-    "completion": Tool("rlft.commands.completion.command", Part.HELP, "complete words at TAB in bash, zsh and fish"),
-    "algorithms": Tool("rlft.commands.algorithms", Part.HELP, "list algorithms; of one its loss, keys and paper"),
-    "models": Tool("rlft.commands.models", Part.HELP, "families of models: what is adapted, what is refused"),
+    "translate": Tool("translate.command", Part.HELP, "another library's arguments as rlft's"),
+    "recipes": Tool("recipes", Part.HELP, "list recipes: what else is ready to run"),
+    "keys": Tool("keys", Part.HELP, "what each key means: unit, default, choices, file"),
+    "completion": Tool("completion.command", Part.HELP, "complete words at TAB in bash, zsh and fish"),
+    "algorithms": Tool("algorithms", Part.HELP, "list algorithms; of one its loss, keys and paper"),
+    "models": Tool("models", Part.HELP, "families of models: what is adapted, what is refused"),
     "doctor": Tool(
-        "rlft.commands.doctor.command",
-        Part.HELP,
-        "check your installation, in minutes, without downloads",
-        interrupted="no results were saved",
+        "doctor.command", Part.HELP, "check your installation, in minutes, without downloads", "no results were saved"
     ),
 }
 
