@@ -28,10 +28,7 @@ _BOX_AS_ASCII = str.maketrans("┌┐└┘─│┤┬", "++++-|++")
 
 
 def print_summary(folder: Path, next_commands: Sequence[tuple[str, str]], terminal: Terminal | None = None) -> None:
-    """Prints the page of a run from its metrics.jsonl and eval.jsonl, so that it covers all of a resumed run.
-
-    `next_commands` are (what it does, command) of each command to suggest.
-    """
+    """Prints the page of the whole run from its files; next_commands: (what it does, command) of each to suggest."""
     terminal = terminal or open_terminal()
     glyphs = glyphs_for(terminal.encoding)
     metrics, evaluations = read_lines(folder / METRICS), read_lines(folder / EVALUATIONS)

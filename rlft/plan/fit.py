@@ -250,10 +250,7 @@ def _of_an_engine(plan: TrainPlan, model: ModelSizes, demand: Demand) -> int:
 
 
 def needs_checkpointing(config: Any, tokens: int, itemsize: int, free: int, **layers: Any) -> bool:
-    """Whether activations would take more than SHARE of the free memory (in bytes) without gradient checkpointing.
-
-    The other arguments are those of `activation_bytes`.
-    """
+    """Whether activations (as `activation_bytes`) exceed SHARE of the free bytes without checkpointing."""
     return activation_bytes(config, tokens, itemsize, **layers) > SHARE * free
 
 

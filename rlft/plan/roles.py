@@ -79,10 +79,7 @@ def check_learner_on(
     base: Mapping[str, str],
     model: PreTrainedConfig,
 ) -> None:
-    """Checks what learns on the base of these fingerprints and config; loads no weights.
-
-    engine: the one that samples; None if nothing is sampled.
-    """
+    """Checks what learns on the base with these fingerprints and config, sampled by `engine` if that is not None."""
     lora, settings = config.lora, config.model
     if isinstance(config, RunConfig):
         model_rules.check_shared_tokens(config, model)

@@ -143,10 +143,7 @@ class AnswerKeys:
         return " ".join(answer.split())
 
     def is_right(self, answer: str, reference: str) -> bool | None:
-        """Whether an answer is the reference answer, by their normal forms; a reward may compare them otherwise.
-
-        None: that took too long.
-        """
+        """Whether an answer is the reference by normal form; a reward may compare otherwise. None: it took too long."""
         return self.normal(answer) == self.normal(reference)
 
     def _answers(self, text: str) -> Iterator[str]:

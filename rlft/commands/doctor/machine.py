@@ -137,10 +137,7 @@ def hub_rows(trial: MachineTrial) -> list[CheckRow]:
 
 
 def hub_row(answers: bool, switched_off: bool, model: str | None) -> CheckRow:
-    """Whether the hub can be reached, unless HF_HUB_OFFLINE has switched it off.
-
-    `model` is the hub id of the model that the user has named; None if the model is made here or local.
-    """
+    """Whether the hub can be reached; model: hub id of the user's model, None if it is made here or local."""
     if answers:
         return CheckRow("hub", Status.ok, "can be reached")
     requirement = f"; {model} must be in its cache here" if model else ""

@@ -143,10 +143,7 @@ def run(request: Export, pushing: push.Push | None, say: Callable[[str], None]) 
 
 @contextmanager
 def _becoming(out: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `out`; at the end it is flushed to disk and renamed to `out`.
-
-    A failure inside the block removes it.
-    """
+    """Yields an empty folder, which is flushed to disk and renamed to `out` at the end, or removed after a failure."""
     temporary = out.with_name(f".{out.name}.writing")
     with blame_key("out"), writing(out):
         temporary.mkdir(parents=True, exist_ok=True)

@@ -186,10 +186,7 @@ def numbers_text(numbers: Sequence[int]) -> str:
 
 
 def print_best(results: Sequence[Result], metric: str) -> None:
-    """Prints whether the settings differ by more than noise, and the commands that continue with the best run.
-
-    results: of settings, the best first.
-    """
+    """Prints whether settings, the best first, differ by more than noise, and what continues with the best run."""
     from rlft.logger.console import open_terminal
     from rlft.logger.summary import print_commands
 

@@ -123,10 +123,7 @@ def compare_metrics(first: Path, second: Path, at: str) -> tuple[list[tuple[int,
 
 
 def accuracy_rows(evaluations: Sequence[Mapping[int, float]], at: str) -> list[Difference]:
-    """Rows with accuracy at the first and the last evaluation, from {step: accuracy} of each run.
-
-    The evaluations are those at common steps if `at` says so and there are any.
-    """
+    """Rows with accuracy at the first and last evaluation, of {step: accuracy}; at common steps if `at` says so."""
     common_steps = sorted(set(evaluations[0]) & set(evaluations[1]))
     rows = []
     for name, index in (("accuracy at first", 0), ("accuracy at last", -1)):

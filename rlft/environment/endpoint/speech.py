@@ -34,10 +34,7 @@ class Speech:
         self._cached = lru_cache(maxsize=REMEMBERED)(self._make)
 
     def of(self, body: Chat | Tokenize) -> Spoken:
-        """The speech with the tools of this request, and its variables of the chat template.
-
-        Refusal: the chat template cannot show tools, or does not read a variable.
-        """
+        """The speech with this request's tools and template variables. Refusal: the template does not take them."""
         return self._cached(json.dumps([body.shown_tools, body.variables]))
 
     def _make(self, shown: str) -> Spoken:
@@ -83,10 +80,7 @@ class Spoken:
         return roles in ({"user"}, {"tool"}) and not roles & self._template.rewriting
 
     def suffix(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens between a turn of the policy and its next one, where `has_suffix` holds.
-
-        Refusal: as in `prompt`.
-        """
+        """The tokens between two turns of the policy, where `has_suffix` holds. Refusal: as in `prompt`."""
         answers = list(self._plain(messages))
         calls = [{"id": each.get("tool_call_id"), "function": {"name": "tool"}} for each in answers]
         by_tools = {"tool_calls": calls} if answers[0]["role"] == "tool" else {}

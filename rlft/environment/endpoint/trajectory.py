@@ -102,10 +102,7 @@ class Trajectory:
         return reply
 
     def finish(self, reply: Reply, end_token: int) -> None:
-        """Ends the conversation, once the agent is done or has failed, as the worker replied.
-
-        One in which the agent has sent no request gets this end token, which is not sampled.
-        """
+        """Ends the conversation as the worker replied; one without a request gets this end token, not sampled."""
         conversation = self.conversation
         if reply.cause is Cause.time:
             conversation.end = FinishReason.time
