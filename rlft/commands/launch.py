@@ -88,26 +88,18 @@ def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def launch(
-    resolved: Resolved,
+    resolved: Resolved,  # its config; with `resume`, it is that of the run in the folder
     folder: Path,
-    shared_engines: Any = None,
+    shared_engines: Any = None,  # the engines of a sweep; its jobs do not print a page at their end
     *,
     plan: Any = None,
+    # Whether a resumed run that has all its steps is left as it is, if its inputs are unchanged; otherwise it is
+    # refused.
     may_be_finished: bool = False,
-    fork: Fork | None = None,
+    fork: Fork | None = None,  # the checkpoint of another run that this new run starts from
     loggers: Sequence[Logger] = (),
 ) -> bool:
-    """Performs a run to its end, or to an interruption (KeyboardInterrupt, after saving); False: it was left as it is.
-
-    Args:
-        resolved: its config; with `resume`, it is that of the run in the folder.
-        shared_engines: the engines of a sweep; its jobs do not print a page at their end.
-        may_be_finished: whether a resumed run that has all its steps is left as it is, if its inputs are unchanged;
-            otherwise it is refused.
-        fork: the checkpoint of another run that this new run starts from.
-    """
-    from rlft.plan.rules import models_of  # not imported for what is refused before
-
+    """Performs a run to its end, or to an interruption (KeyboardInterrupt, after saving); False: it was left alone."""
     import_libraries(models_of(resolved.config))
     command, plain = resolved.command, resolved.plain
     from rlft.logger.summary import print_summary

@@ -130,23 +130,18 @@ class Conversation:
 
 
 class Conversations(GeneratorOver):
-    """A generator of conversations with several turns. Make and use it in the thread that samples.
-
-    Args:
-        generator: the engine's; whoever opened it closes it.
-        at_once: the most completions that the engine computes together, if its results depend on that
-            (`Engine.divisible`): whole groups with that many are then played one after the other. None: all together.
-        longest_row: the most tokens of a prompt, with what the environment has added to it, and its completion.
-    """
+    """A generator of conversations with several turns. Make and use it in the thread that samples."""
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Generator,  # the engine's; whoever opened it closes it
         environment: Environment,
         tokenizer: RunTokenizer,
         *,
+        # The most completions that the engine computes together, if its results depend on that (`Engine.divisible`):
+        # whole groups with that many are then played one after the other. None: all together.
         at_once: int | None,
-        longest_row: int,
+        longest_row: int,  # the most tokens of a prompt, with what the environment has added to it, and its completion
     ) -> None:
         super().__init__(generator)
         self.environment, self._tokenizer = environment, tokenizer

@@ -54,12 +54,6 @@ THOUGHTS_BEGUN = re.compile(r"(?:<\|?/?(?:\w*think\w*|channel|\w*reason\w*)\|?>(
 class TurnTemplate:
     """A tokenizer's chat template, for conversations of several turns.
 
-    Args:
-        roles: who answers the policy.
-        tools: JSON schemas of tools, as `transformers.utils.get_json_schema` makes them, which the template shows.
-        opening: messages like those that conversations begin with; it matters whether they include a system message.
-        may_rewrite: the roles at whose answers the template may rewrite earlier turns.
-
     Raises:
         UserError: there is no chat template; it cannot show tools or their answers, takes no second turn of a user,
             ends turns with no special token, or rewrites earlier turns when another role answers.
@@ -68,11 +62,13 @@ class TurnTemplate:
     def __init__(
         self,
         tokenizer: RunTokenizer,
-        roles: Collection[Role],
+        roles: Collection[Role],  # who answers the policy
         *,
+        # JSON schemas of tools, as `transformers.utils.get_json_schema` makes them, which the template shows.
         tools: Sequence[Mapping[str, Any]] = (),
+        # Messages like those that conversations begin with; it matters whether they include a system message.
         opening: Sequence[Mapping[str, Any]] = OPENING,
-        may_rewrite: Collection[Role] = ("user",),
+        may_rewrite: Collection[Role] = ("user",),  # the roles at whose answers the template may rewrite earlier turns
     ) -> None:
         self._tokenizer, self._tools, self._opening = tokenizer, [dict(tool) for tool in tools], list(opening)
         special = [*special_tokens(tokenizer)]

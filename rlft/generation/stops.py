@@ -110,19 +110,13 @@ def plain_decoder(tokenizer: Any) -> Decode:
 
 def shown_texts(
     tokenizer: Any,
-    rows: Sequence[Sequence[int]],
-    stopped: Sequence[bool],
-    sampling: Sampling,
+    rows: Sequence[Sequence[int]],  # token ids of each completion
+    stopped: Sequence[bool],  # whether each completion ended otherwise than by the length limit
+    sampling: Sampling,  # its stop strings and stop tokens are cut off
+    # The tokens that end a turn, which are never shown, even if the tokenizer does not call them special.
     ends: Collection[int] = (),
 ) -> list[str]:
-    """The text of each completion as rewards and people see it.
-
-    Args:
-        rows: token ids of each completion.
-        stopped: whether each completion ended otherwise than by the length limit.
-        sampling: its stop strings and stop tokens are cut off.
-        ends: the tokens that end a turn, which are never shown, even if the tokenizer does not call them special.
-    """
+    """The text of each completion as rewards and people see it."""
     hidden = {*ends} if sampling.include_stop_str_in_output else {*ends, *sampling.stop_token_ids}
     shown = [row[:-1] if row and row[-1] in hidden else row for row in rows]
     texts = decoded(tokenizer, shown)

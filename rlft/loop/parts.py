@@ -34,20 +34,13 @@ from rlft.trainer.sharded_base import ShardedLayers
 
 def load_for_training(
     config: ModelConfig,
-    lora: LoraSettings | None,
-    token_budget: int,
+    lora: LoraSettings | None,  # the shape of the trained adapter; None if the base itself is trained
+    token_budget: int,  # the most tokens in a forward with gradient
     *,
-    adopt: Adopt | None = None,
-    sharded: ShardedLayers | None = None,
+    adopt: Adopt | None = None,  # puts the base on its device (`rlft.model.backbone.read_backbone`)
+    sharded: ShardedLayers | None = None,  # divides the base's layers among ranks
 ) -> Backbone:
-    """Loads the base, which jobs of a sweep share unless it is trained itself or divided among ranks.
-
-    Args:
-        lora: the shape of the trained adapter; None if the base itself is trained.
-        token_budget: the most tokens in a forward with gradient.
-        adopt: puts the base on its device (`rlft.model.backbone.read_backbone`).
-        sharded: divides the base's layers among ranks.
-    """
+    """Loads the base, which jobs of a sweep share unless it is trained itself or divided among ranks."""
     if lora is None or sharded is not None:
         backbone = read_backbone(config, adopt if sharded is None else sharded.adopt)
     else:  # jobs share a base by the arguments that it was loaded with
@@ -126,20 +119,15 @@ def open_trainer(plan: TrainPlan, roles: Networks, base: ShardedLayers | None = 
 @contextmanager
 def open_scorer(
     config: Any,
-    learner: Networks,
+    learner: Networks,  # the networks; reward adapters are on their base
     *,
-    learns: bool = False,
+    learns: bool = False,  # whether this run trains the learned rewards
+    # The run's engines in other processes, which have groups scored as soon as they are finished.
     pool: EnginePool | None = None,
+    # Opens the reward workers if they are not processes of this machine.
     open_rewards: Callable[[Sequence[RewardSpec]], Pool] | None = None,
 ) -> Iterator[Scorer]:
-    """Opens the rewards of a config.
-
-    Args:
-        learner: the networks; reward adapters are on their base.
-        learns: whether this run trains the learned rewards.
-        pool: the run's engines in other processes, which have groups scored as soon as they are finished.
-        open_rewards: opens the reward workers if they are not processes of this machine.
-    """
+    """Opens the rewards of a config."""
     rewards, scoring = specs(config.reward), config.scoring
     engines = pool if scoring.workers else None
     scorer = (Scorer if engines is None else AheadScorer)(

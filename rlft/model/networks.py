@@ -47,14 +47,7 @@ class Kept:
 
 
 class Networks(ABC):
-    """The roles of a run. `critic` is where values come from, or None; `heads` is {role: scalar head}.
-
-    Args:
-        snapshot: chooses reference, old policy and teacher.
-        temperature: temperature at which log-probs are taken.
-        token_budget: the most tokens in a forward.
-        teacher: the forward of a teacher that is a separate model, or the engine that computes it; otherwise None.
-    """
+    """The roles of a run. `critic` is where values come from, or None; `heads` is {role: scalar head}."""
 
     model: Any
     is_whole: ClassVar[bool] = False
@@ -63,10 +56,11 @@ class Networks(ABC):
     def __init__(
         self,
         backbone: Backbone,
-        snapshot: SnapshotConfig,
+        snapshot: SnapshotConfig,  # chooses reference, old policy and teacher
         *,
-        temperature: float,
-        token_budget: int,
+        temperature: float,  # temperature at which log-probs are taken
+        token_budget: int,  # the most tokens in a forward
+        # The forward of a teacher that is a separate model, or the engine that computes it; otherwise None.
         teacher: Forward | TeacherEngine | None,
     ) -> None:
         self.backbone, self.snapshot = backbone, snapshot

@@ -182,20 +182,13 @@ def check_engine(generation: GenerationConfig, model: ModelConfig) -> None:
 
 def choose_engine(
     generation: GenerationConfig,
-    model: ModelConfig,
-    lora: LoraSettings | None = None,
+    model: ModelConfig,  # the settings of the trainer's base; the engine's keys are checked against them if `runs_here`
+    lora: LoraSettings | None = None,  # the shape of the adapters that the engine will load; None if it loads none
     *,
-    runs_here: bool = True,
-    whole: bool = False,
+    runs_here: bool = True,  # False if the run is only planned, which needs no engine
+    whole: bool = False,  # whether a whole model is trained
 ) -> tuple[str, str]:
-    """(engine, reason), with `auto` resolved: vLLM if it is installed and there is a GPU, else transformers.
-
-    Args:
-        model: the settings of the trainer's base; the engine's keys are checked against them if `runs_here`.
-        lora: the shape of the adapters that the engine will load; None if it loads none.
-        runs_here: False if the run is only planned, which needs no engine.
-        whole: whether a whole model is trained.
-    """
+    """(engine, reason), with `auto` resolved: vLLM if it is installed and there is a GPU, else transformers."""
     name, reason, quantized = generation.engine, "as configured", model.quantization is not None
     if name == AUTO:
         import torch

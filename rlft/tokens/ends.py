@@ -113,25 +113,18 @@ def special_pattern(special: Collection[str]) -> re.Pattern[str]:
 
 def closing_of(
     render: Render,
-    opening: Sequence[Message],
-    turn: Message,
-    answer: Message,
+    opening: Sequence[Message],  # messages before the turn
+    turn: Message,  # the assistant's message, whose last text is `said`, which the template leaves as it is
+    answer: Message,  # the message after it, whose text is `reply`, another such text
     said: str,
     reply: str,
-    special: re.Pattern[str],
-    eos: str,
+    special: re.Pattern[str],  # finds special tokens
+    eos: str,  # the tokenizer's end token; "" if it has none
 ) -> tuple[str, str, str]:
     """What the template puts after an assistant's turn and before whatever follows it.
 
     (lead: plain text, such as the line break before `<|end|>` in some templates; run: the special tokens up to the last
     end token, with what is between them, "" if there are none; last: all that follows the last turn of a conversation).
-
-    Args:
-        opening: messages before the turn.
-        turn: the assistant's message, whose last text is `said`, which the template leaves as it is.
-        answer: the message after it, whose text is `reply`, another such text.
-        special: finds special tokens.
-        eos: the tokenizer's end token; "" if it has none.
     """
     last = _tail(render, [*opening, turn], said)
     onward = _tail(render, [*opening, turn, answer], said)

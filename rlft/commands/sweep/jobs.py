@@ -55,24 +55,18 @@ class SideBySide(Place):
 
     A job is the run that it would be alone: it has its folder, is resumed where it stopped when the sweep is repeated,
     and saves when the sweep is interrupted. Its output is in `<sweep>/cluster/job-<number>.log`.
-
-    Args:
-        words: (run) -> the words after `rlft` that do it.
-        config: how many run at a time, and how long a worker may take to answer.
-        interrupt: its first signal makes the jobs save and end.
-        on_gpus: whether each job needs a GPU of its own.
-        gpus: of this machine, which jobs get in turn; empty where a cluster that is joined gives them out.
     """
 
     def __init__(
         self,
         launcher: Launcher,
-        words: Callable[[Run], Sequence[str]],
-        config: ClusterConfig,
-        interrupt: Interrupt,
+        words: Callable[[Run], Sequence[str]],  # (run) -> the words after `rlft` that do it
+        config: ClusterConfig,  # how many run at a time, and how long a worker may take to answer
+        interrupt: Interrupt,  # its first signal makes the jobs save and end
         say: Say,
         *,
-        on_gpus: bool = False,
+        on_gpus: bool = False,  # whether each job needs a GPU of its own
+        # Of this machine, which jobs get in turn; empty where a cluster that is joined gives them out.
         gpus: Sequence[str] = (),
     ) -> None:
         self._launcher, self._words, self._jobs, self._timeout_s = launcher, words, config.jobs, config.timeout

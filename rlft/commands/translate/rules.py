@@ -75,21 +75,14 @@ def command_of(peer: str, names: Iterable[str]) -> str | None:
 
 def translate(
     peer: str,
-    given: Mapping[str, object],
+    given: Mapping[str, object],  # {name as it was written: value}
     command: str,
     *,
-    whole: bool = False,
-    programs: Iterable[str] = (),
-    unread: Iterable[str] = (),
+    whole: bool = False,  # whether these are all arguments of a run, so that the library's defaults hold for the others
+    programs: Iterable[str] = (),  # the classes, functions and programs that the arguments belong to
+    unread: Iterable[str] = (),  # names of arguments whose values are unknown, so that their defaults do not hold
 ) -> Translation:
-    """Translates the arguments of one run.
-
-    Args:
-        given: {name as it was written: value}.
-        whole: whether these are all arguments of a run, so that the library's defaults hold for the others.
-        programs: the classes, functions and programs that the arguments belong to.
-        unread: names of arguments whose values are unknown, so that their defaults do not hold.
-    """
+    """Translates the arguments of one run."""
     table = _peer(peer)
     text = " ".join(programs).lower()
     written = {table["aliases"].get(name, name): name for name in given}

@@ -450,18 +450,12 @@ def generate_reply(body: Generate, model: str, completions: Sequence[Completion]
 def complete_reply(
     body: Complete,
     model: str,
-    prompts: Sequence[tuple[str, Sequence[int]]],
-    echoes: Sequence[Sequence[Scored]],
-    answers: Sequence[Sequence[Completion]],
+    prompts: Sequence[tuple[str, Sequence[int]]],  # (text, token ids) of each
+    echoes: Sequence[Sequence[Scored]],  # the scored tokens of each, where a client asks for them; else empty
+    answers: Sequence[Sequence[Completion]],  # the completions of each; a prompt that is only scored has none of them
     tokenizer: RunTokenizer,
 ) -> dict[str, Any]:
-    """The reply to a `Complete`, whose texts are continued as they are: choices by prompt, `n` of each.
-
-    Args:
-        prompts: (text, token ids) of each.
-        echoes: the scored tokens of each, where a client asks for them; else empty.
-        answers: the completions of each; a prompt that is only scored has none of them.
-    """
+    """The reply to a `Complete`, whose texts are continued as they are: choices by prompt, `n` of each."""
     choices = []
     for (text, _), echo, completions in zip(prompts, echoes, answers, strict=True):
         for completion in completions or [None]:

@@ -43,22 +43,16 @@ AT_ONCE = 4  # the most requests that an agent may have under way; only one of t
 
 
 class AgentGenerator(GeneratorOver):
-    """A generator whose conversations are held by agents. Make and use it in the thread that samples.
-
-    Args:
-        generator: the engine's; whoever opened it closes it.
-        longest_row: the most tokens of a conversation: its first request and all that follows.
-        traces: where conversations are recorded, and from which recorded ones are read; None: nowhere.
-    """
+    """A generator whose conversations are held by agents. Make and use it in the thread that samples."""
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Generator,  # the engine's; whoever opened it closes it
         environment: Endpoint,
         tokenizer: RunTokenizer,
         *,
-        longest_row: int,
-        traces: Traces | None,
+        longest_row: int,  # the most tokens of a conversation: its first request and all that follows
+        traces: Traces | None,  # where conversations are recorded, and from which recorded ones are read; None: nowhere
     ) -> None:
         super().__init__(generator)
         self.environment = environment

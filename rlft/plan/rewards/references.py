@@ -121,20 +121,14 @@ def check_servers(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
 
 
 def check_references(
-    config: SamplingRoot,
-    rewards: Mapping[str, RewardSpec],
-    prompts: Sequence[Prompt],
-    writer: Writer,
+    config: SamplingRoot,  # says whether unscorable references are only noted (data.allow_unscorable)
+    rewards: Mapping[str, RewardSpec],  # the run's
+    prompts: Sequence[Prompt],  # of both splits
+    writer: Writer,  # what the policy cannot write is not right
+    # Processor seconds for each reward; with streamed data and slow rewards only a part is scored.
     limit_s: float = LIMIT_S,
 ) -> Iterator[str]:
     """Scores all reference answers as completions, as far as the time limit allows, and yields notes about them.
-
-    Args:
-        config: says whether unscorable references are only noted (data.allow_unscorable).
-        rewards: the run's.
-        prompts: of both splits.
-        writer: what the policy cannot write is not right.
-        limit_s: processor seconds for each reward; with streamed data and slow rewards only a part is scored.
 
     Raises UserError: references are not right by themselves, or a reward takes each for every other.
     """

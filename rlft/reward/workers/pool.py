@@ -192,24 +192,17 @@ class Scoring(NamedTuple):
 
 
 class ClusterPool(Pool):
-    """Runs tasks in reward workers on the cluster, and replaces those that are lost with their machine.
-
-    Args:
-        launcher: starts them; whoever opened it closes it.
-        timeout_s: seconds that a reward may take for a group; the worker itself enforces it.
-        answer_s: further seconds that a worker may take before it is replaced.
-        note: takes a line for the person watching when a worker is replaced.
-    """
+    """Runs tasks in reward workers on the cluster, and replaces those that are lost with their machine."""
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: Launcher,  # starts them; whoever opened it closes it
         rewards: Sequence[RewardSpec],
         num_workers: int,
         *,
-        timeout_s: float,
-        answer_s: float,
-        note: Callable[[str], None],
+        timeout_s: float,  # seconds that a reward may take for a group; the worker itself enforces it
+        answer_s: float,  # further seconds that a worker may take before it is replaced
+        note: Callable[[str], None],  # takes a line for the person watching when a worker is replaced
     ) -> None:
         factory, arguments = f"{__name__}:{RewardHost.__name__}", {"specs": tuple(rewards), "timeout_s": timeout_s}
         self._specs = [WorkerSpec(name=f"scorer-{i}", factory=factory, arguments=arguments) for i in range(num_workers)]

@@ -42,29 +42,25 @@ class Scorer:
 
     Make and use it in the thread that runs the loop. `num_failures` counts the completions that have got a fixed score
     because a reward failed on them; `last_failure` says what happened to the last one.
-
-    Args:
-        workers: number of processes, which start in the background; 0 scores in the calling process (no isolation).
-        timeout_s: seconds that a reward may take for a group.
-        on_error: `stop` raises a RewardError, a number is the score of a completion on which a reward failed; a
-            reward's own `on_error` has priority. For a process reward the number is a score of the completion as a
-            whole, which then has no steps: no steps are made up, and the score also exists for an empty completion.
-        resident: {name: callable} of rewards that this process computes for all groups at once, after those of the
-            workers; a reward that `runs_in_trainer` needs one. Wrong scores of theirs always stop the run.
-        open_pool: opens the workers elsewhere; None: processes of this machine.
-        allow_unscorable: data.allow_unscorable, which has priority over `on_error`.
     """
 
     def __init__(
         self,
         rewards: Mapping[str, RewardSpec],
+        # Number of processes, which start in the background; 0 scores in the calling process (no isolation).
         workers: int,
-        timeout_s: float,
+        timeout_s: float,  # seconds that a reward may take for a group
+        # `stop` raises a RewardError, a number is the score of a completion on which a reward failed; a reward's own
+        # `on_error` has priority. For a process reward the number is a score of the completion as a whole, which then
+        # has no steps: no steps are made up, and the score also exists for an empty completion.
         on_error: OnError,
+        # {name: callable} of rewards that this process computes for all groups at once, after those of the workers; a
+        # reward that `runs_in_trainer` needs one. Wrong scores of theirs always stop the run.
         resident: Mapping[str, Resident] = MappingProxyType({}),
+        # Opens the workers elsewhere; None: processes of this machine.
         open_pool: Callable[[Sequence[RewardSpec]], Pool] | None = None,
         *,
-        allow_unscorable: bool = False,
+        allow_unscorable: bool = False,  # data.allow_unscorable, which has priority over `on_error`
     ) -> None:
         if unknown := [name for name in resident if name not in rewards]:
             raise ValueError(f"resident rewards {unknown} are not among the rewards {list(rewards)}")

@@ -36,24 +36,15 @@ class Placement:
 
 
 def place(
-    config: Any,
+    config: Any,  # the section `cluster`, a `rlft.config.trainer.ClusterConfig`
     *,
-    on_gpus: bool,
-    available: int | None = None,
-    lag: int = 0,
-    pair: GpuMemory | None = None,
-    alone: GpuMemory | None = None,
+    on_gpus: bool,  # whether the run's model is on a GPU
+    available: int | None = None,  # number of GPUs of the cluster, the run's own included; None if it is not known
+    lag: int = 0,  # `overlap.lag`; if it is 1, engines need GPUs of their own
+    pair: GpuMemory | None = None,  # the memory of an engine and a rank on one GPU; None if it is not known
+    alone: GpuMemory | None = None,  # the memory of an engine on each of its GPUs; None if it is not known
 ) -> Placement:
-    """The placement of a run. UserError: the GPUs are too few or too small.
-
-    Args:
-        config: the section `cluster`, a `rlft.config.trainer.ClusterConfig`.
-        on_gpus: whether the run's model is on a GPU.
-        available: number of GPUs of the cluster, the run's own included; None if it is not known.
-        lag: `overlap.lag`; if it is 1, engines need GPUs of their own.
-        pair: the memory of an engine and a rank on one GPU; None if it is not known.
-        alone: the memory of an engine on each of its GPUs; None if it is not known.
-    """
+    """The placement of a run. UserError: the GPUs are too few or too small."""
     engines, gpus_each, ranks = config.engines, config.gpus_per_engine, config.ranks
     if not on_gpus:
         if gpus_each > 1:

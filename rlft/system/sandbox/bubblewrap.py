@@ -138,23 +138,16 @@ class Result:
 
 
 def run(
-    files: Mapping[str, str],
-    arguments: Sequence[str],
+    files: Mapping[str, str],  # {name: content} of the script's files
+    arguments: Sequence[str],  # the script, which is one of the files, and its arguments
     limits: Limits,
     isolation: Isolation,
     stdin: str = "",
     *,
-    filtered: bool = True,
-    clock: RunningTime | None = None,
+    filtered: bool = True,  # False leaves out the system-call filter
+    clock: RunningTime | None = None,  # the clock of `collect`
 ) -> Result:
-    """Runs a script to its end; returns what it prints and how it ends. SandboxError: it could not be started.
-
-    Args:
-        files: {name: content} of the script's files.
-        arguments: the script, which is one of the files, and its arguments.
-        filtered: False leaves out the system-call filter.
-        clock: the clock of `collect`.
-    """
+    """Runs a script to its end; returns what it prints and how it ends. SandboxError: it could not be started."""
     with _read_only(stdin) as reading:
         streams = {"stdin": reading, "stdout": subprocess.PIPE}
         with running(files, arguments, limits, isolation, **streams, filtered=filtered) as process:
