@@ -62,14 +62,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTurn:
-    """Where the conversation stands whose next turn is sampled: `turn` turns of the policy are before it.
+    """Where the conversation stands whose next turn is sampled."""
 
-    `seed` is of the conversation's first turn; `max_tokens` bounds this turn, where it is less than the sampling's.
-    """
-
-    turn: int
-    seed: int
-    max_tokens: int
+    turn: int  # number of the policy's turns before it
+    seed: int  # of the conversation's first turn
+    max_tokens: int  # bounds this turn, where it is less than the sampling's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,29 +112,22 @@ NOTHING = Shown()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A prompt and a completion to learn from.
-
-    `completion_ids` are the tokens that were sampled, end token included; if empty, `completion` is tokenised and an
-    end token added. `fields` are further fields of the assistant's message: its calls of tools, and its thoughts.
-    """
+    """A prompt and a completion to learn from."""
 
     prompt: Prompt
     completion: str
-    completion_ids: tuple[int, ...] = ()
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    completion_ids: tuple[int, ...] = ()  # as sampled, end token included; if empty, `completion` is tokenised with one
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the message besides: calls of tools, and thoughts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """Completions of one prompt, from the best to the worst, with the scores that rank them; equal ones are unranked.
-
-    `completion_ids` are as in Demonstration, one tuple per completion; if empty, all completions are tokenised.
-    """
+    """Completions of one prompt, the best first, with the scores that rank them; equal ones have no rank."""
 
     prompt: Prompt
     completions: tuple[str, ...]
     scores: tuple[float, ...]
-    completion_ids: tuple[tuple[int, ...], ...] = ()
+    completion_ids: tuple[tuple[int, ...], ...] = ()  # of each as in Demonstration; if empty, all are tokenised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,15 +433,12 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """Sizes of the whole optimizer batch, so that any split into micro-batches gives the same gradient.
-
-    Errors of values are divided by `value_scale` (the returns' standard deviation if values are normalised).
-    """
+    """Sizes of the whole optimizer batch, so that any split into micro-batches gives the same gradient."""
 
     num_tokens: int
     num_sequences: int
     max_completion_tokens: int
-    value_scale: float = 1.0
+    value_scale: float = 1.0  # divides errors of values: the returns' standard deviation if values are normalised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

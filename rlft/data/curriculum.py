@@ -150,14 +150,11 @@ def drawn(weights: NDArray[np.float64], seed: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRates:
-    """The numbers of completions of a run's training prompts, float64 `[N]`, in a file of `rlft sample`.
-
-    `fingerprint` is the sha256 (hex) over the ids of those prompts that the file has, with both numbers.
-    """
+    """The numbers of completions of a run's training prompts, float64 `[N]`, in a file of `rlft sample`."""
 
     right: NDArray[np.float64]
     wrong: NDArray[np.float64]
-    fingerprint: str
+    fingerprint: str  # sha256 (hex) over the ids of those prompts that the file has, with both numbers
 
 
 def read_pass_rates(path: str, reward: str, correct_at: float, prompts: Sequence[Prompt]) -> PassRates:

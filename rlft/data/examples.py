@@ -36,15 +36,12 @@ Said = tuple[Prompt, str | Message]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedTokens:
-    """A prompt and its completions as token ids, the best first, with the scores that rank them.
-
-    `reference` has the log-prob of each completion by a reference, in nats, summed over its tokens; empty without one.
-    """
+    """A prompt and its completions as token ids, the best first, with the scores that rank them."""
 
     prompt: tuple[int, ...]
     completions: tuple[tuple[int, ...], ...]
     scores: tuple[float, ...]
-    reference: tuple[float, ...] = ()
+    reference: tuple[float, ...] = ()  # log-prob of each by a reference, in nats, summed; empty without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,18 +84,14 @@ class TextTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PretrainText:
-    """Tokenised texts for training, in the order of the file, and for evaluation; they share no token sequence.
-
-    `fingerprint` is the sha256 (hex) over the number of given tokens (4 bytes, little-endian) and the digest of the
-    token ids of all texts; `note` says how many were cut, or dropped as they have no token to learn within the limit.
-    """
+    """Tokenised texts for training, in the order of the file, and for evaluation; they share no token sequence."""
 
     train_texts: tuple[TextTokens, ...]
     held_out_texts: tuple[TextTokens, ...]
     sequences_per_update: int
     updates_per_step: int
-    fingerprint: str
-    note: str | None
+    fingerprint: str  # sha256 (hex) over given tokens (4 bytes, little-endian) and digest of the ids, of all texts
+    note: str | None  # how many were cut, or dropped as they have no token to learn within the limit
 
     def batch(self, seed: int, step: int, update: int) -> Batch:
         """The texts of optimizer update number `update` (from 0) of the step that follows `step` finished steps.

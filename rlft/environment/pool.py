@@ -48,16 +48,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The reply to an order, with the reward of a turn or of the conversation, and the seconds that it took.
+    """The reply to an order."""
 
-    `text` is for the policy; if there is a cause, it is that of an error. `done` says whether the game is over.
-    """
-
-    text: str = ""
+    text: str = ""  # for the policy; if there is a cause, it is that of an error
     cause: Cause | None = None
-    reward: float | None = None
-    done: bool = False
-    seconds: float = 0.0
+    reward: float | None = None  # of a turn or of the conversation
+    done: bool = False  # whether the game is over
+    seconds: float = 0.0  # that it took
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -75,16 +75,12 @@ class CallReader(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateCalls(CallReader):
-    """Calls as a chat template writes them: JSON objects with the tool's name and arguments under these keys.
+    """Calls as a chat template writes them: JSON objects with the tool's name and arguments under these keys."""
 
-    `marker` stands before them, such as `<tool_call>` or `[TOOL_CALLS]`; "": a turn with a call holds nothing else.
-    `tools` are the tools' names.
-    """
-
-    marker: str
+    marker: str  # before them, such as `<tool_call>` or `[TOOL_CALLS]`; "": a turn with a call holds nothing else
     name: str
     arguments: str
-    tools: frozenset[str] = field(default=frozenset(), compare=False)
+    tools: frozenset[str] = field(default=frozenset(), compare=False)  # the tools' names
 
     def calls(self, text: str) -> list[Call]:
         if not self.marker:

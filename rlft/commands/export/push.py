@@ -32,17 +32,13 @@ class PushError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """A push to the repository `repo_id` (`user/name` or `organisation/name`), a private one if it is made.
+    """A push to a repository."""
 
-    `api` is the client of the hub, once the push has been prepared. Without one nothing can be pushed: `problem` says
-    why, and `fix` is the command to run before the one that uploads.
-    """
-
-    repo_id: str
-    private: bool
-    api: HfApi | None = None
-    problem: str = ""
-    fix: str = ""
+    repo_id: str  # `user/name` or `organisation/name`
+    private: bool  # whether the repository is a private one if it is made
+    api: HfApi | None = None  # the client of the hub, once prepared; without one nothing can be pushed
+    problem: str = ""  # why there is no client
+    fix: str = ""  # then the command to run before the one that uploads
 
     def __str__(self) -> str:
         return f"the {'private' if self.private else 'public'} repository {self.repo_id}"

@@ -29,19 +29,15 @@ REFUSED, STOPPED = 2, 1  # exit codes of `rlft`
 
 @dataclass(slots=True, kw_only=True)
 class RunningJob:
-    """A job that has been started.
-
-    answer: of its worker to the last call; clock: since that call; stopping: since `stop` was called, if it was;
-    is_signalled: whether it has been told to save and end. A second signal would abandon the step in progress.
-    """
+    """A job that has been started."""
 
     run: Run
     worker: Worker
     gpu: str | None
-    answer: Future[Any]
-    clock: RunningTime = field(default_factory=RunningTime)
-    stopping: RunningTime | None = None
-    is_signalled: bool = False
+    answer: Future[Any]  # of its worker to the last call
+    clock: RunningTime = field(default_factory=RunningTime)  # since that call
+    stopping: RunningTime | None = None  # since `stop` was called, if it was
+    is_signalled: bool = False  # to save and end; a second signal would abandon the step in progress
 
     def end_after_its_step(self) -> None:
         """Makes it finish its step, save and end; tells it once, whatever the reasons."""

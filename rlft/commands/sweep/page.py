@@ -53,15 +53,12 @@ NOISE = 2.0  # standard errors of a difference below which it is called noise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a setting has measured by seed, and the folder of the best of its runs.
-
-    evaluation_error: of a single seed, the standard error over the prompts of its evaluation.
-    """
+    """What a setting has measured by seed, and the folder of the best of its runs."""
 
     name: str
     values: Sequence[float]
     folder: Path
-    evaluation_error: float | None
+    evaluation_error: float | None  # of a single seed, the standard error over the prompts of its evaluation
 
     @property
     def mean(self) -> float:

@@ -34,15 +34,12 @@ BACKLOG = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of a server: bytes of a request, requests under way, and seconds until one is answered.
+    """The limits of a server."""
 
-    `section` is that of their keys, for refusals: `serve` or `environment`.
-    """
-
-    body_bytes: int
-    requests: int
-    timeout: float
-    section: str
+    body_bytes: int  # of a request
+    requests: int  # under way
+    timeout: float  # seconds until one is answered
+    section: str  # that of their keys, for refusals: `serve` or `environment`
 
 
 def make_app(

@@ -31,15 +31,12 @@ ID = "endpoint"  # the id of prompts that come with requests
 # -- waiting -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """A waiting request, with the secret that says whose it is.
+    """A waiting request."""
 
-    `on_text` is called by the thread that samples with pieces of the reply's text, before the reply. `reply` becomes
-    the body of the reply, or a Refusal; the server cancels it when the client has disconnected.
-    """
-
-    key: str
+    key: str  # the secret that says whose it is
     body: bodies.Body
-    on_text: Callable[[str], None] | None = None
+    on_text: Callable[[str], None] | None = None  # the sampling thread calls it with pieces of the text, then replies
+    # Becomes the body of the reply, or a Refusal; the server cancels it when the client has disconnected.
     reply: Future[dict[str, Any]] = field(default_factory=Future)
 
 

@@ -32,16 +32,13 @@ ANSWERED = "<think>-</think><answer>{}</answer>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardTrial:
-    """One reward's score of one completion, before weighting, and the error that it raised in its group.
-
-    `score` is None where the error would end the run, else what its `on_error` gives.
-    """
+    """One reward's score of one completion, before weighting, and the error that it raised in its group."""
 
     reward: str
     kind: str
     prompt: str
     completion: str
-    score: float | None
+    score: float | None  # None where the error would end the run, else what its `on_error` gives
     error: str | None = None
 
     @property

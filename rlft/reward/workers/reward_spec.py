@@ -42,16 +42,13 @@ TRAINERS_OWN = ("trainer_state", "log_extra", "log_metric", "environments")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
-    """A reward by the dotted path of its class or function; small and picklable, so that each worker builds its own.
-
-    `weight` is its factor in the total reward, `on_error` what happens if it fails; None for the run's setting.
-    """
+    """A reward by the dotted path of its class or function; small and picklable, so that each worker builds its own."""
 
     name: str
     target: str
     kwargs: Mapping[str, Any]
-    weight: float
-    on_error: OnError | None = None
+    weight: float  # its factor in the total reward
+    on_error: OnError | None = None  # what happens if it fails; None for the run's setting
     form: Form = "messages"
 
     def build(self) -> Reward:
