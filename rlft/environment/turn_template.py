@@ -290,15 +290,11 @@ class Dialect:
 
     def rewritten(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        opened_with: str,
-        history: Sequence[tuple[Sequence[int], Sequence[tuple[str, str]]]],
+        messages: Sequence[Mapping[str, Any]],  # the prompt's
+        opened_with: str,  # what the environment has added to them
+        history: Sequence[tuple[Sequence[int], Sequence[tuple[str, str]]]],  # each turn's ids and answers (`suffix`)
     ) -> tuple[int, ...]:
-        """The tokens of the whole conversation up to the start of the policy's next turn, as the template has it now.
-
-        `messages` are the prompt's, to which the environment has added `opened_with`; `history` has each turn's token
-        ids and answers, as in `suffix`.
-        """
+        """Tokens of the whole conversation up to the start of the policy's next turn, as the template has it now."""
         conversation = with_opening(self.shown.messages(messages), opened_with)
         for sampled, answers in history:
             conversation += [{"role": "assistant", "content": decode(self._tokenizer, sampled)}]

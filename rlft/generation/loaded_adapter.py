@@ -111,14 +111,10 @@ def _sums(tensors: Tensor) -> tuple[Tensor, Tensor]:
 def difference(
     version: int,
     found: LoadedAdapter,
-    expected: Mapping[str, Fingerprint],
-    earlier: Mapping[int, Mapping[str, Fingerprint]],
+    expected: Mapping[str, Fingerprint],  # its tensors, rounded as the engine rounds
+    earlier: Mapping[int, Mapping[str, Fingerprint]],  # {version: tensors}, to name the one of a stale engine
 ) -> str | None:
-    """How what an engine holds differs from what was published, in words; None if it is the same.
-
-    expected: its tensors, rounded as the engine rounds.
-    earlier: {version: tensors} that were published before, to name the one that a stale engine holds.
-    """
+    """How what an engine holds differs from what was published, in words; None if it is the same."""
     expected = {name: fingerprint for name, fingerprint in expected.items() if name not in found.unread}
     wrong = [name for name in {**expected, **found.tensors} if not _equal(found.tensors, expected, name)]
     if not wrong:

@@ -82,16 +82,12 @@ class Engines(AbstractContextManager["Engines"]):
     def opened_for(
         self,
         plan: Plan,
-        learner: Networks,
-        lora: LoraSettings | None,
+        learner: Networks,  # on whose base the engine may decode
+        lora: LoraSettings | None,  # the adapter's settings; None if the base itself is trained
         environment: Environment | None = None,
-        traces: Traces | None = None,
+        traces: Traces | None = None,  # as in `wrap_with_environment`
     ) -> Iterator[Generator]:
-        """Yields the generator of a run: its engine, with conversations over it if there is an environment.
-
-        learner: the networks that learn, on whose base the engine may decode. lora: the adapter's settings; None if the
-        base itself is trained. traces: as in `wrap_with_environment`.
-        """
+        """Yields the generator of a run: its engine, with conversations over it if there is an environment."""
         assert plan.engine is not None, "the run samples"
         engine = plan.config.generation.named(plan.engine)
         args = engine_args(plan.config, lora, learner, images=plan.images)
@@ -224,12 +220,9 @@ def wrap_with_environment(
     engine: Engine,
     environment: Environment | None,
     args: EngineArgs,
-    traces: Traces | None = None,
+    traces: Traces | None = None,  # where outside agents' conversations are recorded for a resume; None: nowhere
 ) -> Generator:
-    """The engine's generator, or conversations over it; closing these ends the environment's workers only.
-
-    traces: where conversations of outside agents are recorded, so that a resume can repeat steps; None: nowhere.
-    """
+    """The engine's generator, or conversations over it; closing these ends the environment's workers only."""
     if environment is None:
         return generator
     tokenizer, longest_row = args.tokenizer, args.max_sequence_tokens

@@ -118,11 +118,9 @@ def open_learned(
     token_budget: int,
     center: float,
     scale: float,
-    learns: bool = False,
+    learns: bool = False,  # whether the run trains it; without a path it is a new adapter with a head of zeros
 ) -> LearnedReward:
     """The learned reward of this name: an adapter folder becomes a role on the base, anything else is a classifier.
-
-    Without a path it is a new adapter with a head of zeros, which the run trains; `learns`: whether the run trains it.
 
     Raises UserError: the folder cannot be read, does not fit, or has not exactly one label.
     """

@@ -45,16 +45,12 @@ def discard(stream: TextIO) -> None:
 
 def with_progress(
     items: Iterable[Item],
-    what: str,
-    total: int,
+    what: str,  # the text before the number, such as "data.path: reading big.jsonl"
+    total: int,  # the sum of the items' sizes
     size: Callable[[Item], int] = lambda item: 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Item]:
-    """Yields the items, and prints every EVERY_S seconds how many are done and how long the rest will take.
-
-    what: the text before the number, such as "data.path: reading big.jsonl".
-    total: the sum of the items' sizes.
-    """
+    """Yields the items, and prints every EVERY_S seconds how many are done and how long the rest will take."""
     start = last_shown = clock()
     done = 0
     for number, item in enumerate(items, 1):

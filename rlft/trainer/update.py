@@ -79,14 +79,10 @@ def text_passes(
     learner: Networks,
     text: Batch,
     token_budget: int,
-    loss_of: Callable[[Tensor, Tensor, int], Tensor],
-    rows: Tensor | None = None,
+    loss_of: Callable[[Tensor, Tensor, int], Tensor],  # of log-probs `[B, T]`, their mask, and the texts' tokens
+    rows: Tensor | None = None,  # int64 `[N]`, the rows to forward; None for all
 ) -> Iterator[tuple[MicroBatch, Tensor]]:
-    """Adds the gradient of an update's texts by micro-batches; yields each of these with its part `[]` of the loss.
-
-    loss_of: a loss from log-probs `[B, T]` at temperature 1, their mask, and the number of tokens of all texts.
-    rows: int64 `[N]`, the rows to forward; None for all.
-    """
+    """Adds the gradient of an update's texts by micro-batches; yields each of these with its part `[]` of the loss."""
     rows, num_tokens = torch.arange(len(text.rewards)) if rows is None else rows, int(text.loss_mask.sum())
     forward = learner.forward
     for micro in forward.placed([text.select(part) for part in forward.micro_batches(text, rows, token_budget)]):

@@ -37,15 +37,11 @@ def packed_attention(
     dropout: float = 0.0,
     packed: PackedRows | AttentionProbe | None = None,
     prefix_cache: PrefixCache | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    softcap: float | None = None,  # scores are `softcap * tanh(score / softcap)`
+    s_aux: Tensor | None = None,  # `[H]`, scores of sinks, which take a share of a query's attention and give nothing
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K).
-
-    softcap: scores are `softcap * tanh(score / softcap)`.
-    s_aux: `[H]`, the scores of sinks, which take a share of each query's attention and give nothing.
-    """
+    """`[1, N, H, D]` from query `[1, H, N, D]` and key, value `[1, K, N, D]` with K key heads (H a multiple of K)."""
     if isinstance(packed, AttentionProbe):
         return packed.attend(module, query, value, attention_mask, softcap, kwargs), None
     if packed is None and prefix_cache is None:

@@ -126,19 +126,15 @@ def _output_gradients(
 
 @fused
 def _input_gradients(
-    grad: Tensor,
-    head_grads: Sequence[Tensor],
+    grad: Tensor,  # of the branch's result
+    head_grads: Sequence[Tensor],  # of queries, keys and values
     x: Tensor,
     heads: Heads,
-    kept: Sequence[Tensor | None],
+    kept: Sequence[Tensor | None],  # the last results of `_attention_inputs`
     layers: Sequence[Operands],
     needs_x: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """(gradient of x through the branch and the residual sum, those of A and B of q, k and v).
-
-    grad: of the branch's result. head_grads: of queries, keys and values. kept: the last results of
-    `_attention_inputs`.
-    """
+    """(gradient of x through the branch and the residual sum, those of A and B of q, k and v)."""
     scale, flat, low, *of_heads = kept
     grads = []
     for grad_NHD, head_norm, x_NHD, head_scale in (

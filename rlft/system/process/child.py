@@ -49,20 +49,15 @@ EXIT_S = 1.0
 
 
 def start_python(
-    target: str,
-    words: Sequence[str] = (),
+    target: str,  # `module:function`
+    words: Sequence[str] = (),  # its command line, sys.argv[1:]
     *,
-    descriptors: Sequence[int] = (),
-    output: int | None = None,
-    environment: Mapping[str, str] | None = None,
+    descriptors: Sequence[int] = (),  # open files that it inherits
+    output: int | None = None,  # descriptor of the file for what it prints; None: that of this process
+    environment: Mapping[str, str] | None = None,  # variables in addition to those of this process
     cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A Python process that calls the function `module:function`, and ends with the thread that has started it.
-
-    `words` are its command line, sys.argv[1:]; it inherits the open files of `descriptors`, and has the variables of
-    `environment` in addition to those of this process. `output` is the descriptor of the file for what it prints; None:
-    that of this process.
-    """
+    """A Python process that calls the function, and ends with the thread that has started it."""
     reading, writing = os.pipe()
     with os.fdopen(reading), os.fdopen(writing, "w") as start:
         json.dump([os.getpid(), [*map(str, sys.path)], *target.split(":")], start)
