@@ -100,6 +100,8 @@ def launch(
     loggers: Sequence[Logger] = (),
 ) -> bool:
     """Performs a run to its end, or to an interruption (KeyboardInterrupt, after saving); False: it was left alone."""
+    from rlft.plan.rules import models_of  # not imported for what is refused before
+
     import_libraries(models_of(resolved.config))
     command, plain = resolved.command, resolved.plain
     from rlft.logger.summary import print_summary
