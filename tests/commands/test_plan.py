@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -449,37 +450,69 @@ def test_4_bit_weights_are_planned_without_a_gpu_or_bitsandbytes(
     assert "model.quantization: 4-bit weights need a CUDA device" in capsys.readouterr().err
 
 
-SEVEN_B = {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
-    "num_hidden_layers": 28, "layer_types": ["full_attention"] * 28, "vocab_size": 152064,
-    "tie_word_embeddings": False, "max_position_embeddings": 32768, "dtype": "bfloat16",
-}  # fmt: skip
-TABLE = Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md"
+def shape(hidden: int, inner: int, heads: int, layers: int, vocabulary: int = 151936) -> dict[str, Any]:
+    """The config of a model as large as one of Qwen2.5's; up to 3B, embeddings and head are one matrix."""
+    return {
+        "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "vocab_size": vocabulary,
+        "num_key_value_heads": 4 if hidden > 2048 else 2, "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers, "tie_word_embeddings": hidden <= 2048,
+        "max_position_embeddings": 32768, "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+QWEN = {
+    "0.5B": shape(896, 4864, 14, 24),
+    "1.5B": shape(1536, 8960, 12, 28),
+    "3B": shape(2048, 11008, 16, 36),
+    "7B": shape(3584, 18944, 28, 28, 152064),
+}
+
+
+def gsm8k_with(size: str, folder: Path) -> list[str]:
+    """The words of the recipe's plan for a model of this size, without weights."""
+    embedded, model = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic", folder / size
+    shutil.copytree(embedded, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((embedded / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | QWEN[size]))
+    return ["+recipe=grpo_gsm8k", f"model.path={model}", f"data.path={PROBLEMS}", "model.device=cuda"]
+
+
+def rows_of(page: str) -> list[list[str]]:
+    """The cells of the lines of a page's tables that give a number of GiB."""
+    lines = (Path(__file__).parents[2] / page).read_text().splitlines()
+    return [line.strip("| \n").split(" | ") for line in lines if line.startswith("|") and " GiB | " in line]
 
 
 @pytest.mark.slow
-def test_a_7b_model_is_planned_for_24_gib_as_the_page_says(
-    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requirements_are_those_that_are_planned(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, told = {}, {(size, words.strip("`")): peak for size, words, peak, _ in rows_of("README.md")}
+    assert {size for size, _ in told} == {*QWEN}
+    keys = {("7B", "card=4090"): [row[0].strip("`").split() for row in rows_of("docs/how-to/7b-on-24gb.md")][3]}
+    for size, words in told:
+        with tempfile.TemporaryDirectory() as folder:
+            plan = planned(capsys, *gsm8k_with(size, Path(folder)), words, *keys.get((size, words), ()))
+        assert plan["fits"], (size, words)
+        found[size, words] = f"{plan['peak'] / 2**30:.1f} GiB"
+    assert found == told
+
+
+@pytest.mark.slow
+def test_a_7b_model_is_planned_for_24_gb_as_the_page_says(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each row of the page's table: settings, whether they fit, the peak, and the part that is vLLM's own."""
-    embedded, model = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic", no_weights / "7b"
-    shutil.copytree(embedded, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((embedded / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | SEVEN_B))
-    words = ["+recipe=grpo_gsm8k", f"model.path={model}", f"data.path={PROBLEMS}", "model.device=cuda"]
-    rows = [line.strip("| \n").split(" | ") for line in TABLE.read_text().splitlines() if " GiB | " in line]
-    assert len(rows) == 5
+    words = [*gsm8k_with("7B", no_weights), "card=4090"]
+    rows = rows_of("docs/how-to/7b-on-24gb.md")
+    assert len(rows) == 6
     for settings, verdict, peak, engine in rows:
-        found = planned(capsys, *words, "device_memory=24GiB", *settings.strip("`").split())
+        found = planned(capsys, *words, *settings.strip("`").split())
         parts = [size for part, size in parts_of(found).items() if part.startswith("vLLM,")]
         assert ("yes" if found["fits"] else "no") == verdict, settings
         assert [peak, engine] == [f"{size / 2**30:.1f} GiB" for size in (found["peak"], *parts)], settings
-    assert cli.run(["plan", *words, "device_memory=24GiB"]) == 1
+    assert cli.run(["plan", *words]) == 1
     page = capsys.readouterr().out
     assert "does not start: the engine's share of the device is " in page
     [told, *_] = [line for line in page.splitlines() if " takes it to " in line]
     assert "generation.vllm.gpu_memory_utilization=0." in told
-    assert planned(capsys, *words, "device_memory=24GiB", *told.split(" takes it to ")[0].split())["fits"]
+    assert planned(capsys, *words, *told.split(" takes it to ")[0].split())["fits"]
 
 
 def test_no_page_cuts_a_key_and_each_number_is_shown_whole() -> None:
