@@ -59,7 +59,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Links to files outside of docs/ lead to their pages; a block that is a file has its name as its title."""
-    uri = page.file.src_uri
+    uri: str = page.file.src_uri
     source = SOURCES.get(uri, DOCS / uri)
     if source.suffix == ".md":
         markdown = LINK.sub(lambda match: match[1] + moved(source, match[2], uri) + match[3], markdown)

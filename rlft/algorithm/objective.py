@@ -20,6 +20,7 @@ What the losses of the families have in common, as formula.py reads it. Of a pol
     r = exp(lp - lp_old)                                            if ratio=token
     r = exp(mean_t(lp - lp_old))                                    if ratio=sequence
     r = stop(exp(mean_t(lp - lp_old))) * exp(lp - stop(lp))         if ratio=sequence_token
+    r = exp(sum_t(lp - lp_old))                                     if ratio=sequence_product
 
 Weights for the mismatch between engine and trainer, and for lag; means; the KL term; scores of completions:
 
@@ -467,8 +468,8 @@ class Objective(ABC):
         return replace(self, **state)
 
 
-JOINED = "token_advantages=true and mismatch!=token_truncate|token_mask"
-"""Where a completion's tokens may share a number, and it matters also while all ratios are 1."""
+NO_WEIGHT_OF_TOKENS = "mismatch!=token_truncate|token_mask"
+"""With weights of single tokens no ratio may be one number of a completion's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,13 +477,18 @@ class RatioObjective(Objective):
     """An objective whose policy term is made of ratios or log-probs. Fields: configs/algorithm/base/ratio.yaml."""
 
     surrogate: Annotated[
-        SurrogateKind, Key(acts=f"moved=true and advantages=true or ratio=token|sequence and {JOINED}")
+        SurrogateKind,
+        Key(
+            acts="moved=true and advantages=true"
+            f" or ratio=token|sequence and token_advantages=true and {NO_WEIGHT_OF_TOKENS}"
+            f" or ratio=sequence_product and advantages=true and {NO_WEIGHT_OF_TOKENS}"
+        ),
     ]
     ratio: Annotated[
         RatioLevel,
         Key(
             acts="surrogate=clipped|importance|cispo|sapo and moved=true and advantages=true"
-            f" or surrogate=clipped|importance|sapo and {JOINED}"
+            f" or surrogate=clipped|importance|sapo and advantages=true and {NO_WEIGHT_OF_TOKENS}"
         ),
     ]
     clip_low: Annotated[Fraction, Key(acts="surrogate=clipped|cispo|gmpo and moved=true and advantages=true")]
@@ -505,7 +511,7 @@ class RatioObjective(Objective):
             problem = "algorithm.surrogate=gmpo clips the ratios of tokens and takes their geometric mean itself"
             remedy = "use algorithm.ratio=token, or algorithm.surrogate=clipped"
             require(self.ratio == RatioLevel.token, "algorithm.ratio", problem, got=self.ratio, remedy=remedy)
-        joined = "ratio=sequence" if self.ratio == RatioLevel.sequence else "surrogate=gmpo"
+        joined = "surrogate=gmpo" if self.surrogate == SurrogateKind.gmpo else f"ratio={self.ratio}"
         problem = f"weighs single tokens, and algorithm.{joined} has one number for all of a completion's tokens"
         remedy = f"use algorithm.mismatch=sequence_{self.mismatch.removeprefix('token_')}"
         fits = not (self.mismatch.of_tokens and self.joins_tokens)
@@ -521,12 +527,13 @@ class RatioObjective(Objective):
         if self.surrogate == SurrogateKind.gmpo:
             return True
         of_ratios = (SurrogateKind.clipped, SurrogateKind.importance, SurrogateKind.sapo)
-        return self.ratio == RatioLevel.sequence and self.surrogate in of_ratios
+        return self.ratio in (RatioLevel.sequence, RatioLevel.sequence_product) and self.surrogate in of_ratios
 
     @property
     def warnings(self) -> tuple[str, ...]:
         problems = super().warnings
-        if self.surrogate == SurrogateKind.clipped and self.ratio != RatioLevel.token:
+        by_length = self.ratio in (RatioLevel.sequence, RatioLevel.sequence_token)
+        if self.surrogate == SurrogateKind.clipped and by_length:
             problems += tuple(
                 f"algorithm.{key}: {value:g} never binds with algorithm.ratio={self.ratio}, whose ratio is normalised "
                 "by length; the paper's are clip_low=3e-4 clip_high=4e-4"

@@ -169,8 +169,8 @@ def _choice(override: Any) -> str:
     """The override for Hydra, in which files have names that Hydra reads as one word."""
     value, group = None if override.is_delete() else override.value(), override.key_or_group
     if group == "recipe" and str(value).endswith(recipe_file.SUFFIXES):
-        recipe_file.lines_of(value)
-        return f"+recipe={recipe_file.encoded(value)}"
+        recipe_file.lines_of(str(value))
+        return f"+recipe={recipe_file.encoded(str(value))}"
     if group != "reward" or not isinstance(value, str | list):
         return override.input_line
     names = recipe_file.reward_choices([value] if isinstance(value, str) else value, Path())
@@ -282,7 +282,7 @@ def extend_hydra(*, requires: bool = True) -> None:
             content, named = recipe_file.reward_in(config_path), recipe_file.decoded(config_path)
             if named is not None:
                 recipe_file.lines_of(named[1])
-                read = OmegaConf.to_container(OmegaConf.load(recipe_file.located(named[1])), resolve=False)
+                read: Any = OmegaConf.to_container(OmegaConf.load(recipe_file.located(named[1])), resolve=False)
                 content = recipe_file.as_recipe(read, *named)
             elif not content:
                 return None

@@ -34,8 +34,14 @@ class Card(Machine):
 
 
 def _card(driver: str, gb: int, gib: float, tflops: float, gbps: float, *, is_compared: bool = False) -> Card:
-    rates = {"rate": tflops * 1e12, "bandwidth": gbps * 1e9}
-    return Card(driver=driver, gb=gb, memory=int(gib * 2**30), is_compared=is_compared, **rates)
+    return Card(
+        driver=driver,
+        gb=gb,
+        memory=int(gib * 2**30),
+        rate=tflops * 1e12,
+        bandwidth=gbps * 1e9,
+        is_compared=is_compared,
+    )
 
 
 # Of each, as NVIDIA publishes them in the document named: TFLOPS of dense bfloat16 products with sums in float32 (half
@@ -49,9 +55,7 @@ CARDS = {
     "H100-PCIe": _card("NVIDIA H100 PCIe", 80, 79.1, 756, 2000),  # H100 datasheet, PCIe
     "A100": _card("NVIDIA A100-SXM4-80GB", 80, 79.1, 312, 2040),  # A100 datasheet, 80 GB SXM
     "L40S": _card("NVIDIA L40S", 48, 44.3, 362, 864),  # L40S datasheet
-    "5090": _card(
-        "NVIDIA GeForce RTX 5090", 32, 31.3, 209, 1792
-    ),  # RTX Blackwell architecture; 838 with fp16 sums, sparse
+    "5090": _card("NVIDIA GeForce RTX 5090", 32, 31.3, 209, 1792),  # RTX Blackwell architecture (fp16 sums: 838 sparse)
     "4090": _card("NVIDIA GeForce RTX 4090", 24, 23.5, 165, 1010),  # Ada architecture, appendix
     "3090": _card("NVIDIA GeForce RTX 3090", 24, 23.5, 71, 936),  # Ampere GA102 architecture; 35.6 without tensor cores
     "A10": _card("NVIDIA A10", 24, 22.0, 125, 600),  # A10 datasheet

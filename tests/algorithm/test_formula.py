@@ -42,7 +42,8 @@ RATIOS: list[dict[str, Any]] = [
     *({"surrogate": kind, "clip_low": 0.3}
       for kind in ("clipped", "importance", "policy_gradient", "cispo", "sapo", "gmpo")),
     {"surrogate": "clipped", "dual_clip": 1.6},
-    *({"surrogate": "clipped", "ratio": level} for level in ("token", "sequence", "sequence_token")),
+    *({"surrogate": "clipped", "ratio": level}
+      for level in ("token", "sequence", "sequence_token", "sequence_product")),
     *({"mismatch": f"{level}_{way}"}
       for level in ("token", "sequence", "sequence_product") for way in ("truncate", "mask")),
     {"off_policy_limit": 0.05},

@@ -59,6 +59,36 @@ def test_gspo_clips_whole_sequences_at_its_own_small_range(hand_batch, at):
     assert abs(loss.metrics["ratio/clip_low_fraction"].item() - 2 / 5) < 1e-12
 
 
+@pytest.mark.parametrize("aggregate", ["sequence_mean_token_mean", "token_mean"])
+def test_the_ratio_of_whole_completions_is_that_of_their_probabilities(make, random_step, scale_of, aggregate):
+    """Values and gradient of -A min(r, clip(r)) with r = pi(o|q) / pi_old(o|q), by hand for each completion."""
+    outputs, batch = random_step(3)
+    algorithm = make("gspo", ratio="sequence_product", aggregate=aggregate, clip_low=0.2, clip_high=0.3)
+    batch = algorithm.credit(batch)
+    found = algorithm.loss(outputs, batch, scale_of(batch)).total
+    (gradient,) = torch.autograd.grad(found, outputs.logprobs)
+    logprobs = outputs.logprobs.detach().clone().requires_grad_()
+    rows, tokens = len(batch.loss_mask), int(batch.loss_mask.sum())  # an empty completion counts
+    expected = torch.zeros((), dtype=torch.float64)
+    ratios = []
+    for row in range(len(batch.loss_mask)):
+        places = [place for place, counts in enumerate(batch.loss_mask[row].tolist()) if counts]
+        if not places:
+            continue
+        probability = sum(logprobs[row, place] for place in places)
+        ratio = torch.exp(probability - sum(batch.old_logprobs[row, place] for place in places))
+        ratios.append(float(ratio.detach()))
+        clipped = ratio.clamp(0.8, 1.3)
+        for place in places:
+            advantage = batch.advantages[row, place]
+            share = len(places) * rows if aggregate == "sequence_mean_token_mean" else tokens
+            expected = expected - torch.minimum(ratio * advantage, clipped * advantage) / share
+    (by_hand,) = torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient, by_hand, rtol=0, atol=1e-12)
+    assert any(ratio > 1.3 for ratio in ratios) or any(ratio < 0.8 for ratio in ratios)
+
+
 def test_a_clip_of_grpos_size_is_warned_of(make):
     assert make("gspo").warnings == make("grpo").warnings == ()
     assert make("grpo", ratio="sequence").warnings == (

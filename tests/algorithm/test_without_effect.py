@@ -22,7 +22,7 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "clip_low": (0.02, 0.3), "clip_high": (0.0, 0.6), "dual_clip": (None, 1.7), "kl_tolerance": (1.1, 1.5),
     "kl_target": (None, 0.002, 0.0128, 0.05), "kl_coef": (0.0, 0.3), "gamma": (0.5, 1.0), "lam": (0.5, 0.95),
     "value_lam": (None, 0.4, 1.0), "n_steps": (None, 1, 2), "value_clip": (None, 0.05),
-    "off_policy_limit": (None, 0.1), "mismatch_low": (0.05, 0.6), "mismatch_high": (1.4, 3.0),
+    "off_policy_limit": (None, 0.02), "mismatch_low": (0.05, 0.6), "mismatch_high": (1.2, 4.0),
     "reward_coef": (0.0, 0.5),
 }  # fmt: skip
 """Values of keys that are neither words nor switches; of others the value and half of it."""
@@ -66,7 +66,9 @@ def gradients(full_step: Any, scale_of: Any) -> Any:
         found: list[torch.Tensor] = []
         for seed in range(8):
             outputs, batch = full_step(seed)
-            distance = (-2.0, 2.0)[seed % 2] if moved else 0.0
+            gap = batch.sampled_logprobs - batch.old_logprobs  # from too small for any limit to too large
+            batch = replace(batch, sampled_logprobs=batch.old_logprobs + (1.0, 8.0)[seed // 4] * gap)
+            distance = (-2.0, 2.0, -0.2, 0.2)[seed % 4] if moved else 0.0
             logprobs = batch.old_logprobs + distance * (outputs.logprobs.detach() - batch.old_logprobs)
             values = batch.old_values + distance * (outputs.values.detach() - batch.old_values)
             outputs = replace(outputs, logprobs=logprobs.requires_grad_(), values=values.requires_grad_())

@@ -37,7 +37,10 @@ class Given:
     def add(self, name: str, value: object, expression: str = "") -> None:
         """Adds an argument; with an expression, one whose value is unknown."""
         (self.arguments if expression else self.unread).pop(name, None)
-        (self.unread if expression else self.arguments)[name] = expression or value
+        if expression:
+            self.unread[name] = expression
+        else:
+            self.arguments[name] = value
 
 
 def read(words: Sequence[str]) -> Given:

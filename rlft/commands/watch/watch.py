@@ -80,7 +80,7 @@ def command(arguments: Sequence[str]) -> None:
     price = read_price(values.get("price"))
     remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
     require(len(folders) <= 1, "watch", "takes one run", got=" ".join(folders), remedy=remedy)
-    watch(one_run(*(folders or [LATEST]), "watch", say), price)
+    watch(one_run(folders[0] if folders else LATEST, "watch", say), price)
 
 
 def watch(folder: Path, price: Price | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
