@@ -458,4 +458,4 @@ class Terminal:
 
         from rlft.logger.text import visible
 
-        self.console.print(Text(visible(text), style=style), soft_wrap=True)
+        self.console.print(Text(visible(text), style=style))

@@ -175,7 +175,7 @@ def print_page(predicted: Prediction, price: Price | None, fitting: str | None) 
 
 
 def print_line(terminal: Terminal, text: str, style: str = "") -> None:
-    terminal.print(Text(text, style=style), soft_wrap=True)
+    terminal.print(Text(text, style=style))
 
 
 def heading(terminal: Terminal, text: str) -> None:

@@ -160,12 +160,12 @@ def print_page(tried: Tried, rows: Sequence[CheckRow], num_rows: int, words: Seq
     terminal = open_terminal()
     terminal.print(counts_of(rows))
     for line in summary_of(tried):
-        terminal.print(visible(line), soft_wrap=True)
+        terminal.print(visible(line))
     terminal.print()
     faults = [row for row in rows if row.status is not Status.ok]
     terminal.print(rows_table(faults if words else rows))
     if words:
-        terminal.print(f"\nall rows and scores: {command_line(*words, '--all')}", soft_wrap=True)
+        terminal.print(f"\nall rows and scores: {command_line(*words, '--all')}")
         return
     terminal.print(f"\nMean scores over {counted(num_rows, 'row')} of the data, before weights; answers {tried.form}")
     scores = (

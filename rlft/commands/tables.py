@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlft.system.check_rows import CheckRow, Status
+from rlft.system.terminal import unbroken, with_spaces
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -22,7 +23,7 @@ def wrapped(text: str, first: str, others: str) -> list[str]:
     """The text in lines of the terminal's width; `first` precedes the first line, `others` the rest."""
     width = max(shutil.get_terminal_size((WIDTH, 24)).columns, len(others) + 20)
     wrapper = textwrap.TextWrapper(width, first, others, break_on_hyphens=False, break_long_words=False)
-    lines = wrapper.wrap(text)
+    lines = [with_spaces(line) for line in wrapper.wrap(unbroken(text))]
     return lines or [first.rstrip()]
 
 

@@ -33,7 +33,17 @@ REFRESHES_PER_SECOND = 4
 
 
 class StandardOutput(Terminal):
-    """A console that stops printing when nobody reads its pipe any more, where rich's own would end the process."""
+    """A console that leaves it to the terminal to break long lines, so that a command is copied from it as one line.
+
+    It stops printing when nobody reads its pipe any more, where rich's own would end the process.
+    """
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        if len(objects) == 1 and isinstance(objects[0], str | Text):
+            text = Text(objects[0]) if isinstance(objects[0], str) else objects[0].copy()
+            text.no_wrap, text.overflow, text.end = True, text.overflow or "ignore", how.pop("end", text.end)
+            objects = (Stack(text),)  # where the text alone obeys: a live view below it is as it was
+        super().print(*objects, crop=False, **how)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -65,7 +75,7 @@ class Console(Logger):
         in_place = self.config.live and sys.stdout.isatty() and not terminal.is_dumb_terminal
         earlier = PRINTED.get()
         if not earlier:
-            terminal.print(Text(f"{visible(run.name)} in {run.folder}", style="bold"), soft_wrap=True)
+            terminal.print(Text(f"{visible(run.name)} in {run.folder}", style="bold"))
         if rows := [row for row in run.sizes if row not in (earlier or ())]:
             terminal.print(grid(rows))
         if earlier is not None:
@@ -192,7 +202,7 @@ class PlainView:
         self._printed: float | None = None
 
     def print(self, line: Text) -> None:
-        self.terminal.print(line, soft_wrap=True)
+        self.terminal.print(line)
         self.terminal.file.flush()
 
     def step(self) -> None:
@@ -249,7 +259,7 @@ class LiveView:
     def close(self, status: str) -> None:
         self.progress.current = status.partition("\n")[0]
         self._live.stop()
-        self.terminal.print(Text(self.progress.closing_line(status)), soft_wrap=True)
+        self.terminal.print(Text(self.progress.closing_line(status)))
 
     def _panel(self) -> Panel:
         progress = self.progress

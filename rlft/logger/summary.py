@@ -13,6 +13,7 @@ from rich.text import Text
 from rlft.logger.console import open_terminal
 from rlft.logger.flat import trend_of
 from rlft.logger.forecast import seconds_of
+from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import ASCII, Glyphs, duration, glyphs_for, one_line, visible
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.types import counted
@@ -41,10 +42,7 @@ def print_summary(folder: Path, next_commands: Sequence[tuple[str, str]], termin
 
 
 def print_facts(terminal: Terminal, facts: Iterable[tuple[str, str]]) -> None:
-    table = Table.grid(padding=(0, 2))
-    for label, value in facts:
-        table.add_row(Text(label, style="dim"), Text(value, overflow="fold"))
-    terminal.print(table)
+    terminal.print(WordTable((Column(style="dim"), Column()), facts))
 
 
 def fact_rows(
@@ -85,8 +83,8 @@ def print_commands(terminal: Terminal, next_commands: Sequence[tuple[str, str]])
         return
     terminal.print("\nNext", style="bold")
     for purpose, command in next_commands:
-        terminal.print(Text(f"  # {purpose}", style="dim"), soft_wrap=True)
-        terminal.print(Text(f"  {command}"), soft_wrap=True)
+        terminal.print(Text(f"  # {purpose}", style="dim"))
+        terminal.print(Text(f"  {command}"))
 
 
 def print_curve(terminal: Terminal, metrics: Sequence[Line], evaluations: Sequence[Line], glyphs: Glyphs) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from rlft.logger.text import visible
+from rlft.system.terminal import unbroken, with_spaces
 
 GAP, INDENT = "  ", " " * 4
 NARROW = 16  # cells of the terminal that a column of long words has at least
@@ -28,20 +29,26 @@ class Column:
 class WordTable:
     """Rows of cells in the width that there is; a rich renderable.
 
-    A cell with a word that is longer than its column is printed below its row, with the cells that follow it.
+    A cell with a word that is longer than its column is printed below its row, with the cells that follow it. A command
+    is such a word: it is never broken, and copied as one line.
     """
 
     def __init__(self, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
         self.columns = columns
         self.rows = [
             [
-                cell if isinstance(cell, Text) else Text(visible(str(cell)), c.style)
+                _of_words(cell if isinstance(cell, Text) else Text(visible(str(cell)), c.style), c)
                 for c, cell in zip(columns, row, strict=True)
             ]
             for row in rows
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        for line in self._all_lines(console, options):
+            line.plain, line.no_wrap, line.overflow = with_spaces(line.plain), True, "ignore"
+            yield line
+
+    def _all_lines(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         titles = [Text(visible(column.title), "bold") for column in self.columns]
         widths = self._widths(titles, options.max_width)
         if any(titles):
@@ -52,7 +59,7 @@ class WordTable:
             yield from self._lines(console, row[:apart], widths)
             named = zip(self.columns[apart:], row[apart:], strict=True)
             below = Text(GAP).join(Text(f"{c.title} " * c.right) + cell for c, cell in named if cell)
-            for line in below.wrap(console, options.max_width - len(INDENT)) if below else ():
+            for line in below.wrap(console, options.max_width - len(INDENT), overflow="ignore") if below else ():
                 yield Text(INDENT) + line
 
     def _holds(self, number: int, cell: Text, widths: Sequence[int]) -> bool:
@@ -86,6 +93,12 @@ class WordTable:
                 line += Text(free * column.right) + part + Text(free * (not column.right) + GAP)
             line.rstrip()
             yield line
+
+
+def _of_words(cell: Text, column: Column) -> Text:
+    if not column.folds:
+        cell.plain = unbroken(cell.plain)
+    return cell
 
 
 def _longest_word(text: Text) -> int:

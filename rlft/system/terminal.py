@@ -97,6 +97,28 @@ def for_a_shell(text: str) -> str:
     return _WORD.sub(quoted, text)
 
 
+_COMMAND = re.compile(
+    r"""(?<![^\s('"])(?:[\w.~-]*/)*(?:rlft|uv|hf|(?:python[\d.]*\ -m\ )?pip|python[\d.]*)
+    (?:\ [a-z]+(?=[,;:.)]?(?:\s|$))){0,2}(?:(?<![,;:.)])\ (?=\S*[=/<+~'"\d-])(?:'[^']*'|"[^"]*"|[^\s'"])+)*""",
+    re.VERBOSE,
+)
+_UNBROKEN = "\ue000"  # a character of private use, which no text of rlft has
+
+
+def unbroken(text: str) -> str:
+    """The text, in which a wrapper of lines takes each command for one word, until `with_spaces`."""
+    return _COMMAND.sub(lambda match: match[0].replace(" ", _UNBROKEN), text)
+
+
+def with_spaces(text: str) -> str:
+    """The text that was given to `unbroken`, as far as a line has it.
+
+    >>> with_spaces(unbroken("resume it: rlft resume runs/a, once").split(" ")[2])
+    'rlft resume runs/a,'
+    """
+    return text.replace(_UNBROKEN, " ")
+
+
 def override(key: str, value: object) -> str:
     """`key=value`, with the value quoted if it has characters that mean something to Hydra.
 

@@ -190,9 +190,9 @@ def print_best(results: Sequence[Result], metric: str) -> None:
     if not results:
         return
     terminal, best = open_terminal(), results[0]
-    terminal.print(noise(results), end="", soft_wrap=True)
+    terminal.print(noise(results), end="")
     where = f"its best seed in {best.folder}" if len(best.values) > 1 else f"in {best.folder}"
-    terminal.print(f"best: {best.name} ({metric.removeprefix('eval/')} {best.mean:.4g}), {where}", soft_wrap=True)
+    terminal.print(f"best: {best.name} ({metric.removeprefix('eval/')} {best.mean:.4g}), {where}")
     if run_folder.config_file(best.folder).exists():
         suggested = after_a_sweep(best.folder)
         print_commands(terminal, [(purpose, command_line(program(), *words)) for purpose, words in suggested])
@@ -292,7 +292,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rlft.logger.text import glyphs_for
 
     terminal = open_terminal()
-    terminal.print(title, soft_wrap=True, highlight=False)
+    terminal.print(title, highlight=False)
     printed = Table()
     for name in columns:
         if name in (KEYS, STATE):

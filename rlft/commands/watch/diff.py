@@ -60,7 +60,7 @@ def command(arguments: Sequence[str]) -> None:
     step_texts = dict.fromkeys("no steps" if span is None else steps_text(*span) for span in spans)
     terminal = open_terminal()
     for name, run in zip(SIDES, runs, strict=True):
-        terminal.print(Text(f"{name}: {visible(str(run))}"), soft_wrap=True)
+        terminal.print(Text(f"{name}: {visible(str(run))}"))
     print_differences(terminal, "config", config)
     print_differences(terminal, "metrics", metrics, f"metrics up to {limit}: means of {' and '.join(step_texts)}")
 
@@ -161,7 +161,7 @@ def print_differences(terminal: Terminal, title: str, rows: Sequence[Difference]
         terminal.print(Text(f"{title}: no difference", style="bold"))
         return
     if sentence:
-        terminal.print(Text(sentence, style="bold"), soft_wrap=True)
+        terminal.print(Text(sentence, style="bold"))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(title, no_wrap=True)
     for name in SIDES:

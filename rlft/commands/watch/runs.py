@@ -243,7 +243,7 @@ def print_table(terminal: Terminal, listed: Sequence[RunRow], root: Path) -> Non
     titles = [name for name in TITLES if any(row[name] for row in rows)]
     titles, room = fitting_columns(rows, titles, root, terminal.width)
     if any(len(row["run"]) > room for row in rows):
-        terminal.print(Text(f"in {visible(str(root))}:", style="dim"), soft_wrap=True)
+        terminal.print(Text(f"in {visible(str(root))}:", style="dim"))
         folders = [_relative(row["run"], root) for row in rows]
         rows = [{**row, "run": _shortened(text, room)} for row, text in zip(rows, folders, strict=True)]
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
@@ -259,7 +259,7 @@ def print_table(terminal: Terminal, listed: Sequence[RunRow], root: Path) -> Non
             text = f"{row.folder} {row.status}: {visible(explanation)}"
             if len(text) > terminal.width:
                 text = text.replace(f" {RESUME} ", f" {RESUME}\n  ")  # the command is whole in its line
-            terminal.print(Text(text, style="dim"), soft_wrap=True)
+            terminal.print(Text(text, style="dim"))
 
 
 def explained(row: RunRow) -> str:

@@ -96,8 +96,8 @@ def watch(folder: Path, price: Price | None = None, sleep: Callable[[float], Non
     print_summary(folder, ())
     if price is not None:
         cost = price.so_far(sum(map(seconds_of, read_lines(folder / METRICS, silent))), None)
-        terminal.print(f"cost of its steps, evaluations and checkpoints: {cost}", soft_wrap=True)
-    terminal.print(f"{folder} {status}{f': {visible(reason)}' if reason else ''}", soft_wrap=True)
+        terminal.print(f"cost of its steps, evaluations and checkpoints: {cost}")
+    terminal.print(f"{folder} {status}{f': {visible(reason)}' if reason else ''}")
 
 
 def follow(

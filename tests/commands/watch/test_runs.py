@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 from in_one_test import each
-from rich.console import Console as Terminal
 
 from rlft import cli
 from rlft.commands.watch import runs, watch
 from rlft.commands.watch.names import names_of
+from rlft.logger.console import StandardOutput as Terminal
 from rlft.logger.forecast import Price
 from rlft.runs import run_folder, run_status
 from rlft.runs.run_status import Status
