@@ -399,6 +399,8 @@ class Terminal:
     # -- commands ------------------------------------------------------------------------------------------------------
     def _score(self, rest: str) -> None:
         if self.talk.last is not None and not rest and self.talk.needs_answer:
+            problem = "names no right answer, and in a pipe nobody is asked for it"
+            require(self.is_person, "/score", problem, remedy="write it in the same line: /score <answer>")
             rest = self._read("the right answer (Enter: none): ").strip()
         scores = self.talk.score(rest)
         for name, (score, weight) in scores.items():

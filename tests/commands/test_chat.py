@@ -351,8 +351,8 @@ def says_right(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("lines", "exact", "total"),
-    [(f"/score {ANSWER}", 1, "1.1"), ("/score 133", 0, "0.1"), (f"/score\n{ANSWER}", 1, "1.1")],
-    ids=["right", "wrong", "asked for"],
+    [(f"/score {ANSWER}", 1, "1.1"), ("/score 133", 0, "0.1")],
+    ids=["right", "wrong"],
 )
 def test_rewards_are_shown_given_the_right_answer(
     monkeypatch: pytest.MonkeyPatch,
@@ -365,6 +365,17 @@ def test_rewards_are_shown_given_the_right_answer(
     plain = compose([*BARE, "reward.format.weight=0.1"])
     shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n{lines}\n", None, plain)
     assert shown[2:] == [f"exact_match {exact} x 1", "format 1 x 0.1", f"total {total}"]
+
+
+def test_the_line_after_score_is_a_question_in_a_pipe_where_nobody_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says_right: None
+) -> None:
+    typed = f"{QUESTION}\n/score\n{QUESTION}\n/score {ANSWER}\n"
+    shown = talk_through_a_pipe(monkeypatch, capsys, typed, None, compose(BARE))
+    problem = "/score: names no right answer, and in a pipe nobody is asked for it"
+    assert shown[2] == f"{problem}; write it in the same line: /score <answer>"
+    assert shown[3:5] == shown[:2]
+    assert shown[5] == "exact_match 1 x 1"
 
 
 def test_a_reward_that_fails_is_told_and_the_chat_goes_on(
