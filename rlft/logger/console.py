@@ -20,7 +20,7 @@ from rlft.logger.forecast import Forecast, Pace, Price, seconds_without_pauses
 from rlft.logger.interface import Logger, RunInfo
 from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
-from rlft.runs.lines import StepRecord
+from rlft.runs.lines import EVALUATIONS, METRICS, StepRecord, read_lines, silent
 from rlft.system.terminal import discard
 from rlft.types import Evaluation, counted
 
@@ -81,6 +81,7 @@ class Console(Logger):
         if earlier is not None:
             earlier.update(run.sizes)
         seconds = self.config.plain_seconds
+        progress.read_earlier()
         self.view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, seconds)
 
     def stage(self, name: str) -> None:
@@ -127,6 +128,15 @@ class Progress:
         self.started = self.now()
         self._pace = Pace(run.config, run.steps)
         self._last_step_at = self.started
+
+    def read_earlier(self) -> None:
+        """Reads what the steps before a resume have measured, so that what follows is compared with their first."""
+        if not self.run.step:
+            return
+        metrics, evaluations = (read_lines(self.run.folder / name, silent) for name in (METRICS, EVALUATIONS))
+        watched = self.run.watched[1]
+        self.watched += [line[watched] for line in metrics if line["step"] <= self.run.step and watched in line]
+        self.evaluations += [evaluation_of(line) for line in evaluations if line["step"] <= self.run.step]
 
     def step(self, record: StepRecord) -> None:
         self.done, self.metrics = record.step, record.metrics
@@ -181,6 +191,13 @@ class Progress:
         where = f"after step {self.done} of {self.run.steps}, {duration(self.elapsed)}"
         is_stop = status != "interrupted"
         return f"stopped {where}: {status.removeprefix('stopped: ')}" if is_stop else f"interrupted {where}"
+
+
+def evaluation_of(line: Mapping[str, Any]) -> Evaluation:
+    """The evaluation of a line of eval.jsonl, without its examples."""
+    metrics = {name: value for name, value in line.items() if name.startswith("eval/") and value is not None}
+    accuracy, error = line.get("accuracy"), line.get("accuracy_se")
+    return Evaluation(step=int(line["step"]), accuracy=accuracy, accuracy_se=error, metrics=metrics, examples=())
 
 
 def headline(evaluation: Evaluation, glyphs: Glyphs | None) -> str:

@@ -1,6 +1,7 @@
 """The live view in a real pseudo-terminal, and plain lines in a pipe."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,9 @@ import pytest
 
 from rlft.config.schema import ConsoleConfig
 from rlft.logger.console import Console, Progress, step_line
+from rlft.logger.interface import RunInfo
 from rlft.logger.text import UNICODE
+from rlft.types import Evaluation
 
 ROOT = Path(__file__).parents[2]
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -200,6 +203,20 @@ def test_a_resumed_run_counts_on_from_its_step(make_run, make_step, monkeypatch)
     # five steps of 3 s are left, in an interval of exp(1.2816 x 0.25) = 1.378 up and down
     end = "3.00 s/step  elapsed 0:15  ETA 0:15 (0:11 to 0:21)"
     assert step_line(progress) == f"step 45/50  {end}"
+
+
+@pytest.mark.parametrize("step", [0, 4])
+def test_what_a_resumed_run_prints_is_compared_with_its_first_step(tmp_path, capsys, step):
+    for name, key in (("eval", "accuracy"), ("metrics", "reward/mean")):
+        lines = [{"step": n, key: n / 8, "accuracy_se": 0.0} for n in (0, 2, 4, 6)]  # the last is after the checkpoint
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    console = Console(ConsoleConfig(live=False, plain_seconds=0.0))
+    console.start(RunInfo(folder=tmp_path, name="tiny", config={}, step=step, steps=8, sizes=()))
+    progress = console.view.progress
+    assert (progress.watched, progress.accuracies) == (([0.0, 0.25, 0.5],) * 2 if step else ([], []))
+    console.evaluation(Evaluation(step=6, accuracy=0.875, accuracy_se=0.02, metrics={}, examples=()))
+    first = " (step 0: 0.000)" if step else ""
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"step 6: held-out accuracy 0.875 \u00b1 0.020{first}")
 
 
 def test_finish_before_start_does_no_harm(monkeypatch):

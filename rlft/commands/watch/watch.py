@@ -13,7 +13,7 @@ from rich.text import Text
 from rlft.commands.watch.runs import read_words
 from rlft.config import command as commands
 from rlft.config.command import LOSS
-from rlft.logger.console import LiveView, PlainView, Progress, open_terminal
+from rlft.logger.console import LiveView, PlainView, Progress, evaluation_of, open_terminal
 from rlft.logger.flat import newly_flat
 from rlft.logger.forecast import Price, read_price, seconds_of
 from rlft.logger.interface import RunInfo
@@ -24,7 +24,7 @@ from rlft.runs.find import LATEST, one_run
 from rlft.runs.lines import EVALUATIONS, METRICS, StepRecord, complete_lines, read_lines, silent
 from rlft.runs.run_status import Status
 from rlft.system.terminal import say
-from rlft.types import Evaluation, require
+from rlft.types import require
 
 USAGE = """\
 usage: rlft watch [<run>] [price=2.5/h]
@@ -114,7 +114,7 @@ def follow(
         view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, 10.0)
         while not any(tail.was_cut for tail in tails):
             for line in tails[1].new():
-                progress.evaluations.append(_evaluation(line))
+                progress.evaluations.append(evaluation_of(line))
                 evaluations.append(line)
                 if (trend := newly_flat(evaluations)) is not None:
                     view.print(Text(f"note: step {trend.last}: {trend}", style="yellow"))
@@ -140,14 +140,3 @@ def _info(folder: Path, config: Mapping[str, Any]) -> RunInfo:
 def _record(line: Mapping[str, Any]) -> StepRecord:
     metrics = {name: value for name, value in line.items() if name != "step" and value is not None}
     return StepRecord(step=int(line["step"]), metrics=metrics, groups=(), rewards={}, total_rewards=(), advantages=())
-
-
-def _evaluation(line: Mapping[str, Any]) -> Evaluation:
-    metrics = {name: value for name, value in line.items() if name.startswith("eval/") and value is not None}
-    return Evaluation(
-        step=int(line["step"]),
-        accuracy=line.get("accuracy"),
-        accuracy_se=line.get("accuracy_se"),
-        metrics=metrics,
-        examples=(),
-    )
