@@ -62,7 +62,7 @@ LIGHT_COMMANDS = (
 
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
-    "commands": {"dpo", "rm", "sft", "train"},
+    "commands": {"dpo", "rm", "sft"},
     "environment": {"endpoint/trajectory"},
     "plan": {"inputs", "sample_plan"},
 }  # fmt: skip

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlft.commands.next_steps import print_page
-from rlft.config import catalog
 from rlft.config.command import Command, Headline, lazy
+from rlft.config.model import EMBEDDED
+from rlft.config.overrides import key_of
 from rlft.config.schema import RunConfig
-from rlft.system.terminal import Say, resuming
+from rlft.runs.words import words_of
+from rlft.system.terminal import Say, override, resuming
 
 if TYPE_CHECKING:
     from rlft.loop.driver import Outcome
@@ -34,12 +36,17 @@ def print_summary(plan: TrainPlan, folder: Path) -> None:
         commands.append(("talk to it", ["chat", run]))
     if config.trainer.schedule == "constant":  # other schedules end with the last step
         commands.append(("train on", ["resume", str(folder), f"steps={2 * config.steps}"]))
-    if config.name in catalog.recipes("train"):
-        weights = ["lora=null"] if config.lora is None else []
-        words = [f"+recipe={config.name}", *weights, f"trainer.lr={lr:g},{lr / 3:.2g}", "seed=0,1"]
-        commands.append(("sweep its recipe", ["train", "-m", *words]))
-    words = ["plan", "+recipe=grpo_gsm8k", "model.device=cuda", "device_memory=24GiB"]
-    print_page(folder, [*commands, ("plan GSM8K on a GPU", words)])
+    if (words := words_of(plan.plain, "train")) is not None:
+        fixed = [word for word in words if key_of(word) not in ("trainer.lr", "seed")]
+        swept = [*fixed, f"trainer.lr={lr:g},{lr / 3:.2g}", "seed=0,1"]
+        commands.append(("sweep its learning rate", ["train", "-m", *swept]))
+    if config.model.path.startswith(EMBEDDED) and "path" not in config.data:  # model and data are those of the demo
+        words = ["plan", "+recipe=grpo_gsm8k", "model.device=cuda", "device_memory=24GiB"]
+        commands.append(("plan GSM8K on a GPU", words))
+    else:
+        out = override("out", Path("exports") / config.name)
+        commands.append(("export it for other programs", ["export", run, out]))
+    print_page(folder, commands)
 
 
 COMMAND = Command(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from in_one_test import each
 
+from rlft.commands import train
 from rlft.commands.next_steps import print_policy_page
 from rlft.commands.sample import HELD_OUT, after_sampling, held_out_fraction
+from rlft.config.compose import compose
+from rlft.config.resolved import build
 from rlft.data.records import identity, split_of
 from rlft.logger import summary
 from rlft.types import Split
@@ -65,3 +69,27 @@ def test_both_splits_have_a_question(number: int) -> None:
     fraction = held_out_fraction(questions)
     assert {split_of(question, fraction) for question in questions} == {Split.train, Split.held_out}
     assert number < 500 or fraction == HELD_OUT
+
+
+@each(
+    ("words", "last"),
+    [
+        ([], "plan"),
+        (["group_size=4", "lora=null"], "plan"),
+        (["model.path=mine"], "export"),
+        (["data=jsonl", "data.path=mine.jsonl", "name=mine"], "export"),
+    ],
+)
+def test_what_follows_a_training_is_of_that_run(monkeypatch: pytest.MonkeyPatch, words: list[str], last: str) -> None:
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))
+    plain = compose(["+recipe=grpo_arithmetic", *words])
+    prompts = SimpleNamespace(prompts=[SimpleNamespace(images=())])
+    train.print_summary(
+        cast("Any", SimpleNamespace(config=build(plain), plain=plain, train_prompts=prompts)), Path("a")
+    )
+    found = [shlex.split(command)[1:] for _, command in said]
+    assert [command[0] for command in found] == ["eval", "chat", "resume", "train", last]
+    assert "run=a" in found[-1] or last == "plan"
+    swept = [word for word in found[3][2:] if not word.startswith(("trainer.lr=", "seed="))]
+    assert compose([*swept, f"trainer.lr={plain['trainer']['lr']}"]) == plain
