@@ -277,6 +277,25 @@ def test_texts_that_users_read_have_the_fields_own_terms() -> None:
     assert unusual_words("# of the main\n# job\n goes on\n  from") == ["main job", "goes on from"]
 
 
+def test_what_is_named_for_adding_things_exists() -> None:
+    """In CONTRIBUTING: each file and folder without an x, and each name of code."""
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    table = page.partition("## Adding things")[2].partition("\n## ")[0]
+    paths = {path for path in re.findall(r"[\w./-]+/[\w./-]*", table) if not re.search(r"\bx(_|\.)", path)}
+    assert len(paths) > 15
+    assert not [path for path in paths if not (REPOSITORY / path).exists()]
+    source = "".join(file.read_text() for file in (REPOSITORY / "rlft").rglob("*.py"))
+    names = {name for name in re.findall(r"`(\w+)`", table) if name.lower() != "sh"}
+    assert len(names) > 25
+    assert not [name for name in names if not re.search(rf"\b{name}\b", source)]
+    pictured = (DOCS / "assets" / "stages.svg").read_text()
+    subprocess.run([sys.executable, DOCS / "assets" / "stages.py"], check=True)
+    assert (DOCS / "assets" / "stages.svg").read_text() == pictured
+    fields = {name for text in re.findall(r"monospace[^>]*>([^<]*)", pictured) for name in re.findall(r"\w+_\w+", text)}
+    assert {"loss_mask", "by_reward"} <= fields
+    assert not [name for name in fields if not re.search(rf"^    {name}: ", source, re.MULTILINE)]
+
+
 def files_of(page: str) -> dict[str, str]:
     return {file: text for _, file, text in blocks(DOCS / "how-to" / page) if file}
 
