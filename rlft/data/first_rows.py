@@ -1,8 +1,8 @@
-"""The first row of local data, read before torch is imported: it says which fields there are, and whether it is right.
+"""The first rows of local data, read before torch is imported: which fields they have, and whether they are right.
 
-Where it lacks a field that a key names, and has just one of the names that such a field has elsewhere, the key is set
-to that name, so that a file of questions and responses needs no keys. The guess is printed, and recorded in the run's
-config.yaml.
+Where the first lacks a field that a key names by one of its usual names, and has just one of the others, the key is set
+to that one, so that a file of questions and responses needs no keys. The guess is printed, and recorded in the run's
+config.yaml. A name of the user's own is never replaced.
 """
 
 from __future__ import annotations
@@ -40,16 +40,23 @@ SMALL_BYTES = 2**20
 
 
 def check_first_rows(files: Iterable[Table], parse: Parse[Any], key: str) -> None:
-    """Refuses files of which one's first row cannot be parsed, as reading all of it does. Raises UserError."""
-    for record, table in _first_records(files):
-        rows_of(record, table, parse, key)
+    """Refuses files with a row that cannot be parsed, as reading them does: of the first MiB all, then the first ones.
+
+    Raises UserError.
+    """
+    left = SMALL_BYTES
+    for table in files:
+        if is_whole := table.num_bytes < left:
+            left -= table.num_bytes
+        for record, _ in _first_records([table], None if is_whole else 1):
+            rows_of(record, table, parse, key)
 
 
-def _first_records(files: Iterable[Table]) -> Iterator[tuple[Record, Table]]:
-    """The first record of each file of which the beginning can be read by itself. Raises UserError."""
+def _first_records(files: Iterable[Table], number: int | None = 1) -> Iterator[tuple[Record, Table]]:
+    """The first records (None: all) of each file whose beginning can be read by itself. Raises UserError."""
     for table in files:
         if table.streams or table.num_bytes < SMALL_BYTES:
-            yield from ((record, table) for record in islice(table.records(), 1))
+            yield from ((record, table) for record in islice(table.records(), number))
 
 
 def with_guessed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +75,8 @@ def _guessed(values: Mapping[str, Any], section: str) -> dict[str, str | None]:
     """{key: the field that is meant}; empty where the first row can be read, or cannot be read with a guess either."""
     path, key = values.get("path"), f"{section}.path"
     is_ours = str(values.get("_target_")).startswith("rlft.data.") and NAMES[section].keys() <= values.keys()
-    if not is_ours or not isinstance(path, str) or not Path(path).expanduser().exists():
+    is_own = any(values[key] not in (None, *names) for key, names in NAMES[section].items() if key in values)
+    if not is_ours or is_own or not isinstance(path, str) or not Path(path).expanduser().exists():
         return {}
     with suppress(UserError, RowError):  # reading the data says what is wrong
         for record, table in _first_records(tables(files_at(path, key), key, values.get("rows"))):

@@ -12,6 +12,7 @@ from rlft.config.bounds import PositiveFraction
 from rlft.config.keys import Key
 from rlft.config.recipe_file import DATA_SUFFIXES
 from rlft.data.files import files_at, files_of_split, is_data_file, is_saved, tables
+from rlft.data.first_rows import check_first_rows
 from rlft.data.jsonl import hash_split, rows, training
 from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource
 from rlft.data.tables import Record, Table
@@ -40,8 +41,16 @@ class HubSet(RowSource):
     held_out_fraction: PositiveFraction
 
     def check(self) -> None:
-        """Checks that a local path exists; a hub id is not looked up. Raises UserError."""
-        local_path(self.path, f"{self.section}.path")
+        """Checks that a local path exists, and the first rows in it; a hub id is not looked up. Raises UserError."""
+        key = f"{self.section}.path"
+        if (path := local_path(self.path, key)) is None:
+            return
+        if path.is_file() or is_saved(path):
+            found = files_at(self.path, key)
+        else:
+            splits = filter(None, (self.train_split, self.held_out_split))
+            found = [file for split in splits for file in files_of_split(path, split, self.subset)]
+        check_first_rows(tables(found, key, self.rows), self.parse, key)
 
     def read(self, split: Split, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
         """The split's rows, in the order of the set. Raises UserError."""

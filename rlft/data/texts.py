@@ -16,20 +16,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rlft.config.model import ANSWER
 from rlft.data.fields import MissingField, RowError, value_of
-from rlft.data.files import parsed
+from rlft.data.files import files_at, parsed, tables
+from rlft.data.first_rows import check_first_rows
 from rlft.data.prompts import chunked, prompts_for_step, tokenised
+from rlft.data.records import Parse
+from rlft.system.lazy import torch
 from rlft.system.seeds import derive
 from rlft.tokens.text import RunTokenizer
 from rlft.types import Batch, Group, Prompt, UserError, are, counted, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
+
+PATH = "pretrain.path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,17 @@ def load_texts(path: str, field: str, given_field: str | None, nested: str | Non
 
     UserError: a file cannot be read, or there is no row; a field is missing or of another type, or a text is empty.
     """
+    texts = [text for _, text in parsed(path, PATH, nested, _parser(field, given_field))]
+    require(texts, PATH, "holds no texts", got=path, remedy="give a file with one JSON object a line")
+    return texts
+
+
+def check_texts(path: str, field: str, given_field: str | None, nested: str | None = None) -> None:
+    """Checks the first rows of what `load_texts` reads. Raises UserError."""
+    check_first_rows(tables(files_at(path, PATH), PATH, nested), _parser(field, given_field), PATH)
+
+
+def _parser(field: str, given_field: str | None) -> Parse[Any]:
     problem = "is the key of the text itself (pretrain.field)"
     remedy = "name the field of what stands before the text, or set it to null"
     require(given_field != field, "pretrain.given_field", problem, got=given_field, remedy=remedy)
@@ -56,9 +70,7 @@ def load_texts(path: str, field: str, given_field: str | None, nested: str | Non
             raise RowError("the text is empty", remedy="fix or remove it")
         return [Text(context=context, text=text)]
 
-    texts = [text for _, text in parsed(path, "pretrain.path", nested, parse)]
-    require(texts, "pretrain.path", "holds no texts", got=path, remedy="give a file with one JSON object a line")
-    return texts
+    return parse
 
 
 def _string(fields: Mapping[str, Any], key: str, field: str) -> str:
@@ -168,7 +180,9 @@ def as_batch(texts: Sequence[TextTokens]) -> Batch:
     """
     lengths_B = torch.tensor([len(text.ids) for text in texts])
     num_given_B = torch.tensor([text.num_given for text in texts])
-    token_ids_BT = pad_sequence([torch.from_numpy(text.ids.astype(np.int64)) for text in texts], batch_first=True)
+    token_ids_BT = torch.nn.utils.rnn.pad_sequence(
+        [torch.from_numpy(text.ids.astype(np.int64)) for text in texts], batch_first=True
+    )
     columns_T = torch.arange(token_ids_BT.shape[1])
     attention_mask_BT = columns_T < lengths_B[:, None]
     return Batch(
@@ -202,7 +216,7 @@ def teacher_prompts(groups: Sequence[Group], hint: str, tokenizer: RunTokenizer,
     """int64 `[B, P]`: for each row of a Batch, the tokens of its prompt with the hint, padded with -1."""
     hinted = tokenised((with_hint(group.prompt, hint) for group in groups), tokenizer, style)
     rows = [prompt.token_ids for group, prompt in zip(groups, hinted, strict=True) for _ in group.rollouts]
-    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=-1)
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=-1)
 
 
 def longest_with_hint(prompts: Iterable[Prompt], hint: str, tokenizer: RunTokenizer, style: str) -> int:

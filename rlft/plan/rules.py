@@ -17,7 +17,6 @@ from rlft.config import catalog, schema
 from rlft.config.instantiate import instantiate, locate
 from rlft.config.model import LoraSettings, Old, is_adapter
 from rlft.config.trainer import FLAT, ClusterConfig
-from rlft.data.files import files_at
 from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.engine import Engine
 from rlft.generation.pool import units_of
@@ -53,8 +52,10 @@ def check_train(config: schema.RunConfig, *, trains: bool = True) -> tuple[Objec
     components = check_components(config, trains=trains)
     if config.data:
         check_data(config.data)
-    if config.pretrain.path is not None:
-        files_at(config.pretrain.path, "pretrain.path")
+    if (text := config.pretrain).path is not None:
+        from rlft.data.texts import check_texts  # with numpy, which a refusal does without
+
+        check_texts(text.path, text.field, text.given_field, text.rows)
     return components
 
 

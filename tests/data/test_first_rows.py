@@ -97,8 +97,8 @@ def test_data_of_ones_own_class_are_not_looked_into(
 
 
 def test_a_first_record_without_rows_leaves_the_keys(tmp_path: Path) -> None:
-    nested = ("data.rows=items", "data.prompt_field=q")
-    assert read("data", {"items": []}, tmp_path, *nested)["prompt_field"] == "q"
+    nested = ("data.rows=items", "data.prompt_field=problem")
+    assert read("data", {"items": []}, tmp_path, *nested)["prompt_field"] == "problem"
     assert (
         read("data", {"items": [{"question": "1 + 1?", "answer": "2"}]}, tmp_path, *nested)["prompt_field"]
         == "question"
