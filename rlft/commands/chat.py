@@ -117,7 +117,8 @@ def command(arguments: list[str]) -> None:
     parsed, source, plain = sampled_by(arguments, OWN_KEYS["chat"])
     raw = read_raw(parsed.value("raw"))
     resolved = read(with_named_runs(plain), raw)
-    import_libraries(base_of(resolved.plain, source))
+    doing = f"rlft chat: {source.run if source else resolved.config.model.path}"
+    import_libraries(doing, base_of(resolved.plain, source))
     run(resolved, source, raw, say)
 
 

@@ -57,7 +57,7 @@ def command(arguments: list[str]) -> None:
         say(f"note: {note}")
     if source is not None:
         find_checkpoint(source, lambda damage: None)
-    import_libraries(models_of(resolved.config))
+    import_libraries(f"rlft eval: {source.run if source else resolved.config.model.path}", models_of(resolved.config))
     run(resolved, source, say)
 
 

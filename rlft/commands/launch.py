@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -102,8 +103,9 @@ def launch(
     """Performs a run to its end, or to an interruption (KeyboardInterrupt, after saving); False: it was left alone."""
     from rlft.plan.rules import models_of  # not imported for what is refused before
 
-    import_libraries(models_of(resolved.config))
     command, plain = resolved.command, resolved.plain
+    doing = f"rlft {command.name}: {plain['name']} with {plain['model']['path']} in {folder}"
+    import_libraries(doing, models_of(resolved.config))
     from rlft.logger.summary import print_summary
     from rlft.loop.engines import Engines
     from rlft.plan.fit import fit_to_device
@@ -179,16 +181,19 @@ def after_the_end(command: Command, schedule: str | None, folder: Path, num_step
     return ", or ".join(remedies) or "start another one"
 
 
-def import_libraries(models: Iterable[tuple[str, str]], *, needs_weights: bool = True) -> None:
-    """Imports torch, transformers and the modules that need them; meanwhile Ctrl-C ends the process at once.
-
-    models: (key, path) of the models that the command then reads, which are checked before; needs_weights: whether it
-    reads more of them than config and tokenizer.
-    """
+def import_libraries(
+    doing: str,  # what the command does, which is said first, as the import takes seconds
+    models: Iterable[tuple[str, str]],  # (key, path) of the models that it then reads, which are checked before
+    *,
+    needs_weights: bool = True,  # whether it reads more of them than config and tokenizer
+) -> None:
+    """Imports torch, transformers and the modules that need them; meanwhile Ctrl-C ends the process at once."""
     from rlft.system.interrupt import ends_the_process
 
     for key, path in models:
         check_whole(path, key, needs_weights=needs_weights)
+    if "torch" not in sys.modules:
+        say(f"{doing}; importing torch and transformers ..")
     with ends_the_process():
         import transformers
 

@@ -93,7 +93,8 @@ def command(arguments: list[str]) -> int:
         resolved = resolve(settled(run.plain), command)
         from rlft.plan.rules import models_of
 
-        import_libraries(models_of(resolved.config), needs_weights=False)
+        doing = f"rlft plan: {run.plain['name']}, a run of rlft {command}"
+        import_libraries(doing, models_of(resolved.config), needs_weights=False)
         from rlft.plan.prediction import predict
         from rlft.plan.sizes import note_of_disk
 

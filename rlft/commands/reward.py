@@ -115,18 +115,19 @@ def specs_of(config: RunConfig) -> dict[str, RewardSpec]:
 
 def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows: int) -> tuple[Sequence[Prompt], Tried]:
     """The rows of the data that were tried, and the results; prints the notes with which the run would begin."""
+    from rlft.plan.rules import check_metadata, models_of
+
+    config: RunConfig = resolved.config
+    doing = f"rlft reward try: {', '.join(rewards)} on {counted(num_rows, 'row')} of the data"
+    import_libraries(doing, models_of(config), needs_weights=False)
     from rlft.config.instantiate import instantiate
     from rlft.data.prompts import scan
+    from rlft.plan.prediction import notes_of
     from rlft.plan.rewards.references import check_servers
     from rlft.plan.rewards.tester import RewardTester
     from rlft.plan.rewards.writer import Writer
-    from rlft.plan.rules import check_metadata, models_of
     from rlft.reward.workers.reward_spec import check_with_rewards
     from rlft.types import Split
-
-    config: RunConfig = resolved.config
-    import_libraries(models_of(config), needs_weights=False)
-    from rlft.plan.prediction import notes_of
 
     settings, writer = config.prompts, Writer.of(config)
     is_refused = False

@@ -98,7 +98,8 @@ def command(arguments: list[str]) -> None:
     resolved = read(with_named_runs(plain))
     check_installed(SECTION)
     with bound(keys.host, keys.port, SECTION) as listening:
-        import_libraries(base_of(resolved.plain, source))
+        doing = f"rlft serve: {source.run if source else resolved.config.model.path}"
+        import_libraries(doing, base_of(resolved.plain, source))
         with opened(resolved, source, keys, listening, say) as (service, inbox):
             while True:
                 service.answer(inbox.take(wait_s=WAIT_S), lambda error: say(f"the engine has failed: {error}"))

@@ -48,7 +48,7 @@ class JsonlFiles(RowSource):
     held_out_fraction: PositiveFraction
 
     def check(self) -> None:
-        """Checks that the files exist, and the first row of each that can be read by itself. Raises UserError."""
+        """Checks that the files exist, and their first rows. Raises UserError."""
         files, held_out = self._files()
         for key, found in ((f"{self.section}.path", files), (f"{self.section}.held_out_path", held_out or [])):
             check_first_rows(tables(found, key, self.rows), self.parse, key)

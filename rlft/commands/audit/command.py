@@ -84,7 +84,7 @@ def audit_run(folder: Path, findings: Findings, recompute: int, replay: int) -> 
     if not (recompute or replay):
         return
     make_importable(None)
-    import_libraries(())
+    import_libraries(f"rlft audit: {folder}", ())
     plain = {key: value for key, value in config.items() if key != ORIGIN}
     plan, why_not_here = planned(folder, {**plain, "resume": str(folder)})
     if plan is None:

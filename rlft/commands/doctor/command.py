@@ -105,6 +105,7 @@ def report(settings: Any, *, as_json: bool, checks: Sequence[Check] = CHECKS, op
         if sys.stderr.isatty():
             say(f"looking at {name} ..")
 
+    say("rlft doctor: a small run in other processes, and what it shows; minutes ..")
     interrupt.set_interrupt_message("no results were saved")
     with owned_folder() as folder:
         rows = list(run_checks(checks, opens, settings, folder, tell))

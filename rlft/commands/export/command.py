@@ -73,7 +73,7 @@ def command(arguments: list[str]) -> None:
     request = prepare(replace(source, config=config), out, kind, dtype, say)
     if pushing is not None:
         request, pushing = replace(request, repo_id=pushing.repo_id), push.prepared(pushing)
-    import_libraries(base_of(config, source))
+    import_libraries(f"rlft export: {request.checkpoint} to {request.out}", base_of(config, source))
     run(request, pushing, say)
 
 

@@ -31,7 +31,7 @@ from rlft.runs.lines import EVALUATIONS, read_lines, silent
 from rlft.system.process.placement import visible_gpus
 from rlft.system.terminal import override
 from rlft.tokens.text import AUTO_DATE, today
-from rlft.types import UserError, require
+from rlft.types import UserError, counted, require
 
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "minibatches", "logger", "console", "rollouts",
                     "checkpoint")  # fmt: skip
@@ -88,7 +88,8 @@ def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
         space, parsed = replace(space, fixed=(*space.fixed, word)), replace(parsed, overrides=(*parsed.overrides, word))
         resolved = [dated(one, word) for one in resolved]
     cluster = cluster_of(resolved)
-    import_libraries({model: None for one in resolved for model in models_of(one.config)})
+    doing = f"rlft {command} -m: {counted(len(tried), 'config')} to check"
+    import_libraries(doing, {model: None for one in resolved for model in models_of(one.config)})
     on_gpus = cluster is not None and cluster.jobs > 1 and are_on_gpus(plains)
     if cluster is not None and on_gpus:
         gpus_of(cluster)  # refuses jobs for which there are too few

@@ -1,0 +1,117 @@
+"""What is said, and what is refused, before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import importlib.machinery, json, shlex, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+
+class Imported(BaseException):
+    pass
+
+class Loader:
+    def create_module(self, spec):
+        raise Imported(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, Loader()) if name in ("torch", "transformers") else None
+
+def child(*_, **__):
+    raise Imported("in a child")
+
+sys.meta_path.insert(0, Finder())
+import rlft.commands.doctor.command
+from rlft import cli
+rlft.commands.doctor.command.run_checks = child
+told = []
+for typed in json.loads(sys.stdin.read()):
+    path, written = list(sys.path), StringIO()
+    with redirect_stderr(written), redirect_stdout(written):
+        try:
+            code = cli.run(shlex.split(typed))
+        except Imported as wanted:
+            code = f"imports {wanted}"
+    sys.path[:] = path
+    told.append([code, written.getvalue()])
+print(json.dumps(told))
+"""
+RUN = "run=" + str(Path(__file__).parents[1] / "runs" / "recorded" / "train")
+LONG = [
+    "train +recipe=grpo_arithmetic",
+    "train -m +recipe=grpo_arithmetic seed=0,1",
+    *(f"{command} +recipe={command}_arithmetic" for command in ("sft", "rm", "dpo")),
+    "sample data=arithmetic",
+    f"resume {RUN} steps=9",
+    "plan +recipe=grpo_arithmetic",
+    "reward try",
+    *(f"{command} {RUN}" for command in ("eval", "chat", "serve serve.port=0", "export out=out")),
+    "chat model.path=embedded:tiny-arithmetic",
+    "doctor",
+]
+
+
+def told_of(lines: list[str], folder: Path) -> list[list[str | int]]:
+    """[exit code or what was imported first, everything printed until then] of each command."""
+    command, environment = [sys.executable, "-c", SCRIPT], {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, input=json.dumps(lines), env=environment, cwd=folder, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_what_takes_long_says_what_it_does_before_torch_is_imported(tmp_path: Path) -> None:
+    for line, (code, told) in zip(LONG, told_of(LONG, tmp_path), strict=True):
+        words = line.split()
+        name = "train" if words[0] == "resume" else " ".join(words[: 2 if words[0] == "reward" else 1])
+        assert str(code).startswith("imports "), (line, code, told)
+        *notes, said = str(told).splitlines() or [""]
+        assert said.startswith(f"rlft {name}"), (line, code, told)
+        assert said.endswith(" .."), line
+        assert all(note.startswith("note: ") for note in notes), line
+
+
+ROW = {"question": "1 + 1?", "answer": "2", "completion": "2", "chosen": "2", "rejected": "3"}
+SECTIONS = {
+    "data": ["train +recipe=grpo_arithmetic", "eval model.path=embedded:tiny-arithmetic", "reward try", "sample"],
+    "demonstrations": ["sft +recipe=sft_arithmetic"],
+    "preferences": ["rm +recipe=rm_arithmetic", "dpo +recipe=dpo_arithmetic"],
+}
+WRONG = {  # {what is wrong: (rows of the file, words, what is said)}
+    "a name of one's own": ([ROW, ROW], ["{section}.prompt_field=nope"], "mine.jsonl:1: "),
+    "a field of a template": ([ROW], ["\"{section}.prompt_template='{{question}} {{x}}'\""], "mine.jsonl:1: "),
+    "a later row": ([ROW, {"answer": "2"}], ["{section}.prompt_field=question"], "mine.jsonl:2: "),
+}
+
+
+@pytest.mark.parametrize("choice", ["jsonl", "hub"])
+def test_wrong_data_are_refused_before_torch_is_imported(choice: str, tmp_path: Path) -> None:
+    lines, expected = [], []
+    for number, (rows, words, said) in enumerate(WRONG.values()):
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for section, commands in SECTIONS.items():
+            path = f"{section}={choice} {section}.path={folder / 'mine.jsonl'}"
+            lines += [f"{command} {path} {' '.join(words).format(section=section)}" for command in commands]
+            expected += [f"rlft: {section}.path: {folder}/{said}"] * len(commands)
+    for line, (code, told), start in zip(lines, told_of(lines, tmp_path), expected, strict=True):
+        assert (code, str(told)[: len(start)], str(told).count("\n")) == (2, start, 1), (line, told)
+
+
+def test_a_wrong_field_of_pretraining_text_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text(json.dumps(ROW) + "\n")
+    line = "train +recipe=ppo_ptx_arithmetic pretrain.path=texts.jsonl pretrain.field=x pretrain.given_field=null"
+    [[code, told]] = told_of([line], tmp_path)
+    assert code == 2
+    assert "there is no field 'x'" in str(told)
