@@ -41,6 +41,7 @@ def draw(report: Path) -> None:
         Select(driver.find_element(By.ID, "filter")).select_by_value("tokens")
         Select(driver.find_element(By.ID, "colour")).select_by_value("ratio")
         driver.set_window_size(1500, 720)
+        driver.execute_script("document.getElementById('filter').scrollIntoView(); window.scrollBy(0, -70)")
         driver.save_screenshot(str(DOCS / "report_tokens.png"))
     finally:
         driver.quit()
