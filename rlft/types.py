@@ -9,7 +9,8 @@ This file imports no torch at run time, so that data and rule rewards (and their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
@@ -556,6 +557,9 @@ class Mistakes:
     def __init__(self) -> None:
         self._found: list[UserError] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
     def __enter__(self) -> None:
         pass
 
@@ -563,6 +567,15 @@ class Mistakes:
         if isinstance(error, UserError):
             self._found += [error, *error.more]
         return isinstance(error, UserError)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Raises what is raised in the block together with what was found before."""
+        try:
+            yield
+        except UserError as error:
+            self._found += [error, *error.more]
+            self.refuse()
 
     def refuse(self) -> None:
         if self._found:

@@ -22,7 +22,7 @@ from rlft.config.compose import compose, refusal
 from rlft.config.instantiate import instantiate, locate
 from rlft.config.overrides import CONFIG_DIR, only_overrides
 from rlft.system.terminal import command_line
-from rlft.types import UserError, require
+from rlft.types import Mistakes, UserError, require
 
 USAGE = """\
 usage: rlft algorithms [<name>] [algorithm.<key>=<value>] ... [--config-dir <folder>] [--json]
@@ -69,14 +69,17 @@ def _check_words(names: Sequence[str], overrides: Sequence[str]) -> None:
     """Refuses more than one name, and words that are not keys of the algorithm."""
     remedy = f"write rlft algorithms {names[0] if names else ''}"
     require(len(names) < 2, "algorithms", "takes one name", got=" ".join(names), remedy=remedy)
+    mistakes = Mistakes()
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if key == GROUP and value:
-            raise UserError(key, "is named without its group here", got=value, remedy=f"write rlft algorithms {value}")
-        is_a_key, remedy = override.startswith(f"{GROUP}."), "write rlft algorithms, or rlft algorithms <name>"
-        require(is_a_key, key, "is not a key of rlft algorithms", got=override, remedy=remedy)
-        remedy = f"write rlft algorithms <name> {override}"
-        require(names, key, "is a key of an algorithm, and none is named", got=override, remedy=remedy)
+        with mistakes:
+            remedy = f"write rlft algorithms {value}"
+            require(key != GROUP or not value, key, "is named without its group here", got=value, remedy=remedy)
+            is_a_key, remedy = override.startswith(f"{GROUP}."), "write rlft algorithms, or rlft algorithms <name>"
+            require(is_a_key, key, "is not a key of rlft algorithms", got=override, remedy=remedy)
+            remedy = f"write rlft algorithms <name> {override}"
+            require(names, key, "is a key of an algorithm, and none is named", got=override, remedy=remedy)
+    mistakes.refuse()
 
 
 def _lineage(file: Path) -> list[Path]:

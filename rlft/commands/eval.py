@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.launch import import_libraries, settled
-from rlft.commands.policy import as_training, check_base, of_a_run
-from rlft.config.compose import changed, compose
+from rlft.commands.policy import check_base, sampled_by
 from rlft.config.keys import is_below, known
 from rlft.config.model import SnapshotConfig
 from rlft.config.overrides import key_of
@@ -47,11 +46,7 @@ def notes(overrides: Sequence[str]) -> list[str]:
 
 
 def command(arguments: list[str]) -> None:
-    parsed, source = of_a_run(arguments, else_latest=True)
-    if source is None:
-        plain = compose(parsed.overrides, parsed.config_dir, requires=False)
-    else:
-        plain = changed(as_training(source), parsed.overrides, parsed.config_dir)
+    parsed, source, plain = sampled_by(arguments, trained=True)
     resolved = resolve_evaluation(settled(plain))
     for note in notes(parsed.overrides):
         say(f"note: {note}")

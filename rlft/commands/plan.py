@@ -31,7 +31,7 @@ from rlft.logger.text import duration, one_line, visible
 from rlft.plan.cards import CARDS, read_card
 from rlft.system.disk import size_text
 from rlft.system.terminal import command_line
-from rlft.types import UserError
+from rlft.types import Mistakes, UserError
 
 if TYPE_CHECKING:
     from rlft.plan.conversation import EnvironmentTrial
@@ -78,7 +78,7 @@ def command(arguments: list[str]) -> int:
         remedy = f"name one of {', '.join(commands.names())}, or none for rlft train"
         raise UserError("plan", "there is no plan of this command", got=words[0], remedy=remedy)
     command = words.pop(0) if words and words[0] in commands.names() else command_of(words)
-    parsed = only_overrides(words, command, OWN_KEYS["plan"])
+    parsed = only_overrides(words, command, OWN_KEYS["plan"], mistakes := Mistakes())
     price, card = read_price(parsed.value("price")), parsed.value("card")
     typed = [*parsed.overrides]
     if card is not None:
@@ -89,7 +89,9 @@ def command(arguments: list[str]) -> int:
     memory = None if device_memory is None else read_bytes(device_memory)
 
     def prediction_of(overrides: Sequence[str], *, tries: bool = True) -> Prediction:
-        run = compose_run(overrides, parsed.config_dir, command)
+        with mistakes.joined():
+            run = compose_run(overrides, parsed.config_dir, command)
+        mistakes.refuse()
         resolved = resolve(settled(run.plain), command)
         from rlft.plan.rules import models_of
 

@@ -29,7 +29,7 @@ from rlft.runs.find import (
 )
 from rlft.runs.fingerprints import differing, recorded
 from rlft.system.terminal import Say, say
-from rlft.types import UserError, require
+from rlft.types import Mistakes, UserError, require
 
 if TYPE_CHECKING:
     from rlft.config.model import LoraSettings, ModelConfig
@@ -40,25 +40,27 @@ if TYPE_CHECKING:
 
 
 def of_a_run(
-    arguments: list[str], words: Sequence[str] = OWN_KEYS["eval"], *, else_latest: bool = False
+    arguments: list[str], words: Sequence[str], mistakes: Mistakes, *, else_latest: bool = False
 ) -> tuple[Arguments, NamedRun | None]:
     """The parsed words of a command that uses a run, and that run; None if they name none.
 
-    `words` are keys of the command itself, run and checkpoint among them, which do not change the config.
-    `else_latest`: where they name no model either, the run is the latest one, which is printed.
+    `words` are keys of the command itself, run and checkpoint among them, which do not change the config. `mistakes`
+    are as in `only_overrides`. `else_latest`: where they name no model either, the run is the latest one, which is
+    printed.
     """
     arguments = with_recipe(arguments)
     if arguments and not arguments[0].startswith(("-", "+")) and "=" not in arguments[0]:
         arguments = [f"run={arguments[0]}", *arguments[1:]]
-    parsed = only_overrides(arguments, own=words)
-    run_name = parsed.value("run") or parsed.value("checkpoint")
-    is_empty = not run_name and any(key_of(o) in ("run", "checkpoint") for o in parsed.own)
-    require(not is_empty, "run", "is empty", remedy="write run=runs/<name>/<time>")
-    if else_latest and run_name is None and not names_a_model(parsed):
-        run_name, model = LATEST, "model.path=<model>"
-        remedy = f"train one first (rlft train +recipe=grpo_arithmetic), or give run=<folder> or {model}"
-        require(any(run_folders(RUNS)), "run", f"there is no run below {RUNS.resolve()} yet", remedy=remedy)
-    return parsed, find(one_run(run_name, "run", say)) if run_name else None
+    parsed = only_overrides(arguments, own=words, mistakes=mistakes)
+    with mistakes.joined():
+        run_name = parsed.value("run") or parsed.value("checkpoint")
+        is_empty = not run_name and any(key_of(o) in ("run", "checkpoint") for o in parsed.own)
+        require(not is_empty, "run", "is empty", remedy="write run=runs/<name>/<time>")
+        if else_latest and run_name is None and not names_a_model(parsed) and not mistakes:
+            run_name, model = LATEST, "model.path=<model>"
+            remedy = f"train one first (rlft train +recipe=grpo_arithmetic), or give run=<folder> or {model}"
+            require(any(run_folders(RUNS)), "run", f"there is no run below {RUNS.resolve()} yet", remedy=remedy)
+        return parsed, find(one_run(run_name, "run", say)) if run_name else None
 
 
 def names_a_model(parsed: Arguments) -> bool:
@@ -67,18 +69,28 @@ def names_a_model(parsed: Arguments) -> bool:
 
 
 def sampled_by(
-    arguments: list[str], words: Sequence[str] = OWN_KEYS["eval"], *, else_latest: bool = True
+    arguments: list[str],
+    words: Sequence[str] = OWN_KEYS["eval"],
+    *,
+    else_latest: bool = True,
+    trained: bool = False,
 ) -> tuple[Arguments, NamedRun | None, dict[str, Any]]:
     """The parsed words of a command that samples from a run or a model, that run if it is one, and the config.
 
-    It is one of `rlft train` if the run's command does not sample. `words` and `else_latest` are as in `of_a_run`.
+    It is one of `rlft train` if the run's command does not sample, or if `trained`. `words` and `else_latest` are as in
+    `of_a_run`.
     """
-    parsed, source = of_a_run(arguments, words, else_latest=else_latest)
-    if source is None:
-        return parsed, None, compose(parsed.overrides, parsed.config_dir, requires=False)
-    if "generation" in source.config:
-        return parsed, source, changed(source.config, parsed.overrides, parsed.config_dir, source.config["command"])
-    return parsed, source, changed(as_training(source), parsed.overrides, parsed.config_dir)
+    mistakes = Mistakes()
+    parsed, source = of_a_run(arguments, words, mistakes, else_latest=else_latest)
+    with mistakes.joined():
+        if source is None:
+            plain = compose(parsed.overrides, parsed.config_dir, requires=False)
+        elif "generation" in source.config and not trained:
+            plain = changed(source.config, parsed.overrides, parsed.config_dir, source.config["command"])
+        else:
+            plain = changed(as_training(source), parsed.overrides, parsed.config_dir)
+    mistakes.refuse()
+    return parsed, source, plain
 
 
 def as_training(source: NamedRun) -> dict[str, Any]:

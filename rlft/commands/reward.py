@@ -22,7 +22,7 @@ from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
 from rlft.system import interrupt
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.terminal import command_line, say
-from rlft.types import Prompt, UserError, counted, require
+from rlft.types import Mistakes, Prompt, UserError, counted, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,10 +58,12 @@ def command(arguments: list[str]) -> int:
     check_task(arguments[:1])
     words = [word for word in arguments[1:] if word not in ("--json", "--all")]
     check_recipe(words, "rlft reward try reward=[<reward>]")
-    parsed = only_overrides(words, COMMAND, OWN_KEYS["reward try"])
+    parsed = only_overrides(words, COMMAND, OWN_KEYS["reward try"], mistakes := Mistakes())
     num_rows = rows_of(parsed.value("rows"))
     with contextlib.redirect_stdout(sys.stderr):  # rewards may print while they are built
-        run = compose_run(parsed.overrides, parsed.config_dir, COMMAND, requires=False)
+        with mistakes.joined():
+            run = compose_run(parsed.overrides, parsed.config_dir, COMMAND, requires=False)
+        mistakes.refuse()
         resolved = resolve(settled(run.plain), COMMAND)
         config: RunConfig = resolved.config
         rewards = specs_of(config)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ from rlft.config.suggest import OWN_KEYS
 from rlft.environment.endpoint.app import bound, check_installed
 from rlft.runs.find import NamedRun, with_named_runs
 from rlft.system.terminal import Say, say
-from rlft.types import UserError, require
+from rlft.types import Mistakes, UserError, require
 
 if TYPE_CHECKING:
     import socket
@@ -76,25 +76,27 @@ def read_config(words: list[str]) -> ServeConfig:
     return from_mapping(ServeConfig, values, SECTION)
 
 
-def check_environment(words: Sequence[str]) -> None:
+def check_environment(word: str) -> None:
     """Refuses a key of an environment."""
-    for word in words:
-        key, _, value = word.lstrip("+~").partition("=")
-        if key.partition(".")[0] == "environment":
-            problem = "is not read by rlft serve, whose clients bring their own environment"
-            remedy = f"leave it out; the keys of this command begin with {SECTION}."
-            raise UserError(key, problem, got=value, remedy=remedy)
+    key, _, value = word.lstrip("+~").partition("=")
+    problem = "is not read by rlft serve, whose clients bring their own environment"
+    remedy = f"leave it out; the keys of this command begin with {SECTION}."
+    require(key.partition(".")[0] != "environment", key, problem, got=value, remedy=remedy)
 
 
 def command(arguments: list[str]) -> None:
-    check_environment(arguments)
-    serve_words = [word for word in arguments if word.startswith(f"{SECTION}.")]
-    others = [word for word in arguments if word not in serve_words]
     own = [*OWN_KEYS[SECTION], *(f"{SECTION}.{field.name}" for field in fields(ServeConfig))]
-    parsed, source, plain = sampled_by(others, own, else_latest=False)
+    mistakes, words = Mistakes(), []
+    for word in arguments:
+        with mistakes:
+            check_environment(word)
+            words.append(word)
+    with mistakes.joined():
+        parsed, source, plain = sampled_by(words, own, else_latest=False)
+    mistakes.refuse()
     remedy = "give run=<run>, such as run=latest, or model.path=<model> or +recipe=<name>"
     require(source or names_a_model(parsed), "run", "is missing: there is no model to serve", remedy=remedy)
-    keys = read_config(serve_words)
+    keys = read_config([word for word in parsed.own if word.startswith(f"{SECTION}.")])
     resolved = read(with_named_runs(plain))
     check_installed(SECTION)
     with bound(keys.host, keys.port, SECTION) as listening:

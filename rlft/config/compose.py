@@ -97,8 +97,12 @@ def _with_overrides(
     primary, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
     others += [Path(config_dir).resolve()] if config_dir else []
     keys = [one for one in read if _sets_a_key(one, (primary, *others))]
-    choices = [_choice(one) for one in read if one not in keys]
-    mistakes = Mistakes()
+    mistakes, choices = Mistakes(), []
+    for one in (one for one in read if one not in keys):
+        with mistakes:
+            if one.key_or_group in {*catalog.groups()} - {*catalog.groups(command)}:
+                raise unknown_key(one.key_or_group, command, got=one.input_line.partition("=")[2])
+            choices.append(_choice(one))
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)

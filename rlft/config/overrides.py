@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +92,25 @@ def check_text(words: Sequence[str]) -> None:
             raise UserError(key, "is not UTF-8 text", got=got, remedy="type it in UTF-8") from None
 
 
-def only_overrides(words: Sequence[str], command: str = "train", own: Sequence[str] = ()) -> Arguments:
+def only_overrides(
+    words: Sequence[str], command: str = "train", own: Sequence[str] = (), mistakes: Mistakes | None = None
+) -> Arguments:
     """Parses the words of a command that neither sweeps nor prints its config; makes the user's modules importable.
 
-    `own` are keys of the command itself next to those of the config, which has the keys of a run of `command`.
+    `own` are keys of the command itself next to those of the config, which has the keys of a run of `command`. Words
+    that resemble them are refused, or left out and kept in `mistakes`, for the caller to refuse them with others.
     """
     parsed = parse(words, command, own)
     check_no_options(parsed)
-    _check_own_keys(parsed.overrides, own, command)
     make_importable(parsed.config_dir)
-    return parsed
+    found, overrides = Mistakes() if mistakes is None else mistakes, []
+    for override in parsed.overrides:
+        with found:
+            _check_against_own(override, own, command)
+            overrides.append(override)
+    if mistakes is None:
+        found.refuse()
+    return replace(parsed, overrides=tuple(overrides))
 
 
 def check_no_options(parsed: Arguments) -> None:
@@ -298,22 +307,20 @@ def _check_use(overrides: Sequence[str], command: str, printing: str | None, *, 
         raise UserError(key, problem, got=value or "nothing", remedy=instead if printing else remedy)
 
 
-def _check_own_keys(overrides: Sequence[str], own: Sequence[str], command: str) -> None:
+def _check_against_own(override: str, own: Sequence[str], command: str) -> None:
     """Refuses a key that the config has not and that resembles one of a command's own keys, such as `serve.port`."""
+    key, _, value = override.lstrip("+~").partition("=")
     by_name = {name.rpartition(".")[2]: name for name in own}
-    mistakes = Mistakes()
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        alike = {name: difflib.SequenceMatcher(None, name, key).ratio() for name in by_name}
-        most = max(alike, key=alike.__getitem__, default="")
-        if not alike or alike[most] < LIKE or key in own or key in suggest.known_keys(command):
-            continue
-        others = [difflib.SequenceMatcher(None, meant.key, key).ratio() for meant in suggest.suggestions(key, command)]
-        if alike[most] >= max(others, default=0):
-            meant = f"did you mean {by_name[most]}?"
-            with mistakes:
-                raise UserError(key, "there is no such key", got=value or "nothing", remedy=meant)
-    mistakes.refuse()
+    if siblings := [name for name in own if "." in key and name.rpartition(".")[0] == key.rpartition(".")[0]]:
+        raise UserError(key, "there is no such key", got=value or "nothing", remedy=choice_remedy(key, siblings))
+    alike = {name: difflib.SequenceMatcher(None, name, key).ratio() for name in by_name}
+    most = max(alike, key=alike.__getitem__, default="")
+    if not alike or alike[most] < LIKE or key in suggest.known_keys(command):
+        return
+    others = [difflib.SequenceMatcher(None, meant.key, key).ratio() for meant in suggest.suggestions(key, command)]
+    others += [1.0] if alike[most] < 1 and suggest.of_other_commands(key, command) else []
+    if alike[most] >= max(others, default=0):
+        raise UserError(key, "there is no such key", got=value or "nothing", remedy=f"did you mean {by_name[most]}?")
 
 
 def _not_an_override(word: str, following: Sequence[str], command: str) -> UserError:

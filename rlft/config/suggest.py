@@ -32,6 +32,8 @@ OWN_KEYS = {
 }
 OWN_KEYS["chat"] += ("raw",)
 OWN_KEYS["export"] += ("out", "as", "dtype", "push", "private")
+OWN_KEYS |= {"runs": ("status", "name", "command", "sort"), "watch": ("price",), "report": ("out",), "diff": ("at",)}
+OWN_KEYS["audit"] = ("recompute", "replay")
 """{command: the keys that it has next to those of a run's config}; `rlft serve` also has those of base/serve.yaml."""
 
 NOT_TRACKERS = {"console": "rlft.logger.console.Console", "jsonl": "rlft.logger.jsonl.Jsonl"}
@@ -168,25 +170,30 @@ def unknown_key(
     if subkey and key in catalog.root_entries(command):
         remedies = f"leave out {group}=null, or this key"
         return UserError(key, f"belongs to the section {group}, which is null here", got=got, remedy=remedies)
-    meant, others = remedy(suggestions(key, command, known)), commands_with(key, command)
-    problem = _of_others(others) if others else "there is no such key"
-    otherwise = "leave it out here" if others else f"`rlft {command} --cfg job` shows every key"
-    return UserError(key, problem, got=got, remedy=meant or otherwise)
+    of_others = of_other_commands(key, command)
+    meant = suggestions(key, command, known)
+    if of_others and key not in peer_names():  # whoever knows a key by its whole name did not mean one that looks alike
+        meant = [one for one in meant if one.key.rpartition(".")[2] == key]
+    otherwise = "leave it out here" if of_others else f"`rlft {command} --cfg job` shows every key"
+    return UserError(key, of_others or "there is no such key", got=got, remedy=remedy(meant) or otherwise)
 
 
-def commands_with(key: str, command: str) -> list[str]:
-    """The names of other commands than this one that have a key, a run's or their own.
+def of_other_commands(key: str, command: str) -> str:
+    """What is wrong with a key of this command if others have it, or have its section and this one has not; else "".
 
-    >>> commands_with("group_size", "sft"), commands_with("device_memory", "train")
-    (['train'], ['plan'])
+    >>> of_other_commands("group_size", "sft"), of_other_commands("serve.prt", "train")
+    ('is a key of rlft train, and not of this command', 'is in a section of rlft serve, and not of this command')
     """
     serves = (*OWN_KEYS["serve"], *catalog.entries(catalog.config_folder() / "base" / "serve.yaml"))
-    runs = [name for name in commands.OWN if name != command and key in known_keys(name)]
-    return [*runs, *(name for name, keys in {**OWN_KEYS, "serve": serves}.items() if key in keys)]
-
-
-def _of_others(names: Sequence[str]) -> str:
-    return f"is a key of rlft {', '.join(names[:-1]) + ' and ' * (len(names) > 1) + names[-1]}, and not of this command"
+    keys_of = {**{name: known_keys(name) for name in commands.OWN}, **OWN_KEYS, "serve": serves}
+    section = key.partition(".")[0]
+    of_run = known_keys(command) if command in commands.names() else ()
+    for what, name in ("a key", key), ("in a section", section):
+        names = [other for other, keys in keys_of.items() if other != command and name in keys]
+        if names and (name == key or name not in of_run):
+            listed = f"{', '.join(names[:-1])}{' and ' * (len(names) > 1)}{names[-1]}"
+            return f"is {what} of rlft {listed}, and not of this command"
+    return ""
 
 
 def unknown_in_section(
@@ -201,9 +208,8 @@ def unknown_in_section(
         meant = here or remedy(suggestions(key, command)) or all_keys
     else:
         meant = " ".join(filter(None, [here, all_keys]))
-    others = commands_with(key, command)
-    problem = _of_others(others) if others and not here else "there is no such key"
-    return UserError(key, problem, got=as_typed(value), remedy=meant)
+    problem = "" if here else of_other_commands(key, command)
+    return UserError(key, problem or "there is no such key", got=as_typed(value), remedy=meant)
 
 
 def _like(name: str, keys: Sequence[str]) -> str | None:

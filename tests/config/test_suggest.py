@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from in_one_test import each
 
 from rlft import cli
+from rlft.commands.serve import ServeConfig
 from rlft.config import command as commands
 from rlft.config.recipe_file import DATA_SUFFIXES
 from rlft.config.suggest import (
@@ -165,18 +168,39 @@ def test_all_unknown_keys_are_named_at_once_each_with_its_suggestion(capsys: pyt
     assert all(text in line for text, line in zip(meant, lines, strict=True))
 
 
-OF_ONE_COMMAND = {
-    key: of for of, keys in OWN_KEYS.items() if of != "export" for key in keys[-1:] if key != "checkpoint"
+RECORDED = Path(__file__).parents[1] / "runs" / "recorded"
+SERVE = [f"serve.{field.name}" for field in fields(ServeConfig)]
+KEYS = {name: {*known_keys(name)} for name in commands.OWN} | {name: {*keys} for name, keys in OWN_KEYS.items()}
+KEYS["serve"] |= {*SERVE}
+WORDS = {  # {command that reads no key of a run, or one that needs words before it does: those words}
+    **{name: [] for name in (*commands.OWN, "plan", "reward try", "doctor", "runs", "watch", "report")},
+    **{name: ["model.path=none"] for name in ("eval", "chat", "serve")},
+    **{name: [f"run={RECORDED / 'train'}"] for name in ("export", "resume")},
+    "diff": ["a", "b"],
+    "audit": ["a"],
 }
 
 
-@each(("key", "of"), [*OF_ONE_COMMAND.items(), ("out", "export"), ("push", "export"), ("serve.port", "serve")])
-def test_a_key_of_another_command_is_said_to_be_that_ones(
-    key: str, of: str, capsys: pytest.CaptureFixture[str]
+@each("command", WORDS)
+def test_all_keys_that_a_command_has_not_are_named_at_once_with_the_commands_that_have_them(
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in commands.OWN:
-        assert cli.run([command, f"{key}=1"]) == 2
-        assert f"rlft: {key}: is a key of rlft {of}, and not of this command" in capsys.readouterr().err
+    of_tools = command in ("runs", "watch", "report", "diff", "audit")
+    own = KEYS.get(command, set()) | (set() if of_tools else KEYS.get(command if command in commands.OWN else "train"))
+    foreign = {key for keys in KEYS.values() for key in keys} - own - {"run", "recipe", "hydra.run.dir"}
+    typed = [*sorted(foreign), "foo", "bar.baz", "serve.prt"]
+    assert len(typed) > 20
+    assert cli.run([*command.split(), *WORDS[command], *(f"{key}=1" for key in typed)]) == 2
+    told = {line.split(": ")[1]: line for line in capsys.readouterr().err.splitlines()}
+    assert [key for key in typed if key not in told] == []
+    for key in foreign:
+        owners = [name for name, keys in KEYS.items() if key in keys]
+        assert re.search(rf"is a key of rlft .*{owners[0]}.*, and not of this command", told[key]), told[key]
+        meant = [] if key in peer_names() else re.findall(r"did you mean (\S+)", told[key])
+        assert all(name.strip("?").rpartition(".")[2] == key for name in meant), told[key]
+    if not of_tools:
+        prt = "did you mean serve.port?" if command == "serve" else "is in a section of rlft serve, and not of this"
+        assert prt in told["serve.prt"]
 
 
 @each("group", ["data", "demonstrations", "preferences"])

@@ -49,7 +49,7 @@ KEYS = {"recompute": 16, "replay": 1}
 
 def command(arguments: list[str]) -> int:
     """Prints the table, or the JSON; returns 1 if something differs, else 0."""
-    names, values, as_json = read_words("audit", arguments, tuple(KEYS), has_json=True)
+    names, values, as_json = read_words("audit", arguments, has_json=True)
     require(len(names) == 1, "audit", "takes one run", got=" ".join(names) or None, remedy="write rlft audit <run>")
     numbers = {**KEYS, **{key: _number(key, value) for key, value in values.items()}}
     findings, folder = Findings(), one_run(names[0], "run", say)

@@ -30,7 +30,7 @@ from rlft.system import interrupt, locks
 from rlft.system.disk import blame_key, writing
 from rlft.system.files import atomic_folder, size_of
 from rlft.system.terminal import say
-from rlft.types import UserError
+from rlft.types import Mistakes, UserError
 
 USAGE = """\
 usage: rlft export run=<run or checkpoint folder> out=<new folder> [as=model|adapter] [dtype=<dtype>]
@@ -62,12 +62,15 @@ def command(arguments: list[str]) -> None:
     if len(arguments) > 1 and "=" not in arguments[1] and not arguments[1].startswith(("-", "+", "~")):
         problem = "takes one run, and the folder to write is given as out=<folder>"
         raise UserError("export", problem, got=arguments[1], remedy=f"write out={arguments[1]}")
-    parsed, source = of_a_run(arguments, OWN_KEYS["export"])
-    if source is None:
-        raise UserError("run", "is missing: there is nothing to export", remedy="write run=runs/<name>/<time>")
+    parsed, source = of_a_run(arguments, OWN_KEYS["export"], mistakes := Mistakes())
+    with mistakes.joined():
+        if source is None:
+            raise UserError("run", "is missing: there is nothing to export", remedy="write run=runs/<name>/<time>")
+        config = configs.changed(source.config, parsed.overrides, parsed.config_dir, source.config["command"])
     for key in (o.partition("=")[0] for o in parsed.overrides if not o.startswith("model.")):
-        raise UserError(key, "changes nothing of what was trained", remedy="leave it out")
-    config = configs.changed(source.config, parsed.overrides, parsed.config_dir, source.config["command"])
+        with mistakes:
+            raise UserError(key, "changes nothing of what was trained", remedy="leave it out")
+    mistakes.refuse()
     out, kind, dtype = (parsed.value(word) for word in WORDS)
     pushing = push.read_target(*(parsed.value(word) for word in PUSH_WORDS))
     request = prepare(replace(source, config=config), out, kind, dtype, say)

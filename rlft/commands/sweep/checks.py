@@ -31,7 +31,7 @@ from rlft.runs.lines import EVALUATIONS, read_lines, silent
 from rlft.system.process.placement import visible_gpus
 from rlft.system.terminal import override
 from rlft.tokens.text import AUTO_DATE, today
-from rlft.types import UserError, counted, require
+from rlft.types import Mistakes, UserError, counted, require
 
 NOT_OF_THE_FILES = ("seed", "name", "trainer", "algorithm", "minibatches", "logger", "console", "rollouts",
                     "checkpoint")  # fmt: skip
@@ -258,14 +258,18 @@ def _blamed_on(tried: Tried, space: spaces.Space | None = None) -> Iterator[None
     """Adds what was tried to a refusal inside. space: where a number may be drawn that is not whole."""
     try:
         yield
-    except UserError as error:
-        problem, remedy = f"{error.problem} ({tried.label})", error.remedy
+    except UserError as refused:
         drawn = (
             [key_of(one.key) for one in space.varied if isinstance(one, spaces.Interval)] if space is not None else []
         )
-        if error.problem.startswith("must be a whole number") and error.key in drawn:
-            remedy = f"write {error.key}=int(interval(..)) to draw whole numbers"
-        raise UserError(error.key, problem, got=error.got, remedy=remedy) from None
+        mistakes = Mistakes()
+        for error in (refused, *refused.more):
+            problem, remedy = f"{error.problem} ({tried.label})", error.remedy
+            if error.problem.startswith("must be a whole number") and error.key in drawn:
+                remedy = f"write {error.key}=int(interval(..)) to draw whole numbers"
+            with mistakes:
+                raise UserError(error.key, problem, got=error.got, remedy=remedy) from None
+        mistakes.refuse()
 
 
 # -- what makes trials comparable --------------------------------------------------------------------------------------

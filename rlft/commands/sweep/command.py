@@ -24,7 +24,7 @@ from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt
 from rlft.system.process import signals
 from rlft.system.terminal import command_line, override, resuming, say
-from rlft.types import UserError, counted, require
+from rlft.types import Mistakes, UserError, counted, require
 
 
 class Grid(Source[Run]):
@@ -81,14 +81,17 @@ class Grid(Source[Run]):
 def resume(folder: Path, changes: Sequence[str]) -> None:
     """Resumes the study in this folder with overrides of what may change, such as sweep.trials=40."""
     before = record.read_record(folder)
+    mistakes = Mistakes()
     for word in changes:
         key, got = key_of(word), word.partition("=")[2]
         problem = "cannot change when a sweep is resumed: its trials would no longer be comparable"
         others = ", ".join(other for other in record.MAY_CHANGE if other != "hydra.sweep.dir")
         remedy = f"begin another sweep, or change only {others}"
-        require(key in record.MAY_CHANGE, key, problem, got=got, remedy=remedy)
-        is_own_folder, problem = key != "hydra.sweep.dir", "a sweep is resumed in its own folder"
-        require(is_own_folder, key, problem, got=got, remedy="leave it out")
+        with mistakes:
+            require(key in record.MAY_CHANGE, key, problem, got=got, remedy=remedy)
+            is_own_folder, problem = key != "hydra.sweep.dir", "a sweep is resumed in its own folder"
+            require(is_own_folder, key, problem, got=got, remedy="leave it out")
+    mistakes.refuse()
     folder = _at_its_start(folder, before.start)
     changed = {key_of(word) for word in changes}
     kept = [word for word in before.words if key_of(word) not in {*changed, "hydra.sweep.dir"}]

@@ -44,7 +44,7 @@ AT = ("common", "last")
 
 
 def command(arguments: Sequence[str]) -> None:
-    folders, values, as_json = read_words("diff", arguments, ("at",), has_json=True)
+    folders, values, as_json = read_words("diff", arguments, has_json=True)
     at = values.get("at", "common")
     require(at in AT, "at", "is not one of its choices", got=at or "nothing", remedy=choice_remedy(at, AT))
     runs = two_runs(folders)

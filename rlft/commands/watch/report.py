@@ -72,7 +72,7 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def report(arguments: Sequence[str]) -> Path:
-    words, values, _ = read_words("report", arguments, ("out",))
+    words, values, _ = read_words("report", arguments)
     words = words or [LATEST]
     folders = folders_of(words)
     default = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)

@@ -20,6 +20,7 @@ from rlft.commands.watch.names import names_of
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
 from rlft.config.overrides import unquoted
+from rlft.config.suggest import OWN_KEYS, of_other_commands
 from rlft.logger.console import open_terminal
 from rlft.logger.forecast import Forecast, Pace
 from rlft.logger.text import duration, visible
@@ -31,7 +32,7 @@ from rlft.runs.run_folder import CONFIG, whole_config
 from rlft.runs.run_status import Status
 from rlft.system.disk import size_text
 from rlft.system.terminal import Say, resuming, say
-from rlft.types import UserError, require
+from rlft.types import Mistakes, UserError, require
 
 USAGE = """\
 usage: rlft runs [<folder>] [status=<status>] [name=<text>] [command=<command>] [sort=<column>] [--json]
@@ -50,7 +51,6 @@ columns are all there, separated by tabs. Runs of a sweep are named by the setti
   rlft runs runs/grpo_arithmetic status=killed
   rlft runs | grep finished | cut -f1"""
 
-WORDS = ("status", "name", "command", "sort")
 COLUMNS = ("age", "name", "status", "step", "reward", "loss", "accuracy", "size")
 TITLES = ("run", "setting", "command", "status", "step", "reward", "loss", "accuracy", "left", "age", "size")
 LEFT_OUT_FIRST = ("size", "command", "age")  # in this order, until folders fit in full length
@@ -67,7 +67,7 @@ RESUME = "resume with:"
 
 
 def command(arguments: Sequence[str]) -> None:
-    folders, values, as_json = read_words("runs", arguments, WORDS, has_json=True)
+    folders, values, as_json = read_words("runs", arguments, has_json=True)
     require(len(folders) < 2, "runs", "takes one folder", got=" ".join(folders), remedy="name the one above them")
     root = named_folder(folders[0] if folders else "runs", "runs", say)
     listed, terminal = rows(root, values), open_terminal()
@@ -317,9 +317,9 @@ def age_text(seconds: float) -> str:
 
 
 def read_words(
-    command: str, arguments: Sequence[str], known: Sequence[str] = (), *, has_json: bool = False
+    command: str, arguments: Sequence[str], *, has_json: bool = False
 ) -> tuple[list[str], dict[str, str], bool]:
-    """Parses the arguments of a command that has the keys in `known`.
+    """Parses the arguments of a command that has only keys of its own.
 
     Returns the folders as they were typed, without a leading `run=`, the typed keys, and whether --json is among them.
     An existing path is a folder, even with an equals sign: a sweep's may be named `lr=1e-05`.
@@ -335,9 +335,13 @@ def read_words(
     ]
     assignments = [word for word in words if "=" in word and not _exists(word)]
     values = dict(word.split("=", 1) for word in assignments)
-    if unknown := [word for word in values if word not in known]:
-        remedy = f"use {', '.join(f'{word}=' for word in known)}" if known else "name folders only"
-        raise UserError(unknown[0], f"is not a key of rlft {command}", got=values[unknown[0]], remedy=remedy)
+    mistakes = Mistakes()
+    for key, value in values.items():
+        remedy = f"use {', '.join(f'{own}=' for own in OWN_KEYS[command])}"
+        problem = of_other_commands(key, command) or f"is not a key of rlft {command}"
+        with mistakes:
+            require(key in OWN_KEYS[command], key, problem, got=value, remedy=remedy)
+    mistakes.refuse()
     return [word for word in words if word not in assignments], values, bool(options)
 
 

@@ -76,7 +76,7 @@ class RunClock:
 
 
 def command(arguments: Sequence[str]) -> None:
-    folders, values, _ = read_words("watch", arguments, ("price",))
+    folders, values, _ = read_words("watch", arguments)
     price = read_price(values.get("price"))
     remedy = "write rlft watch runs/<name>/<time>; rlft runs lists them"
     require(len(folders) <= 1, "watch", "takes one run", got=" ".join(folders), remedy=remedy)
