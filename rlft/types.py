@@ -25,12 +25,10 @@ Message = Mapping[str, Any]
 """One chat turn: {"role": "system" | "user" | "assistant" | "tool", "content": text}, with other fields of its role."""
 
 
-Schema = Mapping[str, Any]
-"""A tool as chat templates show it: `transformers.utils.get_json_schema`."""
+Schema = Mapping[str, Any]  # a tool as chat templates show it: `transformers.utils.get_json_schema`
 
 
-IMAGE = "\ufffc"
-"""Stands for an image in the text of a message: Unicode's character for an object among text."""
+IMAGE = "\ufffc"  # stands for an image in the text of a message: Unicode's character for an object among text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

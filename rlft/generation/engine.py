@@ -224,21 +224,17 @@ class Engine(ABC):
     serves adapters of any kind.
     """
 
-    title: ClassVar[str] = "this engine"
-    """Its name in messages."""
+    title: ClassVar[str] = "this engine"  # its name in messages
     on_trainers_base: ClassVar[bool] = False
     """Whether it decodes on the trainer's own base, with an adapter slot of its own there."""
     rounds_apart: ClassVar[bool] = False
     """Whether its log-probs come from a forward of its own, which in 16 bits rounds differently from the trainer's."""
     serves_whole_models: ClassVar[bool] = False
     """Whether it can follow a model that is trained whole (`rlft sft lora=null`), which has no adapters to load."""
-    serves_whole_mixtures: ClassVar[bool] = True
-    """Whether it can do so where the model has experts."""
+    serves_whole_mixtures: ClassVar[bool] = True  # whether it can do so where the model has experts
     serves_dora: ClassVar[bool] = True
-    serves_head: ClassVar[bool] = True
-    """Whether it serves adapters of the output layer, too."""
-    largest_rank: ClassVar[int | None] = None
-    """The largest rank of adapters that it serves; None: any."""
+    serves_head: ClassVar[bool] = True  # whether it serves adapters of the output layer, too
+    largest_rank: ClassVar[int | None] = None  # the largest rank of adapters that it serves; None: any
     shared: ClassVar[bool] = False
     """Whether all jobs of a sweep with the same settings share one live engine, since starting it takes long."""
     may_change: ClassVar[tuple[str, ...]] = ()
@@ -247,8 +243,7 @@ class Engine(ABC):
     """Whether it decodes in CUDA graphs on a GPU, by which `rlft plan` estimates its time; None: that is not known."""
     divisible: ClassVar[bool] = True
     """Whether a completion's tokens and log-probs do not depend on which prompts are sampled in the same call."""
-    at_once_key: ClassVar[str | None] = None
-    """Its key that sets `at_once`, if there is one."""
+    at_once_key: ClassVar[str | None] = None  # its key that sets `at_once`, if there is one
     notes_experts: ClassVar[bool] = False
     """Whether its completions can say to which experts their tokens went (`Sampling.notes_experts`)."""
     rewards_turns: ClassVar[bool] = False
@@ -258,8 +253,7 @@ class Engine(ABC):
     the trainer's own forward does."""
     dead: ClassVar[str | None] = None
     """The name of the error after which none of its calls succeeds any more, although its process lives on."""
-    packages: ClassVar[tuple[str, ...]] = ()
-    """Distributions whose versions are recorded in a run that uses it."""
+    packages: ClassVar[tuple[str, ...]] = ()  # distributions whose versions are recorded in a run that uses it
     grows: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """{"sample" or "publish": (what takes most of its memory then, its key to lower)}, for memory errors."""
 

@@ -53,8 +53,7 @@ class Which(StrEnum):
 class AnswerKeys:
     """The config keys of every reward that looks for an answer."""
 
-    reads_answers: ClassVar[bool] = True
-    """Whether its scores are Verdicts."""
+    reads_answers: ClassVar[bool] = True  # whether its scores are Verdicts
 
     answer_in: AnswerIn
     tag: str

@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 CONTINUES = ("=", ".", "/", ",", "[", "]")  # how words end that are not whole, or may not be
-KINDS = {"<run>": (), "<path>": ("",), "<yaml>": (".yaml", ".yml")}
-"""{kind of path: how its files may end}."""
+KINDS = {"<run>": (), "<path>": ("",), "<yaml>": (".yaml", ".yml")}  # {kind of path: how its files may end}
 CURSOR = "\0"
 
 

@@ -57,8 +57,7 @@ LEFT_OUT_FIRST = ("size", "command", "age")  # in this order, until folders fit 
 LEFT_OUT_LAST = ("accuracy", "left", "step")  # until the last LEAST_ROOM characters of a folder fit
 LEAST_ROOM = 12
 GAP = 2
-DAMAGED = "damaged"
-"""The status of a run whose config or metrics cannot be read."""
+DAMAGED = "damaged"  # the status of a run whose config or metrics cannot be read
 CHOICES = {"status": (*map(str, Status), DAMAGED), "sort": COLUMNS}
 WRITTEN_BY_RUNS = ("status.json", METRICS, EVALUATIONS, "checkpoints", "rollouts", run_status.PROGRESS)
 """Files next to a run's config.yaml, by which a damaged run is told from a folder with another config.yaml."""
