@@ -21,12 +21,7 @@ from rlft.config.choices import choice_remedy
 from rlft.config.instantiate import locate
 from rlft.config.keys import fields_of
 from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run, parse_overrides
-from rlft.config.suggest import (
-    SEVERAL,
-    known_keys,
-    unknown_in_section,
-    unknown_key,
-)
+from rlft.config.suggest import SEVERAL, known_keys, unknown_in_section, unknown_key
 from rlft.types import Mistakes, UserError
 
 USUAL = "train"

@@ -157,10 +157,7 @@ def _given(prompts: Sequence[Prompt], tokenizer: RunTokenizer, style: str, key: 
 
 
 def _completions(
-    texts: Sequence[tuple[Prompt, str | Message, Sequence[int]]],
-    tokenizer: RunTokenizer,
-    style: str,
-    what: str,
+    texts: Sequence[tuple[Prompt, str | Message, Sequence[int]]], tokenizer: RunTokenizer, style: str, what: str
 ) -> tuple[list[tuple[int, ...]], str | None]:
     """(the tokens of each completion: those that were sampled, or else those of its turn; a note about the turns)."""
     turns, note = turns_of([(prompt, text) for prompt, text, ids in texts if not ids], tokenizer, style, what)

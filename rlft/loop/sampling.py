@@ -28,11 +28,7 @@ class StepSampler:
     """Samples the groups of each step from the training prompts, with the adapter that the generator has loaded."""
 
     def __init__(
-        self,
-        generator: Generator,
-        prompts: Sequence[Prompt],
-        config: RunConfig,
-        curriculum: Curriculum | None = None,
+        self, generator: Generator, prompts: Sequence[Prompt], config: RunConfig, curriculum: Curriculum | None = None
     ) -> None:
         self.generator, self.prompts, self.config, self.curriculum = generator, prompts, config, curriculum
         self._index_of: dict[str, int] = {}  # with a curriculum, of each prompt that was taken: {id: index}

@@ -16,13 +16,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from rlft.batch import collate
 from rlft.config.model import LESS_MEMORY, ModelConfig, check_local, resolve_path

@@ -76,11 +76,7 @@ def load_network(network: Network, **options: Any) -> PreTrainedModel:
         config = deepcopy(config)
         config.quantization_config = {**_fields(config), "dequantize": True}
     model, found = network.loader.from_pretrained(
-        config=config,
-        key_mapping=renamings or None,
-        output_loading_info=True,
-        **network.source,
-        **options,
+        config=config, key_mapping=renamings or None, output_loading_info=True, **network.source, **options
     )
     _judge(network, model, found)
     # Else transformers would put the wrapper's names into every file that it saves.

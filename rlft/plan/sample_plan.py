@@ -154,17 +154,6 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
         environment=environment,
         tower=tower_demand(model_config, dtype, [prompts], num_chosen, tokenizer),
         ends=ends,
-        notes=(
-            *prompts.notes,
-            *notes(rewards),
-            *data_notes,
-            *notes_of_adapters(used, config.model, base),
-            *ends.notes,
-        ),
-        fingerprints={
-            "data_fingerprint": prompts.fingerprint,
-            **base,
-            **classifiers,
-            **fingerprints_of(used),
-        },
+        notes=(*prompts.notes, *notes(rewards), *data_notes, *notes_of_adapters(used, config.model, base), *ends.notes),
+        fingerprints={"data_fingerprint": prompts.fingerprint, **base, **classifiers, **fingerprints_of(used)},
     )

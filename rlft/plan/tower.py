@@ -66,11 +66,7 @@ class TowerDemand:
 
 
 def tower_demand(
-    config: Any,
-    dtype: torch.dtype,
-    sets: Iterable[PromptSet | None],
-    num_prompts: int,
-    tokenizer: RunTokenizer,
+    config: Any, dtype: torch.dtype, sets: Iterable[PromptSet | None], num_prompts: int, tokenizer: RunTokenizer
 ) -> TowerDemand | None:
     """The demand of the longest prompt's images, by an empty tower of the model's `config`; None if none has any."""
     places = [(each.prompts, each.longest_with_images) for each in sets if each is not None]

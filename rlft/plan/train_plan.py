@@ -306,12 +306,7 @@ class TrainPlan(Plan):
         run, snapshot, held_out = self.config, self.config.snapshot, self.held_out
         evaluated = [] if held_out is None else held_out.num_tokens[: run.eval.num_prompts]
         own_critic = run.critic.kind is CriticKind.adapter
-        passes = [
-            self.has_old_pass,
-            snapshot.reference != "none",
-            snapshot.teacher != "none",
-            own_critic,
-        ]
+        passes = [self.has_old_pass, snapshot.reference != "none", snapshot.teacher != "none", own_critic]
         return StepWork(
             trained=rows_of(self.train_prompts.num_tokens, run.group_size, run, number=run.prompts_per_step),
             epochs=run.epochs,

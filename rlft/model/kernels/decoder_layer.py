@@ -179,12 +179,7 @@ def _fused_attention(
         return None  # bitsandbytes multiplies a few tokens with the 4-bit numbers themselves
     query_norm, key_norm = head_norms or (None, None)
     heads = layer_branches.Heads(
-        norm=norm,
-        query_norm=query_norm,
-        key_norm=key_norm,
-        size=attention.head_dim,
-        cos=cos,
-        sin=sin,
+        norm=norm, query_norm=query_norm, key_norm=key_norm, size=attention.head_dim, cos=cos, sin=sin
     )
     if isinstance(packed, FlashPrefixCache):
         return layer_branches.decoded_attention(x, heads, packed, window, attention.scaling, layers.operands)

@@ -136,13 +136,7 @@ class ProcessWorker(Child):
 
 @contextmanager
 def open_launcher(
-    config: Any,
-    folder: Path,
-    *,
-    on_gpus: bool = False,
-    own_gpu: str | None = None,
-    threads: int = 1,
-    scorers: int = 0,
+    config: Any, folder: Path, *, on_gpus: bool = False, own_gpu: str | None = None, threads: int = 1, scorers: int = 0
 ) -> Iterator[Launcher]:
     """Yields the launcher, and afterwards ends all that it has started. Ray is imported only to join a cluster.
 
