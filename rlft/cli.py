@@ -19,8 +19,7 @@ from functools import partial
 from itertools import chain, repeat
 
 import rlft
-from rlft.config import command as commands
-from rlft.config import recipe_file
+from rlft.config import command as commands, recipe_file
 from rlft.config.choices import closest
 from rlft.config.compose import answer, compose_run
 from rlft.config.overrides import check_text, make_importable, parse

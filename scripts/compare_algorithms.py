@@ -35,12 +35,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from bench_work import machine, num_cores
-from bench_work import table as markdown
+from bench_work import machine, num_cores, table as markdown
 from significance import all_differences, half_interval, report
 
-from rlft.config import catalog
-from rlft.config import compose as config
+from rlft.config import catalog, compose as config
 from rlft.config.keys import flatten
 from rlft.config.resolved import build
 from rlft.logger.forecast import seconds_without_pauses

@@ -19,8 +19,7 @@ from slow_cases import slow
 import rlft as package
 from rlft import cli
 from rlft.commands.recipes import GROUPS, group_of
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 
 # A run of two steps: 2 prompts x 2 completions, evaluated on 2 prompts.
 TINY = [

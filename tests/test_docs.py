@@ -29,8 +29,7 @@ from packages import install
 from slow_cases import slow_but
 
 from rlft import cli
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 from rlft.config.compose import compose
 from rlft.config.keys import is_below, keys_of
 from rlft.config.resolved import build, resolve

@@ -9,8 +9,7 @@ import yaml
 from in_one_test import each
 
 from rlft.commands.sweep.space import read_grid
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 from rlft.config.compose import answer, compose
 from rlft.config.overrides import parse
 from rlft.config.resolved import build

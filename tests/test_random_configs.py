@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from slow_cases import slow_but
 
 from rlft import cli
-from rlft.config import command as commands
-from rlft.config import compose as configs
+from rlft.config import command as commands, compose as configs
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import resolve
 from rlft.config.suggest import known_keys

@@ -9,8 +9,7 @@ import pytest
 import yaml
 from in_one_test import each
 
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.plan.rules import check_components, check_preferences, check_sft

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.tables import wrapped
-from rlft.config import catalog, suggest
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands, suggest
 from rlft.config.instantiate import locate
 from rlft.config.keys import fields_of, options
 from rlft.config.schema import GenerationConfig, engine_classes

@@ -16,8 +16,7 @@ from rlft.config.model import check_whole
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import AUTO, Resolved, resolve
 from rlft.logger.interface import Logger
-from rlft.runs import changed_since, checkpoint, run_folder, run_status
-from rlft.runs import fork as forks
+from rlft.runs import changed_since, checkpoint, fork as forks, run_folder, run_status
 from rlft.runs.find import one_run, with_named_runs
 from rlft.runs.fork import Fork, forking
 from rlft.system import disk, interrupt

@@ -17,8 +17,7 @@ from rich.console import Console as Terminal
 from rich.text import Text
 
 from rlft.commands.launch import import_libraries, settled
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 from rlft.config.compose import USUAL, compose_run
 from rlft.config.overrides import key_of, only_overrides, recipe_in
 from rlft.config.resolved import resolve

@@ -9,8 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from rlft.commands.tables import wrapped
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 from rlft.config.choices import closest
 from rlft.config.overrides import CONFIG_DIR, parse
 from rlft.types import UserError, require

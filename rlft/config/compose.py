@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlft.config import catalog, recipe_file, suggest
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands, recipe_file, suggest
 from rlft.config.choices import choice_remedy
 from rlft.config.instantiate import locate
 from rlft.config.keys import fields_of
@@ -82,8 +81,7 @@ def _with_overrides(
     overrides: Sequence[str], config_dir: str | Path | None, command: str, *, requires: bool = True
 ) -> tuple[Any, list[str], list[Any]]:
     """(the config with Hydra's section, in which keys may still lack values; the choices; the keys that were set)."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
+    from hydra import compose as hydra_compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
     read = of_one_run(overrides, command)

@@ -18,8 +18,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, TypeVar, overload
 
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 from rlft.config.command import Command
 from rlft.config.instantiate import from_mapping
 from rlft.config.schema import AUTO, Root, RunConfig

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console as Terminal
-from rich.console import Group as Stack
+from rich.console import Console as Terminal, Group as Stack
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar

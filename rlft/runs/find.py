@@ -22,8 +22,7 @@ from rlft.config.keys import KEYWORDS, flatten, keys_of, with_values
 from rlft.runs import changed_since, checkpoint, run_folder, run_status
 from rlft.runs.lines import METRICS
 from rlft.runs.run_folder import CONFIG, checkpoints, whole_config
-from rlft.runs.run_status import FILE as STATUS
-from rlft.runs.run_status import PROGRESS, Status
+from rlft.runs.run_status import FILE as STATUS, PROGRESS, Status
 from rlft.system.terminal import Say, say
 from rlft.types import UserError
 

@@ -38,8 +38,7 @@ from rlft.runs.config_file import (
     with_located_paths,
 )
 from rlft.runs.fingerprints import are_of_a_model, differing, models_in
-from rlft.runs.run_status import FILE as STATUS
-from rlft.runs.run_status import LOCK, Status
+from rlft.runs.run_status import FILE as STATUS, LOCK, Status
 from rlft.system import digests, locks
 from rlft.system.disk import DiskError, writing
 from rlft.system.files import atomic_folder, write_atomically

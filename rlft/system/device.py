@@ -19,9 +19,7 @@ from rlft.system.memory import free_memory, peak_resident_bytes
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch import device as Device
-    from torch import dtype as DType
+    from torch import Tensor, device as Device, dtype as DType
 
 OLDEST_WITH_BFLOAT16 = (8, 0)
 """Compute capability of Ampere. torch emulates bfloat16 on older cards, slowly, and vLLM refuses it there."""

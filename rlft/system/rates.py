@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from rlft.system.lazy import torch
 
 if TYPE_CHECKING:
-    from torch import device as Device
-    from torch import dtype as DType
+    from torch import device as Device, dtype as DType
 
 MIN_REPEATS = 3
 SIDE, NUM_BYTES, PROBED_S = 512, 2**25, 0.05

@@ -141,8 +141,7 @@ def picture(image: Image) -> Picture:
 
     OSError, SyntaxError or ValueError if it cannot be read or decoded.
     """
-    from PIL import Image as pillow
-    from PIL import ImageOps
+    from PIL import Image as pillow, ImageOps
 
     try:
         with pillow.open(BytesIO(image.data) if image.data else image.path) as opened:

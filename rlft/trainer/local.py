@@ -31,8 +31,7 @@ from rlft.model.sequence import sharing_tokens
 from rlft.system import digests
 from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
-from rlft.trainer import sharded_base
-from rlft.trainer import update as updates
+from rlft.trainer import sharded_base, update as updates
 from rlft.trainer.gradients import LaneGradients
 from rlft.trainer.joining import Shapes, Start, sent, shapes_of, take_over
 from rlft.trainer.lanes import Division, divide

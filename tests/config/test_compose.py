@@ -18,8 +18,7 @@ import rlft
 from rlft import cli
 from rlft.algorithm.grpo import GRPO
 from rlft.algorithm.ops.ratio import Mismatch
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 from rlft.config.bounds import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.config.compose import compose, compose_run
 from rlft.config.instantiate import convert, from_mapping, instantiate, locate

@@ -10,8 +10,7 @@ import pytest
 import torch
 from in_one_test import each
 
-from rlft.config import command as commands
-from rlft.config import resolved
+from rlft.config import command as commands, resolved
 from rlft.config.compose import compose
 from rlft.config.resolved import build, resolve, token_budget, with_budget_of_device, with_number, with_token_budget
 

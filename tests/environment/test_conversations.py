@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rlft.batch import fault
 from rlft.environment.conversations import Conversations, Transcript

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from in_one_test import each
 from transformers import AutoTokenizer
 from turn_shapes import EOS, shaped_tokenizer

@@ -13,8 +13,7 @@ import torch
 from pool_engines import BUCKET, ThreadLauncher, ThreadWorker
 from run_processes import happens
 
-from rlft.generation import pool as engine_pool
-from rlft.generation import sending
+from rlft.generation import pool as engine_pool, sending
 from rlft.generation.engine import FreshnessCheck, StaleEngineError
 from rlft.generation.pool import EngineError, EnginePool, _Failed, units_of
 from rlft.loop.freshness import Freshness, StaleAdapterError

@@ -38,8 +38,7 @@ def main() -> None:
     import pretended_card
 
     from rlft import cli
-    from rlft.commands.doctor import command as doctor
-    from rlft.commands.doctor import trial
+    from rlft.commands.doctor import command as doctor, trial
 
     composed_once.install()
     of_rlft = cli.main

@@ -13,8 +13,7 @@ from slow_cases import slow
 
 from rlft import cli
 from rlft.config.compose import changed, compose
-from rlft.runs import checkpoint, run_folder
-from rlft.runs import fork as forks
+from rlft.runs import checkpoint, fork as forks, run_folder
 from rlft.runs.checkpoint import Checkpoint
 from rlft.runs.fork import Fork, open_fork
 from rlft.types import UserError

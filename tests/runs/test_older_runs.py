@@ -23,8 +23,7 @@ import yaml
 from in_one_test import each
 
 from rlft import cli
-from rlft.config import catalog, older
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands, older
 from rlft.config.instantiate import locate
 from rlft.config.keys import ABSENT, Key, keys_of, written_at
 from rlft.config.schema import engine_classes

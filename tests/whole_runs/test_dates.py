@@ -13,8 +13,7 @@ from run_folders import checkpoints, files_of, metrics, rollouts, tiny
 
 import rlft
 from rlft import cli
-from rlft.commands import eval as evaluation
-from rlft.commands import resume
+from rlft.commands import eval as evaluation, resume
 from rlft.commands.sweep import checks as sweep
 from rlft.config import compose as configs
 from rlft.config.resolved import resolve

@@ -16,8 +16,7 @@ from rlft.config.compose import compose
 from rlft.config.model import ModelConfig, SnapshotConfig
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
-from rlft.loop import engines, workers
-from rlft.loop import parts as parts_of_runs
+from rlft.loop import engines, parts as parts_of_runs, workers
 from rlft.loop.engines import load_teacher
 from rlft.plan import fit
 from rlft.plan.memory_parts import parts

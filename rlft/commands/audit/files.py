@@ -20,8 +20,7 @@ from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, encode, rollout_file, 
 from rlft.runs.run_folder import ORIGIN
 from rlft.runs.run_status import Status
 from rlft.system import digests
-from rlft.system.check_rows import CheckRow
-from rlft.system.check_rows import Status as Verdict
+from rlft.system.check_rows import CheckRow, Status as Verdict
 from rlft.types import UserError, counted, require
 
 Line = Mapping[str, Any]

@@ -17,8 +17,7 @@ from typing import Any
 
 import rlft
 from rlft.commands.keys import OF_SERVE, OF_SWEEPS, all_keys
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 from rlft.config.keys import is_path_key
 from rlft.config.overrides import OPTIONS
 

@@ -22,8 +22,7 @@ from rlft.config.instantiate import from_mapping
 from rlft.config.model import ModelConfig
 from rlft.config.schema import AUTO
 from rlft.model.activations import peft_is_quiet
-from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, adapted_modules, own_tensors
-from rlft.model.adapter_folder import WEIGHTS as ADAPTER_WEIGHTS
+from rlft.model.adapter_folder import CONFIG, HEAD, RECORD, WEIGHTS as ADAPTER_WEIGHTS, adapted_modules, own_tensors
 from rlft.model.backbone import read_config, resolve_path, source
 from rlft.model.network_files import file_of, load_network
 from rlft.model.text_model import empty_model, names_of, network_of, own_class, text_model_of

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.launch import import_libraries, settled
-from rlft.commands.sweep import record
-from rlft.commands.sweep import space as spaces
+from rlft.commands.sweep import record, space as spaces
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
 from rlft.config.compose import compose

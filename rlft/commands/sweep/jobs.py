@@ -6,8 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait as wait_for
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

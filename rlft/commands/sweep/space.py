@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from rlft.config import catalog
-from rlft.config import command as commands
+from rlft.config import catalog, command as commands
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.config.instantiate import from_mapping
 from rlft.config.keys import Key, is_path_key, known

@@ -11,8 +11,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from rlft.logger.text import one_line
-from rlft.plan.rewards.attacks import Family, number_in
-from rlft.plan.rewards.attacks import value as value_of
+from rlft.plan.rewards.attacks import Family, number_in, value as value_of
 from rlft.plan.rewards.scores import AGAIN, EPS, MORE_AND_MORE, SIBLINGS, WRONG, Scored, ScoredText, Tried
 from rlft.system.check_rows import CheckRow, Status
 from rlft.types import counted

@@ -18,8 +18,7 @@ from slow_cases import slow
 from torch import Tensor
 
 from rlft import cli
-from rlft.commands.doctor import command as doctor
-from rlft.commands.doctor import kernels, machine, steps
+from rlft.commands.doctor import command as doctor, kernels, machine, steps
 from rlft.commands.doctor.command import CHECKS
 from rlft.commands.doctor.supervise import Check, Settings, run_checks
 from rlft.commands.doctor.trial import MachineTrial

@@ -18,9 +18,7 @@ from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.system.seeds import derive
 from rlft.types import Completion, EnvironmentFailure, FinishReason, Group, Prompt, Rollout, Sampling, UserError
-from tests.environment.test_conversations import LIMITS as OTHERS
-from tests.environment.test_conversations import TOKENIZER as QWEN
-from tests.environment.test_conversations import Recorder
+from tests.environment.test_conversations import LIMITS as OTHERS, TOKENIZER as QWEN, Recorder
 
 Play = Callable[..., AgentGenerator]
 LIMITS = {

@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from rlft.config.schema import RunConfig
 from rlft.generation.memory import Load, ModelSizes, When
 from rlft.generation.shared_base import SharedBaseError, checksum
-from rlft.generation.vllm import engine as vllm_module
-from rlft.generation.vllm import generator as vllm_generator
-from rlft.generation.vllm import guest as vllm_guest
-from rlft.generation.vllm import memory as vllm_memory
+from rlft.generation.vllm import (
+    engine as vllm_module,
+    generator as vllm_generator,
+    guest as vllm_guest,
+    memory as vllm_memory,
+)
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.model.activations import LayerModules

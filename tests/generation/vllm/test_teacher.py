@@ -19,8 +19,7 @@ from real_engines import open_vllm
 from transformers import AutoModelForCausalLM
 
 import rlft
-from rlft.generation.vllm import guest as vllm_guest
-from rlft.generation.vllm import teacher as vllm_teacher
+from rlft.generation.vllm import guest as vllm_guest, teacher as vllm_teacher
 from rlft.generation.vllm.memory import TEACHER_BATCHED_TOKENS
 from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher, _within
 from rlft.types import UserError

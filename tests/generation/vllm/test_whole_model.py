@@ -15,8 +15,7 @@ from torch import Tensor
 
 import rlft
 from rlft.config.schema import RunConfig
-from rlft.generation.vllm import generator as vllm_generator
-from rlft.generation.vllm import whole_model
+from rlft.generation.vllm import generator as vllm_generator, whole_model
 from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.model.backbone import read_backbone
