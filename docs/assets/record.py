@@ -1,6 +1,6 @@
 """Runs a command in a terminal of 88 x 24 and writes what it shows as an animated SVG; needs `pip install pyte`.
 
-    python docs/assets/record.py docs/assets/live-view.svg rlft train +recipe=grpo_arithmetic
+python docs/assets/record.py docs/assets/live-view.svg rlft train +recipe=grpo_arithmetic
 """
 
 import codecs
@@ -12,6 +12,7 @@ import struct
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pyte
 
@@ -106,5 +107,4 @@ def svg_of(frames: list[tuple[float, list[str]]]) -> str:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        file.write(svg_of(screens(record(sys.argv[2:]))))
+    Path(sys.argv[1]).write_text(svg_of(screens(record(sys.argv[2:]))), encoding="utf-8")
