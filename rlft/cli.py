@@ -63,6 +63,9 @@ TOOLS = {
     "resume": Tool(
         "resume", Part.TRAIN, "continue a run exactly, or start a new one from a step", "the run is as it was"
     ),
+    "rank": Tool(
+        "rank.command", Part.TRAIN, "rank answers yourself, in a browser, for rm and dpo", "nothing was ranked"
+    ),
     "plan": Tool(
         "plan", Part.INSPECT, "whether a run fits and how long it takes, before it starts", "nothing was begun"
     ),
@@ -108,7 +111,6 @@ OF_SHELLS = ("-sc", "--shell-completion", "--shell_completion", "--install-compl
 FIRST = """\
 rlft train +recipe=grpo_arithmetic   two minutes on a CPU, nothing to download
 rlft init qa                         a folder for your own data and rewards
-rlft chat                            talk to what was trained
 """
 LAST = """
 A run is named by its folder or by `latest`. More: rlft <command> --help

@@ -55,14 +55,14 @@ LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logg
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
     "algorithms", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "init", "keys", "launch",
-    "models", "next_steps", "plan", "policy", "recipes", "resume", "reward", "rm", "sample", "serve", "sft",
-    "sweep/command", "tables", "train", "translate/command",
+    "models", "next_steps", "plan", "policy", "rank/command", "recipes", "resume", "reward", "rm", "sample", "serve",
+    "sft", "sweep/command", "tables", "train", "translate/command",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""
 
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
-    "commands": {"dpo", "rm", "sft"},
+    "commands": {"dpo", "html_page", "rm", "sft"},
     "environment": {"endpoint/trajectory"},
     "plan": {"inputs", "sample_plan"},
 }  # fmt: skip

@@ -32,7 +32,7 @@ OWN_KEYS = {
 OWN_KEYS["chat"] += ("raw",)
 OWN_KEYS["export"] += ("out", "as", "dtype", "push", "private")
 OWN_KEYS |= {"runs": ("status", "name", "command", "sort"), "watch": ("price",), "report": ("out",), "diff": ("at",)}
-OWN_KEYS["audit"] = ("recompute", "replay")
+OWN_KEYS |= {"audit": ("recompute", "replay"), "rank": ("samples", "out", "ranker", "seed", "agree")}
 """{command: the keys that it has next to those of a run's config}; `rlft serve` also has those of base/serve.yaml."""
 
 NOT_TRACKERS = {"console": "rlft.logger.console.Console", "jsonl": "rlft.logger.jsonl.Jsonl"}

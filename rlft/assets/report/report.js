@@ -5,12 +5,6 @@ const COLOURS = ["#2f81f7", "#e8590c", "#2f9e44", "#ae3ec9", "#e03131", "#0c8599
 const DASHES = [[], [6, 3], [2, 3], [10, 3, 2, 3]];
 const MANY = 300; // groups that are listed before "more" is asked for
 
-const by = (id) => document.getElementById(id);
-const element = (tag, properties = {}, ...children) => {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-};
 const shown = (value, digits = 3) => {
   if (value === null || value === undefined) return "-";
   if (typeof value !== "number") return String(value);
@@ -687,9 +681,7 @@ function open(part) {
 }
 
 function turn() {
-  const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
+  otherTheme();
   redraw();
 }
 
@@ -716,8 +708,6 @@ function press(event) {
 }
 
 async function main() {
-  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = dark ? "dark" : "light";
   const report = await unpacked();
   curves.report = report;
   drawRuns(report);

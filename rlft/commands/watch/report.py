@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import gzip
-import hashlib
-import html
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import rlft
+from rlft.commands.html_page import html_page
 from rlft.commands.watch import runs as runs_command
 from rlft.commands.watch.names import differing, names_of, same_settings, text_of
 from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, safe, shown_images
@@ -46,25 +44,9 @@ sweep can be drawn as a band.
   rlft report runs/grpo_arithmetic/<time>
   rlft report sweeps/grpo_arithmetic/<time> out=sweep.html"""
 
-ASSETS = Path(rlft.__file__).parent / "assets" / "report"
 MAX_BYTES = 8_000_000
 """The most bytes of completions as JSON, before compression. Random letters, which compress worst, then take 5.6 MB of
 the file, and the page is usable 0.55 to 0.85 s after it is opened (test_report_in_a_browser.py)."""
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; {policy}; base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-{styles}
-</head>
-{body}
-<script type="text/plain" id="data">{data}</script>
-{scripts}
-</html>
-"""
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -89,27 +71,14 @@ def report(arguments: Sequence[str]) -> Path:
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The whole page.
-
-    The runs' values are base64, which cannot hold markup, and the page's content security policy allows only the
-    scripts and styles written here, by their hashes.
-    """
-    styles = [(ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "report.css")]
-    scripts = [(ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "report.js")]
-    packed = gzip.compress(json.dumps(data, ensure_ascii=True, allow_nan=False).encode(), mtime=0)
-    return PAGE.format(
-        policy="; ".join(["img-src data:", _allowed("script-src", scripts), _allowed("style-src", styles)]),
-        title=html.escape(f"rlft: {data['runs'][0]['name']}"),
-        styles="\n".join(f"<style>{text}</style>" for text in styles),
-        body=(ASSETS / "report.html").read_text(encoding="utf-8"),
-        data=base64.b64encode(packed).decode(),
-        scripts="\n".join(f"<script>{text}</script>" for text in scripts),
+    """The whole page of the runs' values."""
+    return html_page(
+        f"rlft: {data['runs'][0]['name']}",
+        "report/report.html",
+        ("report/uPlot.min.css", "report/report.css"),
+        ("report/uPlot.iife.min.js", "report/dom.js", "report/report.js"),
+        data=gzip.compress(json.dumps(data, ensure_ascii=True, allow_nan=False).encode(), mtime=0),
     )
-
-
-def _allowed(kind: str, texts: list[str]) -> str:
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
-    return " ".join([kind, *(f"'sha256-{digest}'" for digest in hashes)])
 
 
 MAX_POINTS = 2000  # the most points of a curve; in a longer run neighbours are averaged, and the page says so

@@ -299,7 +299,7 @@ def test_nothing_that_a_model_writes_is_hidden_or_markup(text: str, make_run: Ca
     run = make_run("run", steps=1, completion=text)
     page = (report.report([str(run)])).read_text()
     assert "owned" not in page, "all of it is packed"
-    assert page.count("<script") == 3
+    assert page.count("<script") == 4
     row = next(row for group in choose(run, 10**7)["groups"] for row in group["rows"])
     assert all(char.isprintable() or char == "\n" for char in row["text"])
     assert not set(row["text"]) & set("\u3164\u2800\ufe0f\u034f")
@@ -313,7 +313,7 @@ def test_only_the_pages_own_scripts_and_styles_may_run(make_run: Callable[..., P
     assert policy is not None
     assert "default-src 'none'" in policy[1]
     assert "unsafe" not in policy[1]
-    assert policy[1].count("sha256-") == 4
+    assert policy[1].count("sha256-") == 5
     assert not re.search(r"https?://(?!github\.com/leeoniya)", page), "nothing is fetched"
 
 

@@ -81,16 +81,6 @@ class Page:
         assert self.driver.save_screenshot(str(SCREENSHOTS / f"{name}.png"))
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(REPOSITORY / "scripts"))
-        from chromium import open_chromium
-    found = open_chromium(str(tmp_path_factory.mktemp("profile")), width=1500, height=1100)
-    yield found
-    found.quit()
-
-
 @pytest.fixture
 def opened(driver: webdriver.Chrome, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     """Opens the report of these runs; afterwards the console must be empty."""

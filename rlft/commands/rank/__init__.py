@@ -1,0 +1,1 @@
+"""`rlft rank`: a person ranks answers in a browser."""
