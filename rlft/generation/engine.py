@@ -37,17 +37,20 @@ be read back."""
 class FreshnessCheck:
     """What an engine has to pass before it samples."""
 
-    sequences: list[list[int]]  # the token ids that it scores
+    sequences: list[list[int]]  # the token ids that it scores; none where what it holds is enough
     accept: Accept  # judges its log-probs of them
     accept_adapter: AcceptAdapter | None = None  # judges what an engine with weights holds; None: that is not read back
 
     @property
     def calls(self) -> list[tuple[Any, ...]]:
         """The calls whose answers `problem` judges: a method of a generator and its arguments each."""
-        return [("score", self.sequences), *([("loaded_adapter",)] if self.accept_adapter is not None else [])]
+        scores = [("score", self.sequences)] if self.sequences else []
+        return [*scores, *([("loaded_adapter",)] if self.accept_adapter is not None else [])]
 
     def problem(self, answers: Sequence[Any]) -> str | None:
         """What is wrong with the engine that has given these answers; None if nothing is."""
+        if not self.sequences:
+            return None if self.accept_adapter is None else self.accept_adapter(*answers)
         scores, *adapter = answers
         problem = self.accept_adapter(*adapter) if self.accept_adapter is not None and any(scores) else None
         return problem or self.accept(scores)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlft.generation.shared_base import CHUNK, weighted_bits
-from rlft.system.device import widest
+from rlft.system.device import to_cpu, widest
 from rlft.types import Adapter
 
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -72,7 +72,7 @@ def scale_of(config: Mapping[str, Any], module: str) -> float:
 def fingerprints(
     tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None, scales: Mapping[str, float] | None = None
 ) -> dict[str, Fingerprint]:
-    """The fingerprint of each tensor. Those of one shape are computed together, and waited for once.
+    """The fingerprint of each tensor. Those of one shape are computed together, and a device is waited for once.
 
     The checksum is that of `shared_base.checksum`.
 
@@ -83,7 +83,8 @@ def fingerprints(
     for name, tensor in tensors.items():
         scale = None if scales is None else scales.get(name)
         by_kind[scale, tensor.shape, tensor.dtype, tensor.device].append(name)
-    results = []
+    kept: list[list[str]] = []
+    results: dict[str, Tensor] = {}
     for (scale, *_), names in by_kind.items():
         at_once = max(1, CHUNK // max(1, tensors[names[0]].numel()))
         for start in range(0, len(names), at_once):
@@ -92,11 +93,14 @@ def fingerprints(
             # With the rank as the first axis, so that what fills up the rank comes last.
             rows = torch.stack([tensor.t() if name.endswith(UP) else tensor for name, tensor in read])
             rows = rows if dtype is None else rows.to(dtype)
-            results.append((batch, *_sums(rows if scale is None else rows * scale)))
+            sums, norms = _sums(rows if scale is None else rows * scale)
+            results |= {f"sums {len(kept)}": sums, f"norms {len(kept)}": norms}
+            kept.append(batch)
+    numbers = {name: tensor.tolist() for name, tensor in to_cpu(results).items()}
     found = {
         name: Fingerprint(f"{total % 2**64:016x}", norm)
-        for batch, sums, norms in results
-        for name, total, norm in zip(batch, sums.tolist(), norms.tolist(), strict=True)
+        for i, batch in enumerate(kept)
+        for name, total, norm in zip(batch, numbers[f"sums {i}"], numbers[f"norms {i}"], strict=True)
     }
     return {name: found[name] for name in tensors}
 

@@ -4,10 +4,14 @@ The proof is what the engine holds: its copy of the adapter is read back, and eq
 rounded as it rounds (`rlft.generation.loaded_adapter`). In 16 bits nothing else can see a step: it moves log-probs by
 1e-3, and two forwards differ by more. What the engine does with its copy is judged by fixed tokens, which both score.
 
-That compares two forwards over whole sequences, so it sees no fault of decoding: a cache that mixes up rows or forgets
-a state, padding that leaks into one, a model that reads tokens behind. Nor does it see what is random in training
-alone. So before the first step a few completions are sampled by the engine itself, and compared with the trainer's
-forward over the whole rows, in the mode in which updates run (`check_decoding`).
+The forward over fixed tokens runs after the first publishes, after every WHOLE_EVERY-th and before a checkpoint, and
+always where the copy cannot be read back. Where a step's first forward computes the very policy that has sampled its
+rows (`samples_tell`), the log-probs of all of these are compared as well, before the optimizer moves.
+
+Fixed tokens see no fault of decoding: a cache that mixes up rows or forgets a state, padding that leaks into one, a
+model that reads tokens behind. Nor do they see what is random in training alone. So before the first step a few
+completions are sampled by the engine itself, and compared with the trainer's forward over the whole rows, in the mode
+in which updates run (`check_decoding`).
 
 The first step's own completions would do for the plainest run. But with a lag, in conversations, at temperature 0 or
 with top_p their log-probs differ for good reasons, and with one update a step the trainer's first log-probs are those
@@ -27,7 +31,7 @@ from typing import Any
 
 import torch
 
-from rlft.config.schema import FreshnessConfig
+from rlft.config.schema import FreshnessConfig, RunConfig
 from rlft.data.prompts import PromptSet
 from rlft.generation.engine import Engine, FreshnessCheck, Generator, StaleEngineError
 from rlft.generation.loaded_adapter import Fingerprint, LoadedAdapter, difference, published
@@ -37,12 +41,15 @@ from rlft.model.networks import Networks
 from rlft.model.rounding import rounded_once_more
 from rlft.system.device import fork_rng
 from rlft.trainer.local import Trainer
+from rlft.trainer.update import SampledGap
 from rlft.types import Adapter, Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError, counted
 
 REMEDY = "freshness.threshold=<nats> loosens the check"
 NOT_READ_BACK = "freshness.read_back=false compares log-probs alone"
 FIXED_TOKENS = 512
 """Number of fixed tokens that are compared in 16 bits, where there are as many: 5 lie above the 99th percentile."""
+WHOLE_FIRST, WHOLE_EVERY = 3, 50
+"""After how many publishes at first, and then after every how many, fixed tokens are compared in any case."""
 OWN_ROUNDINGS = 3.0
 """How many times as far as one more rounding in each layer moves log-probs an engine's may lie from the trainer's.
 
@@ -138,15 +145,19 @@ class Freshness:
     """Compares engine and trainer after a publish; remembers earlier versions to name the one a stale engine holds.
 
     It scores a few short sequences of token ids, after every so many publishes; a number as `threshold` is the largest
-    allowed gap, in nats. `note` takes a line, once, where an engine's adapter cannot be read back (`read_back`), or the
-    limits are the model's own.
+    allowed gap, in nats. With `samples_tell`, sampled tokens are compared as well (`SampledTokens`), and after most
+    publishes only what the engine holds. `note` takes a line, once, where an engine's adapter cannot be read back
+    (`read_back`), or the limits are the model's own.
 
     Attributes:
         limits: those of `threshold`.
         model_limits: those that judge engines: `limits`, or wider ones where an engine exceeded them and the model's
             own roundings explain it.
-        gap: that of the engine that was compared last, also if it is too large; None if what it holds told already.
+        gap: that of the engine whose log-probs were compared last, also if it is too large; None if what it held told
+            already.
     """
+
+    samples_tell = False
 
     def __init__(
         self,
@@ -166,6 +177,7 @@ class Freshness:
         self.num_checks = 0
         self._published: dict[int, dict[str, Mapping[str, Fingerprint]]] = {}  # {version: {dtype: what was published}}
         self._note, self._noted, self._read_back = note, set[str](), read_back
+        self._holds_it = False  # whether all engines were read back as a whole when they were checked last
 
     @property
     def num_tokens(self) -> int:
@@ -173,11 +185,18 @@ class Freshness:
         return sum(len(ids) - 1 for ids in self.sequences)
 
     def check(
-        self, version: int, generator: Generator, trainer: Trainer | Networks, adapter: Adapter | None = None
+        self,
+        version: int,
+        generator: Generator,
+        trainer: Trainer | Networks,
+        adapter: Adapter | None = None,
+        *,
+        is_saved: bool = False,
     ) -> float | None:
-        """The largest gap of all engines in nats; None if no check is due or they have no weights.
+        """The largest gap of all engines in nats; None if no log-probs are compared now, or they have no weights.
 
         They have to hold `adapter`, the version that was published; where it is None, log-probs alone are compared.
+        `is_saved`: whether a checkpoint follows, which none does whose log-probs are not known to be finite.
 
         Raises:
             StaleAdapterError: an engine holds something else, or the gap exceeds the limits; the message says which.
@@ -187,15 +206,18 @@ class Freshness:
         if not (is_due or generator.replaces_engines):
             return None
         self.num_checks += is_due
+        self._published.pop(version, None)
+        held = self.samples_tell and self._holds_it and not generator.replaces_engines and adapter is not None
+        if held and self.num_checks > WHOLE_FIRST and version % WHOLE_EVERY and not is_saved:
+            self._verify(version, generator, [], adapter, now=True)
+            return None
         expected = flatten(trainer.score(self.sequences))
         if not all(map(math.isfinite, expected)):  # no engine's fault: bases and adapters are finite when loaded
             raise BrokenRunError(_not_finite(version))
-        self._published.pop(version, None)
         self.model_limits = self.limits
         gaps = self._verify(version, generator, expected, adapter, now=is_due, trainer=trainer)
         if gaps or generator.replaces_engines:
             self.history = {**dict(list(self.history.items())[-3:]), version: expected}
-            self._published = {v: kept for v, kept in self._published.items() if v in self.history}
         return max(gaps, default=None)
 
     def check_again(self, version: int, generator: Generator, adapter: Adapter | None = None) -> None:
@@ -218,10 +240,11 @@ class Freshness:
     ) -> list[float]:
         """The gaps of all engines that are checked now, in nats; empty if they have no weights.
 
-        `trainer`: measures the model's own roundings where an engine exceeds the limits; None: they were measured.
+        `expected`: the log-probs of the fixed tokens; empty: only what engines hold is compared. `trainer` measures the
+        model's own roundings where an engine exceeds the limits; None: they were measured.
         """
         gaps: list[float] = []
-        self.gap = None
+        self.gap = None if expected else self.gap
 
         def accept(scores: list[list[float]]) -> str | None:
             engine = flatten(scores)
@@ -238,12 +261,21 @@ class Freshness:
         accept_adapter = None
         if self._read_back and adapter is not None:
             accept_adapter = partial(self._accept_adapter, adapter)
-        check = FreshnessCheck(sequences=self.sequences, accept=accept, accept_adapter=accept_adapter)
+        self._holds_it = False
+        sequences = self.sequences if expected else []
+        check = FreshnessCheck(sequences=sequences, accept=accept, accept_adapter=accept_adapter)
         try:
             generator.verify(check, now=now)
         except StaleEngineError as error:
             raise StaleAdapterError(f"{error}; stopped rather than train on stale rollouts. {REMEDY}") from error
         return gaps
+
+    def allows(self, gap: Gap, learner: Networks) -> bool:
+        """Whether the limits allow the gap, or else those that the model's own roundings widen now."""
+        self.model_limits = self.limits
+        if not self.limits.allow(gap) and not math.isfinite(self.limits.largest):
+            self._measure_roundings(learner, flatten(learner.score(self.sequences)))
+        return self.model_limits.allow(gap)
 
     def _measure_roundings(self, trainer: Trainer | Networks, expected: list[float]) -> None:
         """Sets `model_limits` for the model with the weights that it has now, whose log-probs are `expected`."""
@@ -263,9 +295,11 @@ class Freshness:
         if why is not None and why not in self._noted:
             self._noted.add(why)
             self._note(f"freshness: log-probs alone prove what the engine holds where it is not read back: {why}")
+        self._holds_it = why is None
         if isinstance(found, str):
             return None
         of_version = self._published.setdefault(adapter.version, {})
+        self._published = dict(list(self._published.items())[-4:])
         if found.dtype not in of_version:
             of_version[found.dtype] = {} if found.is_trainers else published(adapter, found.dtype)
         earlier = {
@@ -332,6 +366,58 @@ def fixed_sequences(prompts: PromptSet, backbone: Backbone, num_tokens: int = 0)
         answer = backbone.tokenizer(p.answer, add_special_tokens=False)["input_ids"]
         sequences.append([*p.token_ids, *answer][-64:])
     return sequences
+
+
+# -- what was sampled --------------------------------------------------------------------------------------------------
+def samples_tell(config: RunConfig) -> bool:
+    """Whether the first forward of a step's first update computes what the engine has sampled its rows by.
+
+    Not so with a lag, in conversations, at another temperature or where tokens were left out, with dropout, and where
+    several ranks share the rows; nor is it judged with a threshold for fixed tokens alone.
+    """
+    sampling, dropout = config.generation.sampling, 0.0 if config.lora is None else config.lora.dropout
+    is_plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+    is_simple = not config.overlap.lag and config.environment is None and config.cluster.num_parts == 1
+    return is_plain and is_simple and not dropout and config.freshness.threshold == "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """Compares the log-probs of a step's first minibatch with those it was sampled by (`SampleCheck`).
+
+    `freshness` has seen the engine's log-probs of fixed tokens before, unless it has no weights.
+    """
+
+    freshness: Freshness
+    learner: Networks
+
+    @property
+    def limit(self) -> float:
+        return self.freshness.limits.percentile_99
+
+    def __call__(self, rows: Batch, gap: SampledGap | None, step: int) -> None:
+        """Raises StaleAdapterError: the gap exceeds the limits, also those of the model's own roundings."""
+        freshness, learner = self.freshness, self.learner
+        if not freshness.history or (gap is not None and self._allow(gap)):
+            return
+        with torch.no_grad():
+            computed = learner.forward.logprobs(rows, learner.token_budget)[rows.loss_mask].tolist()
+        if not all(map(math.isfinite, computed)):
+            return  # the update refuses its gradient
+        found = Gap.between(rows.sampled_logprobs[rows.loss_mask].tolist(), computed)
+        if not freshness.allows(found, learner):
+            tokens = counted(len(computed), "sampled token")
+            raise StaleAdapterError(
+                f"freshness: the engine did not sample step {step + 1} from policy version {step}, or decodes otherwise"
+                f" than the trainer's forward: log-probs of {tokens} differ by up to {found.largest:.2g} nats,"
+                f" {found.mean:.2g} on average (allowed is {freshness.model_limits}); stopped before the update."
+                f" {REMEDY}"
+            )
+
+    def _allow(self, gap: SampledGap) -> bool:
+        limits, few = self.freshness.limits, gap.num_tokens < MIN_TOKENS_OF_PERCENTILE
+        is_small = math.isfinite(gap.largest) and gap.largest <= limits.largest and gap.mean <= limits.mean
+        return is_small and (few or gap.num_beyond <= gap.num_tokens // 100)
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from rlft.logger.alarms import Alarms, Hints
 from rlft.loop.cluster import make_trainer, open_workers
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
-from rlft.loop.freshness import check_decoding, open_freshness
+from rlft.loop.freshness import SampledTokens, check_decoding, open_freshness, samples_tell
 from rlft.loop.metrics import Clock, evaluate, kl_to_base, text_loss, unknown_token_metrics
 from rlft.loop.next_samples import NextSamples
 from rlft.loop.parts import layers_of_rank, open_roles, open_scorer, open_trainer
@@ -151,7 +151,8 @@ class Session(RunDriver):
         adapter = self.trainer.publish(version)
         self.next.note_published(adapter)
         self.generator.load(adapter)
-        self.freshness.check(version, self.generator, self.trainer, adapter)
+        saved = self.saver.saves(version)
+        self.freshness.check(version, self.generator, self.trainer, adapter, is_saved=saved)
         self.trainer.after_freshness_check()
 
     def score(self, groups: Sequence[Group]) -> Scores:
@@ -343,6 +344,9 @@ def open_session(
         local = open_trainer(plan, roles, base)
         trainer = make_trainer(local, config.cluster, workers.ranks, run.logger.note, again)
         session = Session(run, roles, generator, scorer, trainer)
+        if samples_tell(config):
+            session.freshness.samples_tell = True
+            local.check_samples = SampledTokens(freshness=session.freshness, learner=roles)
         stack.callback(session.next.close)
         stack.enter_context(session.running())
         yield session

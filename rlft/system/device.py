@@ -160,7 +160,9 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     The device is waited for once a bucket, and not once a tensor.
     """
     copies = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    rows, targets = ([tensor.detach().reshape(-1) for tensor in each.values()] for each in (tensors, copies))
+    rows, targets = (
+        [tensor.detach().reshape(-1).view(torch.uint8) for tensor in each.values()] for each in (tensors, copies)
+    )
     for bucket in buckets(rows, BUCKET):
         values = torch.cat([rows[number][start:stop] for number, start, stop in bucket]).cpu()
         parts = values.split([stop - start for _, start, stop in bucket])

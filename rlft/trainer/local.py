@@ -109,6 +109,19 @@ class Trainer(Protocol):
         ...
 
 
+class SampleCheck(Protocol):
+    """Judges, before the first update of a step, whether its policy is the one that has sampled the rows.
+
+    `limit`: in nats, beyond which tokens are counted.
+    """
+
+    limit: float
+
+    def __call__(self, rows: Batch, gap: updates.SampledGap | None, step: int) -> None:
+        """Raises an error if it is not. `gap`: that of these rows; None: no pass of the update was over them."""
+        ...
+
+
 @dataclass(eq=False)
 class LocalTrainer:
     """A `Trainer`, whose protocol says what its methods do. Minibatches and dropout derive from (seed, step)."""
@@ -122,6 +135,7 @@ class LocalTrainer:
     text: Callable[[int, int, int], Batch] | None = None  # (seed, step, update) -> pretraining text, if it is needed
     reward_training: RewardRefresh | None = None  # of the learned reward between steps; None if it is not trained
     base: ShardedLayers | None = None  # its layers, if ranks that share the lanes also divide it; None: it is whole
+    check_samples: SampleCheck | None = None  # called in each step; all lanes must be this process's
 
     def __post_init__(self) -> None:
         self.share = LaneShare()
@@ -230,19 +244,27 @@ class LocalTrainer:
                     passes[lane].append(self._text_pass(algorithm, text, rows_of_text[lane]))
                 gradients.set_aside(lane)
         gradients.add_up([lane for lane, cost in enumerate(costs) if cost > 0])
+        records = updates.records_of(passes, share)
+        if number == 0 and self.check_samples is not None:
+            sampled = live if len(live) else (~zero_gradient_B).nonzero()[:, 0]
+            of_passes = [done for lane in records.values() for done in lane]
+            gap = updates.SampledGap.of(of_passes, int(batch.loss_mask[live].sum())) if len(live) else None
+            if len(sampled):
+                self.check_samples(batch.select(sampled), gap, step)
         done, total = (steps * config.updates_per_step for steps in (step, config.steps))
         resting = () if learns else (POLICY,)
         numbers = optimizer_step(self.optimizers.values(), done + number, total, resting)
-        return updates.UpdateRecord(passes=updates.records_of(passes, share), costs=costs, optimizers=numbers)
+        return updates.UpdateRecord(passes=records, costs=costs, optimizers=numbers)
 
     def _passes(
         self, algorithm: Objective, batch: Batch, rows: Tensor, scale: LossScale, at: tuple[int, int]
     ) -> Iterator[updates.PassRecord]:
         (step, number), roles = at, self.roles
+        limit = None if number or self.check_samples is None else self.check_samples.limit
         parts = roles.forward.micro_batches(batch, rows, roles.token_budget)
         for part, micro in zip(parts, roles.forward.placed([batch.select(part) for part in parts]), strict=True):
             self._seed_pass(step, f"dropout {number} {int(part[0])}")
-            metrics = updates.backward(roles, algorithm, micro, scale, self.policy_learns(step))
+            metrics = updates.backward(roles, algorithm, micro, scale, self.policy_learns(step), limit)
             yield updates.PassRecord(metrics=metrics, real=micro.real_tokens, network=micro.network_tokens)
 
     def _text_pass(self, algorithm: Objective, text: Batch, rows: Tensor) -> updates.PassRecord:

@@ -15,6 +15,7 @@ from rlft.model.reward_model import open_learned, reward_role
 from rlft.model.roles import POLICY, REFERENCE, Roles
 from rlft.trainer.local import LocalTrainer, Trainer, TrainerState, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
+from rlft.trainer.update import SampledGap
 from rlft.types import Batch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores
 
 NOBODY = torch.zeros(4, dtype=torch.bool)
@@ -129,6 +130,40 @@ def test_what_is_published_is_the_policy_after_the_last_update(open_trainer, bat
     assert adapter.version == 1
     assert all(torch.equal(adapter.weights[n], w) for n, w in trainer.state().adapters[POLICY].items())
     assert not any(torch.equal(adapter.weights[n], w) for n, w in before.items())
+
+
+def test_samples_are_judged_once_a_step_before_the_policy_moves(open_trainer, batch) -> None:
+    trainer, judged = open_trainer(), []
+
+    class Check:
+        limit = 0.5
+
+        def __call__(self, rows: Batch, gap: SampledGap | None, step: int) -> None:
+            judged.append((len(rows.rewards), gap, trainer.publish(0).weights))
+
+    plain = turn(trainer, batch, 0)
+    trainer.check_samples, before = Check(), trainer.publish(0).weights
+    assert turn(trainer, batch, 2).keys() == plain.keys()
+    [(number, gap, weights)] = judged
+    assert (number, gap.num_tokens, weights.keys()) == (4, 10, before.keys())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights.items())
+    trainer.roles.restore_role(POLICY, before)
+    gaps = (trainer.roles.logprobs(batch, POLICY) - batch.sampled_logprobs)[batch.loss_mask].abs()
+    found = gap.mean, gap.largest, gap.num_beyond
+    assert found == pytest.approx((gaps.mean().item(), gaps.max().item(), int((gaps > 0.5).sum())), rel=1e-5)
+
+
+def test_samples_are_judged_although_the_first_minibatch_teaches_nothing(open_trainer, batch) -> None:
+    trainer, algorithm, judged = open_trainer(), rlft.load_algorithm("ppo"), []
+    trainer.config = replace(trainer.config, minibatches=2)
+    trainer.check_samples = lambda rows, gap, step: judged.append((rows.group_ids.unique().tolist(), gap is None))
+    trainer.check_samples.limit = 1.0
+    for dead in ([0], [1], [0, 1]):
+        nobody = torch.isin(batch.group_ids, torch.tensor(dead))
+        credited = algorithm.credit(trainer.annotate(batch, nobody))
+        trainer.update(algorithm, credited, nobody, 0)
+    assert sorted(judged) == [([0], judged[1][1]), ([1], judged[0][1])]
+    assert {is_none for _, is_none in judged} == {False, True}
 
 
 @pytest.mark.parametrize("needs_old", [False, True])

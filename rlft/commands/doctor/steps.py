@@ -96,6 +96,7 @@ def gap_row(fixed: Gap, sampled: Gap | None, limits: Limits, alarm: float | None
 
 
 def swap_rows(trial: MachineTrial) -> list[CheckRow]:
+    trial.session.freshness.samples_tell = False  # each publish is judged by log-probs
     return [swap_row(trial.session.publish, trial.session.freshness, trial.roles)]
 
 
