@@ -158,6 +158,7 @@ class Freshness:
     """
 
     samples_tell = False
+    compared = False  # whether log-probs of an engine have been compared: one without weights has none
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class Freshness:
         self.num_checks = 0
         self._published: dict[int, dict[str, Mapping[str, Fingerprint]]] = {}  # {version: {dtype: what was published}}
         self._note, self._noted, self._read_back = note, set[str](), read_back
-        self._holds_it = False  # whether all engines were read back as a whole when they were checked last
+        self._holds_it = False  # whether the engine was read back as a whole when it was checked last
 
     @property
     def num_tokens(self) -> int:
@@ -210,7 +211,8 @@ class Freshness:
         held = self.samples_tell and self._holds_it and not generator.replaces_engines and adapter is not None
         if held and self.num_checks > WHOLE_FIRST and version % WHOLE_EVERY and not is_saved:
             self._verify(version, generator, [], adapter, now=True)
-            return None
+            if self._holds_it:
+                return None
         expected = flatten(trainer.score(self.sequences))
         if not all(map(math.isfinite, expected)):  # no engine's fault: bases and adapters are finite when loaded
             raise BrokenRunError(_not_finite(version))
@@ -250,6 +252,7 @@ class Freshness:
             engine = flatten(scores)
             if not engine:  # it has no weights
                 return None
+            self.compared = True
             self.gap = gap = Gap.between(engine, expected)
             if not self.model_limits.allow(gap) and trainer is not None:
                 self._measure_roundings(trainer, expected)
@@ -398,7 +401,7 @@ class SampledTokens:
     def __call__(self, rows: Batch, gap: SampledGap | None, step: int) -> None:
         """Raises StaleAdapterError: the gap exceeds the limits, also those of the model's own roundings."""
         freshness, learner = self.freshness, self.learner
-        if not freshness.history or (gap is not None and self._allow(gap)):
+        if not freshness.compared or (gap is not None and self._allow(gap)):
             return
         with torch.no_grad():
             computed = learner.forward.logprobs(rows, learner.token_budget)[rows.loss_mask].tolist()

@@ -305,16 +305,25 @@ def silence_dropout(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
-    """Puts those modules into training mode that updates need in it: what is recomputed, and LoRA's own dropout.
+Switched = Sequence[tuple[nn.Module, bool]]
+"""The modules of a model that updates may need in training mode, and whether each is LoRA's."""
+
+
+def switched_modules(model: nn.Module) -> Switched:
+    """Those of a model that computes as in decoding; a walk over thousands of modules, and so done once."""
+    of_lora = ((m, issubclass(type(m), LoraLayer) or ".lora_dropout." in name) for name, m in model.named_modules())
+    return [(m, is_lora) for m, is_lora in of_lora if is_lora or hasattr(m, "gradient_checkpointing")]
+
+
+def set_training_mode(modules: Switched, *, recomputed: bool, dropout: bool) -> None:
+    """Puts those modules into training mode that updates need in it: what is `recomputed`, and LoRA's own `dropout`.
 
     All others compute as in decoding. In training mode models have dropout, drop layers, draw experts at random, or
     write into their weights, and the policy's log-probs would differ from the sampled ones.
     """
-    model.eval()
-    for name, module in model.named_modules():
-        is_lora = issubclass(type(module), LoraLayer) or ".lora_dropout." in name
-        module.training = getattr(module, "gradient_checkpointing", False) is True or (dropout and is_lora)
+    for module, is_lora in modules:
+        is_recomputed = recomputed and getattr(module, "gradient_checkpointing", False) is True
+        module.training = is_recomputed or (dropout and is_lora)
 
 
 def fingerprint(config: ModelConfig) -> str:

@@ -7,6 +7,7 @@ weights as the policy and frozen copies of them.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch.nn import Parameter
 from rlft.batch import score_sequences
 from rlft.config.model import CriticConfig, CriticKind, Old, RoutingSource, SnapshotConfig
 from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, TEACHER, load_head, read_record
-from rlft.model.backbone import Backbone, set_training_mode
+from rlft.model.backbone import Backbone, Switched, set_training_mode, switched_modules
 from rlft.model.critic import CRITIC, Critic, ScalarHead
 from rlft.model.forward import Forward, choose, open_prefix_cache, scale_down
 from rlft.model.kernels.prefix_cache import PrefixCache
@@ -195,11 +196,16 @@ class Networks(ABC):
     @contextmanager
     def training(self, *, dropout: bool = True) -> Iterator[None]:
         """Inside, the model is in the mode of updates, with LoRA dropout unless `dropout` is False."""
-        set_training_mode(self.model, dropout=dropout)
+        set_training_mode(self.switched, recomputed=True, dropout=dropout)
         try:
             yield
         finally:
-            self.model.eval()
+            set_training_mode(self.switched, recomputed=False, dropout=False)
+
+    @functools.cached_property
+    def switched(self) -> Switched:
+        """The modules that `training` switches; a role that brings new ones has them sought again."""
+        return switched_modules(self.model)
 
     def check_gradients(self, role: str = POLICY) -> None:
         """Checks that every parameter of the role has a gradient, after a backward (see the module's docstring)."""

@@ -35,6 +35,7 @@ from rlft.model.critic import CRITIC
 from rlft.model.experts import mixture_of
 from rlft.model.forward import Forward
 from rlft.model.kernels import selection
+from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.lora_config import as_configured, folder_config, folder_fields, lora_config, named_inside
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
 from rlft.model.routing import Routing
@@ -168,7 +169,7 @@ class Roles(Networks):
             self.model.eval()
         self.restore_role(SAMPLER, adapter.weights)
         if weights != "apart":
-            selection.add_up(self.model, SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
+            selection.add_up(self._lora_layers, SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
 
     def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]:
         """(the sampler's slot, each B times its layer's scale; layers that would compute with something else)."""
@@ -178,7 +179,7 @@ class Roles(Networks):
                 layer = cast(LoraLayer, self.model.get_submodule(name.removesuffix(".lora_B.weight")))
                 tensor = tensor * layer.scaling[SAMPLER]
             tensors[self.names.outside(name)] = tensor
-        return tensors, selection.outdated(self.model, SAMPLER)
+        return tensors, selection.outdated(self._lora_layers, SAMPLER)
 
     def share_merged_weights(self) -> None:
         """Lets the policy learn with the sampler's sums while their weights are the same (`LoraLinear.lend`).
@@ -186,7 +187,11 @@ class Roles(Networks):
         Call it only after the freshness check, in which the policy's passes must not depend on the sampler's weights.
         """
         if SAMPLER in self.model.peft_config:
-            selection.lend(self.model, SAMPLER, POLICY)
+            selection.lend(self._lora_layers, SAMPLER, POLICY)
+
+    @functools.cached_property
+    def _lora_layers(self) -> Mapping[str, LoraLinear]:
+        return selection.lora_layers(self.model)
 
     @contextmanager
     def using(self, role: str | None) -> Iterator[PeftModel]:
@@ -237,6 +242,7 @@ class Roles(Networks):
     def _add_adapter(self, role: str, config: LoraConfig) -> None:
         with as_configured():
             self.model.add_adapter(role, config)
+        vars(self).pop("switched", None)
 
     def _activate(self, role: str) -> None:
         self.tuner.set_adapter(role, inference_mode=role not in self._learning)

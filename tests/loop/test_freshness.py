@@ -10,6 +10,7 @@ from in_one_test import each
 
 from rlft.config.schema import FreshnessConfig
 from rlft.generation.engine import Generator
+from rlft.generation.loaded_adapter import LoadedAdapter
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator, Weights
 from rlft.loop.driver import BrokenRunError
@@ -100,6 +101,29 @@ def test_it_checks_every_so_many_publishes(every, checked):
 def test_the_first_publish_of_a_resumed_run_is_always_checked():
     freshness = Freshness(SEQUENCES, 1.0, 10)
     assert [freshness.check(v, Fixed(-1.0), Fixed(-1.0)) for v in (7, 8, 9, 10)] == [0.0, None, None, 0.0]
+
+
+class Readable(Fixed):
+    """An engine that computes with the trainer's own tensors, and cannot tell so for some versions."""
+
+    unreadable = (20, 40)
+
+    def loaded_adapter(self):
+        if self.adapter.version in self.unreadable:
+            return "it is busy"
+        return LoadedAdapter(tensors={}, is_trainers=True)
+
+
+def test_where_samples_tell_and_bits_are_read_fixed_tokens_are_compared_now_and_then():
+    engine, trainer, freshness = Readable(-1.0), Fixed(-1.0), Freshness(SEQUENCES, 1.0, 1)
+    freshness.samples_tell, compared = True, []
+    for version in range(104):
+        engine.adapter = Adapter(version=version, weights={}, config={})
+        if freshness.check(version, engine, trainer, engine.adapter, is_saved=version == 30) is not None:
+            compared.append(version)
+    assert compared == [0, 1, 2, 20, 21, 30, 40, 41, 50, 100]
+    assert engine.calls == trainer.calls == len(compared)
+    assert freshness.gap is not None, "that of the last comparison"
 
 
 # -- a stale one -------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from rlft.model.backbone import (
     resolve_path,
     set_training_mode,
     silence_dropout,
+    switched_modules,
 )
 from rlft.model.forward import choose
 from rlft.model.kernels.attention import NAME
@@ -193,7 +194,7 @@ def test_a_base_is_not_random_in_updates(saved, model_config):
         model = load_backbone.__wrapped__(model_config(path=saved(kind, **drops))).model
         ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
         calm = model.eval()(input_ids=ids).logits
-        set_training_mode(model, dropout=True)
+        set_training_mode(switched_modules(model), recomputed=True, dropout=True)
         assert torch.equal(model(input_ids=ids).logits, calm)
 
 

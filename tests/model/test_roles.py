@@ -802,3 +802,29 @@ def test_every_role_passes_over_the_same_packed_rows(make_roles, batch, nobody, 
     parts = roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), 7)
     assert len(parts) > 1
     assert packed == [len(part) for part in parts], "once for old, reference and values"
+
+
+def test_a_model_is_walked_through_once_for_all_its_updates(make_roles, monkeypatch):
+    roles, walks = make_roles(dropout=0.5), []
+    named_modules = torch.nn.Module.named_modules
+
+    def walked(module, *args, **keys):
+        walks.append(module is roles.model)
+        return named_modules(module, *args, **keys)
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", walked)
+    for version in (None, 0, 1):
+        if version is not None:
+            roles.load_sampler(roles.publish(version), weights="merged")  # the first one brings modules of its own
+            roles.share_merged_weights()
+        for repeated in range(3):
+            walks.clear()
+            with roles.training():
+                in_updates = [name for name, module in named_modules(roles.model) if module.training]
+            assert sum(walks) == (repeated == 0 and version != 1)
+            assert not any(module.training for _, module in named_modules(roles.model))
+        assert sum(name.endswith("lora_dropout.policy") for name in in_updates) > 10
+        assert version is None or sum(name.endswith("lora_dropout.sampler") for name in in_updates) > 10
+    walks.clear()
+    assert roles.sampler_tensors()[1] == []
+    assert not any(walks)

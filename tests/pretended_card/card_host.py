@@ -32,6 +32,7 @@ def main() -> None:
     import card_decoding
     import card_peaks
     import card_shared
+    import card_steps
     import card_updates
     import composed_once
     import counted_clock
@@ -45,6 +46,7 @@ def main() -> None:
     others = {
         "checks": card_checks.main,
         "updates": card_updates.main,
+        "steps": card_steps.main,
         "peaks": card_peaks.main,
         "images": card_peaks.images,
         "launches": card_peaks.launches,

@@ -92,6 +92,27 @@ def test_the_times_of_a_step_add_up_to_that_of_the_loop(
         assert 1000 < 0.98 * whole <= sum(parts.values()) <= whole, parts
 
 
+WHOLE_STEP = (
+    f"train +recipe=grpo_arithmetic {DATA} generation=transformers generation.max_tokens=8 lora.rank=4"
+    " prompts_per_step=2 group_size=3 steps=7 checkpoint.every=0 eval.every=0 console=null model.device=cuda"
+    " model.dtype=bfloat16 algorithm.entropy_coef=0.01 minibatches=1 epochs=1 hydra.run.dir=run"
+)
+MOST = {"waits": 8, "uploads": 16, "launches": 130}
+"""Of a step without fixed tokens to compare; launches are those outside of sampling and updates, for two layers."""
+
+
+def test_a_step_waits_and_uploads_a_few_times(on_card, half: str, tmp_path: Path) -> None:
+    """Of completions of eight tokens, which the host reads at once."""
+    on_card.run("steps", "found.json", *WHOLE_STEP.split(), half, cwd=tmp_path)
+    steps = json.loads((tmp_path / "found.json").read_text())[1:-1]
+    for step in steps:  # 3 to 6
+        counted = {kind: {(stage, line): n for stage in step for line, n in step[stage][kind].items()} for kind in MOST}
+        assert not any(stage == "" for lines in counted.values() for stage, _ in lines), "nothing is done in no stage"
+        elsewhere = {place: n for place, n in counted["launches"].items() if place[0] not in ("sample", "update")}
+        sums = {kind: sum(lines.values()) for kind, lines in (counted | {"launches": elsewhere}).items()}
+        assert all(0 < sums[kind] <= most for kind, most in MOST.items()), (sums, counted["waits"], counted["uploads"])
+
+
 OTHER_KINDS = {"rocm": "cuda", "xpu": "xpu", "mps": "mps"}
 SAMPLED_BY_TRANSFORMERS = f"train +recipe=grpo_arithmetic {DATA} generation=transformers generation.max_tokens=6"
 LEARNED = "model.dtype=float32 trainer.eps=1e-2 console=null eval.every=0 lora.rank=4"
