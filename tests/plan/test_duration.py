@@ -144,7 +144,7 @@ RUNS = [
     Run("embedded model, 8 x 8 (Xeon)", XEON, "embedded", (8, 8, 32, 48), 0.25, 0.35),
     Run("grpo_arithmetic (EPYC)", EPYC, "embedded", (32, 8, 32, 48), 0.7, 0.7),
     Run("grpo_smollm2_sums, alone (EPYC)", EPYC, "SmolLM2", (16, 8, 53, 16), 13.0, 20.0),
-    Run("grpo_smollm2_sums, median beside other work", EPYC, "SmolLM2", (16, 8, 53, 16), 54.0, 54.0),
+    Run("grpo_smollm2_sums, median concurrently with other work", EPYC, "SmolLM2", (16, 8, 53, 16), 54.0, 54.0),
     Run("grpo_smollm2_sums, one thread", ONE_THREAD, "SmolLM2", (16, 8, 53, 16), 18.4, 29.0),
 ]
 
