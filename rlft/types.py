@@ -82,6 +82,7 @@ class Prompt:
     # What the prompt has begun to say for the policy at its end, such as an opened <think>; filled with token_ids. It
     # belongs to the turn: rewards read tail and completion as one text.
     tail: str = ""
+    num_examples: int = 0  # messages after the system's that are worked examples (data.few_shot)
     other_answers: tuple[str, ...] = ()  # further reference answers: a completion that gives any of them is right
     tools: tuple[Schema, ...] = ()  # schemas of tools that the data show, not an environment
     images: tuple[Image, ...] = ()  # one for each IMAGE in the messages' texts, in order

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from rlft.config.keys import Key
 from rlft.data import fields as row_fields
 from rlft.data.hub import HubSet
 from rlft.data.images import check_none_unread
@@ -34,7 +35,8 @@ class DemonstrationKeys(LearnedKeys):
     - a chat in messages_field
     - a prompt in prompt_field (a text, or a chat up to the user's last message) with its completion in
       completion_field, which may be a template of several fields
-    - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
+    - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged, and the
+      worked examples that it was sampled with come before it only if with_examples
 
     A row without anything to learn, such as a chat in which the assistant says nothing, is left out and counted. The
     chat template writes an assistant's calls of tools and thoughts, and the schemas in a row's `tools`; an assistant's
@@ -49,6 +51,7 @@ class DemonstrationKeys(LearnedKeys):
     messages_field: str
     turns: Literal["last", "all"]
     token_ids: Literal["sampled", "text"]
+    with_examples: Annotated[bool, Key(before=False)]
 
     def __post_init__(self) -> None:
         check_template(self.prompt_template, f"{self.section}.prompt_template", self.completion_field)
@@ -130,7 +133,7 @@ class DemonstrationKeys(LearnedKeys):
 
     def _sampled(self, fields: Mapping[str, Any]) -> RecordRow[Demonstration | None]:
         with_tokens = self.token_ids == "sampled"
-        line, demonstration = parse_sampled(fields, with_tokens=with_tokens), None
+        line, demonstration = parse_sampled(fields, with_tokens=with_tokens, with_examples=self.with_examples), None
         if with_tokens or line.finish_reason is FinishReason.stop:
             ids = line.token_ids if with_tokens else ()
             demonstration = Demonstration(prompt=line.prompt, completion=line.completion, completion_ids=ids)

@@ -260,7 +260,8 @@ class RecordKeys(templates.PromptKeys, RowSource):
         require(len(others) == self.few_shot, "data.few_shot", problem, got=self.few_shot, remedy=remedy)
         examples = [turn for example in others for turn in self._example(example)]
         prompt = row.made.prompt
-        return replace(prompt, messages=templates.chat(prompt.messages, None, examples))
+        messages = templates.chat(prompt.messages, None, examples)
+        return replace(prompt, messages=messages, num_examples=len(examples))
 
     def _example(self, example: Question) -> tuple[Message, ...]:
         values = {"answer": example.worked_answer, "final": example.prompt.answer}

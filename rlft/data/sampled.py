@@ -1,10 +1,11 @@
 """Reading and writing the lines of the files that `rlft sample` writes: one completion, its prompt and its rewards.
 
-Keys: prompt_id, index (number of the completion within its prompt, from 0), prompt (the messages the model was given),
-answer (the reference, "" where there is none), completion (text), token_ids (as sampled, the end token included),
-finish_reason, rewards ({name: unweighted reward}), reward (their weighted total), model (a description of the model
-that sampled it), tokenizer (12 hex digits, `rlft.data.prompts.tokenizer_fingerprint`). A conversation also has mask
-(1 for each token that was sampled, else 0) and turns. Such a line is refused as training data, because the
+Keys: prompt_id, index (number of the completion within its prompt, from 0), prompt (the messages the model was given,
+without worked examples), examples (only with data.few_shot: their messages, which came before the prompt's, after its
+system message), answer (the reference, "" where there is none), completion (text), token_ids (as sampled, the end token
+included), finish_reason, rewards ({name: unweighted reward}), reward (their weighted total), model (a description of
+the model that sampled it), tokenizer (12 hex digits, `rlft.data.prompts.tokenizer_fingerprint`). A conversation also
+has mask (1 for each token that was sampled, else 0) and turns. Such a line is refused as training data, because the
 environment's tokens would be learned, too.
 """
 
@@ -16,10 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlft.data.fields import RowError, kind, messages_of
+from rlft.data.templates import chat
 from rlft.types import FinishReason, Prompt, Rollout, require
 
 TOKENIZER = "tokenizer"
 """Key of the tokenizer's fingerprint, in a line and in the metadata of prompts whose sampled token ids are learned."""
+EXAMPLES = "examples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +47,12 @@ def sampled_line(
         conversation = {"mask": [*map(int, completion.mask)], "turns": [*map(asdict, completion.turns)]}
     if completion.branches:
         conversation["branches"] = [asdict(branch) for branch in completion.branches]
+    question, examples = _apart(rollout.prompt)
     return {
         "prompt_id": rollout.prompt.id,
         "index": index,
-        "prompt": [dict(message) for message in rollout.prompt.messages],
+        "prompt": question,
+        **({EXAMPLES: examples} if examples else {}),
         "answer": rollout.prompt.answer,
         "completion": completion.text,
         "token_ids": [int(token) for token in completion.token_ids],
@@ -60,13 +65,23 @@ def sampled_line(
     }
 
 
+def _apart(prompt: Prompt) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The messages of a prompt without its worked examples, and those of the examples."""
+    messages = [dict(message) for message in prompt.messages]
+    start = int(messages[0]["role"] == "system")
+    end = start + prompt.num_examples
+    return messages[:start] + messages[end:], messages[start:end]
+
+
 def is_sampled(fields: Mapping[str, Any]) -> bool:
     """Whether a row is such a line: only these have a tokenizer, a prompt that is a list, and a completion."""
     return TOKENIZER in fields and isinstance(fields.get("prompt"), list) and "completion" in fields
 
 
-def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool) -> Sampled:
+def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool, with_examples: bool = False) -> Sampled:
     """The contents of a line; with `with_tokens` its token ids are used, and the prompt's metadata names the tokenizer.
+
+    The prompt has the worked examples that were shown before it only with `with_examples`.
 
     RowError: a key is missing or of another type, or there are no tokens to use.
     """
@@ -80,9 +95,12 @@ def parse_sampled(fields: Mapping[str, Any], *, with_tokens: bool) -> Sampled:
     finish_reason = _of(fields, "finish_reason", str)
     if finish_reason not in list(FinishReason):
         raise _foreign(f"field 'finish_reason' must be {' or '.join(FinishReason)}, it is {finish_reason!r}")
+    messages = messages_of(fields, "prompt")
+    if with_examples and EXAMPLES in fields:
+        messages = chat(messages, None, messages_of(fields, EXAMPLES))
     prompt = Prompt(
         id=_of(fields, "prompt_id", str),
-        messages=messages_of(fields, "prompt"),
+        messages=messages,
         answer=_of(fields, "answer", str),
         metadata={TOKENIZER: _of(fields, TOKENIZER, str)} if with_tokens else {},
     )

@@ -39,6 +39,15 @@ def told(found: list[Demonstration]) -> list[tuple[str, list[str], str]]:
     return [(d.prompt.id, [m["content"] for m in d.prompt.messages], d.completion) for d in found]
 
 
+@pytest.mark.parametrize("with_examples", [False, True])
+def test_examples_that_a_completion_was_sampled_with_are_learned_only_on_request(
+    learned, sample, with_examples
+) -> None:
+    line = sample("1 + 1", "2") | {"examples": [user("0?"), says("0")]}
+    ((_, prompt, completion),) = told(learned(line, with_examples=with_examples))
+    assert (prompt, completion) == ([*["0?", "0"] * with_examples, "What is 1 + 1?"], "2")
+
+
 def test_a_prompt_and_its_completion_may_be_texts_or_messages(learned) -> None:
     found = learned(
         {"prompt": "1?", "completion": " 1"},

@@ -176,6 +176,7 @@ def test_worked_examples_come_before_the_question_and_after_the_system_message(
     for before, prompt in zip(plain, make_data("jsonl", **keys, few_shot=2).load(Split.held_out), strict=True):
         assert [m["role"] for m in prompt.messages] == ["system", *["user", "assistant"] * 2, "user"]
         assert (prompt.messages[0], prompt.messages[-1]) == before.messages
+        assert (before.num_examples, prompt.num_examples) == (0, 4)
         assert (prompt.id, prompt.answer) == (before.id, before.answer)
         for asked, answered in (prompt.messages[1:3], prompt.messages[3:5]):
             number = int(asked["content"].removeprefix("Q: ").split()[0])

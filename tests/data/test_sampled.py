@@ -32,6 +32,22 @@ def test_a_line_has_exactly_these_keys_and_reads_back(sample) -> None:
     assert (read.rewards, read.reward) == ({"format": 0.0, "math": 1.0}, 0.5)
 
 
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_worked_examples_stand_apart_from_the_question_and_come_back_on_request(system, number) -> None:
+    asked = [{"role": "user", "content": "What is 1?"}]
+    examples = [{"role": role, "content": f"{role} {i}"} for i in range(number) for role in ("user", "assistant")]
+    first = [] if system is None else [{"role": "system", "content": system}]
+    prompt = Prompt(id="1", messages=(*first, *examples, *asked), answer="1", num_examples=len(examples))
+    said = Completion(text="1", token_ids=(1,), logprobs=(-1.0,), finish_reason=FinishReason.stop)
+    rollout = Rollout(prompt=prompt, completion=said, policy_version=0)
+    line = json.loads(json.dumps(sampled_line(rollout, index=0, rewards={}, reward=1.0, model="m", tokenizer="t")))
+    assert line["prompt"] == [*first, *asked]
+    assert line.get("examples", []) == examples
+    assert parse_sampled(line, with_tokens=True).prompt.messages == (*first, *asked)
+    assert parse_sampled(line, with_tokens=True, with_examples=True).prompt.messages == prompt.messages
+
+
 def test_rewards_that_are_no_finite_numbers_become_null(sample) -> None:
     line = sample("1", "2", math.inf, rewards={"judge": math.nan})
     assert (line["reward"], line["rewards"]) == (None, {"judge": None})
