@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import KW_ONLY, InitVar, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from typing import Any
 
 from rlft.generation.engine import FreshnessCheck, Generator, StaleEngineError
 from rlft.generation.sending import Outgoing
@@ -74,7 +74,7 @@ class EnginePool(Generator):
     load, and samples nothing.
     """
 
-    replaces_engines: ClassVar = True
+    replaces_engines: bool = field(default=True, init=False)
 
     launcher: Launcher  # starts them; whoever made it closes it, after the pool
     specs: InitVar[Sequence[WorkerSpec]]  # what each engine is (`rlft.loop.workers`)

@@ -247,7 +247,7 @@ class NotingDecoder:
 class TransformersGenerator(Generator):
     """The live generator of the transformers engine."""
 
-    loads_parts: ClassVar = True
+    loads_parts: bool = field(default=True, init=False)
 
     slot: AdapterSlot
     tokenizer: RunTokenizer

@@ -176,7 +176,7 @@ def batch_parts(batch: Batch) -> dict[str, str]:
 
 
 def tensors_of_batch(batch: Batch) -> dict[str, Mapping[str, Tensor]]:
-    parts = {"masks": {"token_ids": batch.token_ids, "loss_mask": batch.loss_mask}}
+    parts: dict[str, Mapping[str, Tensor]] = {"masks": {"token_ids": batch.token_ids, "loss_mask": batch.loss_mask}}
     return parts if batch.advantages is None else {**parts, "advantages": {"advantages": batch.advantages}}
 
 
