@@ -20,6 +20,7 @@ HOISTED = ("trl", "vllm")  # sections of axolotl's YAML with TRL's own names
 POSITIONAL = {"load_dataset": ("dataset_name", "dataset_config"), "from_pretrained": ("model_name",)}
 OTHER_NAMES = {"load_dataset": {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}}
 """{function: the names of its arguments here}, of positional ones in order."""
+OF_FILES = ("'json'", "'csv'", "'parquet'")  # sets that are the files in data_files
 LAUNCHING = ("--config", "--module")  # what stands before a file or a program
 OF_TRAINERS = ("model", "reward_funcs")  # what a trainer is given that is an argument here; the rest are objects
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
@@ -151,7 +152,10 @@ def _read_python(tree: ast.Module, result: Given) -> None:
             continue
         result.programs.extend([*owner, function])
         named = [(OTHER_NAMES.get(function, {}).get(word.arg or "", word.arg), word.value) for word in call.keywords]
-        for name, value in [*zip(POSITIONAL.get(function, ()), call.args, strict=False), *named]:
+        named = [*zip(POSITIONAL.get(function, ()), call.args, strict=False), *named]
+        if any(name == "dataset_name" and ast.unparse(value) in OF_FILES for name, value in named):
+            named = [("dataset_name", value) if name == "data_files" else (name, value) for name, value in named]
+        for name, value in named:
             expression = ast.unparse(value)
             if name == "reward_funcs":  # functions, whose names are their values here
                 result.add(name, [ast.unparse(one) for one in getattr(value, "elts", [value])])

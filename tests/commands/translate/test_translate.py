@@ -344,3 +344,12 @@ def test_a_script_reads_constants_and_arithmetic_and_no_more() -> None:
     given = read(["a.py"])
     assert given.arguments == {"num_generations": 8, "dtype": "bfloat16", "x": [4, -1]}
     assert given.unread == {"beta": "m"}
+
+
+@each(("made", "path"), [
+    ("'json', data_files='a.jsonl', split='train'", "a.jsonl"), ("path='csv', data_files=file", "b.csv"),
+    ("'openai/gsm8k', data_files='x.json'", "openai/gsm8k"),
+])  # fmt: skip
+def test_a_set_of_files_is_its_files(made: str, path: str) -> None:
+    Path("a.py").write_text(f"file = 'b.csv'\ndata = load_dataset({made})")
+    assert read(["a.py"]).arguments["dataset_name"] == path
