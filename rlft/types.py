@@ -398,6 +398,7 @@ class Batch:
     group_ids: Tensor  # int64 [B]
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    reference_kl: Tensor | None = None  # KL(old || reference) over the whole vocabulary in the place of each token
     teacher_prompts: Tensor | None = None  # int64 [B, P]: what the teacher reads as the prompt, -1 after its end
     teacher_logprobs: Tensor | None = None
     teacher_top_k_ids: Tensor | None = None  # int64 [B, T, K]: the teacher's most likely tokens in the place of each
@@ -429,6 +430,7 @@ class Outputs:
     entropy: Tensor | None = None
     values: Tensor | None = None
     top_k_logprobs: Tensor | None = None  # [B, T, K]: of the teacher's most likely tokens (Batch.teacher_top_k_ids)
+    kl: Tensor | None = None  # over the whole vocabulary: KL(policy || reference), or KL(old || policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

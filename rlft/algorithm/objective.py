@@ -42,7 +42,9 @@ Weights for the mismatch between engine and trainer, and for lag; means; the KL 
     KL = d                                                          if kl_estimator=k1
     KL = d ** 2 / 2                                                 if kl_estimator=k2
     KL = exp(lp - lp_old) * (exp(-d) - 1 + d)                       if kl_estimator=k3_unbiased
-    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old
+    KL = sum_v(pi * log(pi / pi_ref))                               if kl_to=reference and kl_estimator=exact
+    KL = exp(lp - lp_old) - 1 - (lp - lp_old)                       if kl_to=old and kl_estimator=auto|k3
+    KL = sum_v(pi_old * log(pi_old / pi))                           if kl_to=old and kl_estimator=exact
     d = lp - lp_ref
 
     R = reward + sum_t(step)
@@ -51,6 +53,7 @@ Weights for the mismatch between engine and trainer, and for lag; means; the KL 
     KL_old = d_old                                                  if kl_estimator=auto|k1
     KL_old = d_old ** 2 / 2                                         if kl_estimator=k2
     KL_old = exp(-d_old) - 1 + d_old                                if kl_estimator=k3|k3_unbiased
+    KL_old = sum_v(pi_old * log(pi_old / pi_ref))                   if kl_estimator=exact
     d_old = lp_old - lp_ref
 """
 
@@ -123,7 +126,7 @@ class Objective(ABC):
     kl_coef: Annotated[NonNegativeFloat, Key(acts="moved=true or kl_to=reference")]
     kl_to: Annotated[KLAnchor, Key(acts="kl_coef > 0")]
     kl_in: Annotated[KLPlace, Key(acts="kl=true")]
-    kl_estimator: Annotated[KLEstimator, Key(acts="kl=true and kl_to=reference")]
+    kl_estimator: Annotated[KLEstimator, Key(acts="kl=true")]
     kl_controller: Annotated[KLController, Key(acts="kl=true")]
     kl_target: Annotated[PositiveFloat | None, Key(acts="kl=true and kl_controller!=fixed")]
     kl_tolerance: Annotated[AboveOne, Key(acts="kl=true and kl_controller=adaptive", before=1.5)]
@@ -144,10 +147,10 @@ class Objective(ABC):
         problem = "the policy that is scored is the old one itself, so algorithm.kl_to=old can only act in the loss"
         remedy = "use algorithm.kl_in=loss, or algorithm.kl_to=reference"
         require(in_loss or not to_old, "algorithm.kl_in", problem, got=self.kl_in, remedy=remedy)
-        by_k3 = self.kl_estimator in (KLEstimator.auto, KLEstimator.k3)
-        problem = "KL(old || policy) is always estimated by k3, whose gradient is the true one there"
-        remedy = "use algorithm.kl_estimator=auto with algorithm.kl_to=old"
-        require(by_k3 or not to_old, "algorithm.kl_estimator", problem, got=self.kl_estimator, remedy=remedy)
+        is_true = self.kl_estimator in (KLEstimator.auto, KLEstimator.k3, KLEstimator.exact)
+        problem = "KL(old || policy) is estimated by k3, whose gradient is the true one there, or computed exactly"
+        remedy = "use algorithm.kl_estimator=auto or exact with algorithm.kl_to=old"
+        require(is_true or not to_old, "algorithm.kl_estimator", problem, got=self.kl_estimator, remedy=remedy)
         is_fixed, controller = self.kl_controller == KLController.fixed, f"algorithm.kl_controller={self.kl_controller}"
         problem = f"{controller} steers towards a target, and there is none"
         remedy = "set algorithm.kl_target=0.01 (nats per token), or algorithm.kl_controller=fixed"
@@ -167,6 +170,18 @@ class Objective(ABC):
     def needs_reference(self) -> bool:
         """Whether `Batch.reference_logprobs` is required."""
         return self.kl_coef > 0 and self.kl_to == KLAnchor.reference
+
+    @property
+    def exact_kl_to(self) -> KLAnchor | None:
+        """The policy to which each update computes the KL over the whole vocabulary (`Outputs.kl`); None: none."""
+        return self.kl_to if self._kl_is_exact and self.kl_in == KLPlace.loss else None
+
+    @property
+    def reference_field(self) -> str | None:
+        """The field of a Batch that a pass before the updates computes with the reference, if there is one."""
+        if self._kl_is_exact and self.needs_reference:
+            return "reference_kl" if self._kl_in_reward else None
+        return "reference_logprobs"
 
     @property
     def learns_from_teacher_alone(self) -> bool:
@@ -283,6 +298,10 @@ class Objective(ABC):
         return self.needs_reference and self.kl_in == KLPlace.reward
 
     @property
+    def _kl_is_exact(self) -> bool:
+        return self.kl_coef > 0 and self.kl_estimator == KLEstimator.exact
+
+    @property
     def _acts_without_advantage(self) -> bool:
         """Whether a row without an advantage still has a gradient."""
         return self.kl_coef > 0 or self.needs_entropy
@@ -324,6 +343,8 @@ class Objective(ABC):
         return scores_BT
 
     def _kl_at_sampling(self, batch: Batch) -> Tensor:
+        if self._kl_is_exact:
+            return required(batch.reference_kl, "reference_kl", "kl_estimator=exact in the reward")
         old = required(batch.old_logprobs, "old_logprobs", "the KL in the reward")
         reference = required(batch.reference_logprobs, "reference_logprobs", "kl_coef > 0")
         return kl(old, reference, old, self._kl_estimator)
@@ -369,7 +390,7 @@ class Objective(ABC):
             kept_BT = term_BT if off_policy is None else keep(term_BT, ~off_policy)
             terms[name] = aggregate(kept_BT, mask, scale, self.aggregate)
         if self.kl_coef > 0 and self.kl_in == KLPlace.loss:
-            kl_BT = self._kl_loss(logprobs, old, batch)
+            kl_BT = self._kl_loss(logprobs, old, outputs.kl, batch)
             terms["loss/kl"] = self.kl_coef * aggregate(kl_BT, mask, scale, self.aggregate)
         if self.needs_entropy:
             entropy = required(outputs.entropy, "entropy", "entropy_coef > 0")
@@ -390,7 +411,9 @@ class Objective(ABC):
         """The term `[]` that pretraining text adds: 0, as there is no text."""
         return logprobs.new_zeros(())
 
-    def _kl_loss(self, logprobs: Tensor, old: Tensor, batch: Batch) -> Tensor:
+    def _kl_loss(self, logprobs: Tensor, old: Tensor, exact: Tensor | None, batch: Batch) -> Tensor:
+        if self._kl_is_exact:
+            return keep(required(exact, "kl", "kl_estimator=exact"), batch.loss_mask)
         match self.kl_to:
             case KLAnchor.old:
                 # Tokens are sampled by old, so this is KL(old || policy) with the true gradient E_old[(r - 1) grad lp].
@@ -423,6 +446,9 @@ class Objective(ABC):
             means |= {"sampler/kl": k3(batch.sampled_logprobs, old), WEIGHT: ratio_BT, WEIGHT_SQUARED: ratio_BT**2}
         if batch.reference_logprobs is not None:
             means["kl/reference"] = k3(logprobs, batch.reference_logprobs)
+        if self._kl_is_exact:
+            exact = batch.reference_kl if outputs.kl is None else outputs.kl
+            means[f"kl/{self.kl_to}"] = required(exact, "kl", "kl_estimator=exact")
         if batch.teacher_logprobs is not None:
             means["kl/teacher"] = k3(logprobs, batch.teacher_logprobs)
             means["teacher/agreement"] = agreement(old, batch.teacher_logprobs)

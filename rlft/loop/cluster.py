@@ -144,10 +144,9 @@ def rank_specs(plan: TrainPlan) -> list[WorkerSpec]:
             factory=RANK,
             arguments={
                 "config": replace(config, model=model_of_a_worker(config.model)),
-                "needs_old": plan.needs_old,
-                "teacher_top_k": plan.algorithm.teacher_top_k,
                 "rank": rank,
                 "lanes": cluster.num_lanes,
+                **plan.annotated,
             },
             threads=torch.get_num_threads(),
             **gpus_of_a_worker(config, gpus[rank : rank + 1]),

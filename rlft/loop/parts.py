@@ -107,11 +107,10 @@ def open_trainer(plan: TrainPlan, roles: Networks, base: ShardedLayers | None = 
         roles,
         open_optimizers(roles, config.trainer, config.critic.lr),
         config,
-        needs_old=plan.needs_old,
-        teacher_top_k=plan.algorithm.teacher_top_k,
         text=None if plan.pretrain_text is None else plan.pretrain_text.batch,
         reward_training=reward_training,
         base=base,
+        **plan.annotated,
     )
 
 

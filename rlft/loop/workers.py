@@ -158,31 +158,32 @@ def _ending_if_dead(dead: str | None) -> Iterator[None]:
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 @contextmanager
-def opened_trainer(
-    config: RunConfig, *, needs_old: bool, teacher_top_k: int = 0, rank: int = 0
-) -> Iterator[LocalTrainer]:
-    """The trainer of this config on a base and roles of its own, without pretraining text and learned rewards."""
+def opened_trainer(config: RunConfig, *, rank: int = 0, **asked: Any) -> Iterator[LocalTrainer]:
+    """The trainer of this config on a base and roles of its own, without pretraining text and learned rewards.
+
+    asked: as in `LocalTrainer`.
+    """
     base = layers_of_rank(config.cluster, rank)
     teacher = load_teacher(config.snapshot, config.model)  # before the base, as in a session
     with open_roles(config, teacher, base=base) as roles:
         if base is not None and rank > 0:
             base.drop_copies()
         optimizers = open_optimizers(roles, config.trainer, config.critic.lr)
-        yield LocalTrainer(roles, optimizers, config, needs_old=needs_old, teacher_top_k=teacher_top_k, base=base)
+        yield LocalTrainer(roles, optimizers, config, base=base, **asked)
 
 
 class RankWorker:
     """A rank in a worker, which `RankedTrainer` calls; rank: from 1 on, as the run's own process is rank 0.
 
-    needs_old and teacher_top_k are as in `LocalTrainer`; lanes: number of lanes of the run.
+    asked: as in `LocalTrainer`; lanes: number of lanes of the run.
     """
 
-    def __init__(self, *, config: RunConfig, needs_old: bool, teacher_top_k: int = 0, rank: int, lanes: int) -> None:
+    def __init__(self, *, config: RunConfig, rank: int, lanes: int, **asked: Any) -> None:
         self._rank, self._lanes = rank, lanes
         self._stack = ExitStack()
         self._stack.enter_context(deterministic_on_cpu(resolve_device(config.model.device)))
         keep_blocks(config.token_budget)
-        trainer = opened_trainer(config, needs_old=needs_old, teacher_top_k=teacher_top_k, rank=rank)
+        trainer = opened_trainer(config, rank=rank, **asked)
         self._trainer = self._stack.enter_context(trainer)
         self._exchange: Exchange | None = None
 

@@ -32,7 +32,19 @@ from rlft.model.kernels import decoder_layer, flash_attention, recurrent, state_
 from rlft.model.kernels.attention import NAME, on_this_device, prepare
 from rlft.model.kernels.decoder_layer import FAMILIES
 from rlft.model.kernels.layer_attention import LayerAttention, NotPackableError, attention_of_layers, hidden_states
-from rlft.model.kernels.lm_head import head_logprobs, head_of, most_likely, most_likely_of, top_k_logprobs, widened
+from rlft.model.kernels.lm_head import (
+    Anchor,
+    anchor_of,
+    head_kl,
+    head_logprobs,
+    head_of,
+    logprobs_of,
+    most_likely,
+    most_likely_of,
+    top_k_logprobs,
+    whole_kl,
+    widened,
+)
 from rlft.model.kernels.prefix_cache import FlashPrefixCache, PrefixCache
 from rlft.model.kernels.selection import Kernels
 from rlft.model.packing import (
@@ -136,24 +148,33 @@ class Forward:
         head: ScalarHead | None = None,
         layout: Layout | None = None,
         top_k: bool = False,
+        anchor: Anchor | None = None,
     ) -> Outputs:
         """Outputs `[B, T]`, 0 outside the completions; logits are divided by `temperature` as in sampling.
 
         They are float64 if the model is, and float32 otherwise. `head` computes values, from the hidden states that
-        predict the tokens; `top_k` asks for the log-probs of `batch.teacher_top_k_ids`; `layout` is the packed form of
-        this batch, if it exists already.
+        predict the tokens; `top_k` asks for the log-probs of `batch.teacher_top_k_ids`; `anchor` is another policy on
+        this batch and layout, and asks for the KL; `layout` is the packed form of this batch, if it exists already.
 
         Raises:
             UserError: a row is so long that its numbers would depend on others of its batch (`rlft.model.positions`).
         """
         self._check_lengths(batch)
         if self.packed:
-            outputs = packed_forward(self.model, batch, temperature, entropy, head, layout, top_k)
+            outputs = packed_forward(self.model, batch, temperature, entropy, head, layout, top_k, anchor)
         else:
-            outputs = padded_forward(self.model, batch, temperature, entropy, head, top_k, layout)
+            outputs = padded_forward(self.model, batch, temperature, entropy, head, top_k, layout, anchor)
         if self.model.dtype == torch.float16:
-            scale_up(outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs)
+            scale_up(outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs, outputs.kl)
         return outputs
+
+    @torch.no_grad()
+    def anchor(self, batch: Batch, temperature: float, layout: Layout | None = None) -> Anchor:
+        """The active policy on these rows, for a KL to it at this temperature."""
+        self._check_lengths(batch)
+        if self.packed:
+            return anchor_of(head_of(self.model), _predicting(self.model, _packed(batch, layout)))
+        return padded_anchor(self.model, batch, temperature, layout)
 
     def most_likely(
         self, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
@@ -258,6 +279,7 @@ def packed_forward(
     value_head: ScalarHead | None = None,
     layout: Layout | None = None,
     top_k: bool = False,
+    anchor: Anchor | None = None,
 ) -> Outputs:
     packed = _packed(batch, layout)
     hidden_MH, head = _predicting(model, packed), head_of(model)
@@ -267,7 +289,8 @@ def packed_forward(
     if top_k:
         ids_MK = _teachers_ids(batch)[packed.rows, packed.columns]
         top_k_MK = top_k_logprobs(head, hidden_MH, ids_MK, temperature)
-    found = (logprobs_M, entropy_M, values_M, top_k_MK)
+    kl_M = None if anchor is None else head_kl(head, hidden_MH, anchor, temperature)
+    found = (logprobs_M, entropy_M, values_M, top_k_MK, kl_M)
     return _outputs(None if x is None else _placed(x, packed, batch) for x in found)
 
 
@@ -311,6 +334,7 @@ def padded_forward(
     value_head: ScalarHead | None = None,
     top_k: bool = False,
     layout: Layout | None = None,
+    anchor: Anchor | None = None,
 ) -> Outputs:
     """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two."""
 
@@ -327,9 +351,22 @@ def padded_forward(
         if top_k:
             ids_logits_BTK = logits_BTV.gather(-1, _teachers_ids(rows)[:, 1 : ids_BT.shape[1]])
             top_k_BTK = ids_logits_BTK - normaliser_BT.unsqueeze(-1)
-        return logprobs_BT, entropy_BT, values_BT, top_k_BTK
+        kl_BT = None if anchor is None else whole_kl(logits_BTV, anchor.states, 1.0, anchor.is_first)
+        return logprobs_BT, entropy_BT, values_BT, top_k_BTK, kl_BT
 
     return _outputs(_of_padded_rows(batch, outputs_of, layout))
+
+
+def padded_anchor(model: PreTrainedModel, batch: Batch, temperature: float, layout: Layout | None = None) -> Anchor:
+    found: list[Tensor] = []
+
+    def logprobs_of_rows(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
+        logits_BTV = model(**_inputs(model, rows, ids_BT, mask_BT), use_cache=False).logits[:, :-1]
+        found.append(logprobs_of(widened(logits_BTV), temperature))
+        return ()
+
+    _of_padded_rows(batch, logprobs_of_rows, layout)
+    return Anchor(*found)
 
 
 def padded_most_likely(
@@ -390,9 +427,9 @@ def _rows_of(batch: Batch, layout: PaddedLayout) -> tuple[Batch, int]:
 
 
 def _outputs(found: Iterable[Tensor | None]) -> Outputs:
-    logprobs, entropy, values, top_k = found
+    logprobs, entropy, values, top_k, kl = found
     assert logprobs is not None
-    return Outputs(logprobs=logprobs, entropy=entropy, values=values, top_k_logprobs=top_k)
+    return Outputs(logprobs=logprobs, entropy=entropy, values=values, top_k_logprobs=top_k, kl=kl)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------

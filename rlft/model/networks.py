@@ -26,6 +26,7 @@ from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, TEACHER, load_head
 from rlft.model.backbone import Backbone, Switched, set_training_mode, switched_modules
 from rlft.model.critic import CRITIC, Critic, ScalarHead
 from rlft.model.forward import Forward, choose, open_prefix_cache, scale_down
+from rlft.model.kernels.lm_head import Anchor
 from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.model.packing import Layout
 from rlft.model.rounding import rounded_once_more
@@ -179,12 +180,20 @@ class Networks(ABC):
                 self.heads[role].restore(weights)
 
     # -- passes with gradient ----------------------------------------------------------------------------------------
-    def outputs(self, batch: Batch, entropy: bool, layout: Layout | None = None, *, top_k: bool = False) -> Outputs:
+    def outputs(
+        self,
+        batch: Batch,
+        entropy: bool,
+        layout: Layout | None = None,
+        *,
+        top_k: bool = False,
+        anchor: Anchor | None = None,
+    ) -> Outputs:
         """The current policy on these rows, with grad (`Forward`); with values if the critic reads its features."""
         critic = self.critic
         if critic is None or critic.role != POLICY:
-            return self.forward(batch, self.temperature, entropy, layout=layout, top_k=top_k)
-        outputs = self.forward(batch, self.temperature, entropy, critic.head, layout, top_k)
+            return self.forward(batch, self.temperature, entropy, layout=layout, top_k=top_k, anchor=anchor)
+        outputs = self.forward(batch, self.temperature, entropy, critic.head, layout, top_k, anchor)
         assert outputs.values is not None, "the forward was given a head"
         return replace(outputs, values=critic.values(outputs.values, batch.loss_mask))
 
@@ -192,6 +201,19 @@ class Networks(ABC):
         """The critic's values `[B, T]` for these rows in units of reward, with the active adapter."""
         assert self.critic is not None, "plan/roles.py refuses algorithms that need values without a critic"
         return self.critic.values(self.forward.values(batch, self.critic.head, layout), batch.loss_mask)
+
+    def anchor(self, batch: Batch, layout: Layout | None, *, old: bool = False) -> Anchor:
+        """The reference on these rows, without gradient or dropout, for KL(policy || reference); with `old` the old
+        policy, which has a network of its own, for KL(old || policy).
+        """
+        in_training = [module for module in self.model.modules() if module.training]
+        self.model.eval()
+        replay = self.replaying(batch, layout) if old else nullcontext()
+        with torch.no_grad(), self.using(OLD if old else self.reference_role), replay:
+            anchor = self.forward.anchor(batch, self.temperature, layout)
+        for module in in_training:
+            module.training = True
+        return anchor._replace(is_first=old)
 
     @contextmanager
     def training(self, *, dropout: bool = True) -> Iterator[None]:
@@ -241,23 +263,34 @@ class Networks(ABC):
         copy_each(list(own.values()), [found[name] for name in own])
 
     # -- passes without gradient -------------------------------------------------------------------------------------
-    def annotate(self, batch: Batch, zero_gradient_B: Tensor, *, needs_old: bool, teacher_top_k: int = 0) -> Batch:
+    def annotate(self, batch: Batch, zero_gradient_B: Tensor, **asked: Any) -> Batch:
         """Adds old, reference and teacher log-probs and old values as far as needed, with one pass for each role.
 
         Args:
             zero_gradient_B: bool `[B]`, rows that teach nothing; they are not forwarded and stay 0.
-            needs_old: whether `snapshot.old: auto` has to recompute old log-probs; otherwise the loss takes those of
-                the current policy, detached, at no cost.
-            teacher_top_k: number of the teacher's most likely tokens whose log-probs are added, too.
+            asked: the further arguments of `annotations`.
         """
         parts = self.forward.micro_batches(batch, (~zero_gradient_B).nonzero()[:, 0], self.token_budget)
-        fields = self.annotations(batch, parts, needs_old=needs_old, teacher_top_k=teacher_top_k)
+        fields = self.annotations(batch, parts, **asked)
         return replace(batch, **fields) if fields else batch
 
     def annotations(
-        self, batch: Batch, micro_batches: Sequence[Tensor], *, needs_old: bool, teacher_top_k: int = 0
+        self,
+        batch: Batch,
+        micro_batches: Sequence[Tensor],
+        *,
+        needs_old: bool,
+        teacher_top_k: int = 0,
+        reference_field: str | None = "reference_logprobs",
     ) -> dict[str, Tensor]:
-        """The fields that `annotate` adds, {field: `[B, T, ..]`}, for these micro-batches (int64 indices of rows)."""
+        """The fields that `annotate` adds, {field: `[B, T, ..]`}, for these micro-batches (int64 indices of rows).
+
+        Args:
+            needs_old: whether `snapshot.old: auto` has to recompute old log-probs; otherwise the loss takes those of
+                the current policy, detached, at no cost.
+            teacher_top_k: number of the teacher's most likely tokens whose log-probs are added, too.
+            reference_field: what is added of the reference, if there is one; None: nothing.
+        """
         results: dict[str, Tensor] = {}
         fields_by_role: dict[str | None, set[str]] = defaultdict(set)
         old, reference = self.snapshot.old, self.snapshot.reference
@@ -271,8 +304,8 @@ class Networks(ABC):
         is_compared = self.snapshot.routing is RoutingSource.free and self.routing.layers and olds in fields_by_role
         if self.snapshot.routing is RoutingSource.old or is_compared:
             fields_by_role[olds].add("experts")
-        if reference != "none":
-            fields_by_role[self.reference_role].add("reference_logprobs")
+        if reference != "none" and reference_field is not None:
+            fields_by_role[olds if reference_field == "reference_kl" else self.reference_role].add(reference_field)
         if self.critic is not None:
             fields_by_role[self.critic.role].add("old_values")
         engine, has_teacher = self._teacher_engine, self.snapshot.teacher != "none"
@@ -306,6 +339,7 @@ class Networks(ABC):
         with torch.no_grad(), self.using(role):
             for rows, micro_batch in parts:
                 micro, layout = micro_batch.batch, micro_batch.layout
+                anchor = self.anchor(micro, layout) if "reference_kl" in fields else None
                 routing: AbstractContextManager[Any] = nullcontext()
                 if "experts" in fields:
                     routing = self.routing.noting()
@@ -315,13 +349,14 @@ class Networks(ABC):
                     if fields == {"old_values"}:
                         outputs = Outputs(logprobs=micro.sampled_logprobs, values=self.values(micro, layout))
                     elif "old_values" in fields:
-                        outputs = self.outputs(micro, entropy=False, layout=layout)
+                        outputs = self.outputs(micro, entropy=False, layout=layout, anchor=anchor)
                     else:
-                        outputs = self.forward(micro, self.temperature, layout=layout)
+                        outputs = self.forward(micro, self.temperature, layout=layout, anchor=anchor)
                     if noted is not None:
                         result["experts"][rows] = self.forward.experts_by_row(noted(), micro, layout).cpu()
                 for field in fields - {"experts"}:
-                    computed = outputs.values if field == "old_values" else outputs.logprobs
+                    others = {"old_values": outputs.values, "reference_kl": outputs.kl}
+                    computed = others.get(field, outputs.logprobs)
                     assert computed is not None, "the pass computes what is requested"
                     result[field][rows] = computed.to(result[field])
         return result

@@ -197,6 +197,7 @@ class Roles(Networks):
     def using(self, role: str | None) -> Iterator[PeftModel]:
         """The model with this role's adapter active (None: the bare base). Only for passes without gradient."""
         assert not torch.is_grad_enabled(), "switching roles inside a policy forward would lose its gradients"
+        before = self._active
         if role is None:
             self.tuner.disable_adapter_layers()
         else:
@@ -206,7 +207,7 @@ class Roles(Networks):
         finally:
             if role is None:
                 self.tuner.enable_adapter_layers()
-            self._activate(POLICY)
+            self._activate(before)
 
     def close(self) -> None:
         super().close()
@@ -245,6 +246,7 @@ class Roles(Networks):
         vars(self).pop("switched", None)
 
     def _activate(self, role: str) -> None:
+        self._active = role
         self.tuner.set_adapter(role, inference_mode=role not in self._learning)
 
     def load_role(self, role: str, path: str, key: str, *, frozen: bool = False) -> None:

@@ -50,6 +50,7 @@ class Loss:
 
     through_head: bool = True  # whether the LM head computes log-probs; values alone need none
     entropy: bool = False  # whether it needs the entropy
+    exact_kl: bool = False  # whether it compares the whole distribution with another policy's
     top_k: int = 0  # of how many of a teacher's most likely tokens it compares the distributions
     expert_bytes: int = 0  # bytes of the numbers of a token's experts that a step keeps
 

@@ -181,7 +181,9 @@ def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: 
         "sample": sampled(work.trained) if work.is_sampled else 0.0,
         "score": OF_A_FORWARD * work.scorers * passes,
         "credit": OF_A_FORWARD * work.forwards * passes,
-        "update": work.epochs * (1 + work.critics) * (1 + OF_A_FORWARD * bool(demand.recompute)) * passes,
+        "update": work.epochs
+        * ((1 + work.critics) * (1 + OF_A_FORWARD * bool(demand.recompute)) + OF_A_FORWARD * work.anchors)
+        * passes,
         "publish": publish if work.is_sampled and work.epochs else 0.0,
     }
     of_a_step = {name: value for name, value in stages.items() if value}

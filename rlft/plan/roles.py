@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.algorithm.objective import Objective
+from rlft.algorithm.ops.kl import KLAnchor
 from rlft.config.choices import closest
 from rlft.config.model import (
     ANSWER,
@@ -25,6 +26,7 @@ from rlft.config.model import (
     CriticKind,
     LoraSettings,
     ModelConfig,
+    Old,
     is_adapter,
     resolve_path,
     teacher_settings,
@@ -183,6 +185,14 @@ def _reference(config: RunConfig, algorithm: Objective) -> None:
         problem = "algorithm.kl_coef is above 0, which needs a reference policy"
         remedy = "set snapshot.reference=base, copy, ema or an adapter folder, or algorithm.kl_coef=0"
         raise UserError("snapshot.reference", problem, got="none", remedy=remedy)
+    problem, remedy = "an exact KL to the old policy needs its network during the updates", "set snapshot.old=copy"
+    is_there = algorithm.exact_kl_to != KLAnchor.old or snapshot.old is Old.copy
+    require(
+        is_there, "algorithm.kl_estimator", problem, got="exact", remedy=f"{remedy}, or algorithm.kl_estimator=auto"
+    )
+    problem = "a KL of whole distributions cannot be computed from the engine's log-probs of sampled tokens"
+    is_there = algorithm.reference_field != "reference_kl" or snapshot.old is not Old.sampled
+    require(is_there, "snapshot.old", problem, got=snapshot.old, remedy="use auto, or algorithm.kl_estimator=auto")
     if snapshot.refresh_every and snapshot.reference != "copy":
         problem = f"only a `copy` reference is refreshed, and snapshot.reference is {snapshot.reference}"
         remedy = "set snapshot.reference=copy, or snapshot.refresh_every=0"

@@ -132,6 +132,7 @@ class StepWork:
     epochs: int = 1  # times that the updates go over them; 0 if nothing is trained
     critics: int = 0  # number of networks with adapters of their own that learn from them as well
     forwards: int = 0  # number of passes without gradient over them, between sampling and updates
+    anchors: int = 0  # and before each update
     scorers: int = 0  # number of rewards that are networks in the trainer, which read them
     is_sampled: bool = False  # whether the engine samples them, so that they may be shorter than generation.max_tokens
     sampled: Work | None = None  # the rows of an evaluation that are sampled

@@ -93,6 +93,16 @@ class TrainPlan(Plan):
         return self.config.snapshot.old is Old.auto and (has_several_updates or self.algorithm.needs_old_in_credit)
 
     @property
+    def annotated(self) -> dict[str, Any]:
+        """What a batch gets before the updates, as `Networks.annotations` takes it."""
+        algorithm = self.algorithm
+        return {
+            "needs_old": self.needs_old,
+            "teacher_top_k": algorithm.teacher_top_k,
+            "reference_field": algorithm.reference_field,
+        }
+
+    @property
     def has_old_pass(self) -> bool:
         """Whether a pass before the updates computes the old policy's log-probs."""
         return self.needs_old or self.config.snapshot.old in (Old.recompute, Old.copy)
@@ -236,6 +246,7 @@ class TrainPlan(Plan):
             loss=Loss(
                 entropy=self.algorithm.needs_entropy,
                 top_k=self.algorithm.teacher_top_k,
+                exact_kl=self.algorithm.exact_kl_to is not None,
                 expert_bytes=self._expert_bytes(),
             ),
             token_budget=run.token_budget,
@@ -306,12 +317,18 @@ class TrainPlan(Plan):
         run, snapshot, held_out = self.config, self.config.snapshot, self.held_out
         evaluated = [] if held_out is None else held_out.num_tokens[: run.eval.num_prompts]
         own_critic = run.critic.kind is CriticKind.adapter
-        passes = [self.has_old_pass, snapshot.reference != "none", snapshot.teacher != "none", own_critic]
+        passes = [
+            self.has_old_pass,
+            snapshot.reference != "none" and self.algorithm.reference_field is not None,
+            snapshot.teacher != "none",
+            own_critic,
+        ]
         return StepWork(
             trained=rows_of(self.train_prompts.num_tokens, run.group_size, run, number=run.prompts_per_step),
             epochs=run.epochs,
             critics=int(own_critic),
             forwards=sum(passes),
+            anchors=int(self.algorithm.exact_kl_to is not None),
             scorers=sum(spec.runs_in_trainer for spec in specs(run.reward).values()),
             is_sampled=True,
             sampled=rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,

@@ -132,6 +132,7 @@ class LocalTrainer:
     _: KW_ONLY
     needs_old: bool  # whether `snapshot.old: auto` has to recompute the old policy's log-probs
     teacher_top_k: int = 0  # number of the teacher's most likely tokens whose log-probs are computed
+    reference_field: str | None = "reference_logprobs"  # what is computed of the reference before the updates
     text: Callable[[int, int, int], Batch] | None = None  # (seed, step, update) -> pretraining text, if it is needed
     reward_training: RewardRefresh | None = None  # of the learned reward between steps; None if it is not trained
     base: ShardedLayers | None = None  # its layers, if ranks that share the lanes also divide it; None: it is whole
@@ -186,7 +187,8 @@ class LocalTrainer:
             for part in roles.forward.micro_batches(batch, rows_of[lane], roles.token_budget)
         ]
         with self.passes():
-            return roles.annotations(batch, parts, needs_old=self.needs_old, teacher_top_k=self.teacher_top_k)
+            asked = {"teacher_top_k": self.teacher_top_k, "reference_field": self.reference_field}
+            return roles.annotations(batch, parts, needs_old=self.needs_old, **asked)
 
     def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
         return updates.step_metrics([self.update_lanes(algorithm, batch, zero_gradient_B, step)])

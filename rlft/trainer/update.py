@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import WEIGHT, WEIGHT_SQUARED, Objective
+from rlft.algorithm.ops.kl import KLAnchor
 from rlft.model.critic import CRITIC
 from rlft.model.forward import MicroBatch
 from rlft.model.networks import Networks
@@ -89,9 +90,12 @@ def backward(
             values = roles.values(batch, layout)
             algorithm.value_loss(values, batch, scale).backward()
         roles.check_gradients(roles.critic_adapter)
+    to = algorithm.exact_kl_to
+    anchor = None if to is None else roles.anchor(batch, layout, old=to == KLAnchor.old)
     with roles.replaying(batch, layout):  # also while layers are recomputed
         with torch.set_grad_enabled(policy_learns or values is None):
-            outputs = roles.outputs(batch, algorithm.needs_entropy, layout, top_k=algorithm.teacher_top_k > 0)
+            has_top_k = algorithm.teacher_top_k > 0
+            outputs = roles.outputs(batch, algorithm.needs_entropy, layout, top_k=has_top_k, anchor=anchor)
             outputs = outputs if values is None else replace(outputs, values=values.detach())
             loss = algorithm.loss(outputs, batch, scale)
         routing = roles.routing.metrics(scale.num_tokens)

@@ -33,9 +33,9 @@ KL_IN_REWARD = {"kl_coef": 0.3, "kl_in": "reward", "kl_to": "reference"}
 SHARED: list[dict[str, Any]] = [
     {},
     *({"aggregate": how} for how in ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")),
-    *({**KL_IN_LOSS, "kl_estimator": kind} for kind in ("auto", "k1", "k2", "k3", "k3_unbiased")),
-    *({**KL_IN_REWARD, "kl_estimator": kind} for kind in ("auto", "k1", "k2", "k3", "k3_unbiased")),
-    {"kl_coef": 0.3, "kl_in": "loss", "kl_to": "old"},
+    *({**KL_IN_LOSS, "kl_estimator": kind} for kind in ("auto", "k1", "k2", "k3", "k3_unbiased", "exact")),
+    *({**KL_IN_REWARD, "kl_estimator": kind} for kind in ("auto", "k1", "k2", "k3", "k3_unbiased", "exact")),
+    *({"kl_coef": 0.3, "kl_in": "loss", "kl_to": "old", "kl_estimator": kind} for kind in ("auto", "exact")),
     {"entropy_coef": 0.02},
 ]
 RATIOS: list[dict[str, Any]] = [
@@ -131,7 +131,9 @@ def with_the_rest(probabilities: Tensor) -> Tensor:
 class Written(dict[str, Any]):
     """The names that a line may use: keys, symbols, and the other lines, which are evaluated when they are used."""
 
-    def __init__(self, algorithm: Any, outputs: Outputs, batch: Batch, scale: LossScale, text: Tensor) -> None:
+    def __init__(
+        self, algorithm: Any, outputs: Outputs, batch: Batch, scale: LossScale, text: Tensor, whole: dict[str, Tensor]
+    ) -> None:
         self.lines, self.batch = lines_of(algorithm), batch
         mask = self.mask = batch.loss_mask
 
@@ -150,7 +152,7 @@ class Written(dict[str, Any]):
             "lp_smp": kept(batch.sampled_logprobs), "V_old": kept(batch.old_values), "step": kept(batch.token_rewards),
             "lp_teacher": kept(batch.teacher_logprobs),
             "p": with_the_rest(outputs.top_k_logprobs.exp()), "q": with_the_rest(batch.teacher_top_k_logprobs.exp()),
-            "sum_top": lambda x: x.sum(-1),
+            "sum_top": lambda x: x.sum(-1), "sum_v": lambda x: x.sum(-1), **whole,
             "reward_k": batch.each_reward.T.unsqueeze(-1), "weight_k": batch.each_weight.T.unsqueeze(-1),
             "reward": batch.rewards.unsqueeze(-1), "truncated": batch.truncated.double().unsqueeze(-1),
             "lp_text": text, "mean_text": torch.mean, "s": scale.value_scale,
@@ -316,12 +318,19 @@ def loss_on_a_random_step(full_step, scale_of):
         outputs, batch = full_step()
         scale = replace(scale_of(batch), value_scale=1.5)
         text = torch.tensor([-0.5, -1.5, -0.1], dtype=torch.float64, requires_grad=True)
+        draws = torch.Generator().manual_seed(7)
+        logits = torch.randn(3, *batch.loss_mask.shape, 5, generator=draws, dtype=torch.float64, requires_grad=True)
+        pi, (pi_old, pi_ref) = logits[0].softmax(-1), logits[1:].detach().softmax(-1)
+        first, second = (pi_old, pi) if algorithm.kl_to == "old" else (pi, pi_ref)
+        outputs = replace(outputs, kl=(first * (first / second).log()).sum(-1))
+        batch = replace(batch, reference_kl=(pi_old * (pi_old / pi_ref).log()).sum(-1))
         if as_written:
-            loss = Written(algorithm, outputs, batch, scale, text)["L"]
+            whole = {"pi": pi, "pi_old": pi_old, "pi_ref": pi_ref}
+            loss = Written(algorithm, outputs, batch, scale, text, whole)["L"]
         else:
             loss = algorithm.loss(outputs, algorithm.credit(batch), scale).total
             loss = loss + algorithm.text_loss(text.unsqueeze(0), torch.ones(1, 3, dtype=torch.bool), 3)
-        inputs = (outputs.logprobs, outputs.entropy, outputs.values, text, outputs.top_k_logprobs)
+        inputs = (outputs.logprobs, outputs.entropy, outputs.values, text, outputs.top_k_logprobs, logits)
         return loss.detach(), torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
 
     return loss_of

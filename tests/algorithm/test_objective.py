@@ -50,6 +50,46 @@ def test_at_the_first_update_the_policy_has_no_distance_from_itself(make, full_s
     assert algorithm.loss(outputs, batch, scale_of(batch)).metrics["loss/kl"] == 0
 
 
+# --- a KL over the whole vocabulary ---------------------------------------------------------------------------------
+
+
+@each("to", ["reference", "old"])
+def test_an_exact_kl_in_the_loss_is_the_mean_of_what_the_head_computed(make, hand_batch, scale_of, close, to):
+    batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[0, 0])
+    inside = torch.tensor([[0, 0.1, 0.2, 0], [0, 0.6, 0, 0]], dtype=torch.float64)
+    kl_BT = inside.where(batch.loss_mask, math.nan).requires_grad_()
+    outputs = Outputs(logprobs=batch.old_logprobs, kl=kl_BT)
+    algorithm = make("grpo", kl_coef=0.5, kl_to=to, kl_estimator="exact", aggregate="token_mean")
+    assert (algorithm.exact_kl_to, algorithm.reference_field) == (
+        to,
+        None if to == "reference" else "reference_logprobs",
+    )
+    loss = algorithm.loss(outputs, batch, scale_of(batch))
+    (gradient,) = torch.autograd.grad(loss.total, kl_BT)
+    close(loss.metrics["loss/kl"], 0.5 * 0.3)
+    close(loss.metrics[f"kl/{to}"], 0.3)
+    close(gradient, 0.5 / 3 * batch.loss_mask.double())
+    with pytest.raises(ValueError, match="kl is None, but kl_estimator=exact needs it"):
+        algorithm.loss(replace(outputs, kl=None), batch, scale_of(batch))
+
+
+def test_an_exact_kl_in_the_reward_is_taken_from_it(make, hand_batch, scale_of, close):
+    batch = hand_batch([2, 1], [1, 0], [0, 0])
+    kl_BT = torch.tensor([[9, 0.1, 0.2, 9], [9, 0.6, 9, 9]], dtype=torch.float64)
+    batch = replace(batch, reference_kl=kl_BT, reference_logprobs=None)
+    algorithm = make("reinforce", kl_coef=0.5, kl_in="reward", kl_estimator="exact")
+    assert (algorithm.exact_kl_to, algorithm.reference_field) == (None, "reference_kl")
+    close(algorithm.completion_scores(batch), [1 - 0.5 * 0.3, -0.5 * 0.6])
+    close(algorithm.token_scores(batch), [[0, -0.05, 0.9, 0], [0, -0.3, 0, 0]])
+    outputs = Outputs(logprobs=batch.old_logprobs)
+    close(algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch)).metrics["kl/reference"], 0.3)
+
+
+def test_without_a_coefficient_nothing_is_exact(make):
+    algorithm = make("grpo", kl_estimator="exact")
+    assert (algorithm.exact_kl_to, algorithm.reference_field) == (None, "reference_logprobs")
+
+
 # --- the coefficient that moves -------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,11 @@ def random_algorithms(make: Any, name: str, number: int) -> Iterator[Any]:
     draws, algorithm = random.Random(name), make(name)
     yield algorithm
     while number:
-        drawn = {f.name: draws.choice(values_of(f, getattr(algorithm, f.name))) for f in fields_of(type(algorithm))}
+        choices = {f.name: values_of(f, getattr(algorithm, f.name)) for f in fields_of(type(algorithm))}
+        choices["kl_estimator"] = tuple(
+            word for word in choices["kl_estimator"] if word != "exact"
+        )  # only perturbed to
+        drawn = {name: draws.choice(values) for name, values in choices.items()}
         if (other := built(make, name, drawn)) is not None:
             number -= 1
             yield other
@@ -72,13 +76,17 @@ def gradients(full_step: Any, scale_of: Any) -> Any:
             logprobs = batch.old_logprobs + distance * (outputs.logprobs.detach() - batch.old_logprobs)
             values = batch.old_values + distance * (outputs.values.detach() - batch.old_values)
             outputs = replace(outputs, logprobs=logprobs.requires_grad_(), values=values.requires_grad_())
+            other = batch.old_logprobs if algorithm.kl_to == "old" else batch.reference_logprobs
+            outputs = replace(outputs, kl=0.7 * (outputs.logprobs - other).square())  # like a KL 0 where both are equal
+            batch = replace(batch, reference_kl=(batch.old_logprobs - batch.reference_logprobs).square())
             inputs = outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs
             measured = [{"kl/old_last": kl if moved else 0.0, "kl/reference": kl} for kl in (0.0026, 0.0166, 0.065)]
             following = [algorithm, *map(algorithm.adapt, measured)]
             of_each = {}
             for one in set(following):
                 total = one.loss(outputs, one.credit(batch), scale_of(batch)).total
-                of_each[one] = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+                keys = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+                of_each[one] = torch.autograd.grad(total, inputs, **keys)
             found += [gradient for one in following for gradient in of_each[one]]
         return found
 

@@ -409,8 +409,18 @@ def test_lengths_are_summed_up() -> None:
             ("+recipe=grpo_arithmetic", "prompts_per_step=2", "eval.num_samples=6", "generation.max_tokens=400"), False
         ),
         slow(("+recipe=grpo_arithmetic", "lora.use_dora=true", "lora.dropout=0.1"), True),
+        slow(
+            (
+                "+recipe=grpo_arithmetic",
+                "algorithm.kl_coef=0.1",
+                "algorithm.kl_estimator=exact",
+                "snapshot.reference=base",
+                "token_budget=4000",
+            ),
+            False,
+        ),
     ],
-    ids=["grpo", "ppo", "large micro-batches", "large evaluation", "DoRA with dropout"],
+    ids=["grpo", "ppo", "large micro-batches", "large evaluation", "DoRA with dropout", "exact KL"],
 )
 def test_the_peak_is_within_15_percent_of_a_runs(
     words: tuple[str, ...], fresh: bool, forks: Nursery, tmp_path: Path

@@ -32,8 +32,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def specs(config: RunConfig, placement: Placement) -> dict[str, tuple[float, dict[str, str]]]:
     """{name: (GPUs that the launcher is asked for, its variables)} of all workers."""
-    algorithm = SimpleNamespace(teacher_top_k=0)
-    plan: Any = SimpleNamespace(config=config, placement=placement, needs_old=False, algorithm=algorithm)
+    plan: Any = SimpleNamespace(config=config, placement=placement, annotated={"needs_old": False})
     all_specs = [*engine_specs(config, "transformers", placement), *rank_specs(plan)]
     assert {spec.arguments.get("config", spec.arguments.get("settings")).model.device for spec in all_specs} == {"cuda"}
     return {spec.name: (spec.gpus, dict(spec.environment)) for spec in all_specs}

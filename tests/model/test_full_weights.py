@@ -68,6 +68,29 @@ def test_a_base_reference_is_the_model_as_the_run_found_it(
     assert all(torch.equal(before[name], after[name]) for name in before), "the policy is back in its place"
 
 
+def test_a_kl_over_the_vocabulary_is_to_the_copys_own_head_and_has_the_gradient_of_all_weights(
+    make_whole: Callable[..., WholeModel], make_batch: Callable[..., Batch]
+) -> None:
+    batch, whole = make_batch(ROWS, dtype=torch.float64), make_whole(reference="base")
+    with torch.no_grad():
+        for _, parameter in whole.named_parameters():
+            parameter.mul_(1.3)
+    found = whole.outputs(batch, False, anchor=whole.anchor(batch, None)).kl
+    assert found is not None
+    expected = []
+    for ids, real, sampled in zip(batch.token_ids, batch.attention_mask, batch.loss_mask, strict=True):
+        logp = whole.model(input_ids=ids[real][None]).logits[0, :-1].log_softmax(-1)
+        with torch.no_grad(), whole.using(None):
+            logq = whole.model(input_ids=ids[real][None]).logits[0, :-1].log_softmax(-1)
+        expected.append((logp.exp() * (logp - logq)).sum(-1)[sampled[real][1:]])
+    torch.testing.assert_close(found[batch.loss_mask], torch.cat(expected), rtol=1e-9, atol=1e-12)
+    assert found[batch.loss_mask].min() > 1e-3
+    parameters = [parameter for _, parameter in whole.named_parameters()]
+    gradients = [torch.autograd.grad(kl.sum(), parameters) for kl in (found, torch.cat(expected))]
+    for mine, its in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-9 * float(its.abs().max()))
+
+
 def test_copies_move_as_the_snapshots_say(
     make_whole: Callable[..., WholeModel], make_double: Callable[[], Backbone], make_batch: Callable[..., Batch]
 ) -> None:

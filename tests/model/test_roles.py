@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import half_model
@@ -311,6 +312,74 @@ def test_old_values_keep_to_the_token_budget_and_rows_with_zero_gradient_to_0(to
     found = roles.annotate(batch, torch.tensor([False, False, True, False]), needs_old=True).old_values
     torch.testing.assert_close(found[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-5, atol=1e-5)
     assert (found[2] == 0).all()
+
+
+# -- a KL over the whole vocabulary ----------------------------------------------------------------------------------
+@pytest.fixture
+def in_double(make_roles, make_double, make_batch):
+    """Roles in float64 whose reference and old policy are others; a batch with a token that was not sampled."""
+    roles = make_roles(backbone=make_double(), noise=0.1, temperature=0.7, reference="base", old=Old.copy, dropout=0.5)
+    for _, parameter in roles.named_parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    rows = [(0, [5, 6, 7], [20, -21, 22]), (0, [5, 6, 7], [22]), (1, [9, 8], [23, 24, 25]), (1, [9, 8], [26])]
+    return roles, make_batch(rows, dtype=torch.float64)
+
+
+def dense_kl(roles, batch, first, second):
+    """KL(first || second) `[B, T]` of two roles, from all logits of transformers and PEFT, row by row."""
+    result = []
+    for ids_T, real_T, sampled_T in zip(batch.token_ids, batch.attention_mask, batch.loss_mask, strict=True):
+        both = []
+        for role in (first, second):
+            with torch.set_grad_enabled(role == POLICY), nullcontext() if role == POLICY else roles.using(role):
+                logits = roles.model(input_ids=ids_T[real_T][None], use_cache=False).logits[0, :-1]
+                both.append((logits / roles.temperature).log_softmax(-1))
+        kl_T = (both[0].exp() * (both[0] - both[1])).sum(-1)
+        result.append(torch.nn.functional.pad(kl_T, (1, len(ids_T) - len(kl_T) - 1)).where(sampled_T, 0))
+    return torch.stack(result)
+
+
+@each(("packed", "old"), [(True, False), (True, True), (False, False), (False, True)])
+def test_the_kl_of_distributions_has_the_value_and_the_adapters_gradients_of_autograd(in_double, packed, old):
+    roles, batch = in_double
+    roles.forward = replace(roles.forward, packed=packed)
+    weight = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = dense_kl(roles, batch, *((OLD, POLICY) if old else (POLICY, None)))
+    [micro] = roles.forward.placed([batch])
+    with roles.training(dropout=False):
+        anchor = roles.anchor(micro.batch, micro.layout, old=old)
+        found = roles.outputs(micro.batch, False, micro.layout, anchor=anchor).kl
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert (found[batch.loss_mask] > 1e-3).all()
+    parameters = [parameter for _, parameter in roles.named_parameters()]
+    gradients = [torch.autograd.grad((kl * weight).sum(), parameters) for kl in (found, expected)]
+    for mine, its in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-9 * float(its.abs().max()))
+
+
+def test_dropout_is_the_policys_alone_and_every_module_keeps_its_mode(in_double):
+    roles, batch = in_double
+    expected = roles.anchor(batch, None, old=True).states
+    with roles.training():
+        modes = [module.training for module in roles.model.modules()]
+        assert torch.equal(roles.anchor(batch, None, old=True).states, expected)
+        assert [module.training for module in roles.model.modules()] == modes
+        assert any(modes)
+    assert [p.requires_grad for _, p in roles.named_parameters()] == [True] * len(roles.named_parameters())
+
+
+@each(("old", "packed"), [(Old.auto, True), (Old.copy, True), (Old.copy, False)])
+def test_a_kl_in_the_reward_is_the_old_policys_at_sampling(in_double, nobody, old, packed):
+    roles, batch = in_double
+    roles.snapshot, roles.forward = replace(roles.snapshot, old=old), replace(roles.forward, packed=packed)
+    asked = {"needs_old": True, "reference_field": "reference_kl"}
+    annotated = roles.annotate(batch, nobody, **asked)
+    expected = dense_kl(roles, batch, OLD if old is Old.copy else POLICY, None)
+    torch.testing.assert_close(annotated.reference_kl, expected.detach(), rtol=1e-9, atol=1e-12)
+    assert not annotated.reference_kl.requires_grad
+    assert annotated.reference_logprobs is None
+    assert torch.equal(annotated.old_logprobs, roles.annotate(batch, nobody, needs_old=True).old_logprobs)
+    assert roles.annotate(batch, nobody, needs_old=False, reference_field=None).reference_logprobs is None
 
 
 # -- the critic ------------------------------------------------------------------------------------------------------

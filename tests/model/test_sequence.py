@@ -86,7 +86,7 @@ def with_adapter(model: Any, how: Recompute) -> tuple[Any, Any]:
 
 
 def computed(model: Any, batch: Batch, how: Recompute | None) -> list[Tensor]:
-    """Log-probs, entropy, values and log-probs of other tokens; the gradients of a loss over them.
+    """Log-probs, entropy, values, log-probs of other tokens and a KL; the gradients of a loss over them.
 
     how: the gradient checkpointing of a model with an adapter; None: all weights of the model learn.
     """
@@ -105,8 +105,11 @@ def computed(model: Any, batch: Batch, how: Recompute | None) -> list[Tensor]:
         weight.data.normal_(generator=generator)
     asked = replace(batch, teacher_top_k_ids=(batch.token_ids[..., None] + torch.arange(3)) % 97)
     with sharing_tokens(share):
-        outputs = forward(asked, 0.7, entropy=True, head=head, layout=forward.layout(asked), top_k=True)
-    found = [outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs]
+        layout = forward.layout(asked)
+        anchor = forward.anchor(asked, 0.7, layout)
+        anchor = anchor._replace(states=anchor.states.flip(1))
+        outputs = forward(asked, 0.7, entropy=True, head=head, layout=layout, top_k=True, anchor=anchor)
+    found = [outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs, outputs.kl]
     losses = [(torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum() for x in found]
     torch.stack(losses).sum().backward()
     learning = [p for p in [*model.parameters(), *head.parameters()] if p.requires_grad]
@@ -121,9 +124,9 @@ def check(on_ranks: Any) -> Callable[..., None]:
         expected = computed(model, batch, how)
         of_ranks = on_ranks(ranks, lambda: computed(model, batch, how))
         for found in of_ranks:
-            for x, whole in zip(found[:4], expected[:4], strict=True):
+            for x, whole in zip(found[:5], expected[:5], strict=True):
                 torch.testing.assert_close(x, whole, rtol=0, atol=bound)
-        for *parts, whole in zip(*(found[4:] for found in of_ranks), expected[4:], strict=True):
+        for *parts, whole in zip(*(found[5:] for found in of_ranks), expected[5:], strict=True):
             torch.testing.assert_close(sum(parts), whole, rtol=0, atol=bound * max(1.0, float(whole.abs().max())))
 
     return check

@@ -224,6 +224,7 @@ def test_the_interval_covers_the_recorded_runs_of_every_algorithm(name: str) -> 
 
 # -- what a run computes -----------------------------------------------------------------------------------------------
 SMALL = ("data.size=200", "data.held_out_size=40", "generation=transformers")
+EXACT = ("snapshot.reference=base", "algorithm.kl_coef=0.1", "algorithm.kl_estimator=exact")
 
 
 @each(
@@ -235,12 +236,15 @@ SMALL = ("data.size=200", "data.held_out_size=40", "generation=transformers")
         (("+recipe=grpo_arithmetic", "minibatches=2", "snapshot.old=sampled"), 1, 0, 0),
         (("+recipe=grpo_arithmetic", "snapshot.reference=copy"), 1, 0, 1),
         (("+recipe=ppo_arithmetic",), 2, 1, 3),  # old, reference, values
+        (("+recipe=grpo_arithmetic", *EXACT), 1, 0, 0),  # the reference's pass is the updates' own
+        (("+recipe=grpo_arithmetic", *EXACT, "algorithm.kl_in=reward"), 1, 0, 2),
     ],
 )
 def test_a_step_has_the_passes_of_its_roles(words: Sequence[str], epochs: int, critics: int, forwards: int) -> None:
     work = planned(*words, *SMALL)[0].step_work()
     assert work is not None
     assert (work.epochs, work.critics, work.forwards) == (epochs, critics, forwards)
+    assert work.anchors == ("algorithm.kl_estimator=exact" in words and "algorithm.kl_in=reward" not in words)
     assert work.scorers == 0
     assert work.is_sampled
     assert (work.trained.prompts, work.trained.group, work.trained.completion) == (32, 8, 48)
@@ -286,6 +290,8 @@ def test_a_run_is_the_sum_of_its_steps_evaluations_and_checkpoints() -> None:
     assert list(stages) == ["sample", "score", "credit", "update", "publish", "evaluate", "checkpoint"]
     assert stages["score"] == pytest.approx(0.5 * passes)
     assert stages["update"] == pytest.approx(6 * passes)
+    compared = estimate(replace(work, anchors=1), NETWORK, XEON, demand_of(), schedule, "words")
+    assert compared.stages["update"].seconds == pytest.approx((6 + 3 * 0.5) * passes)
     assert stages["credit"] == pytest.approx(2 * 0.5 * passes)
     assert stages["evaluate"] == stages["sample"]
     assert stages["checkpoint"] == 0.1

@@ -19,15 +19,19 @@ from rlft.generation.memory import TEACHER_SHARE, EngineMemory, MemoryPart, Mode
 from rlft.generation.vllm.memory import CPU_LIBRARIES
 from rlft.model.activations import LayerModules, logit_rows
 from rlft.model.backbone import load_backbone
-from rlft.model.kernels.lm_head import Head, top_k_logprobs
+from rlft.model.forward import padded_anchor, padded_forward
+from rlft.model.kernels.lm_head import Head, anchor_of, head_kl, top_k_logprobs
 from rlft.plan.demand import Demand, Networks, Rows, TeacherDemand
 from rlft.plan.fit import remedies
 from rlft.plan.memory_parts import (
+    KL_LOGITS,
     OF_AN_UPDATE,
+    PADDED_KL_LOGITS,
     TOP_K_FIELDS,
     TOP_K_LOGITS,
     Run,
     largest_micro_batch,
+    longest_rows,
     memory_shortfall,
     parts,
     teacher_memory,
@@ -192,6 +196,45 @@ def test_what_is_counted_of_a_second_pass_through_the_head_is_what_is_alive_at_m
         top_k_divergence(student, teacher.values, Divergence.jensen_shannon).sum().backward()
     counted = TOP_K_LOGITS * tokens * vocabulary * 4 + TOP_K_FIELDS * tokens * top_k * 4
     assert alive.peak == pytest.approx(counted, rel=0.02)
+
+
+def test_an_exact_kl_is_counted_in_the_heads_chunks_and_by_the_other_policys_hidden_states():
+    words = ["+recipe=grpo_arithmetic", "snapshot.reference=base", "algorithm.kl_coef=0.1"]
+    plans = [resolve(compose([*words, f"algorithm.kl_estimator={kind}"])).plan() for kind in ("exact", "k3")]
+    sizes = sizes_of(plans[0].config.model, plans[0].config.lora)
+    demands = [plan.demand(sizes, False) for plan in plans]
+    more, less = (by_name(parts(sizes, demand, 0)) for demand in demands)
+    _, predicted = largest_micro_batch(demands[0], packed=True)
+    logits = logit_rows(sizes.vocabulary, "cpu", predicted) * sizes.vocabulary * 4
+    states = torch.zeros(predicted, sizes.hidden, device="meta")
+    assert more["LM head"] - less["LM head"] == (KL_LOGITS - 1) * logits + states.nbytes
+    assert {name for name in more if more[name] != less[name]} == {"LM head"}
+
+
+@each(("dtype", "anchor_is_first"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)])
+def test_what_is_counted_of_an_exact_kl_is_within_5_percent_of_what_is_alive(dtype, anchor_is_first):
+    """KL and backward of 64 tokens in one chunk."""
+    tokens, hidden, vocabulary = 64, 8, 4096
+    head = Head(nn.Linear(hidden, vocabulary, bias=False, dtype=dtype).requires_grad_(False))
+    states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+    anchor = anchor_of(head, torch.randn(tokens, hidden, dtype=dtype))._replace(is_first=anchor_is_first)
+    with LiveBytes() as alive:
+        head_kl(head, states, anchor, 0.7).sum().backward()
+    assert alive.peak == pytest.approx(KL_LOGITS * tokens * vocabulary * 4, rel=0.05)
+
+
+def test_in_padded_rows_all_logits_of_both_policies_are_alive(model_config):
+    model = load_backbone(model_config()).model
+    batch = longest_rows(20, 12, 2, 4, 10**6)
+    peaks = []
+    for is_exact in (False, True):
+        with LiveBytes() as alive:
+            anchor = padded_anchor(model, batch, 1.0) if is_exact else None
+            outputs = padded_forward(model, batch, 1.0, False, anchor=anchor)
+            (outputs.logprobs if outputs.kl is None else outputs.logprobs + outputs.kl).sum()
+        peaks.append(alive.peak)
+    logits = batch.token_ids.numel() * model.config.vocab_size * 4
+    assert peaks[1] - peaks[0] <= PADDED_KL_LOGITS * logits
 
 
 GIB = 2**30

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 import rlft
-from rlft.config.model import CriticKind, RewardModelConfig
+from rlft.config.model import CriticKind, Old, RewardModelConfig
 from rlft.config.schema import RunConfig
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import open_learned, reward_role
-from rlft.model.roles import POLICY, REFERENCE, Roles
+from rlft.model.roles import OLD, POLICY, REFERENCE, Roles
 from rlft.trainer.local import LocalTrainer, Trainer, TrainerState, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.update import SampledGap
 from rlft.types import Batch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores
 
+LENGTHS = 10 / 4  # tokens of a completion of the batch, in the mean
 NOBODY = torch.zeros(4, dtype=torch.bool)
 REWARDS = RewardModelConfig(
     refresh_every=2, labels="math", pairs=8, pairs_per_group=4, replay=0.5, capacity=8, epochs=1, pairs_per_update=2,
@@ -120,6 +121,28 @@ def test_the_kl_of_the_last_update_is_the_policys_before_its_gradient_step(confi
         moved.append((d.expm1() - d).mean().item())
     assert measured == pytest.approx([0.0, moved[0]], rel=1e-3, abs=1e-8)
     assert moved[1] > 1.5 * moved[0] > 1e-4
+
+
+@pytest.mark.parametrize("to", ["reference", "old", "reward"])
+def test_an_exact_kl_acts_in_the_updates_of_a_step(config, make_roles, batch, to) -> None:
+    keys = {"kl_in": "reward"} if to == "reward" else {"kl_to": to, "kl_in": "loss"}
+    algorithm = rlft.load_algorithm("reinforce", kl_coef=0.5, kl_estimator="exact", **keys)
+    roles: Roles = make_roles(noise=0.02, reference="base", old=Old.copy)
+    roles.copy(POLICY, OLD)
+    config = replace(config, epochs=2 if to == "old" else 1)
+    asked = {"needs_old": True, "reference_field": algorithm.reference_field}
+    trainer = LocalTrainer(roles, open_optimizers(roles, config.trainer, critic_lr=1.0), config, **asked)
+    credited = algorithm.credit(trainer.annotate(batch, NOBODY))
+    mean = roles.outputs(batch, False, anchor=roles.anchor(batch, None)).kl[batch.loss_mask].mean().item()
+    metrics = trainer.update(algorithm, credited, NOBODY, 0)
+    if to == "old":  # the first update measures before the policy has moved
+        assert metrics["kl/old_last"] == pytest.approx(2 * metrics["kl/old"], rel=1e-3)
+        assert metrics["kl/old_last"] > 1e-5
+        assert metrics["loss/kl"] == pytest.approx(0.5 * metrics["kl/old"] * LENGTHS, rel=1e-3)
+    else:
+        assert metrics["kl/reference"] == pytest.approx(mean, rel=1e-5)
+        assert mean > 1e-5
+        assert metrics.get("loss/kl") == (pytest.approx(0.5 * mean * LENGTHS, rel=1e-5) if to == "reference" else None)
 
 
 def test_what_is_published_is_the_policy_after_the_last_update(open_trainer, batch) -> None:

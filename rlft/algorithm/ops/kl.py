@@ -1,4 +1,5 @@
 """KL divergences: estimated from the log-probs of sampled tokens, d = lp - lp_ref, or summed over a teacher's top k.
+Those over the whole vocabulary come from the LM head (`Outputs.kl`).
 
 | estimator | value | its gradient as a loss, on-policy |
 |---|---|---|
@@ -6,6 +7,7 @@
 | k2 | biased | that of the reverse KL |
 | k3 | unbiased, never negative | that of the forward KL |
 | k3_unbiased | unbiased, also off-policy | that of the reverse KL, also off-policy |
+| exact | the KL at the token's place | the same, of the probabilities in this place |
 
 A loss *adds* beta * KL (the objective subtracts it). Source: J. Schulman, "Approximating KL divergence" (2020).
 Log-probs are natural logarithms; a teacher's and those compared with them are at temperature 1.
@@ -33,6 +35,7 @@ class KLEstimator(StrEnum):
     k2 = "k2"
     k3 = "k3"
     k3_unbiased = "k3_unbiased"
+    exact = "exact"
 
 
 class KLAnchor(StrEnum):
@@ -79,8 +82,8 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor, estim
             return k3(logprobs, reference_logprobs)
         case KLEstimator.k3_unbiased:
             return k3_unbiased(logprobs, reference_logprobs, old_logprobs)
-        case KLEstimator.auto:
-            raise ValueError("kl: `auto` depends on where the KL acts; pass k1, k2, k3 or k3_unbiased")
+        case KLEstimator.auto | KLEstimator.exact:
+            raise ValueError(f"kl: {estimator} is no estimate from sampled tokens; pass k1, k2, k3 or k3_unbiased")
 
 
 # -- the coefficient ---------------------------------------------------------------------------------------------------

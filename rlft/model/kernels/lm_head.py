@@ -14,7 +14,7 @@ above then gets the factor d logit / d z. What a model does is found out by givi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -36,8 +36,10 @@ class Head(NamedTuple):
     scale: float = 1.0
     cap: float | None = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[.., V]` from hidden states `[.., H]`."""
+    def logits(self, hidden: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """`[.., V]` from hidden states `[.., H]`, with other weights in the place of the module's."""
+        if weights is not None:
+            return self.made_of(torch.func.functional_call(self.module, dict(weights), (hidden,)))
         return self.made_of(self.module(hidden))
 
     def made_of(self, numbers: Tensor) -> Tensor:
@@ -264,6 +266,65 @@ def top_k_logprobs(head: Head, hidden_MH: Tensor, ids_MK: Tensor, temperature: f
         return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
 
     return _in_chunks(of_ids, head, hidden_MH, ids_MK)[0]
+
+
+class Anchor(NamedTuple):
+    """What another policy's probabilities of the whole vocabulary are made of, at the positions of a pass."""
+
+    states: Tensor  # hidden states `[M, H]`; without weights log-probs `[.., V]`
+    weights: Mapping[str, Tensor] | None = None  # of its LM head
+    is_first: bool = False  # whether the divergence is KL(anchor || policy), not KL(policy || anchor)
+
+
+def anchor_of(head: Head, hidden_MH: Tensor) -> Anchor:
+    """The policy with these hidden states, and with the present weights of the head, which may be replaced later."""
+    return Anchor(hidden_MH, {name: weight.detach() for name, weight in head.module.named_parameters()})
+
+
+def head_kl(head: Head, hidden_MH: Tensor, anchor: Anchor, temperature: float) -> Tensor:
+    """The KL divergence `[M]`, in nats, of this policy and the anchor, with the dtype of `head_logprobs`."""
+
+    def of_states(head_logits: Callable[[], Tensor], states_CH: Tensor) -> tuple[Tensor]:
+        with torch.no_grad():
+            logq = logprobs_of(widened(head.logits(states_CH, anchor.weights)), temperature)
+        return (whole_kl(head_logits(), logq, temperature, anchor.is_first),)
+
+    return _in_chunks(of_states, head, hidden_MH, anchor.states)[0]
+
+
+def logprobs_of(logits: Tensor, temperature: float) -> Tensor:
+    return (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+
+
+def whole_kl(logits: Tensor, logq: Tensor, temperature: float, q_is_first: bool) -> Tensor:
+    """KL(p || q) `[..]` over the last axis, or KL(q || p), with p = softmax(logits / temperature), of which alone it is
+    a function, and log-probs of q."""
+    return _WholeKL.apply(logits, logq, temperature, q_is_first)
+
+
+class _WholeKL(torch.autograd.Function):
+    """As `_FrozenHead`, it keeps the derivatives by the logits, T being the temperature:
+
+    d KL(p || q) / dz = p (log p - log q - KL) / T            d KL(q || p) / dz = (p - q) / T
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, logq: Tensor, temperature: float, q_is_first: bool) -> Tensor:
+        logp = logprobs_of(logits, temperature)
+        p, difference = logp.exp(), logp.sub_(logq)
+        if q_is_first:
+            q = logq.exp()
+            kl, slope = -(difference.mul_(q)).sum(-1), p.sub_(q)
+        else:
+            kl = (p * difference).sum(-1)
+            slope = difference.sub_(kl[..., None]).mul_(p)
+        ctx.save_for_backward(slope if temperature == 1 else slope.div_(temperature))
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        [slope], [grad] = ctx.saved_tensors, grad_outputs
+        return slope * grad[..., None], None, None, None
 
 
 @torch.no_grad()

@@ -91,9 +91,10 @@ def test_k3_unbiased_has_the_kls_value_and_gradient_also_off_policy():
     close(gradient, reverse_gradient)
 
 
-def test_auto_must_be_resolved_first():
-    with pytest.raises(ValueError, match="auto"):
-        kl(REFERENCE, REFERENCE, REFERENCE, KLEstimator.auto)
+@pytest.mark.parametrize("estimator", [KLEstimator.auto, KLEstimator.exact])
+def test_what_is_no_estimate_from_sampled_tokens_is_refused(estimator):
+    with pytest.raises(ValueError, match=f"kl: {estimator} is no estimate"):
+        kl(REFERENCE, REFERENCE, REFERENCE, estimator)
 
 
 ADAPTIVE, PROPORTIONAL = KLController.adaptive, KLController.proportional
