@@ -8,7 +8,7 @@ config.yaml. A name of the user's own is never replaced.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 from rlft.config.instantiate import instantiate
 from rlft.data.fields import RowError, has
 from rlft.data.files import files_at, tables
-from rlft.data.records import Parse
 from rlft.data.tables import Record, Table, rows_of
 from rlft.types import UserError
 
@@ -39,7 +38,9 @@ NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 SMALL_BYTES = 2**20
 
 
-def check_first_rows(files: Iterable[Table], parse: Parse[Any], key: str) -> None:
+def check_first_rows(
+    files: Iterable[Table], parse: Callable[[Mapping[str, Any], str], Iterable[Any]], key: str
+) -> None:
     """Refuses files with a row that cannot be parsed, as reading them does: of the first MiB all, then the first ones.
 
     Raises UserError.

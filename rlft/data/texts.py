@@ -11,7 +11,7 @@ distillation" (Snell 2022, arXiv 2209.15189), on the student's own samples.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from rlft.data.fields import MissingField, RowError, value_of
 from rlft.data.files import files_at, parsed, tables
 from rlft.data.first_rows import check_first_rows
 from rlft.data.prompts import chunked, prompts_for_step, tokenised
-from rlft.data.records import Parse
 from rlft.system.lazy import torch
 from rlft.system.seeds import derive
 from rlft.tokens.text import RunTokenizer
@@ -58,7 +57,7 @@ def check_texts(path: str, field: str, given_field: str | None, nested: str | No
     check_first_rows(tables(files_at(path, PATH), PATH, nested), _parser(field, given_field), PATH)
 
 
-def _parser(field: str, given_field: str | None) -> Parse[Any]:
+def _parser(field: str, given_field: str | None) -> Callable[[Mapping[str, Any], str], list[Text]]:
     problem = "is the key of the text itself (pretrain.field)"
     remedy = "name the field of what stands before the text, or set it to null"
     require(given_field != field, "pretrain.given_field", problem, got=given_field, remedy=remedy)

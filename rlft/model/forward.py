@@ -366,7 +366,8 @@ def padded_anchor(model: PreTrainedModel, batch: Batch, temperature: float, layo
         return ()
 
     _of_padded_rows(batch, logprobs_of_rows, layout)
-    return Anchor(*found)
+    (logprobs_BTV,) = found  # the rows are one call
+    return Anchor(logprobs_BTV)
 
 
 def padded_most_likely(

@@ -110,12 +110,12 @@ class Trainer(Protocol):
 
 
 class SampleCheck(Protocol):
-    """Judges, before the first update of a step, whether its policy is the one that has sampled the rows.
+    """Judges, before the first update of a step, whether its policy is the one that has sampled the rows."""
 
-    `limit`: in nats, beyond which tokens are counted.
-    """
-
-    limit: float
+    @property
+    def limit(self) -> float:
+        """In nats, beyond which tokens are counted."""
+        ...
 
     def __call__(self, rows: Batch, gap: updates.SampledGap | None, step: int) -> None:
         """Raises an error if it is not. `gap`: that of these rows; None: no pass of the update was over them."""
