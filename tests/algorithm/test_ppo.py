@@ -54,7 +54,7 @@ def test_variants_differ_from_ppo_in_the_keys_they_say(make):
     penalty = {"kl_to": "old", "kl_in": "loss", "kl_coef": 1.0, "kl_controller": "adaptive", "kl_target": 0.01}
     assert make("ppo_penalty") == make("ppo", surrogate="importance", **penalty)
     assert make("ppo_ptx") == make("ppo", ptx_coef=1.0)
-    keys = {"estimator": "n_step", "n_steps": 5, "whiten": False, "surrogate": "policy_gradient", "value_clip": None}
+    keys = {"estimator": "n_step", "surrogate": "importance", "value_clip": None}
     assert make("a2c") == make("ppo", entropy_coef=0.01, **keys)
 
 
