@@ -71,6 +71,7 @@ def test_a_family_that_was_seen_to_fail_is_refused_by_name_before_weights_are_lo
     here = transformers.__version__
     of_llama = Family(wrong=WRONG_FORWARD), Family(decoding=DECODES_OTHERWISE)
     folder = config_folder("llama", tmp_path / "model")
+    monkeypatch.setattr("rlft.commands.launch.check_whole", lambda *_, **__: None)  # the folder has a config alone
     run = ["train", *RUN.split(), f"model.path={folder}", f"hydra.run.dir={tmp_path / 'run'}"]
     for family in of_llama:
         monkeypatch.setattr(data, "known", lambda family=family: data.Families({"llama": family}, here, ""))
@@ -85,8 +86,9 @@ def test_a_family_that_was_seen_to_fail_is_refused_by_name_before_weights_are_lo
 
 
 def test_encoders_and_models_without_layers_for_an_adapter_are_refused_by_key(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("rlft.commands.launch.check_whole", lambda *_, **__: None)  # the folders have a config alone
     for kind, problem in {
         "bert": "a bert is an encoder, which also reads the tokens behind",
         "bart": "a bart is an encoder-decoder, whose decoder reads more than the tokens before",

@@ -52,7 +52,7 @@ def test_rows_up_to_the_limit_are_exact_and_longer_ones_are_refused_by_name(rand
         alone, _ = plain(model, longer)
         # The refusal is needed: beside a longer row the short ones have other log-probs than alone.
         assert (padded_forward(model, longer, 1.0, False).logprobs - alone)[1:].abs().max() > 1e-3
-        words = f"model.path: a row exceeds the model's context of {LIMIT} tokens, .* RoPE makes a row depend on those"
+        words = f"model.path: a row exceeds the model's context of {LIMIT} tokens, .* RoPE makes a row depend on its"
         with pytest.raises(UserError, match=words):
             forward(longer, 1.0)
         with pytest.raises(UserError, match=words):
