@@ -36,7 +36,11 @@ collect_ignore = ["cuda"]
 torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
 
 # A shell starts what runs in the background with these ignored, which all processes that tests start would inherit.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 

@@ -76,7 +76,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "number"),
     [
         slow(["train", "+recipe=grpo_arithmetic", *TRAIN], 5),
-        (["train", *TRAIN, "trainer.schedule=cosine", "name=mine"], 3),
+        (["train", *TRAIN, "trainer.schedule=cosine", "name=mine"], 4),
         slow(["sft", *TEACH], 3),
         slow(["sft", *TEACH, "data=arithmetic", "data.size=16", "data.held_out_size=8", "scoring.workers=0",
           "lora.target_modules=[q_proj,v_proj]", "lora.use_rslora=true"], 3),

@@ -350,6 +350,8 @@ TABLE = [
      "algorithm.kl_estimator", "needs its network during the updates, got exact; set snapshot.old=copy, or"),
     ("train algorithm.kl_coef=0.1 snapshot.reference=base algorithm.kl_estimator=exact algorithm.kl_in=reward"
      " snapshot.old=sampled", "snapshot.old", "from the engine's log-probs of sampled tokens, got sampled; use auto"),
+    ("train algorithm.kl_coef=0.1 snapshot.reference=base algorithm.kl_estimator=exact"
+     " lora.target_modules=[q_proj,lm_head]", "lora.target_modules", "not computed where the LM head has an adapter"),
     ("train algorithm.kl_coef=0.1 algorithm.kl_estimator=exact", "snapshot.reference", "algorithm.kl_coef is above 0"),
     ("train algorithm.dual_clip=1", "algorithm.dual_clip", "must lie above the clip range"),
     ("train algorithm=gspo algorithm.mismatch=token_mask", "algorithm.mismatch",
@@ -1176,8 +1178,8 @@ ACCEPTED = [
     "snapshot.reference=ema snapshot.ema_decay=0.99",
     "snapshot.old=copy algorithm=rloo algorithm.kl_coef=0.1 snapshot.reference=base",
     "snapshot.old=sampled algorithm=rloo algorithm.kl_coef=0.1 snapshot.reference=base",
-    "algorithm.kl_coef=0.1 algorithm.kl_to=old algorithm.kl_estimator=exact snapshot.old=copy",
-    "algorithm.kl_estimator=exact snapshot.old=sampled",
+    "algorithm.kl_coef=0.1 algorithm.kl_to=old algorithm.kl_estimator=exact snapshot.old=copy minibatches=2",
+    "algorithm.kl_estimator=exact snapshot.old=sampled algorithm.kl_coef=0.1 snapshot.reference=base",
     f"{LEARNED} {REFRESH}",
     f"{LEARNED} {REFRESH} {SMALL} reward.learned.path=critic",
     f"{SMALL} lora.path=policy snapshot.reference=policy",

@@ -76,8 +76,7 @@ def _guessed(values: Mapping[str, Any], section: str) -> dict[str, str | None]:
     """{key: the field that is meant}; empty where the first row can be read, or cannot be read with a guess either."""
     path, key = values.get("path"), f"{section}.path"
     is_ours = str(values.get("_target_")).startswith("rlft.data.") and NAMES[section].keys() <= values.keys()
-    is_own = any(values[key] not in (None, *names) for key, names in NAMES[section].items() if key in values)
-    if not is_ours or is_own or not isinstance(path, str) or not Path(path).expanduser().exists():
+    if not is_ours or not isinstance(path, str) or not Path(path).expanduser().exists():
         return {}
     with suppress(UserError, RowError):  # reading the data says what is wrong
         for record, table in _first_records(tables(files_at(path, key), key, values.get("rows"))):
@@ -98,7 +97,8 @@ def _can_be_read(values: Mapping[str, Any], section: str, row_id: str, fields: M
 
 def _names_in(fields: Mapping[str, Any], values: Mapping[str, Any], section: str) -> dict[str, str | None]:
     chats = [name for name in CHATS if has(fields, name)]
-    if len(chats) == 1 and not has(fields, values["prompt_field"]):
+    is_usual = {key: values[key] in (None, *others) for key, others in NAMES[section].items()}  # and not the user's own
+    if len(chats) == 1 and not has(fields, values["prompt_field"]) and is_usual["prompt_field"]:
         guessed: dict[str, str | None] = {"messages_field": chats[0]}
         if section == "data" and not has(fields, values["answer_field"]):
             guessed["answer_field"] = None  # the chat's last message
@@ -107,6 +107,6 @@ def _names_in(fields: Mapping[str, Any], values: Mapping[str, Any], section: str
     for key, others in NAMES[section].items():
         found = [name for name in others if has(fields, name)]
         needs_input = found == ["instruction"] and has(fields, "input")  # Alpaca's second half of the question
-        if len(found) == 1 and not needs_input and not has(fields, values[key]):
+        if len(found) == 1 and is_usual[key] and not needs_input and not has(fields, values[key]):
             guessed[key] = found[0]
     return guessed

@@ -59,7 +59,8 @@ class WordTable:
             yield from self._lines(console, row[:apart], widths)
             named = zip(self.columns[apart:], row[apart:], strict=True)
             below = Text(GAP).join(Text(f"{c.title} " * c.right) + cell for c, cell in named if cell)
-            for line in below.wrap(console, options.max_width - len(INDENT), overflow="ignore") if below else ():
+            width = max(options.max_width - len(INDENT), _longest_word(below))
+            for line in below.wrap(console, width) if below else ():
                 yield Text(INDENT) + line
 
     def _holds(self, number: int, cell: Text, widths: Sequence[int]) -> bool:

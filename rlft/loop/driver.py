@@ -225,6 +225,7 @@ class RunDriver(ABC):
                 if self.chains_state:
                     state = make(for_chain=True)
                     self.chain.seal(step, checkpoint.plain_parts(state), checkpoint.tensors_of_parts(state))
+                    del state  # before a checkpoint makes another one
                 else:
                     self.chain.seal(step)
             self.saver.after_step(step, make, self.clock)

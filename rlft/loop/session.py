@@ -302,7 +302,7 @@ def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...
     if hinted_tokens:
         hinted_P = torch.tensor(prompt).repeat(-(-hinted_tokens // len(prompt)))[:hinted_tokens]
         micro = replace(micro, teacher_prompts=hinted_P.expand(len(micro.rewards), -1))
-    of_zeros = dict.fromkeys(("old_logprobs", "reference_logprobs", "old_values", "returns"), zeros)
+    of_zeros = dict.fromkeys(("old_logprobs", "reference_logprobs", "reference_kl", "old_values", "returns"), zeros)
     return replace(micro, advantages=zeros + 1, **of_zeros)
 
 
@@ -344,7 +344,7 @@ def open_session(
         local = open_trainer(plan, roles, base)
         trainer = make_trainer(local, config.cluster, workers.ranks, run.logger.note, again)
         session = Session(run, roles, generator, scorer, trainer)
-        if samples_tell(config):
+        if samples_tell(config) and not roles.routing.layers:  # an expert chosen otherwise is a large gap, and no fault
             session.freshness.samples_tell = True
             local.check_samples = SampledTokens(freshness=session.freshness, learner=roles)
         stack.callback(session.next.close)

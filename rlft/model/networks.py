@@ -11,7 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -301,7 +301,9 @@ class Networks(ABC):
         elif old is Old.recompute or needs_old:
             fields_by_role[POLICY].add("old_logprobs")
         olds = OLD if old is Old.copy else POLICY
-        is_compared = self.snapshot.routing is RoutingSource.free and self.routing.layers and olds in fields_by_role
+        is_compared = (
+            self.snapshot.routing is RoutingSource.free and self.routing.sizes_known and olds in fields_by_role
+        )
         if self.snapshot.routing is RoutingSource.old or is_compared:
             fields_by_role[olds].add("experts")
         if reference != "none" and reference_field is not None:
@@ -411,7 +413,8 @@ class Networks(ABC):
         source = self.snapshot.routing
         if source is RoutingSource.free:
             if routing.layers:
-                routing.learn_sizes()
+                with suppress(KeyError, RuntimeError):  # layers that a pass leaves out, or of other numbers of experts
+                    routing.learn_sizes()
         elif (problem := routing.check()) is not None:
             remedy = "set it to free, or use another model"
             raise UserError("snapshot.routing", problem, got=source, remedy=remedy)

@@ -120,6 +120,10 @@ class Routing:
             ones = torch.ones(len(chosen), device=chosen.device)
             self._loads[layer] = ones.new_zeros(self._experts[layer]).index_add_(0, chosen, ones)
 
+    @property
+    def sizes_known(self) -> bool:
+        return bool(self._each)
+
     def learn_sizes(self) -> Tensor:
         """Makes `unknown` known, by a short pass; returns its experts, as `noting` does."""
         with torch.no_grad(), self.noting() as noted:

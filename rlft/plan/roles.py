@@ -190,6 +190,11 @@ def _reference(config: RunConfig, algorithm: Objective) -> None:
     require(
         is_there, "algorithm.kl_estimator", problem, got="exact", remedy=f"{remedy}, or algorithm.kl_estimator=auto"
     )
+    problem = "an exact KL is not computed where the LM head has an adapter"
+    is_exact = algorithm.exact_kl_to is not None or algorithm.reference_field == "reference_kl"
+    adapts_head = config.lora is not None and config.lora.adapts_head
+    remedy = "leave lm_head out, or use algorithm.kl_estimator=auto"
+    require(not (is_exact and adapts_head), "lora.target_modules", problem, remedy=remedy)
     problem = "a KL of whole distributions cannot be computed from the engine's log-probs of sampled tokens"
     is_there = algorithm.reference_field != "reference_kl" or snapshot.old is not Old.sampled
     require(is_there, "snapshot.old", problem, got=snapshot.old, remedy="use auto, or algorithm.kl_estimator=auto")

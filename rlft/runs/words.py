@@ -14,7 +14,7 @@ from rlft.config import catalog
 from rlft.config.compose import MISSING, compose
 from rlft.config.keys import ABSENT, flatten, is_below
 from rlft.config.suggest import SEVERAL
-from rlft.system.terminal import override
+from rlft.system.terminal import override, quoted
 from rlft.types import UserError
 
 SETTLED = ("command", "resume", "model.date", "model.revision", "cluster.lanes")
@@ -99,6 +99,16 @@ def _apart(plain: Config, command: str, base: Sequence[str]) -> tuple[list[str],
 
 
 def _word(key: str, value: Any) -> str:
-    if isinstance(value, str) and yaml.safe_load(value or "''") != value:
-        return f"{key}='{value}'"
+    if isinstance(value, str) and not _is_plain(value):
+        return f"{key}={quoted(value)}"
     return override(key, "null" if value is None else str(value).lower() if isinstance(value, bool) else value)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether OmegaConf, to which 1e3 is a number as well, reads the text as itself."""
+    try:
+        float(text)
+    except ValueError:
+        with suppress(yaml.YAMLError):
+            return yaml.safe_load(text or "''") == text
+    return False

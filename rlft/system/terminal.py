@@ -139,9 +139,16 @@ def overrides(values: Mapping[str, object]) -> list[str]:
 def _quoted(value: object) -> str:
     """The value, quoted if Hydra would otherwise read it differently."""
     text = str(value)
-    if re.fullmatch(r"[\w./:-]+", text):
-        return text
-    return "'" + text.replace("'", "\\'") + "'"
+    return text if re.fullmatch(r"[\w./:-]+", text) else quoted(text)
+
+
+def quoted(text: str) -> str:
+    """The text in quotes, as Hydra reads it: with a backslash before a quote, and two for one that stands before one.
+
+    >>> print(quoted("Let's"), quoted("a" + chr(92)))
+    'Let\\'s' 'a\\\\'
+    """
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + ("\\'" if match[2] else ""), text) + "'"
 
 
 def resuming(folder: Path) -> str:

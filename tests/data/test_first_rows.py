@@ -53,6 +53,17 @@ def test_chats(name: str, section: str, tmp_path: Path) -> None:
     assert values.get("answer_field") is None
 
 
+@each(("prompt", "answer"), itertools.product(PROMPTS, ANSWERS))
+def test_a_name_of_ones_own_stays_and_the_others_are_guessed(prompt: str, answer: str, tmp_path: Path) -> None:
+    values = read("data", {prompt: "1 + 1?", "gold": "2"}, tmp_path, "data.answer_field=gold")
+    assert (values["prompt_field"], values["answer_field"]) == (prompt, "gold")
+    values = read("data", {"asked": "1 + 1?", answer: "2"}, tmp_path, "data.prompt_field=asked")
+    assert (values["prompt_field"], values["answer_field"]) == ("asked", answer)
+    row = {prompt: "1 + 1?", "accepted": "2", "worst": "3"}
+    values = read("preferences", row, tmp_path, "preferences.rejected_field=worst")
+    assert [values[f"{key}_field"] for key in ("prompt", "chosen", "rejected")] == [prompt, "accepted", "worst"]
+
+
 @each(
     ("row", "words"),
     [

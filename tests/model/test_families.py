@@ -112,7 +112,7 @@ def test_families_that_read_images_are_found_though_their_language_model_stands_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.run(["models", "qwen3-vl"]) == 0
-    assert capsys.readouterr().out.startswith("qwen3_vl: reads images in prompts, and its language model is trained; ")
+    assert capsys.readouterr().out.startswith("qwen3_vl: reads images in prompts, and its language model is trained;")
     assert cli.run(["models", "qwen3-vl", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["qwen3_vl"]["note"].startswith("reads images in prompts")
 

@@ -26,6 +26,20 @@ def test_the_words_of_a_config_compose_it_again(command: str, recipe: str) -> No
     assert compose(words, None, command, requires=False) == plain
 
 
+TEXTS = ["{question} Answer:", "Think: then say: x", "[INST] be brief", "Let's: go", "- a", "~", "null", "1e3", "a\\"]
+TEXTS += ["".join(random.Random(i).choices("a {}[]:'\"\\,=#%&*!|>?@`~-1", k=1 + i % 12)) for i in range(60)]
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_a_text_of_any_characters_is_composed_again(part: int) -> None:
+    plain = compose(["data=jsonl", "data.path=a.jsonl"])
+    for text in TEXTS[part::3]:
+        changed = plain | {"data": plain["data"] | {"system_prompt": text}}
+        words = words_of(changed, "train")
+        assert words is not None, text
+        assert compose(words)["data"]["system_prompt"] == text, (text, words)
+
+
 def test_a_recipes_words_begin_with_it_and_other_choices_are_named() -> None:
     assert words_of(compose(["+recipe=grpo_arithmetic"]), "train") == ["+recipe=grpo_arithmetic"]
     plain = compose(["algorithm=gspo", "reward=[exact_match]", "data=jsonl", "data.path=a.jsonl", "steps=5"])

@@ -41,6 +41,17 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_an_exact_kl_is_that_of_the_networks_from_the_rehearsal_on(place: str, tmp_path: Path) -> None:
+    words = ["algorithm.kl_estimator=exact", f"algorithm.kl_in={place}", "algorithm.kl_coef=0.1"]
+    words += ["algorithm.entropy_coef=1.0"]  # so that it learns
+    run = tmp_path / "run"
+    assert cli.run([*SMALL, *words, "snapshot.reference=base", "steps=2", f"hydra.run.dir={run}"]) == 0
+    first, second = metrics(run)
+    assert first["kl/reference"] == 0.0
+    assert second["kl/reference"] > 0.0
+
+
 @pytest.mark.slow
 def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_though_it_has_moved(
     teacher: Path, tmp_path: Path

@@ -93,13 +93,13 @@ def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base: 
     assert plan.end_rows() == [
         ("end-of-turn token", "<|im_end|>", "learned and sampled, token 2; <|endoftext|> would end it too")
     ]
-    [note] = [note for note in plan.notes if "turn ends" in note]
+    [note] = [note for note in plan.notes if "end-of-turn token" in note]
     assert note.startswith(
         "the end-of-turn token is <|im_end|>, as the chat template has it, while the tokenizer's end token is"
     )
     usual = resolve(compose([f"model.path={tiny_path}", *KEYS])).plan()
     assert usual.end_rows() == [("end-of-turn token", "<|im_end|>", "learned and sampled, token 2")]
-    assert not [note for note in usual.notes if "turn ends" in note]
+    assert not [note for note in usual.notes if "end-of-turn token" in note]
     with pytest.raises(UserError, match=r"^generation\.stop: holds the special token .*leave it out, since every"):
         resolve(compose([f"model.path={base}", *KEYS, "generation.stop=['<|im_end|>']"])).plan()
 

@@ -76,7 +76,8 @@ def command(arguments: list[str]) -> None:
     request = prepare(replace(source, config=config), out, kind, dtype, say)
     if pushing is not None:
         request, pushing = replace(request, repo_id=pushing.repo_id), push.prepared(pushing)
-    import_libraries(f"rlft export: {request.checkpoint} to {request.out}", base_of(config, source))
+    doing = f"rlft export: {request.checkpoint} to {request.out}"
+    import_libraries(doing, base_of(config, source), needs_weights=request.is_model)
     run(request, pushing, say)
 
 

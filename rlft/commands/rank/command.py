@@ -48,8 +48,9 @@ def command(arguments: Sequence[str]) -> None:
         print_agreement(*([row for _, row in read_rows(path, "agree")] for path in paths))
         return
     remedy = "write rlft rank samples=<samples.jsonl> out=<preferences.jsonl>"
+    require(not others, "rank", "takes keys alone", got=" ".join(others), remedy=remedy)
     for key in ("samples", "out"):
-        require(values.get(key) and not others, key, "is missing", got=" ".join(others) or None, remedy=remedy)
+        require(values.get(key), key, "is missing", remedy=remedy)
     ranker = unquoted(values.get("ranker") or os.environ.get("USER", "user"))
     out, seed = Path(unquoted(values["out"])), values.get("seed", "0")
     require(out.suffix == ".jsonl", "out", "must be a JSONL file", got=out, remedy="name one: out=preferences.jsonl")

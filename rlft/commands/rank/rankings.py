@@ -6,6 +6,7 @@ shown), models (what sampled each), scores (0 for the worst; equal ones are tied
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -108,7 +109,7 @@ class Rankings:
     def add(self, scores: Sequence[int] | None) -> None:
         """Adds the scores of the next question's answers; None skips it. DiskError: the file is as it was."""
         skipped = [0] * len(self.left[-1]["completions"])
-        row, begin = {**self.left[-1], "scores": scores or skipped, "skipped": scores is None}, self.file.stat().st_size
+        row, begin = {**self.left[-1], "scores": scores or skipped, "skipped": scores is None}, self._size()
         append(self._stream, encode(row), durable=True)
         self.done.append((begin, self.left.pop()))
 
@@ -117,7 +118,16 @@ class Rankings:
         self._cut(self.done[-1][0])
         self.left.append(self.done.pop()[1])
 
+    def _size(self) -> int:
+        """The bytes of the file that is written. DiskError: it is no longer that of this name."""
+        written = os.fstat(self._stream.fileno())
+        with writing(self.file):
+            if not self.file.exists() or not os.path.samestat(written, self.file.stat()):
+                raise FileNotFoundError(errno.ENOENT, "the file was moved or replaced meanwhile")
+        return written.st_size
+
     def _cut(self, end: int) -> None:
+        self._size()
         with writing(self.file):
             os.ftruncate(self._stream.fileno(), end)
             os.fsync(self._stream.fileno())

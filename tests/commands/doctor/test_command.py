@@ -84,7 +84,8 @@ def test_ctrl_c_ends_it_soon_and_leaves_nothing(tmp_path: Path) -> None:
     begin = time.monotonic()
     ended = started.wait()
     assert (ended.code, ended.out) == (130, "")
-    assert ended.err == "rlft: interrupted: no results were saved\n"
+    begun = "rlft doctor: a small run in other processes, and what it shows; minutes ..\n"
+    assert ended.err == begun + "rlft: interrupted: no results were saved\n"
     assert time.monotonic() - begin < 60
     assert list(temporary.iterdir()) == []
     assert happens(lambda: not marked(started.mark), within_s=60)

@@ -68,7 +68,7 @@ def test_a_kill_loses_no_ranking_and_ctrl_c_says_how_to_continue(
     [
         ([], "samples: is missing; write rlft rank samples="),
         (["samples=a.jsonl"], "out: is missing; "),
-        (["a.jsonl", "out=b.jsonl"], "samples: is missing, got a.jsonl; "),
+        (["a.jsonl", "out=b.jsonl"], "rank: takes keys alone, got a.jsonl; "),
         (["samples=none.jsonl", "out=b.jsonl"], "samples: there is no such file, got none.jsonl; "),
         (["samples=pairs.jsonl", "out=b.jsonl"], "samples: pairs.jsonl:1: is no line of rlft sample; "),
         (["samples=image.jsonl", "out=b.jsonl"], "samples: image.jsonl:1: its prompt has an image"),

@@ -93,6 +93,23 @@ def test_a_full_disk_leaves_the_file_and_the_question_as_they_were(
     assert (rankings.shown(), rankings.file.read_bytes()) == before
 
 
+@each("how", ["removed", "replaced"])
+def test_a_file_that_was_moved_meanwhile_takes_no_ranking(
+    how: str, tmp_path: Path, write_samples: Callable[..., Path]
+) -> None:
+    rankings = Rankings(tmp_path / "out.jsonl", questions_of([str(write_samples())], "anna", 0))
+    rankings.add([0, 1, 2])
+    rankings.file.rename(tmp_path / "moved.jsonl")
+    if how == "replaced":
+        rankings.file.write_bytes((tmp_path / "moved.jsonl").read_bytes())
+    before = rankings.shown()
+    for change in (lambda: rankings.add([0, 1, 2]), rankings.undo):
+        with pytest.raises(disk.DiskError):
+            change()
+        assert rankings.shown() == before
+    assert len(rows_of(tmp_path / "moved.jsonl")) == 1
+
+
 @each(
     "content", ['{"prompt": "?", "chosen": "a"}\n', "text", '{"prompt": "?"', "[1]\n", "\n", "{}\n", '{"ranker": 1}\n']
 )
