@@ -100,7 +100,7 @@ def _names_in(fields: Mapping[str, Any], values: Mapping[str, Any], section: str
     is_usual = {key: values[key] in (None, *others) for key, others in NAMES[section].items()}  # and not the user's own
     if len(chats) == 1 and not has(fields, values["prompt_field"]) and is_usual["prompt_field"]:
         guessed: dict[str, str | None] = {"messages_field": chats[0]}
-        if section == "data" and not has(fields, values["answer_field"]):
+        if section == "data" and is_usual["answer_field"] and not has(fields, values["answer_field"]):
             guessed["answer_field"] = None  # the chat's last message
         return guessed
     guessed = {}

@@ -51,6 +51,8 @@ def test_chats(name: str, section: str, tmp_path: Path) -> None:
     values = read(section, {name: CHAT}, tmp_path)
     assert values["messages_field"] == name
     assert values.get("answer_field") is None
+    if section == "data":  # a name of the user's own stays, and is refused as it is typed
+        assert read(section, {name: CHAT}, tmp_path, "data.answer_field=nope")["answer_field"] == "nope"
 
 
 @each(("prompt", "answer"), itertools.product(PROMPTS, ANSWERS))

@@ -72,7 +72,8 @@ def words_for(words: list[str], word: str, listed: dict) -> list[str]:
 
 def of_value(value: str, choices: list[str]) -> list[str]:
     """Values of a key; in a list or a sweep, of its last one."""
-    before, last = re.fullmatch(r"(.*[\[,]|)(.*)", value, re.DOTALL).groups()  # type: ignore[union-attr]
+    start = max(value.rfind("["), value.rfind(",")) + 1
+    before, last = value[:start], value[start:]
     others = re.split(r"[\[,]", before)
     found = [f"{before}{each}" for each in offered(choices, last) if each.startswith(last) and each not in others]
     if "[" in before and len(found) == 1:  # two candidates, so that the shell neither closes a quote nor ends the word
