@@ -328,21 +328,16 @@ class Saver:
         self._interrupt.in_step = step < self._num_steps
         self.interrupted = self._interrupt.requested
 
-    def saves(self, step: int) -> bool:
-        """Whether a checkpoint follows after this step, unless a signal asks for one."""
-        every = self._settings.every
-        return self.stopping or step == self._num_steps or (every > 0 and step % every == 0)
-
     def after_step(self, step: int, make: Callable[[], Checkpoint], clock: Clock) -> None:
         """Called after `step` steps, while none can be abandoned.
 
         `make` returns their state; `clock` measures how long it takes to keep it.
         """
-        last = self.stopping or step == self._num_steps
+        last, every = self.stopping or step == self._num_steps, self._settings.every
         self.interrupted = self._interrupt.requested
         self._interrupt.in_step = not last
         self._finished = step
-        if self.interrupted or self.saves(step):
+        if self.interrupted or last or (every > 0 and step % every == 0):
             with clock("checkpoint"):
                 self._save(make())
             self.interrupted = self._interrupt.requested  # a signal during the write ends the run, too

@@ -4,9 +4,10 @@ The proof is what the engine holds: its copy of the adapter is read back, and eq
 rounded as it rounds (`rlft.generation.loaded_adapter`). In 16 bits nothing else can see a step: it moves log-probs by
 1e-3, and two forwards differ by more. What the engine does with its copy is judged by fixed tokens, which both score.
 
-The forward over fixed tokens runs after the first publishes, after every WHOLE_EVERY-th and before a checkpoint, and
-always where the copy cannot be read back. Where a step's first forward computes the very policy that has sampled its
-rows (`samples_tell`), the log-probs of all of these are compared as well, before the optimizer moves.
+The forward over fixed tokens runs after the first publishes and after every WHOLE_EVERY-th, and always where the copy
+cannot be read back; the policy's own also before a checkpoint, which none is whose log-probs are not finite. Where a
+step's first forward computes the very policy that has sampled its rows (`samples_tell`), the log-probs of all of these
+are compared as well, before the optimizer moves.
 
 Fixed tokens see no fault of decoding: a cache that mixes up rows or forgets a state, padding that leaks into one, a
 model that reads tokens behind. Nor do they see what is random in training alone. So before the first step a few
@@ -179,6 +180,7 @@ class Freshness:
         self._published: dict[int, dict[str, Mapping[str, Fingerprint]]] = {}  # {version: {dtype: what was published}}
         self._note, self._noted, self._read_back = note, set[str](), read_back
         self._holds_it = False  # whether the engine was read back as a whole when it was checked last
+        self._finite: int | None = None  # the last version whose log-probs were finite
 
     @property
     def num_tokens(self) -> int:
@@ -191,13 +193,10 @@ class Freshness:
         generator: Generator,
         trainer: Trainer | Networks,
         adapter: Adapter | None = None,
-        *,
-        is_saved: bool = False,
     ) -> float | None:
         """The largest gap of all engines in nats; None if no log-probs are compared now, or they have no weights.
 
         They have to hold `adapter`, the version that was published; where it is None, log-probs alone are compared.
-        `is_saved`: whether a checkpoint follows, which none does whose log-probs are not known to be finite.
 
         Raises:
             StaleAdapterError: an engine holds something else, or the gap exceeds the limits; the message says which.
@@ -209,18 +208,28 @@ class Freshness:
         self.num_checks += is_due
         self._published.pop(version, None)
         held = self.samples_tell and self._holds_it and not generator.replaces_engines and adapter is not None
-        if held and self.num_checks > WHOLE_FIRST and version % WHOLE_EVERY and not is_saved:
+        if held and self.num_checks > WHOLE_FIRST and version % WHOLE_EVERY:
             self._verify(version, generator, [], adapter, now=True)
             if self._holds_it:
                 return None
-        expected = flatten(trainer.score(self.sequences))
-        if not all(map(math.isfinite, expected)):  # no engine's fault: bases and adapters are finite when loaded
-            raise BrokenRunError(_not_finite(version))
+        expected = self._expected(version, trainer)
         self.model_limits = self.limits
         gaps = self._verify(version, generator, expected, adapter, now=is_due, trainer=trainer)
         if gaps or generator.replaces_engines:
             self.history = {**dict(list(self.history.items())[-3:]), version: expected}
         return max(gaps, default=None)
+
+    def check_finite(self, version: int, trainer: Trainer | Networks) -> None:
+        """Raises BrokenRunError: the log-probs of this version, which the trainer holds, are not finite."""
+        if self._finite != version:
+            self._expected(version, trainer)
+
+    def _expected(self, version: int, trainer: Trainer | Networks) -> list[float]:
+        expected = flatten(trainer.score(self.sequences))
+        if not all(map(math.isfinite, expected)):  # no engine's fault: bases and adapters are finite when loaded
+            raise BrokenRunError(_not_finite(version))
+        self._finite = version
+        return expected
 
     def check_again(self, version: int, generator: Generator, adapter: Adapter | None = None) -> None:
         """Checks that the engines sample from a version that was checked before; does nothing if it was not.

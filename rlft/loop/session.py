@@ -151,8 +151,7 @@ class Session(RunDriver):
         adapter = self.trainer.publish(version)
         self.next.note_published(adapter)
         self.generator.load(adapter)
-        saved = self.saver.saves(version)
-        self.freshness.check(version, self.generator, self.trainer, adapter, is_saved=saved)
+        self.freshness.check(version, self.generator, self.trainer, adapter)
         self.trainer.after_freshness_check()
 
     def score(self, groups: Sequence[Group]) -> Scores:
@@ -254,6 +253,9 @@ class Session(RunDriver):
         return evaluate(self.generator, self.scorer, prompts, self.config, step)
 
     def checkpoint(self, state: State, *, for_chain: bool = False) -> Checkpoint:
+        """The state after a step. Raises BrokenRunError: log-probs are not finite, which the chain's part may be."""
+        if not for_chain:
+            self.freshness.check_finite(state.step, self.trainer)
         trainer = self.trainer.state(alone=for_chain)
         values: dict[str, Any] = {"algorithm": state.algorithm.state(), "hints": self.hints.state()}
         if self.alarms is not None:

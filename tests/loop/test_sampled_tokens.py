@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from rlft.loop.freshness import (
     StaleAdapterError,
     samples_tell,
 )
+from rlft.loop.session import Session
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.networks import Networks
 from rlft.trainer.optimizer import Optimizer
@@ -103,12 +105,39 @@ def test_a_fault_that_begins_late_stops_the_run_before_an_update(
     monkeypatch.setattr(Networks, "score", scored)
     monkeypatch.setattr(Optimizer, "update", lambda optimizer, lr: updates.append(lr) or update(optimizer, lr))
     code = cli.run([*WORDS, f"hydra.run.dir={tmp_path / 'run'}"])
-    if fault is healthy:  # fixed tokens after 0, 1, 2 and before the checkpoint
+    if fault is healthy:  # fixed tokens after 0, 1, 2; the policy's own before the checkpoint
         assert (code, len(scores), len(updates)) == (0, 4, 2 * 7)
     else:
         said = "did not sample step 6 from" if fault is wrong_beyond else "does not hold"
         assert (code, len(scores), len(updates)) == (1, 3, 2 * FAULTY)
         assert f"{said} policy version {FAULTY}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "word", ["", "checkpoint.on_signal=now", "checkpoint.every=5", "freshness.every=9 checkpoint.every=5"]
+)
+def test_no_checkpoint_is_kept_of_a_policy_whose_log_probs_are_not_finite(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a signal asks for it, before the first forward that would notice."""
+    score, publish = Networks.score, Session.publish
+    last, words = -1, [each for each in WORDS if each.split("=")[0] not in word]
+
+    def scored(roles: Networks, *args: Any, **keys: Any) -> Any:
+        return [[math.nan] for _ in range(2)] if last == FAULTY else score(roles, *args, **keys)
+
+    def published(session: Session, version: int) -> None:
+        nonlocal last
+        publish(session, version)
+        last = version
+        if version == FAULTY and not word:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Session, "publish", published)
+    monkeypatch.setattr(Networks, "score", scored)
+    assert cli.run([*words, *word.split(), f"hydra.run.dir={tmp_path / 'run'}"]) == 1
+    assert f"step {FAULTY}: the policy has diverged" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob(f"checkpoints/*{FAULTY}"))
 
 
 # -- the limits --------------------------------------------------------------------------------------------------------
