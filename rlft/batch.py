@@ -33,22 +33,19 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
     rewards of turns are not kept apart from those of completions.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rows = [(*r.prompt.token_ids, *r.completion.token_ids) for r in rollouts]
-    shape = len(rows), max(map(len, rows))
-    token_ids_BT = torch.zeros(shape, dtype=torch.int64)
-    attention_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    logprobs_BT = torch.zeros(shape)
-    for b, (rollout, row) in enumerate(zip(rollouts, rows, strict=True)):
-        start, end = len(rollout.prompt.token_ids), len(row)
-        token_ids_BT[b, :end] = torch.tensor(row)
-        attention_mask_BT[b, :end] = True
+    for rollout in rollouts:
         if (problem := fault(rollout.completion)) is not None:
             raise ValueError(f"the generator gave a completion of prompt {rollout.prompt.id} {problem}")
-        mask = rollout.completion.mask
-        loss_mask_BT[b, start:end] = True if mask is None else torch.tensor(mask, dtype=torch.bool)
-        logprobs_BT[b, start:end] = torch.tensor(rollout.completion.logprobs)
-    sizes = torch.tensor([len(group.rollouts) for group in groups])
+    numbered = ((number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts)
+    rows = [(number, rollout.prompt.token_ids, rollout.completion.token_ids) for number, rollout in numbered]
+    batch = batch_of_rows(rows)
+    for b, rollout in enumerate(rollouts):
+        start, mask = len(rollout.prompt.token_ids), rollout.completion.mask
+        said = slice(start, start + len(rollout.completion.token_ids))
+        batch.sampled_logprobs[b, said] = torch.tensor(rollout.completion.logprobs)
+        if mask is not None:
+            batch.loss_mask[b, said] = torch.tensor(mask, dtype=torch.bool)
+    shape = len(rows), batch.token_ids.shape[1]
     rewards_BK, weights_BK = single_rewards(scores)
     token_rewards_BT = step_ends_BT = None
     turn_ends_BT = ends_of_turns(rollouts, shape)
@@ -57,13 +54,9 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
         raise ValueError("turns have rewards, and the scores do not say which part of the total is of completions")
     if scores.steps is not None or turn_ends_BT is not None:  # turns may have rewards, also where these have none
         token_rewards_BT, step_ends_BT = step_rewards(groups, scores.steps, shape, decode)
-    return Batch(
-        token_ids=token_ids_BT,
-        attention_mask=attention_mask_BT,
-        loss_mask=loss_mask_BT,
-        sampled_logprobs=logprobs_BT,
+    return replace(
+        batch,
         rewards=(scores.total if scores.outcome is None else scores.outcome).flatten().double(),
-        group_ids=torch.arange(len(groups)).repeat_interleave(sizes),
         each_reward=rewards_BK,
         each_weight=weights_BK,
         token_rewards=token_rewards_BT,
@@ -77,20 +70,18 @@ def collate(groups: Sequence[Group], scores: Scores, decode: Decode) -> Batch:
 
 def batch_of_rows(rows: Sequence[Row]) -> Batch:
     """The Batch of these rows, on the CPU; sampled log-probs and rewards, which they do not have, are 0."""
-    shape = len(rows), max(len(prompt) + len(completion) for _, prompt, completion in rows)
-    token_ids_BT = torch.zeros(shape, dtype=torch.int64)
-    attention_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    loss_mask_BT = torch.zeros(shape, dtype=torch.bool)
-    for b, (_, prompt, completion) in enumerate(rows):
-        end = len(prompt) + len(completion)
-        token_ids_BT[b, :end] = torch.tensor([*prompt, *completion])
-        attention_mask_BT[b, :end] = True
-        loss_mask_BT[b, len(prompt) : end] = True
+    lengths_B1 = torch.tensor([[len(prompt) + len(completion)] for _, prompt, completion in rows])
+    starts_B1 = torch.tensor([[len(prompt)] for _, prompt, _ in rows])
+    token_ids_BT = pad_sequence(
+        [torch.tensor([*prompt, *completion], dtype=torch.int64) for _, prompt, completion in rows], batch_first=True
+    )
+    columns_T = torch.arange(token_ids_BT.shape[1])
+    attention_mask_BT = columns_T < lengths_B1
     return Batch(
         token_ids=token_ids_BT,
         attention_mask=attention_mask_BT,
-        loss_mask=loss_mask_BT,
-        sampled_logprobs=torch.zeros(shape),
+        loss_mask=attention_mask_BT & (columns_T >= starts_B1),
+        sampled_logprobs=torch.zeros(token_ids_BT.shape),
         rewards=torch.zeros(len(rows)),
         group_ids=torch.tensor([group for group, _, _ in rows]),
     )

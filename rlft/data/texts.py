@@ -177,21 +177,10 @@ def as_batch(texts: Sequence[TextTokens]) -> Batch:
 
     They were not sampled and have no reward: `sampled_logprobs` and `rewards` are 0.
     """
-    lengths_B = torch.tensor([len(text.ids) for text in texts])
-    num_given_B = torch.tensor([text.num_given for text in texts])
-    token_ids_BT = torch.nn.utils.rnn.pad_sequence(
-        [torch.from_numpy(text.ids.astype(np.int64)) for text in texts], batch_first=True
-    )
-    columns_T = torch.arange(token_ids_BT.shape[1])
-    attention_mask_BT = columns_T < lengths_B[:, None]
-    return Batch(
-        token_ids=token_ids_BT,
-        attention_mask=attention_mask_BT,
-        loss_mask=attention_mask_BT & (columns_T >= num_given_B[:, None]),
-        sampled_logprobs=torch.zeros(attention_mask_BT.shape),
-        rewards=torch.zeros(len(texts)),
-        group_ids=torch.arange(len(texts)),
-    )
+    from rlft.batch import batch_of_rows  # which imports torch
+
+    parts = ((text.ids[: text.num_given].tolist(), text.ids[text.num_given :].tolist()) for text in texts)
+    return batch_of_rows([(number, *both) for number, both in enumerate(parts)])
 
 
 def _text_ids(texts: Sequence[str], tokenizer: RunTokenizer) -> list[NDArray[np.int32]]:

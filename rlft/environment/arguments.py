@@ -6,6 +6,9 @@ A name that the schema does not know is refused unless it says otherwise (additi
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -14,7 +17,6 @@ from rlft.environment.protocol import Malformed
 from rlft.types import Schema, require
 
 MAX_TOLD = 3  # the most errors of a call that the policy reads at once
-MAX_BRANCHING = 8  # how deep schemas are combined in which numbers such as 1.0 become int
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"} | {
     *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas")
 }
@@ -47,7 +49,7 @@ class Checker:
         validator = self._validators[name]
         try:
             found = [best_match([error]) for error in islice(validator.iter_errors(dict(arguments)), MAX_TOLD)]
-            made = whole(dict(arguments), validator.schema, validator.schema)
+            made = dict(arguments) if found else _with_whole_numbers(dict(arguments), validator)
         except (RecursionError, OverflowError) as error:
             raise Malformed(f"{name}: the arguments are nested too deep or too large ({error!s:.80})") from None
         if found:
@@ -104,43 +106,25 @@ def strict(schema: Any) -> Any:
     return made
 
 
-def whole(value: Any, schema: Any, root: Any = None) -> Any:
-    """The value, in which numbers such as 1.0 are int where the schema wants integers and no other numbers.
+def _with_whole_numbers(arguments: dict[str, Any], validator: Any) -> dict[str, Any]:
+    """The valid arguments, in which numbers such as 1.0 are int where the schema wants integers and no other numbers.
 
-    `root` is the schema that its `$ref`s look in.
-
-    >>> whole({"a": [1.0, 2]}, {"properties": {"a": {"items": {"type": "integer"}}}})
-    {'a': [1, 2]}
+    Those are the errors that a validator finds for which 1.0 is no integer.
     """
-    kinds = list(_branches(schema, root))
-    if isinstance(value, dict):
-        for known, others in ((kind.get("properties", {}), kind.get("additionalProperties")) for kind in kinds):
-            value = {key: whole(each, known.get(key, others), root) for key, each in value.items()}
-        return value
-    if isinstance(value, list):
-        for first, others in ((kind.get("prefixItems", []), kind.get("items")) for kind in kinds):
-            each_kind = [*first, *[others] * (len(value) - len(first))]
-            value = [whole(each, kind, root) for each, kind in zip(value, each_kind, strict=False)]
-        return value
-    types = [kind.get("type", []) for kind in kinds]
-    names = {name for of in types for name in ([of] if isinstance(of, str) else of)}
-    is_whole = isinstance(value, float) and value.is_integer() and "integer" in names and "number" not in names
-    return int(value) if is_whole else value
+    from jsonschema.validators import extend
+    from referencing.jsonschema import EMPTY_REGISTRY
 
-
-def _branches(schema: Any, root: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
-    """The schema, those that it combines, and the one that it refers to within the root."""
-    if not isinstance(schema, Mapping) or depth > MAX_BRANCHING:
-        return
-    yield schema
-    for each in (each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key, [])):
-        yield from _branches(each, root, depth + 1)
-    reference, referred = schema.get("$ref"), root
-    if isinstance(reference, str) and reference.startswith("#/"):
-        for part in reference[2:].split("/"):
-            name = part.replace("~1", "/").replace("~0", "~")
-            referred = referred.get(name) if isinstance(referred, Mapping) else None
-        yield from _branches(referred, root, depth + 1)
+    checker = validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+    strict_about_integers = extend(type(validator), type_checker=checker)(validator.schema, registry=EMPTY_REGISTRY)
+    made, errors = copy.deepcopy(arguments), [*strict_about_integers.iter_errors(arguments)]
+    while errors:
+        error = errors.pop()
+        errors += error.context  # of the branches, where schemas are combined
+        value, wants_integer = error.instance, error.validator == "type" and "integer" in error.validator_value
+        if wants_integer and isinstance(value, float) and value.is_integer():
+            *way, last = error.absolute_path
+            functools.reduce(operator.getitem, way, made)[last] = int(value)
+    return made
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:
