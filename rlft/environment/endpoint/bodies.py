@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -108,19 +108,6 @@ class Shows(Body):
 class Chat(Shows, Drawn):
     """`POST /v1/chat/completions`."""
 
-    without_effect = fields.LABELS
-    neutral: ClassVar[fields.Neutral] = {
-        **fields.TEXTS,
-        **fields.only("echo continue_final_message add_special_tokens return_prompt_text", False),
-        **fields.only("add_generation_prompt include_reasoning parallel_tool_calls", True),
-        **fields.only("functions documents", []),
-        **fields.only("media_io_kwargs mm_processor_kwargs", {}),
-        **fields.only("chat_template audio prediction moderation web_search_options"),
-        **fields.only("function_call", "auto", "none"),
-        **fields.only("modalities", ["text"]),
-        **fields.only("verbosity", "medium"),
-    }
-
     messages: list[fields.Message] = Field(min_length=1)
     tool_choice: Literal["auto", "none"] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -167,32 +154,11 @@ class Chat(Shows, Drawn):
 class DrawnTokens(Drawn):
     """`sampling_params` of a `Generate`; replies have no texts."""
 
-    without_effect = frozenset(
-        {
-            *fields.only("detokenize skip_special_tokens spaces_between_special_tokens return_token_ids"),
-            *fields.only("output_kind skip_clone skip_reading_prefix_cache"),
-        }
-    )
-    neutral: ClassVar[fields.Neutral] = {
-        **fields.SAMPLED,
-        **fields.only("extra_args", {}),
-        **fields.only("flat_logprobs", False),
-        **fields.only("prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids"),
-    }
-
     logprobs: int | None = Field(default=None, ge=0, le=1)
 
 
 class Generate(Body):
     """`POST /inference/v1/generate`: tokens in, tokens out."""
-
-    without_effect = frozenset({"cache_salt", "token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
-    neutral: ClassVar[fields.Neutral] = {
-        **fields.only("features stream_options kv_transfer_params ec_transfer_params"),
-        **fields.only("content_parts", []),
-        **fields.only("priority", 0),
-        **fields.only("stream", False),
-    }
 
     token_ids: list[int] = Field(min_length=1)
     sampling_params: DrawnTokens = Field(default_factory=DrawnTokens)
@@ -215,14 +181,6 @@ class Complete(Body, Drawn):
     With `echo` the prompt stands before the continuation, and with `logprobs` its log-probs before the others.
     """
 
-    without_effect = fields.LABELS
-    neutral: ClassVar[fields.Neutral] = {
-        **fields.TEXTS,
-        **fields.only("stream return_token_ids", False),
-        **fields.only("stream_options prompt_embeds"),
-        **fields.only("suffix", ""),
-    }
-
     prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int | None = Field(default=16, ge=0)
     echo: bool = False
@@ -239,12 +197,6 @@ class Complete(Body, Drawn):
 
 class Tokenize(Shows):
     """`POST /tokenize`: the tokens of a text, or of messages."""
-
-    neutral: ClassVar[fields.Neutral] = {
-        **fields.only("continue_final_message", False),
-        **fields.only("chat_template"),
-        **fields.only("media_io_kwargs mm_processor_kwargs", {}),
-    }
 
     prompt: str | None = None
     messages: list[fields.Message] | None = Field(default=None, min_length=1)

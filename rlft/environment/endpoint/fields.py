@@ -1,15 +1,17 @@
-"""THE list of what requests may say, at every level: what is used, what changes no answer, and what asks for nothing.
+"""What requests may say, at every level: a field that is used is a field of a model here or in `bodies.py`.
 
-A field that is used is a field of a model here or in `bodies.py`. Everything else is refused by name.
+assets/endpoint_fields.yaml lists the fields that change no answer or ask for nothing. All others are refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -18,41 +20,10 @@ from rlft.tokens.messages import FIELDS
 from rlft.tokens.text import THINKING_FIELDS
 from rlft.types import well_formed
 
-Neutral = Mapping[str, tuple[Any, ...]]
-"""{field: its values that ask for nothing, beside null}. Other values would change an answer, and are refused."""
-
-
-def only(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
-    """Fields, separated by spaces, with the values that ask for nothing in each of them."""
-    return dict.fromkeys(names.split(), values)
-
-
-SAMPLED: Neutral = {
-    **only("frequency_penalty presence_penalty min_tokens priority routed_experts_prompt_start", 0),
-    **only("repetition_penalty length_penalty best_of stream_interval", 1),
-    **only("ignore_eos use_beam_search watermarking", False),
-    **only("logit_bias vllm_xargs", {}),
-    **only("bad_words logprob_token_ids", []),
-    **only("structured_outputs guided_json guided_regex guided_choice guided_grammar"),
-    **only("guided_decoding_backend guided_whitespace_pattern allowed_token_ids repetition_detection"),
-    **only("prompt_logprobs thinking_token_budget truncate_prompt_tokens truncation_side"),
-    **only("kv_transfer_params ec_transfer_params"),
-}
-TEXTS: Neutral = {
-    **SAMPLED,
-    **only("skip_special_tokens spaces_between_special_tokens", True),
-    **only("return_tokens_as_token_ids return_token_offsets return_mm_kwargs store", False),
-    **only("mm_payload", "tensors"),
-    **only("response_format", {"type": "text"}),
-    **only("service_tier", "auto", "default"),
-}
-LABELS = frozenset(
-    {
-        *only("user safety_identifier metadata request_id session_id cache_salt"),
-        *only("prompt_cache_key prompt_cache_options prompt_cache_retention"),
-    }
+NOT_USED: Mapping[str, Any] = yaml.load(
+    (Path(__file__).parents[2] / "assets" / "endpoint_fields.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader
 )
-"""Fields for bookkeeping and caches."""
+"""{class: its `without_effect` and `neutral`}."""
 
 
 class Fields(BaseModel):
@@ -62,8 +33,13 @@ class Fields(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    without_effect: ClassVar[frozenset[str]] = frozenset()
-    neutral: ClassVar[Neutral] = {}
+    without_effect: ClassVar[Sequence[str]] = ()
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}  # {field: its values that ask for nothing, besides null}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **keys: Any) -> None:
+        of_class = NOT_USED.get(cls.__name__, {})
+        cls.without_effect, cls.neutral = of_class.get("without_effect", ()), of_class.get("neutral", {})
 
     @model_validator(mode="before")
     @classmethod
@@ -95,9 +71,6 @@ def _same(value: Any, other: Any) -> bool:
 class Part(Fields):
     """A part of a message's content."""
 
-    without_effect = frozenset({"prompt_cache_breakpoint", "cache_control"})
-    neutral: ClassVar[Neutral] = only("image_url input_audio audio_url video_url file refusal")
-
     type: Literal["text"] = "text"
     text: str
 
@@ -119,9 +92,6 @@ class CalledFunction(Fields):
 class Called(Fields):
     """A call of a tool in an assistant's message."""
 
-    without_effect = frozenset({"index"})
-    neutral: ClassVar[Neutral] = only("custom")
-
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -137,12 +107,6 @@ class Called(Fields):
 
 class Message(Fields):
     """A message; its thoughts may have any of the names that templates have for them."""
-
-    neutral: ClassVar[Neutral] = {
-        **only("refusal audio function_call parsed"),
-        **only("annotations", []),
-        **only("provider_specific_fields", {}),
-    }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -184,8 +148,6 @@ class Message(Fields):
 class Function(Fields):
     """A tool's name, and what a chat template shows of it."""
 
-    neutral: ClassVar[Neutral] = only("strict defer_loading", False)
-
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -193,8 +155,6 @@ class Function(Fields):
 
 class Tool(Fields):
     """A tool of a request."""
-
-    neutral: ClassVar[Neutral] = only("custom")
 
     type: Literal["function"] = "function"
     function: Function
@@ -220,8 +180,5 @@ class Tool(Fields):
 
 class StreamOptions(Fields):
     """What a stream has besides its answer."""
-
-    without_effect = frozenset({"include_obfuscation"})
-    neutral: ClassVar[Neutral] = only("continuous_usage_stats", False)
 
     include_usage: bool = False

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,8 +25,7 @@ from pydantic import BaseModel
 
 from rlft.environment.endpoint.bodies import Chat, Complete, DrawnTokens, Generate, Refusal, Tokenize, read
 from rlft.environment.endpoint.fields import (
-    SAMPLED,
-    TEXTS,
+    NOT_USED,
     Called,
     CalledFunction,
     Fields,
@@ -372,6 +371,7 @@ NAMED: dict[type[Fields], str] = {
     Message: "a message", Part: "a part of its content", Called: "a call in `tool_calls`",
     CalledFunction: "its `function`", Tool: "a tool in `tools`", Function: "its `function`",
 }  # fmt: skip
+SAMPLED, TEXTS = NOT_USED["sampled"], NOT_USED["texts"]
 SHARED = {Chat: TEXTS, Complete: TEXTS, DrawnTokens: SAMPLED}
 
 
@@ -390,7 +390,7 @@ def names(fields: Iterable[str]) -> str:
     return ", ".join(f"`{field}`" for field in fields)
 
 
-def values_of(neutral: Mapping[str, tuple[Any, ...]], shared: Mapping[str, Any]) -> str:
+def values_of(neutral: Mapping[str, Sequence[Any]], shared: Mapping[str, Any]) -> str:
     own = {field: values for field, values in neutral.items() if field not in shared}
     shown = {field: " or ".join(f"`{json.dumps(value)}`" for value in values) for field, values in own.items()}
     return ", ".join(f"`{field}` {values}".strip() for field, values in shown.items())
