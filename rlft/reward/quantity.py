@@ -3,7 +3,8 @@ r"""The normal form of an answer that is a number and what follows it: a unit, a
 `18 dollars`, `\$18`, `18\text{ cm}^2`, `18 km/h` and `18 marbles left` are a value and a unit. What is known of units
 is their grammar (factors, powers, `per`, `square`) and the abbreviations of the common ones; any other words are the
 unit that they name. A unit that only one of two answers states makes no difference, but two have to agree: no unit is
-converted into another. Words that change or repeat a number (thousand, half, or) are no unit.
+converted into another. Words that change or repeat a number (thousand, half, or) are no unit. assets/units.yaml has
+the names and these words.
 """
 
 from __future__ import annotations
@@ -12,89 +13,46 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from rlft.reward.notation import ASSIGNED, NAMES, as_number, is_alphabetic, unwrapped
 
 MAX_UNIT_CHARS = 100  # of the longest unit that is looked for behind a value
 
-_PREFIXES = {"": "", "n": "nano", "u": "micro", "m": "milli", "c": "centi", "d": "deci", "h": "hecto", "k": "kilo",
-             "M": "mega", "G": "giga", "T": "tera"}  # fmt: skip
-_PREFIXED = (
-    "m meter metre|g gram gramme|s second|L liter litre|l liter|W watt|V volt|J joule|N newton|Pa pascal|Hz hertz|"
-    "A ampere|K kelvin|mol mole|B byte|bit bit|cal calorie|eV electronvolt|Wh watthour|ohm ohm|bps bps"
+_WORDS: Mapping[str, Any] = yaml.load(
+    (Path(__file__).parents[1] / "assets" / "units.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader
 )
-_OTHERS = (
-    "inch inches in|foot feet ft|yard yd|mile mi|acre|hectare ha|minute min|hour hr h|day d|week wk|month mo|year yr|"
-    "ounce oz|pound|ton|tonne t|gallon gal|quart qt|pint|tablespoon tbsp|teaspoon tsp|degree deg|radian rad|dollar $|"
-    "cent ¢|euro eur €|rupee rs inr ₹|yen jpy ¥|yuan rmb cny 元|point pt|piece pc|person people|child children|man men|"
-    "woman women|ruble ₽ руб|revolution rev|beat|unit|second sec|gram gm|ampere amp|"
-    "ppm|pixel px|minute-mark '|second-mark \""
-)
-_MEANING = {
-    "mph": "mile per hour", "kph": "kilometer per hour", "kmph": "kilometer per hour", "kmh": "kilometer per hour",
-    "rpm": "revolution per minute", "bpm": "beat per minute", "mpg": "mile per gallon", "fps": "foot per second",
-    "mps": "meter per second", "fl": "fluid",
-    "cc": "cubic centimeter", "sqft": "square foot", "lb": "pound weight", "lbs": "pound weight",
-    "£": "pound sterling", "gbp": "pound sterling",
-    "usd": "dollar american", "US": "american", "AU": "australian", "aud": "dollar australian",
-    "CA": "canadian", "cad": "dollar canadian", "C": "celsius", "F": "fahrenheit",
-    "degreecelsius": "celsius",
-}  # fmt: skip
 
 
 def _table() -> dict[str, str]:
     """{a unit's name, plural or abbreviation: its first name}."""
     names: dict[str, str] = {}
-    for (symbol, *words), (short, prefix) in itertools.product(map(str.split, _PREFIXED.split("|")), _PREFIXES.items()):
+    for (symbol, *words), (short, prefix) in itertools.product(
+        map(str.split, _WORDS["prefixed"]), _WORDS["prefixes"].items()
+    ):
         first = prefix + words[0]
         names |= {short + symbol: first, f"{short}{symbol}s": first} if short or len(symbol) > 1 else {symbol: first}
         names |= {prefix + word + plural: first for word in words for plural in ("", "s")}
-    for line in map(str.split, _OTHERS.split("|")):
+    for line in map(str.split, _WORDS["others"]):
         names |= dict.fromkeys(line, line[0]) | {f"{name}s": line[0] for name in line if len(name) > 1}
     return names
 
 
-_UNITS = _table()
+_UNITS, _MEANING = _table(), _WORDS["meanings"]
 _FOLDED = {name.lower(): unit for name, unit in _UNITS.items() if len(name) > 1 and name != "us"}
+_KINDS, _SAYS_NOTHING, _NOT_LAST = ({*_WORDS[key].split()} for key in ("kinds", "says_nothing", "not_last"))
+_NO_UNIT = NAMES | {*_WORDS["no_unit"].split()}
+_NUMERAL = re.compile("|".join(_WORDS["numerals"]))
 _CHANGES = {"squared": "2", "cubed": "3"}
 _SCALES = {"celsius", "fahrenheit"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_NOT_LAST = {"right", "wrong", "false", "incorrect", "nearly", "roughly", "likely", "almost", "around", "about",
-             "unsure", "grand"}  # fmt: skip
-_KINDS = {"fluid", "troy", "nautical", "light"}  # make another unit of the one behind them
 _PRIMES = {"minute-mark": ("foot", "minute"), "second-mark": ("inch", "second")}
-_SAYS_NOTHING = {"of", "the", "in", "for", "on", "at", "us", "left", "remaining", "total", "altogether", "all", "each",
-                 "st", "nd", "rd", "th"}  # fmt: skip
-# Words that change a number, give a second one, say another thing of it, or are mathematics.
-_NO_UNIT = NAMES | {
-    word
-    for words in (
-        "and or nor not no plus minus negative over by to than then if but because so is are was were be equals",
-        "half halve third fourth quarter double triple treble quadruple twice thrice couple pair score fold",
-        "hundred thousand lakh lac crore myriad dozen gross k mil mn bn tn mm mio mln mrd mld percent basis",
-        "permille promille inverse reciprocal opposite itself loss deficit debt below least most",
-        "maybe perhaps approximately approx circa guess",
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen",
-        "seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety",
-        "am pm bc ad bce ce january february march april may june july august september october november december",
-        "mod factorial choose power root pi alpha beta gamma delta theta lambda sigma omega phi rho tau",
-    )
-    for word in words.split()
-}
-# Powers of ten and their parts, ordinals, multiples, what is done to a number, and doubts.
-_NUMERAL = re.compile(
-    r".*illi(?:on|ard|ón|un)\w*|.*(?:fif|six|seven|eigh|nin|ten|twelf|teen|tie|hundred|thousand)ths?|.+fold|.+[ai]bly|"
-    r"(?:doubl|tripl|trebl|quadrupl|halv|multipli|divid|add|subtract|increas|decreas|reduc|invert|negat|round)ed|"
-    # In other languages.
-    r"mil(?:a|e|ion|iard|iar|io|jo|ju|jard|yon|yar|h(?:ar|[aãoõ]))\w*|mill(?:e|ier|ó|o)\w*|"
-    r"(?:b|tr?)il(?:h[aãoõ]|jo|jard|iun|yon)\w*|"
-    r"(?:tausend|hundert|dutzend|duizend|honderd|dozijn|tusen|tusind|hundra|hundre|dussin|tuhat|tuhan|douzaine|centaine|docena|"
-    r"cientos?$|ciento|centinai|migliai|dozzin|d[uú]zia|tysi[aąeę]|tis[ií]c|ribu$|juta$|ratus$|ezer$|sata$|satoj)\w*|"
-    r"(?:тысяч|тыс$|милли|млн|млрд|трилли|сотн|сот$|сто$|десят|дюжин|мільйон|мільярд|милион|хиляд)\w*"
-)
 _CONSONANTS = re.compile(r"[b-df-hj-np-tv-xz]+")
 _STEMS = ((re.compile(r"(?<=[sxz])es$|(?<=[cs]h)es$|(?<![su])s$"), ""), (re.compile(r"(?:ie|y)$"), "i"),
           (re.compile(r"e$"), ""), (re.compile(r"v$"), "f"))  # fmt: skip
