@@ -124,17 +124,15 @@ def write(folder: Path, evaluation: Evaluation, groups: Sequence[Group], scores:
 
 
 def print_table(what: str, evaluation: Evaluation, num_prompts: int, num_samples: int) -> None:
-    from rich.table import Table
-
     from rlft.logger.console import open_terminal
+    from rlft.logger.tables import Column, WordTable
 
-    sampled = f"{counted(num_prompts, 'held-out prompt')} x {counted(num_samples, 'sample')}"
-    table = Table(title=f"{what}: {sampled}", title_justify="left")
-    for column in ("metric", "value", "standard error"):
-        table.add_column(column, justify="left" if column == "metric" else "right")
-    metrics = evaluation.metrics
-    for name, value in metrics.items():
-        if not name.endswith("_se"):
-            error = metrics.get(f"{name}_se")
-            table.add_row(label_of(name, num_samples), f"{value:.4f}", "" if error is None else f"{error:.4f}")
-    open_terminal().print(table)
+    metrics, terminal = evaluation.metrics, open_terminal()
+    terminal.print(f"{what}: {counted(num_prompts, 'held-out prompt')} x {counted(num_samples, 'sample')}")
+    errors = {name: metrics.get(f"{name}_se") for name in metrics if not name.endswith("_se")}
+    rows = (
+        (label_of(name, num_samples), f"{metrics[name]:.4f}", "" if error is None else f"{error:.4f}")
+        for name, error in errors.items()
+    )
+    columns = (Column("metric"), Column("value", right=True), Column("standard error", right=True))
+    terminal.print(WordTable(columns, rows))

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
-from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.tables import wrapped
+from rlft.commands.tables import matching, wrapped
 from rlft.config import catalog, command as commands, suggest
 from rlft.config.instantiate import locate
 from rlft.config.keys import fields_of, options
 from rlft.config.schema import GenerationConfig, engine_classes
-from rlft.types import UserError, require
+from rlft.types import require
 
 USAGE = """\
 usage: rlft keys [<pattern>]
@@ -58,23 +57,19 @@ class Listed:
 def command(arguments: list[str]) -> None:
     wrong = next((word for word in arguments if word.startswith("-")), None)
     require(wrong is None, "keys", "has no such option", got=wrong, remedy="write rlft keys <pattern>")
-    got, remedy = " ".join(arguments), "write rlft keys <pattern>"
-    require(len(arguments) < 2, "keys", "takes one pattern", got=got, remedy=remedy)
-    for listed in matching(all_keys(), *arguments):
+    texts: dict[str, str] = {}
+    for row in all_keys():
+        texts[row.key] = f"{texts.get(row.key, '')}\n{row.meaning}"
+
+    def meant(wanted: str) -> str:
+        return suggest.remedy(suggest.suggestions(wanted, "train"))
+
+    found = matching(arguments, texts, "keys", "no key has that in its name or meaning", meant)
+    for listed in (row for row in all_keys() if row.key in found):
         default = f" = {listed.default}" if listed.default else ""
         print("\n".join(wrapped(f"{listed.key}{default}", "", INDENT)))
         print("\n".join(wrapped(listed.meaning, INDENT, INDENT)))
         print("\n".join(wrapped(f"[{listed.file}: {', '.join(listed.owners)}]", INDENT, INDENT)))
-
-
-def matching(listed: Sequence[Listed], pattern: str = "*") -> list[Listed]:
-    """The keys whose name or meaning contains the pattern, or whose name matches it; there must be one."""
-    wanted = pattern.lower()
-    found = [row for row in listed if fnmatch(row.key.lower(), wanted) or wanted in f"{row.key}\n{row.meaning}".lower()]
-    if not found:
-        meant = suggest.remedy(suggest.suggestions(pattern, "train")) or "rlft keys lists all"
-        raise UserError("keys", "no key has that in its name or meaning", got=pattern or "nothing", remedy=meant)
-    return found
 
 
 @cache

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
-from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
 
 import rlft
-from rlft.commands.tables import wrapped
-from rlft.config.choices import closest
+from rlft.commands.tables import matching, wrapped
 from rlft.model.families import Families, Family, known
 from rlft.tokens.images import EXACT
-from rlft.types import UserError, require
+from rlft.types import require
 
 USAGE = """\
 usage: rlft models [<pattern>] [--json] [--markdown]
@@ -42,12 +39,10 @@ def command(arguments: list[str]) -> None:
     patterns = [word for word in arguments if word not in options]
     wrong = next((word for word in options if word not in ("--json", "--markdown")), None)
     require(wrong is None, "models", "has no such option", got=wrong, remedy="use --json or --markdown")
-    remedy = "write rlft models <pattern>"
-    require(len(patterns) < 2, "models", "takes one pattern", got=" ".join(patterns), remedy=remedy)
     families = known()
     with_images = [kind for kind in EXACT if kind not in families.by_type]
-    names = [*families.by_type, *with_images]
-    named = matching(names, patterns[0]) if patterns else names
+    names = dict.fromkeys([*families.by_type, *with_images], "")
+    named = matching(patterns, names, "models", "there is no such family of causal language models")
     chosen = {kind: families.by_type[kind] for kind in named if kind in families.by_type}
     if "--json" in options:
         facts = {kind: asdict(family) for kind, family in chosen.items()}
@@ -61,18 +56,6 @@ def command(arguments: list[str]) -> None:
             line for kind in with_images if kind in named for line in wrapped(OF_A_LANGUAGE_MODEL, f"{kind}: ", INDENT)
         ]
         print("\n".join([*lines, "", *notes(families)]))
-
-
-def matching(names: Iterable[str], pattern: str) -> list[str]:
-    """The names of families that contain the pattern or match it, whatever its case; there must be one."""
-    wanted = pattern.lower().replace("-", "_")
-    named = {kind: kind.lower().replace("-", "_") for kind in names}
-    found = [kind for kind, name in named.items() if wanted in name or fnmatch(name, wanted)]
-    if not found:
-        close = closest(wanted, named.values())
-        remedy = f"did you mean {close}?" if close else "rlft models lists all"
-        raise UserError("models", "there is no such family of causal language models", got=pattern, remedy=remedy)
-    return found
 
 
 def lines_of(kind: str, family: Family) -> list[str]:

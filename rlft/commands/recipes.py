@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 
-from rlft.commands.tables import wrapped
+from rlft.commands.tables import matching, wrapped
 from rlft.config import catalog, command as commands
-from rlft.config.choices import closest
 from rlft.config.overrides import CONFIG_DIR, parse
-from rlft.types import UserError, require
 
 USAGE = """\
 usage: rlft recipes [<pattern>] [--config-dir <folder>]
@@ -35,17 +32,17 @@ COLUMNS = 80
 def command(arguments: list[str]) -> None:
     words = pairwise(["", *arguments])
     patterns = [word for before, word in words if before not in CONFIG_DIR and not word.startswith("-")]
-    remedy = "write rlft recipes <pattern>"
-    require(len(patterns) < 2, "recipes", "takes one pattern", got=" ".join(patterns), remedy=remedy)
     parsed = parse([word for word in arguments if word not in patterns])
     files = {name: file for command in commands.working() for name, file in catalog.recipes(command.name).items()}
     if parsed.config_dir is not None:
         files |= {file.stem: file for file in sorted((parsed.config_dir / "recipe").glob("*.yaml"))}
+    groups = {name: group_of(file) for name, file in files.items()}
+    texts = {name: f"{groups[name]}\n{catalog.first_comment(file)}" for name, file in files.items()}
+    found = matching(patterns, texts, "recipes", "no recipe has that in its name or text")
     if patterns:
-        print("\n".join(line for name in matching(files, patterns[0]) for line in _whole(name, files[name])))
+        print("\n".join(line for name in found for line in _whole(name, files[name])))
         return
     print("rlft <command> +recipe=<name> uses one, rlft recipes <name> explains it")
-    groups = {name: group_of(file) for name, file in files.items()}
     for group in sorted(set(groups.values()), key=lambda group: (*GROUPS, group).index(group)):
         names = [name for name in files if groups[name] == group]
         if group == ALGORITHMS:
@@ -61,18 +58,6 @@ def command(arguments: list[str]) -> None:
 def group_of(recipe: Path) -> str:
     match = GROUP.search(recipe.read_text(encoding="utf-8"))
     return match[1] if match else YOURS
-
-
-def matching(files: dict[str, Path], pattern: str) -> list[str]:
-    """The recipes whose name, group or text contains the pattern, or whose name matches it; there must be one."""
-    wanted = pattern.lower()
-    texts = {name: f"{name}\n{group_of(file)}\n{catalog.first_comment(file)}".lower() for name, file in files.items()}
-    found = [name for name, text in texts.items() if fnmatch(name, wanted) or wanted in text]
-    if not found:
-        close = closest(wanted, files)
-        remedy = f"did you mean {close}?" if close else "rlft recipes lists all"
-        raise UserError("recipes", "no recipe has that in its name or text", got=pattern or "nothing", remedy=remedy)
-    return found
 
 
 def _command_of(file: Path) -> str:

@@ -1,14 +1,17 @@
-"""Tables and paragraphs that several commands print."""
+"""Tables and paragraphs that several commands print, and the rows of them that a pattern chooses."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
+from rlft.config.choices import closest
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.terminal import unbroken, with_spaces
+from rlft.types import UserError, require
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -60,3 +63,30 @@ def print_rows(rows: Sequence[CheckRow]) -> None:
     terminal.print(rows_table(rows))
     terminal.print()
     terminal.print(counts_of(rows))
+
+
+def matching(
+    words: Sequence[str],
+    texts: Mapping[str, str],
+    command: str,
+    problem: str,
+    meant: Callable[[str], str] = lambda wanted: "",
+) -> list[str]:
+    """The names of `texts`, {name: what is said of it}, that match the pattern in `words`, or whose text contains it.
+
+    All without a pattern. Raises UserError: there are several, or `problem`, nothing matches; `meant` may then have
+    another remedy than the most similar name, or "".
+    """
+    remedy = f"write rlft {command} <pattern>"
+    require(len(words) < 2, command, "takes one pattern", got=" ".join(words), remedy=remedy)
+    wanted, names = _plain("".join(words)), {_plain(name): name for name in texts}
+    found = [n for plain, n in names.items() if fnmatch(plain, wanted) or wanted in _plain(f"{n}\n{texts[n]}")]
+    if found or not words:
+        return found
+    close = names.get(closest(wanted, names) or "")
+    remedy = meant(wanted) or (f"did you mean {close}?" if close else f"rlft {command} lists all")
+    raise UserError(command, problem, got=words[0], remedy=remedy)
+
+
+def _plain(text: str) -> str:
+    return text.lower().replace("-", "_")

@@ -12,8 +12,8 @@ from rlft.config.suggest import NOT_TRACKERS, not_a_tracker
 from rlft.logger.console import Console
 from rlft.logger.interface import Logger, RunInfo
 from rlft.logger.jsonl import Jsonl, Rollouts
-from rlft.logger.scalars import described
 from rlft.runs.lines import StepRecord
+from rlft.system.crash import described
 from rlft.system.terminal import say
 from rlft.types import Evaluation
 

@@ -23,7 +23,7 @@ from rlft.config.keys import flatten
 from rlft.logger.interface import Logger, RunInfo
 from rlft.runs.lines import StepRecord
 from rlft.system import interrupt
-from rlft.system.crash import one_line, shortened
+from rlft.system.crash import described, one_line
 from rlft.system.files import write_atomically
 from rlft.system.process import signals
 from rlft.system.process.running_time import within
@@ -153,19 +153,6 @@ class ScalarLogger(Logger):
                 interrupt.end_soon_at_the_end()  # the library's threads may wait for ever
             self.tell(f"{problem} ({described(error)}); {consequence}. What to do: {self.remedy}")
             return None
-
-
-def described(error: BaseException) -> str:
-    """The class of an error and what it says, in one line of bounded length.
-
-    >>> described(ValueError("broken" + chr(10) + "  in two lines"))
-    'ValueError: broken in two lines'
-    """
-    try:
-        text = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
-    except Exception:  # a library's class may not even be able to say what it is
-        text = ""
-    return f"{type(error).__name__}: {shortened(text)}" if text else type(error).__name__
 
 
 def kept(folder: Path, name: str, new: Callable[[], str]) -> str:

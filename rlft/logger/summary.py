@@ -21,7 +21,6 @@ from rlft.types import counted
 EXAMPLES = 4
 CURVE_HEIGHT = 14
 CURVE_WIDTH = 100  # a wider curve is no clearer
-SIDE_BY_SIDE_WIDTH = 72  # narrower terminals show before and after below each other
 COMPLETION_LENGTH = 180
 
 Line = Mapping[str, Any]
@@ -141,7 +140,7 @@ def step_ticks(first: int, last: int) -> list[int]:
 
 
 def print_examples(terminal: Terminal, first: Line, last: Line, glyphs: Glyphs) -> None:
-    """Prints the same held-out prompts at the first and the last evaluation, side by side if there is room."""
+    """Prints the same held-out prompts at the first and the last evaluation, side by side."""
     pairs = same_prompts(first["examples"], last["examples"])[:EXAMPLES]
     if not pairs:
         return
@@ -150,20 +149,13 @@ def print_examples(terminal: Terminal, first: Line, last: Line, glyphs: Glyphs) 
         headings = [f"step {last['step']}"]
     else:
         headings = [f"before (step {first['step']})", f"after (step {last['step']})"]
-    wide = terminal.width >= SIDE_BY_SIDE_WIDTH
-    table = Table(expand=True, show_lines=True) if wide else Table.grid(padding=(0, 1))
-    for heading in ["prompt", *headings] if wide else ["", ""]:
-        table.add_column(heading, overflow="fold", ratio=1 if heading == "prompt" else 2 if heading else None)
+    table = Table(expand=True, show_lines=True)
+    for heading in ("prompt", *headings):
+        table.add_column(heading, overflow="fold", ratio=1 if heading == "prompt" else 2)
     terminal.print(Text("held-out prompts" if len(headings) == 1 else "the same held-out prompts, before and after"))
     for before, after in pairs:
         texts = [example_text(example, glyphs) for example in ([before, after] if len(headings) == 2 else [after])]
-        prompt = prompt_text(after)
-        if wide:
-            table.add_row(prompt, *texts)
-            continue
-        table.add_row("", prompt)
-        for heading, text in zip(headings, texts, strict=True):
-            table.add_row(Text(heading.split(" (")[0], style="dim"), text)
+        table.add_row(prompt_text(after), *texts)
     terminal.print(table)
 
 

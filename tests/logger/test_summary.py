@@ -64,18 +64,6 @@ def test_the_same_prompts_stand_side_by_side_with_marks(folder):
     ]
 
 
-def test_a_narrow_page_shows_before_and_after_below_each_other(folder):
-    lines = [line.rstrip() for line in page(folder, 60).splitlines()]
-    first = lines.index("       What is 1+2+1*0?")
-    assert lines[first + 1 : first + 6] == [
-        "       answer: 3",
-        "before ✗ wrong",
-        r"       \x1b[2Jwrong\u202e 4",
-        "after  ✓ right",
-        "       now 3",
-    ]
-
-
 def test_the_curve_shows_rewards_and_accuracies(folder):
     text = page(folder, 80)
     drawing = [line for line in text.splitlines() if re.match(r"(\d\.\d\d┤|    │)", line)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlft.system import interrupt
+from rlft.system.crash import described
 from rlft.system.hub import hub_answers
 from rlft.system.terminal import command_line
 from rlft.types import UserError, counted, require
@@ -92,12 +93,12 @@ def prepared(target: Push) -> Push:
         raise
     except HfHubHTTPError as error:
         if error.response.status_code not in NO_ACCESS:
-            return replace(target, problem=short(error))
+            return replace(target, problem=described(error))
         problem = f"the hub refuses the token ({error.response.status_code})"
         remedy = f"create one that may write at {constants.ENDPOINT}/settings/tokens, then `{LOG_IN}` (or set HF_TOKEN)"
         raise UserError("push", problem, got=target.repo_id, remedy=remedy) from None
     except Exception as error:  # errors of the HTTP library differ between versions of huggingface_hub
-        return replace(target, problem=short(error))
+        return replace(target, problem=described(error))
     return replace(target, api=api)
 
 
@@ -151,7 +152,7 @@ def push(target: Push, folder: Path, say: Callable[[str], None]) -> str:
             address = target.api.create_repo(target.repo_id, private=target.private, exist_ok=True)
             target.api.upload_folder(repo_id=target.repo_id, folder_path=folder, commit_message="Exported by rlft")
     except Exception as error:  # whatever went wrong, the folder is complete and the command is known
-        raise PushError(f"not pushed to {target}: {short(error)}; {folder} is kept; try `{command}`") from error
+        raise PushError(f"not pushed to {target}: {described(error)}; {folder} is kept; try `{command}`") from error
     interrupt.set_interrupt_message(f"{folder} is exported and pushed to {target.repo_id}")
     return str(address)
 
@@ -163,9 +164,3 @@ def upload_command(target: Push, folder: Path) -> str:
     'hf upload me/mine exports/mine --private'
     """
     return command_line("hf", "upload", target.repo_id, folder, *(["--private"] if target.private else []))
-
-
-def short(error: Exception) -> str:
-    """An error's class and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

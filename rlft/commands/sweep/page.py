@@ -286,22 +286,15 @@ def write_csv(folder: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table. Headers and numbers are never cut; keys and states take as many lines as they need."""
-    from rich.table import Table
-
     from rlft.logger.console import open_terminal
+    from rlft.logger.tables import Column, WordTable
     from rlft.logger.text import glyphs_for
 
     terminal = open_terminal()
-    terminal.print(title, highlight=False)
-    printed = Table()
-    for name in columns:
-        if name in (KEYS, STATE):
-            printed.add_column(name, overflow="fold")
-        else:
-            printed.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        printed.add_row(*(cell.replace(PLUS_MINUS, glyphs_for(terminal.encoding).plus_minus) for cell in row))
-    terminal.print(printed)
+    terminal.print(title)
+    shown = ([cell.replace(PLUS_MINUS, glyphs_for(terminal.encoding).plus_minus) for cell in row] for row in rows)
+    are_words = {name: name in (KEYS, STATE) for name in columns}
+    terminal.print(WordTable([Column(n, right=not words, folds=words) for n, words in are_words.items()], shown))
 
 
 def state_of(row: Trial) -> str:

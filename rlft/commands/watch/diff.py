@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console as Terminal
-from rich.table import Table
 from rich.text import Text
 
 from rlft.commands.watch.names import differing
@@ -18,6 +17,7 @@ from rlft.commands.watch.runs import read_words
 from rlft.config.choices import choice_remedy
 from rlft.logger.console import open_terminal
 from rlft.logger.summary import points
+from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import visible
 from rlft.runs.find import one_run, runs_below
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
@@ -162,13 +162,8 @@ def print_differences(terminal: Terminal, title: str, rows: Sequence[Difference]
         return
     if sentence:
         terminal.print(Text(sentence, style="bold"))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(title, no_wrap=True)
-    for name in SIDES:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(visible(text_of(value))) for value in (row.title, row.first, row.second)))
-    terminal.print(table)
+    columns = (Column(title), *(Column(name, folds=True) for name in SIDES))
+    terminal.print(WordTable(columns, [[text_of(cell) for cell in (row.title, row.first, row.second)] for row in rows]))
     terminal.print()
 
 

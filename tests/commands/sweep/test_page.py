@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,13 +138,10 @@ def test_headers_and_numbers_are_whole_at_80_columns(
     lines = printed(tmp_path, space, capsys)
     table = lines[: next(i for i, line in enumerate(lines) if line.startswith("written to"))]
     assert max(map(len, table)) <= 80
-    assert [cell.strip() for cell in lines[2].strip("┃").split("┃")] == HEADERS
-    first = [cell.strip() for cell in lines[4].strip("│").split("│")]
-    assert [first[0], *first[2:]] == ["3", "0.000", "0.300 ± 0.062", "0.500", "1234.6"]
-    text = "".join(line.split("│")[2].strip() for line in lines if line.startswith("│"))
-    assert text.replace(" ", "").count("trainer.lr=0.0001,lora.target_modules=[q_proj,k_proj,v_proj]") == 1, (
-        "no value is lost"
-    )
+    assert lines[1].split() == HEADERS
+    assert re.split("  +", lines[2].strip())[::2] == ["3", "0.000", "0.500"]
+    text = "".join(re.split("  +", re.sub(r"^ +\d? +", "", line))[0] for line in table[2:])
+    assert text.count("trainer.lr=0.0001,lora.target_modules=[q_proj,k_proj,v_proj]") == 1, "no value is lost"
 
 
 def test_jobs_are_named_by_whole_keys() -> None:
@@ -238,14 +236,9 @@ def test_only_finished_jobs_are_ranked_and_the_others_say_why_they_are_not(
         assert printed_text.count("unfinished") == len(rest)
         settings = {n // 2: [accuracies[m] for m in ranked if m // 2 == n // 2] for n in ranked}
         order = sorted(settings, key=lambda n: -sum(settings[n]) / len(settings[n]))
-        cells = [line.split("│")[1:6] for line in printed_text.splitlines() if line.startswith("│")]
-        shown = [[cell.strip() for cell in line] for line in cells if line[0].strip()][: len(order)]
-        names = [f"trainer.lr=0.00{n + 1}" for n in order]
-        assert [[line[1], line[2]] for line in shown] == [
-            [n, str(len(settings[k]))] for n, k in zip(names, order, strict=True)
-        ]
-        means = [f"{sum(settings[n]) / len(settings[n]):.3f}" for n in order]
-        assert [line[4].split()[0] for line in shown] == means
+        shown = re.findall(r"  (trainer\.lr=\S+) +(\d+) +\S+ +(\d\S+)", printed_text)[: len(order)]
+        values = {f"trainer.lr=0.00{n + 1}": settings[n] for n in order}
+        assert shown == [(n, str(len(of)), f"{sum(of) / len(of):.3f}") for n, of in values.items()]
         best = [line for line in printed_text.splitlines() if line.startswith("best: ")]
         assert len(best) == bool(order)
         if order:
