@@ -89,7 +89,7 @@ def _write(error: BaseException, file: Path | None) -> Path | None:
 def described(error: BaseException) -> str:
     """The class of an error and what it says, in one line, as `shortened`."""
     try:
-        text = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
+        text = one_line(error).encode("utf-8", "backslashreplace").decode()
     except Exception:  # a library's class may not even be able to say what it is
         text = ""
     return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__)
