@@ -158,7 +158,8 @@ def test_whatever_a_library_raises_is_told_once_and_stops_nothing(
 
 def test_an_error_is_told_in_one_line_with_all_that_it_says_first(make_run, make_step, make_evaluation, capsys):
     play(Tracker(before={}, fails="open", error=RAISED[0]), make_run, make_step, make_evaluation)
-    told = "json: could not start (ValueError: broken\\n  in two lines); going on without it. What to do: look into the list\n"
+    why = "could not start (ValueError: broken\\n  in two lines); going on without it"
+    told = f"json: {why}. What to do: look into the list\n"
     assert capsys.readouterr().err == told
 
 
