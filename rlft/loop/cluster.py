@@ -22,8 +22,8 @@ from rlft.system.device import resolve_device
 from rlft.system.process.launcher import open_launcher
 from rlft.system.process.placement import Placement, all_gpus, environment_of
 from rlft.system.process.worker import Launcher, Worker, WorkerSpec
-from rlft.trainer.local import LocalTrainer, Trainer
-from rlft.trainer.ranked_trainer import RankedTrainer
+from rlft.trainer.local import LocalTrainer
+from rlft.trainer.ranked_trainer import RankedTrainer, Trainer
 from rlft.trainer.ranks import LaneShare
 
 ENGINE, RANK = "rlft.loop.workers:EngineWorker", "rlft.loop.workers:RankWorker"

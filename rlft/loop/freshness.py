@@ -31,6 +31,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlft.config.schema import FreshnessConfig, RunConfig
 from rlft.data.prompts import PromptSet
@@ -41,8 +42,6 @@ from rlft.model.backbone import Backbone
 from rlft.model.networks import Networks
 from rlft.model.rounding import rounded_once_more
 from rlft.system.device import fork_rng
-from rlft.trainer.local import Trainer
-from rlft.trainer.update import SampledGap
 from rlft.types import Adapter, Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError, counted
 
 REMEDY = "freshness.threshold=<nats> loosens the check"
@@ -76,10 +75,16 @@ class Gap:
 
     @classmethod
     def between(cls, first: Sequence[float], second: Sequence[float]) -> Gap:
-        gaps = sorted(distance(x, y) for x, y in zip(first, second, strict=True))
+        differences = [x - y for x, y in zip(first, second, strict=True)]
+        return cls.of(torch.tensor(differences, dtype=torch.float64))
+
+    @classmethod
+    def of(cls, differences: Tensor) -> Gap:
+        """That of log-probs with these differences `[n]`, in main memory."""
+        gaps = differences.double().abs().nan_to_num(nan=math.inf, posinf=math.inf).sort().values
         enough = len(gaps) >= MIN_TOKENS_OF_PERCENTILE
-        percentile = gaps[math.ceil(0.99 * len(gaps)) - 1] if enough else None
-        return cls(mean=math.fsum(gaps) / len(gaps), largest=gaps[-1], percentile_99=percentile)
+        percentile = gaps[math.ceil(0.99 * len(gaps)) - 1].item() if enough else None
+        return cls(mean=gaps.mean().item(), largest=gaps[-1].item(), percentile_99=percentile)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +151,7 @@ class Freshness:
     """Compares engine and trainer after a publish; remembers earlier versions to name the one a stale engine holds.
 
     It scores a few short sequences of token ids, after every so many publishes; a number as `threshold` is the largest
-    allowed gap, in nats. With `samples_tell`, sampled tokens are compared as well (`SampledTokens`), and after most
+    allowed gap, in nats. With `samples_tell`, sampled tokens are compared as well (`check_sampled`), and after most
     publishes only what the engine holds. `note` takes a line, once, where an engine's adapter cannot be read back
     (`read_back`), or the limits are the model's own.
 
@@ -191,7 +196,7 @@ class Freshness:
         self,
         version: int,
         generator: Generator,
-        trainer: Trainer | Networks,
+        trainer: Networks,
         adapter: Adapter | None = None,
     ) -> float | None:
         """The largest gap of all engines in nats; None if no log-probs are compared now, or they have no weights.
@@ -219,12 +224,12 @@ class Freshness:
             self.history = {**dict(list(self.history.items())[-3:]), version: expected}
         return max(gaps, default=None)
 
-    def check_finite(self, version: int, trainer: Trainer | Networks) -> None:
+    def check_finite(self, version: int, trainer: Networks) -> None:
         """Raises BrokenRunError: the log-probs of this version, which the trainer holds, are not finite."""
         if self._finite != version:
             self._expected(version, trainer)
 
-    def _expected(self, version: int, trainer: Trainer | Networks) -> list[float]:
+    def _expected(self, version: int, trainer: Networks) -> list[float]:
         expected = flatten(trainer.score(self.sequences))
         if not all(map(math.isfinite, expected)):  # no engine's fault: bases and adapters are finite when loaded
             raise BrokenRunError(_not_finite(version))
@@ -247,7 +252,7 @@ class Freshness:
         adapter: Adapter | None,
         *,
         now: bool,
-        trainer: Trainer | Networks | None = None,
+        trainer: Networks | None = None,
     ) -> list[float]:
         """The gaps of all engines that are checked now, in nats; empty if they have no weights.
 
@@ -289,7 +294,7 @@ class Freshness:
             self._measure_roundings(learner, flatten(learner.score(self.sequences)))
         return self.model_limits.allow(gap)
 
-    def _measure_roundings(self, trainer: Trainer | Networks, expected: list[float]) -> None:
+    def _measure_roundings(self, trainer: Networks, expected: list[float]) -> None:
         """Sets `model_limits` for the model with the weights that it has now, whose log-probs are `expected`."""
         if math.isfinite(self.limits.largest) or self.model_limits != self.limits:
             return
@@ -393,43 +398,28 @@ def samples_tell(config: RunConfig) -> bool:
     return is_plain and is_simple and not dropout and config.freshness.threshold == "auto"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTokens:
-    """Compares the log-probs of a step's first minibatch with those it was sampled by (`SampleCheck`).
+def check_sampled(freshness: Freshness, learner: Networks, rows: Batch, gaps: Tensor | None, step: int) -> None:
+    """Compares the log-probs of a step's first minibatch with those it was sampled by (`LocalTrainer.check_samples`).
 
     `freshness` has seen the engine's log-probs of fixed tokens before, unless it has no weights.
+
+    Raises StaleAdapterError: the gap exceeds the limits, also those of the model's own roundings.
     """
-
-    freshness: Freshness
-    learner: Networks
-
-    @property
-    def limit(self) -> float:
-        return self.freshness.limits.percentile_99
-
-    def __call__(self, rows: Batch, gap: SampledGap | None, step: int) -> None:
-        """Raises StaleAdapterError: the gap exceeds the limits, also those of the model's own roundings."""
-        freshness, learner = self.freshness, self.learner
-        if not freshness.compared or (gap is not None and self._allow(gap)):
-            return
-        with torch.no_grad():
-            computed = learner.forward.logprobs(rows, learner.token_budget)[rows.loss_mask].tolist()
-        if not all(map(math.isfinite, computed)):
-            return  # the update refuses its gradient
-        found = Gap.between(rows.sampled_logprobs[rows.loss_mask].tolist(), computed)
-        if not freshness.allows(found, learner):
-            tokens = counted(len(computed), "sampled token")
-            raise StaleAdapterError(
-                f"freshness: the engine did not sample step {step + 1} from policy version {step}, or decodes otherwise"
-                f" than the trainer's forward: log-probs of {tokens} differ by up to {found.largest:.2g} nats,"
-                f" {found.mean:.2g} on average (allowed is {freshness.model_limits}); stopped before the update."
-                f" {REMEDY}"
-            )
-
-    def _allow(self, gap: SampledGap) -> bool:
-        limits, few = self.freshness.limits, gap.num_tokens < MIN_TOKENS_OF_PERCENTILE
-        is_small = math.isfinite(gap.largest) and gap.largest <= limits.largest and gap.mean <= limits.mean
-        return is_small and (few or gap.num_beyond <= gap.num_tokens // 100)
+    if not freshness.compared or (gaps is not None and freshness.limits.allow(Gap.of(gaps))):
+        return
+    with torch.no_grad():
+        computed = learner.forward.logprobs(rows, learner.token_budget)[rows.loss_mask].tolist()
+    if not all(map(math.isfinite, computed)):
+        return  # the update refuses its gradient
+    found = Gap.between(rows.sampled_logprobs[rows.loss_mask].tolist(), computed)
+    if not freshness.allows(found, learner):
+        tokens = counted(len(computed), "sampled token")
+        raise StaleAdapterError(
+            f"freshness: the engine did not sample step {step + 1} from policy version {step}, or decodes otherwise"
+            f" than the trainer's forward: log-probs of {tokens} differ by up to {found.largest:.2g} nats,"
+            f" {found.mean:.2g} on average (allowed is {freshness.model_limits}); stopped before the update."
+            f" {REMEDY}"
+        )
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

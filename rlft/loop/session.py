@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rlft.logger.alarms import Alarms, Hints
 from rlft.loop.cluster import make_trainer, open_workers
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.engines import Engines, engine_args, opened_teacher
-from rlft.loop.freshness import SampledTokens, check_decoding, open_freshness, samples_tell
+from rlft.loop.freshness import check_decoding, check_sampled, open_freshness, samples_tell
 from rlft.loop.metrics import Clock, evaluate, kl_to_base, text_loss, unknown_token_metrics
 from rlft.loop.next_samples import NextSamples
 from rlft.loop.parts import layers_of_rank, open_roles, open_scorer, open_trainer
@@ -39,7 +40,8 @@ from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import SAMPLED, Checkpoint
 from rlft.runs.lines import StepRecord, TokenValues
-from rlft.trainer.local import Trainer, TrainerState
+from rlft.trainer.local import TrainerState
+from rlft.trainer.ranked_trainer import Trainer
 from rlft.types import Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
 
 CURRICULUM = "curriculum"  # name of the curriculum's tensors and values in a checkpoint
@@ -148,11 +150,12 @@ class Session(RunDriver):
 
     def publish(self, version: int) -> None:
         """Publishes the policy to the engine, and checks that the engine samples from it."""
-        adapter = self.trainer.publish(version)
+        adapter = self.roles.publish(version)
         self.next.note_published(adapter)
         self.generator.load(adapter)
-        self.freshness.check(version, self.generator, self.trainer, adapter)
-        self.trainer.after_freshness_check()
+        self.freshness.check(version, self.generator, self.roles, adapter)
+        if self.config.cluster.num_parts == 1:  # other ranks have no sampler's weights, and must get the same bits
+            self.roles.share_merged_weights()
 
     def score(self, groups: Sequence[Group]) -> Scores:
         scores = self.scorer(groups)
@@ -255,7 +258,7 @@ class Session(RunDriver):
     def checkpoint(self, state: State, *, for_chain: bool = False) -> Checkpoint:
         """The state after a step. Raises BrokenRunError: log-probs are not finite, which the chain's part may be."""
         if not for_chain:
-            self.freshness.check_finite(state.step, self.trainer)
+            self.freshness.check_finite(state.step, self.roles)
         trainer = self.trainer.state(alone=for_chain)
         values: dict[str, Any] = {"algorithm": state.algorithm.state(), "hints": self.hints.state()}
         if self.alarms is not None:
@@ -348,7 +351,7 @@ def open_session(
         session = Session(run, roles, generator, scorer, trainer)
         if samples_tell(config) and not roles.routing.layers:  # an expert chosen otherwise is a large gap, and no fault
             session.freshness.samples_tell = True
-            local.check_samples = SampledTokens(freshness=session.freshness, learner=roles)
+            local.check_samples = partial(check_sampled, session.freshness, roles)
         stack.callback(session.next.close)
         stack.enter_context(session.running())
         yield session

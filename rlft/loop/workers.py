@@ -27,9 +27,8 @@ from rlft.model.full_weights import FollowingModel
 from rlft.model.roles import policy_alone
 from rlft.system.device import resolve_device
 from rlft.system.memory import keep_blocks
-from rlft.trainer.joining import Shapes, Start, shapes_of
 from rlft.trainer.local import LocalTrainer, open_optimizers
-from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous
+from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous, Shapes, Start, shapes_of
 from rlft.trainer.update import UpdateRecord
 from rlft.types import Adapter, Batch, Group, Prompt, Sampling
 

@@ -1,9 +1,7 @@
-"""The interface of a trainer, the networks that learn, and the trainer in this process.
+"""The trainer in this process: adapters in roles on the one base, or its own weights, and their optimizers.
 
-Its arguments and results are batches, numbers and tensors on the CPU, so that a trainer may be this process's own or
-several processes that share the work (`ranked_trainer.py`). The loop's other interface is `Generator`.
-
-The trainer here has adapters in roles on the one base, and their optimizers. The passes of a step are divided into
+Arguments and results are batches, numbers and tensors on the CPU, so that several processes can share the work
+(`ranked_trainer.py`). The loop's other interface is `Generator`. The passes of a step are divided into
 lanes, one or several, which several ranks can share. Each of several lanes has a gradient of its own, and each of its
 passes dropout of its own, so that no bit depends on who computes it: every rank adds up all lanes in their order, and
 takes the same optimizer step as the others. Where ranks share the tokens of each pass (`rlft.model.sequence`), a lane
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +31,12 @@ from rlft.system.device import fork_rng
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base, update as updates
 from rlft.trainer.gradients import LaneGradients
-from rlft.trainer.joining import Shapes, Start, sent, shapes_of, take_over
 from rlft.trainer.lanes import Division, divide
 from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
-from rlft.trainer.ranks import LaneShare
+from rlft.trainer.ranks import LaneShare, Shapes, Start, sent, shapes_of, take_over
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
-from rlft.types import Adapter, Batch, LossScale, Rollouts
+from rlft.types import Batch, LossScale, Rollouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,76 +52,9 @@ class TrainerState:
     folder: Path | None = None  # the checkpoint that the state was read from; None if it was not read
 
 
-class Trainer(Protocol):
-    def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
-        """The batch with the log-probs of old policy, reference and teacher and the old values that are needed.
-
-        Rows that teach nothing, bool `[B]`, are not forwarded.
-        """
-        ...
-
-    def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
-        """All updates of the step that follows `step` finished steps; returns their mean metrics."""
-        ...
-
-    def publish(self, version: int) -> Adapter:
-        """The policy's current adapter, for an engine."""
-        ...
-
-    def score(self, sequences: list[list[int]], *, rounded: bool = False) -> list[list[float]]:
-        """The policy's log-probs (temperature 1) of every token but the first, for the freshness check.
-
-        `rounded`: with one more rounding in each layer.
-        """
-        ...
-
-    def after_freshness_check(self) -> None:
-        """Called once the engine has proven that it has what was published last."""
-        ...
-
-    def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
-        """After `step` steps, moves the snapshots that are due and trains the learned reward if that is due.
-
-        `rollouts` are of the step that is just finished. Returns the metrics of that training.
-        """
-        ...
-
-    def policy_learns(self, step: int) -> bool:
-        """False in the first steps, in which only the critic learns."""
-        ...
-
-    def rehearse(self, algorithm: Objective, micro: Batch) -> None:
-        """Runs a teacher's pass, and forward and backward, of one micro-batch, and leaves no trace.
-
-        Gradients are dropped, and no stream of random numbers moves on.
-        """
-        ...
-
-    def state(self, *, alone: bool = False) -> TrainerState:
-        """All that changes; `alone`: without a proof that other ranks have come to the same."""
-        ...
-
-    def restore(self, state: TrainerState) -> None:
-        """Continues from a state that `state` returned."""
-        ...
-
-
-class SampleCheck(Protocol):
-    """Judges, before the first update of a step, whether its policy is the one that has sampled the rows."""
-
-    @property
-    def limit(self) -> float:
-        """In nats, beyond which tokens are counted."""
-        ...
-
-    def __call__(self, rows: Batch, gap: updates.SampledGap | None, step: int) -> None:
-        """Raises an error if it is not. `gap`: that of these rows; None: no pass of the update was over them."""
-        ...
-
-
 @dataclass(eq=False)
 class LocalTrainer:
-    """A `Trainer`, whose protocol says what its methods do. Minibatches and dropout derive from (seed, step)."""
+    """Trains in this process. Minibatches and dropout derive from (seed, step)."""
 
     roles: Networks  # the adapters; whoever opened them closes them
     optimizers: Mapping[str, Optimizer]  # {role: optimizer} for every role that the algorithm trains
@@ -136,7 +66,10 @@ class LocalTrainer:
     text: Callable[[int, int, int], Batch] | None = None  # (seed, step, update) -> pretraining text, if it is needed
     reward_training: RewardRefresh | None = None  # of the learned reward between steps; None if it is not trained
     base: ShardedLayers | None = None  # its layers, if ranks that share the lanes also divide it; None: it is whole
-    check_samples: SampleCheck | None = None  # called in each step; all lanes must be this process's
+    # Judges, before the first update of a step, whether its policy is the one that has sampled these rows: called with
+    # the distances `[n]`, in nats, of their log-probs, or None if no pass was over them, and the number of finished
+    # steps. All lanes must be this process's.
+    check_samples: Callable[[Batch, Tensor | None, int], None] | None = None
 
     def __post_init__(self) -> None:
         self.share = LaneShare()
@@ -176,6 +109,10 @@ class LocalTrainer:
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
     def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> Batch:
+        """The batch with the log-probs of old policy, reference and teacher and the old values that are needed.
+
+        Rows that teach nothing, bool `[B]`, are not forwarded.
+        """
         return replace(batch, **self.annotations(batch, zero_gradient_B))
 
     def annotations(self, batch: Batch, zero_gradient_B: Tensor) -> dict[str, Tensor]:
@@ -191,6 +128,7 @@ class LocalTrainer:
             return roles.annotations(batch, parts, needs_old=self.needs_old, **asked)
 
     def update(self, algorithm: Objective, batch: Batch, zero_gradient_B: Tensor, step: int) -> dict[str, float]:
+        """All updates of the step that follows `step` finished steps; returns their mean metrics."""
         return updates.step_metrics([self.update_lanes(algorithm, batch, zero_gradient_B, step)])
 
     def update_lanes(
@@ -238,35 +176,44 @@ class LocalTrainer:
             rows_of_text = text_division.rows
             costs = [sum(pair) for pair in zip(costs, text_division.costs, strict=True)]
         passes: dict[int, list[updates.PassRecord]] = {}
+        gaps: list[tuple[Tensor, Tensor]] | None = None  # (distances, which of them are tokens) `[B, T]` of each pass
+        if number == 0 and self.check_samples is not None:
+            gaps = []
         with self.passes():
             for lane in (lane for lane in self.share.mine if costs[lane] > 0):
-                passes[lane] = list(self._passes(algorithm, batch, division.rows[lane], scale, at))
+                passes[lane] = list(self._passes(algorithm, batch, division.rows[lane], scale, at, gaps))
                 if text is not None and len(rows_of_text[lane]):
                     self._seed_pass(step, f"text dropout {number} {lane}")
                     passes[lane].append(self._text_pass(algorithm, text, rows_of_text[lane]))
                 gradients.set_aside(lane)
         gradients.add_up([lane for lane, cost in enumerate(costs) if cost > 0])
         records = updates.records_of(passes, share)
-        if number == 0 and self.check_samples is not None:
+        if gaps is not None and self.check_samples is not None:
             sampled = live if len(live) else (~zero_gradient_B).nonzero()[:, 0]
-            of_passes = [done for lane in records.values() for done in lane]
-            gap = updates.SampledGap.of(of_passes, int(batch.loss_mask[live].sum())) if len(live) else None
+            gaps_M = torch.cat([gap_BT[mask_BT] for gap_BT, mask_BT in gaps]).cpu() if gaps else None
             if len(sampled):
-                self.check_samples(batch.select(sampled), gap, step)
+                self.check_samples(batch.select(sampled), gaps_M, step)
         done, total = (steps * config.updates_per_step for steps in (step, config.steps))
         resting = () if learns else (POLICY,)
         numbers = optimizer_step(self.optimizers.values(), done + number, total, resting)
         return updates.UpdateRecord(passes=records, costs=costs, optimizers=numbers)
 
     def _passes(
-        self, algorithm: Objective, batch: Batch, rows: Tensor, scale: LossScale, at: tuple[int, int]
+        self,
+        algorithm: Objective,
+        batch: Batch,
+        rows: Tensor,
+        scale: LossScale,
+        at: tuple[int, int],
+        gaps: list[tuple[Tensor, Tensor]] | None,
     ) -> Iterator[updates.PassRecord]:
         (step, number), roles = at, self.roles
-        limit = None if number or self.check_samples is None else self.check_samples.limit
         parts = roles.forward.micro_batches(batch, rows, roles.token_budget)
         for part, micro in zip(parts, roles.forward.placed([batch.select(part) for part in parts]), strict=True):
             self._seed_pass(step, f"dropout {number} {int(part[0])}")
-            metrics = updates.backward(roles, algorithm, micro, scale, self.policy_learns(step), limit)
+            metrics, logprobs = updates.backward(roles, algorithm, micro, scale, self.policy_learns(step))
+            if gaps is not None:
+                gaps.append(((logprobs - micro.batch.sampled_logprobs).abs(), micro.batch.loss_mask))
             yield updates.PassRecord(metrics=metrics, real=micro.real_tokens, network=micro.network_tokens)
 
     def _text_pass(self, algorithm: Objective, text: Batch, rows: Tensor) -> updates.PassRecord:
@@ -276,17 +223,11 @@ class LocalTrainer:
             total += loss
         return updates.PassRecord(metrics={"loss/text": total, "loss/total": total})
 
-    def publish(self, version: int) -> Adapter:
-        return self.roles.publish(version)
-
-    def score(self, sequences: list[list[int]], *, rounded: bool = False) -> list[list[float]]:
-        return self.roles.score(sequences, rounded=rounded)
-
-    def after_freshness_check(self) -> None:
-        if self.share.parts == 1:  # other ranks have no sampler's weights to use, and must get the same bits
-            self.roles.share_merged_weights()
-
     def refresh(self, step: int, rollouts: Rollouts) -> dict[str, float]:
+        """After `step` steps, moves the snapshots that are due and trains the learned reward if that is due.
+
+        `rollouts` are of the step that is just finished. Returns the metrics of that training.
+        """
         self.roles.refresh(step)
         if self.reward_training is None:
             return {}
@@ -295,9 +236,14 @@ class LocalTrainer:
             return self.reward_training.train_if_due(step)
 
     def policy_learns(self, step: int) -> bool:
+        """False in the first steps, in which only the critic learns."""
         return self.roles.critic is None or step >= self.config.critic.warmup_steps
 
     def rehearse(self, algorithm: Objective, micro: Batch) -> None:
+        """Runs a teacher's pass, and forward and backward, of one micro-batch, and leaves no trace.
+
+        Gradients are dropped, and no stream of random numbers moves on.
+        """
         roles = self.roles
         if roles.snapshot.teacher != "none":  # no other role's pass takes more than the policy's own
             no_row = torch.zeros(len(micro.rewards), dtype=torch.bool)
@@ -312,6 +258,7 @@ class LocalTrainer:
                 parameter.grad = None
 
     def state(self, *, alone: bool = False) -> TrainerState:
+        """All that changes; `alone`: without a proof that other ranks have come to the same."""
         roles = self.roles
         kept = roles.kept(roles.moving)
         return TrainerState(
@@ -385,6 +332,7 @@ class LocalTrainer:
         return gathered
 
     def restore(self, state: TrainerState) -> None:
+        """Continues from a state that `state` returned."""
         self.roles.restore(state.adapters, state.heads, state.folder)
         self._restore_optimizers(state.optimizer, state.critic)
         if self.reward_training is not None:

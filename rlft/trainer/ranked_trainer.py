@@ -19,11 +19,10 @@ from torch import Tensor
 from rlft.algorithm.objective import Objective
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, where_it_wrote
-from rlft.trainer.joining import shapes_of
 from rlft.trainer.local import LocalTrainer, TrainerState
-from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, Rendezvous, open_store
+from rlft.trainer.ranks import Exchange, LaneShare, LateRankError, RanksError, Rendezvous, open_store, shapes_of
 from rlft.trainer.update import step_metrics
-from rlft.types import Adapter, Batch, Rollouts, UserError
+from rlft.types import Batch, Rollouts, UserError
 
 MOST_FAILURES = 3  # after this many failures in a row, without answers of all ranks in between, the run stops
 START_S = 900.0  # the least time limit of a rank that starts: it imports torch and loads the base
@@ -40,7 +39,7 @@ class RankError(RuntimeError):
 
 
 class RankedTrainer:
-    """A `Trainer`, whose protocol says what its methods do.
+    """Trains on several ranks, of which `LocalTrainer` is one; its methods are as there.
 
     Args:
         local: the trainer of rank 0.
@@ -161,15 +160,6 @@ class RankedTrainer:
         self._leave()  # when the ranks meet again, all get this state
 
     # -- what rank 0 does alone ----------------------------------------------------------------------------------------
-    def publish(self, version: int) -> Adapter:
-        return self._local.publish(version)
-
-    def score(self, sequences: list[list[int]], *, rounded: bool = False) -> list[list[float]]:
-        return self._local.score(sequences, rounded=rounded)
-
-    def after_freshness_check(self) -> None:
-        self._local.after_freshness_check()
-
     def policy_learns(self, step: int) -> bool:
         return self._local.policy_learns(step)
 
@@ -310,6 +300,9 @@ class RankedTrainer:
         if not algorithm.needs_text or text is None or not self.policy_learns(step):
             return []
         return [text(config.seed, step, i) for i in range(config.updates_per_step)]
+
+
+Trainer = LocalTrainer | RankedTrainer
 
 
 def _has_only_lost_another(future: Future[Any]) -> bool:

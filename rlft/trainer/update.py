@@ -47,28 +47,6 @@ def loss_scale(minibatch: Batch, max_completion_tokens: int, roles: Networks) ->
     )
 
 
-GAPS = GAP, GAP_LARGEST, GAP_BEYOND = ("first update/gap", "first update/largest gap", "first update/tokens beyond")
-"""Numbers of an update's passes that are no metrics, but judge whether the engine sampled from this policy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledGap:
-    """How far the log-probs of a minibatch's sampled tokens lie from those that the engine sampled by, in nats."""
-
-    num_tokens: int
-    mean: float
-    largest: float
-    num_beyond: int  # number of tokens beyond the limit that the passes were told
-
-    @classmethod
-    def of(cls, passes: Iterable[PassRecord], num_tokens: int) -> SampledGap:
-        sums, largest, beyond = (
-            [done.metrics[name] for done in passes if name in done.metrics] for name in (GAP, GAP_LARGEST, GAP_BEYOND)
-        )
-        mean, num_beyond = math.fsum(sums) / num_tokens, round(sum(beyond))
-        return cls(num_tokens=num_tokens, mean=mean, largest=max(largest), num_beyond=num_beyond)
-
-
 # -- passes with gradient ----------------------------------------------------------------------------------------------
 def backward(
     roles: Networks,
@@ -76,13 +54,12 @@ def backward(
     micro: MicroBatch,
     scale: LossScale,
     policy_learns: bool,
-    gap_limit: float | None = None,
-) -> Mapping[str, Tensor]:
-    """Adds a micro-batch's gradients to the critic's and, if it learns, to the policy's; returns the loss's metrics.
+) -> tuple[Mapping[str, Tensor], Tensor]:
+    """Adds a micro-batch's gradients to the critic's and, if it learns, to the policy's.
 
-    A critic with an adapter of its own goes first, forward and backward, so that only one network's activations are
-    alive at a time; the policy's loss then sees its values as constants. With `gap_limit`, in nats, the result also has
-    the numbers of a `SampledGap`.
+    Returns the loss's metrics, and the policy's log-probs `[B, T]`. A critic with an adapter of its own goes first,
+    forward and backward, so that only one network's activations are alive at a time; the policy's loss then sees its
+    values as constants.
     """
     values, batch, layout = None, micro.batch, micro.layout
     if algorithm.needs_values and roles.critic_adapter is not None:
@@ -104,11 +81,7 @@ def backward(
             roles.check_gradients()
             if algorithm.needs_values and values is None:
                 roles.check_gradients(CRITIC)
-    if gap_limit is None:
-        return {**loss.metrics, **routing}
-    gap_BT = (outputs.logprobs.detach() - batch.sampled_logprobs).abs().where(batch.loss_mask, 0.0)
-    gaps = {GAP: gap_BT.sum(), GAP_LARGEST: gap_BT.max(), GAP_BEYOND: (gap_BT > gap_limit).sum().float()}
-    return {**loss.metrics, **routing, **gaps}
+    return {**loss.metrics, **routing}, outputs.logprobs.detach()
 
 
 def text_passes(
@@ -194,8 +167,6 @@ def step_metrics(by_rank: Sequence[Sequence[UpdateRecord]]) -> dict[str, float]:
         for done in (done for lane in sorted(passes) for done in passes[lane]):
             real, network = real + done.real, network + done.network
             for name, value in done.metrics.items():
-                if name in GAPS:
-                    continue
                 so_far = sums.get(name, 0.0)
                 if name.endswith("_max"):
                     sums[name] = value if math.isnan(value) else max(so_far, value)

@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +22,14 @@ from rlft.loop.freshness import (
     LIMITS_IN_32_BITS,
     Freshness,
     Limits,
-    SampledTokens,
     StaleAdapterError,
+    check_sampled,
     samples_tell,
 )
 from rlft.loop.session import Session
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.networks import Networks
 from rlft.trainer.optimizer import Optimizer
-from rlft.trainer.update import SampledGap
 from rlft.types import Adapter, Group
 
 FAULTY = 5
@@ -156,12 +156,6 @@ class Learner:
     def score(self, sequences: object, *, rounded: bool = False) -> list[list[float]]:
         return [[-1.0 - self.noise * rounded] * 300]
 
-    def summary(self, limit: float) -> SampledGap:
-        gaps = self.gaps.double().abs()
-        return SampledGap(
-            num_tokens=1000, mean=float(gaps.mean()), largest=float(gaps.max()), num_beyond=int((gaps > limit).sum())
-        )
-
 
 def gaps(usual: float, other: float = 0.0, number: int = 0) -> torch.Tensor:
     return torch.where(torch.arange(1000) < number, other, usual)
@@ -183,16 +177,15 @@ def gaps(usual: float, other: float = 0.0, number: int = 0) -> torch.Tensor:
 )
 def test_sampled_tokens_are_judged_as_fixed_ones(limits: Limits, learner: Any, is_stopped: bool) -> None:
     freshness = Freshness([[1, 2]], limits, 1)
-    check = SampledTokens(freshness=freshness, learner=learner)
-    summary = learner.summary(check.limit)
-    check(learner.rows, summary, 4)  # an engine without weights, whose log-probs were never compared
+    check = partial(check_sampled, freshness, learner)
+    check(learner.rows, learner.gaps, 4)  # an engine without weights, whose log-probs were never compared
     freshness.compared = True
-    for gap in (summary, None):
+    for given in (learner.gaps, None):
         if is_stopped:
             with pytest.raises(StaleAdapterError, match=r"log-probs of 1000 sampled tokens differ by up to"):
-                check(learner.rows, gap, 4)
+                check(learner.rows, given, 4)
         else:
-            check(learner.rows, gap, 4)
+            check(learner.rows, given, 4)
     learner.rows.sampled_logprobs[0, 0] = math.inf
     if not learner.gaps.isnan().any():
         with pytest.raises(StaleAdapterError, match="by up to inf nats"):

@@ -8,8 +8,7 @@ import torch
 from threaded_ranks import together
 from torch import Tensor
 
-from rlft.trainer.joining import sent, shapes_of, take_over
-from rlft.trainer.ranks import Exchange
+from rlft.trainer.ranks import Exchange, sent, shapes_of, take_over
 
 CPU = torch.device("cpu")
 

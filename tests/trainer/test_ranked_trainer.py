@@ -26,8 +26,8 @@ from rlft.loop.workers import opened_trainer
 from rlft.model.packing import prompt_lengths
 from rlft.system.process.worker import WorkerError, WorkerSpec
 from rlft.trainer import ranked_trainer
-from rlft.trainer.local import LocalTrainer, Trainer, TrainerState
-from rlft.trainer.ranked_trainer import RankedTrainer, RankError
+from rlft.trainer.local import LocalTrainer, TrainerState
+from rlft.trainer.ranked_trainer import RankedTrainer, RankError, Trainer
 from rlft.trainer.ranks import Exchange, LaneShare
 from rlft.types import Batch, Rollouts, Scores, UserError
 
@@ -163,7 +163,7 @@ def train(trainer: Trainer, local: LocalTrainer, case: str, batches: list[Batch]
         zero_gradient_B = algorithm.zero_gradient_rows(batch)
         credited = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
         metrics.append(trainer.update(algorithm, credited, zero_gradient_B, step))
-        trainer.publish(step + 1)
+        local.roles.publish(step + 1)
         trainer.refresh(step + 1, Rollouts(groups=[], scores=Scores(total=torch.zeros(0), by_reward={}), num_sampled=0))
         tensors = flat(local, trainer.state())
     return Trained(metrics=metrics, tensors=tensors)

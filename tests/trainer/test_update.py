@@ -709,7 +709,7 @@ def test_what_stands_at_an_answers_tokens_reaches_no_gradient(packed, make_roles
         for _, parameter in roles.named_parameters(POLICY):
             parameter.grad = None
         micro, scale = roles.forward.placed([batch])[0], loss_scale(batch, 9, roles)
-        metrics = backward(roles, algorithm, micro, scale, policy_learns=True)
+        metrics, _ = backward(roles, algorithm, micro, scale, policy_learns=True)
         return metrics, [parameter.grad.clone() for _, parameter in roles.named_parameters(POLICY)]
 
     expected, found = gradients(replace(clean, **values)), gradients(replace(clean, **junk))
