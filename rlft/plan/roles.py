@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -466,62 +465,45 @@ def check_vocabulary(student: RunTokenizer, teacher: RunTokenizer, path: str) ->
 
 
 # -- the folders that roles start from ---------------------------------------------------------------------------------
-class AdapterUse(Enum):
-    """How a run uses a folder."""
-
-    policy = auto()  # the policy starts from its adapter
-    frozen = auto()  # its adapter is the reference or the teacher, as PEFT reads it
-    scalar = auto()  # a critic or a reward starts from its adapter and head
-    head = auto()  # a critic starts from its head alone
-    any = auto()  # a role starts from its adapter, whichever role that was saved from, and from its head if it has one
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A folder, the config key that names it, and how the run uses it."""
+    """A folder, the config key that names it, and how the run uses it: as it says here, the policy starts from it."""
 
     key: str
     path: str
-    accepts: AdapterUse
+    has_adapter: bool = True  # whether its adapter is used
+    has_head: bool = False  # whether its scalar head is used
+    # Whether a role of the run starts from its adapter, and so has its rank, alpha and targets; else that is frozen.
+    starts_role: bool = True
+    of_any_role: bool = False  # whether the adapter may have been saved from any role, not from a policy alone
     words: str = ""  # what the key may say besides a folder, such as "base or reward"; empty for none
-
-    @property
-    def has_adapter(self) -> bool:
-        return self.accepts is not AdapterUse.head
-
-    @property
-    def has_head(self) -> bool:
-        return self.accepts in (AdapterUse.scalar, AdapterUse.head)
-
-    @property
-    def starts_role(self) -> bool:
-        """Whether a role of the run starts from this adapter, and so has its rank, alpha and targets."""
-        return self.accepts in (AdapterUse.policy, AdapterUse.scalar, AdapterUse.any)
 
 
 def uses(config: RunConfig, rewards: Mapping[str, RewardSpec]) -> list[Use]:
     """The adapter folders that this config names, in the order of its sections."""
-    adapter_uses = use_of_policy("lora.path", start_of(config.lora))
-    if config.snapshot.reference not in ("none", "base", "copy", "ema"):
-        reference, words = config.snapshot.reference, "none, base, copy or ema"
-        adapter_uses.append(Use(key="snapshot.reference", path=reference, accepts=AdapterUse.frozen, words=words))
-    if (teacher := config.snapshot.teacher_adapter) is not None:
-        adapter_uses.append(Use(key="snapshot.teacher", path=teacher, accepts=AdapterUse.frozen))
-    if config.critic.kind is not CriticKind.none and config.critic.init not in ("base", "reward"):
-        use = AdapterUse.scalar if config.critic.kind is CriticKind.adapter else AdapterUse.head
-        adapter_uses.append(Use(key="critic.init", path=config.critic.init, accepts=use, words="base or reward"))
-    return [*adapter_uses, *uses_of_rewards(rewards)]
+    used, snapshot, critic = use_of_policy("lora.path", start_of(config.lora)), config.snapshot, config.critic
+    if snapshot.reference not in ("none", "base", "copy", "ema"):
+        words = "none, base, copy or ema"
+        used.append(Use(key="snapshot.reference", path=snapshot.reference, starts_role=False, words=words))
+    if snapshot.teacher_adapter is not None:
+        used.append(Use(key="snapshot.teacher", path=snapshot.teacher_adapter, starts_role=False))
+    if critic.kind is not CriticKind.none and critic.init not in ("base", "reward"):
+        own, words = critic.kind is CriticKind.adapter, "base or reward"
+        used.append(
+            Use(key="critic.init", path=critic.init, has_adapter=own, has_head=True, starts_role=own, words=words)
+        )
+    return [*used, *uses_of_rewards(rewards)]
 
 
 def use_of_policy(key: str, path: str | None) -> list[Use]:
     """The adapter folder that a policy starts from, in a list; an empty one if none is named."""
-    return [] if path is None else [Use(key=key, path=path, accepts=AdapterUse.policy)]
+    return [] if path is None else [Use(key=key, path=path)]
 
 
 def uses_of_rewards(rewards: Mapping[str, RewardSpec]) -> list[Use]:
     """The adapter folders of learned rewards."""
     return [
-        Use(key=f"reward.{spec.name}.path", path=spec.kwargs["path"], accepts=AdapterUse.scalar)
+        Use(key=f"reward.{spec.name}.path", path=spec.kwargs["path"], has_head=True)
         for spec in rewards.values()
         if spec.runs_in_trainer and spec.kwargs["path"] is not None and is_adapter(spec.kwargs["path"])
     ]
@@ -545,7 +527,7 @@ def check_folders(used: Sequence[Use], lora: LoraSettings | None) -> None:
         if use.has_head:
             check_head(use.path, use.key)
         role = read_record(use.path, use.key).get("role", POLICY)
-        if use.accepts is not AdapterUse.any and not use.has_head and role not in (POLICY, OLD, REFERENCE):
+        if not (use.of_any_role or use.has_head) and role not in (POLICY, OLD, REFERENCE):
             problem = f"holds the adapter of the role {role}, which is not a policy"
             raise UserError(use.key, problem, got=use.path, remedy="point it at the adapter of a policy")
 

@@ -25,7 +25,6 @@ from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
 from rlft.plan.model_rules import check_apart, check_engine, check_model, with_keys
 from rlft.plan.roles import (
-    AdapterUse,
     Use,
     check_folders,
     check_learner,
@@ -62,20 +61,6 @@ def check_train(config: schema.RunConfig, *, trains: bool = True) -> tuple[Objec
 def check_components(config: schema.RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
     """The algorithm and the loggers, after every rule that needs neither model nor data."""
     algorithm = instantiate(config.algorithm, "algorithm")
-    check_run(config, algorithm, trains=trains)
-    if trains:
-        check_ranks(config)
-    check_environment(config)
-    check_rewarded(config)
-    rewards = specs(config.reward)
-    check_roles(config, algorithm, rewards, trains=trains)
-    check_stops_and_rewards(config.generation, rewards)
-    check_folders(uses(config, rewards), config.lora)
-    return algorithm, checked_loggers(config) if trains else loggers_of(config.logger)
-
-
-def check_run(config: schema.RunConfig, algorithm: Objective, *, trains: bool = True) -> None:
-    """Checks rules without rewards, model or data; roles' are in `roles`. trains: False if evaluated only."""
     check_name(config.name)
     _sizes(config, algorithm)
     if trains:
@@ -90,6 +75,15 @@ def check_run(config: schema.RunConfig, algorithm: Objective, *, trains: bool = 
     check_cluster(config)
     check_model(config.model)
     check_learner(config)
+    if trains:
+        check_ranks(config)
+    check_environment(config)
+    check_rewarded(config)
+    rewards = specs(config.reward)
+    check_roles(config, algorithm, rewards, trains=trains)
+    check_stops_and_rewards(config.generation, rewards)
+    check_folders(uses(config, rewards), config.lora)
+    return algorithm, checked_loggers(config) if trains else loggers_of(config.logger)
 
 
 def check_sft(config: schema.SftConfig) -> tuple[Logger, ...]:
@@ -732,10 +726,10 @@ def uses_of_preferences(config: schema.RmConfig | schema.DpoConfig, loss: Rankin
     path, reference = config.lora.path, reference_of(config, loss)
     used = use_of_policy("lora.path", path)
     if path is not None and isinstance(config, schema.RmConfig):
-        used = [Use(key="lora.path", path=path, accepts=AdapterUse.scalar if has_head(path) else AdapterUse.any)]
+        used = [Use(key="lora.path", path=path, has_head=has_head(path), of_any_role=True)]
     if reference not in ("none", "base", path):
         words = "auto, none, base or copy"
-        used.append(Use(key=REFERENCE, path=reference, accepts=AdapterUse.frozen, words=words))
+        used.append(Use(key=REFERENCE, path=reference, starts_role=False, words=words))
     return used
 
 

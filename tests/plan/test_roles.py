@@ -22,7 +22,7 @@ from rlft.config.model import ModelConfig
 from rlft.config.resolved import resolve
 from rlft.generation.vllm.engine import VLLM
 from rlft.plan.identity import fingerprints
-from rlft.plan.roles import AdapterUse, Use, notes_of_adapters
+from rlft.plan.roles import Use, notes_of_adapters
 from rlft.types import UserError
 
 OWN = "embedded:tiny-arithmetic"
@@ -79,7 +79,7 @@ def test_what_is_odd_about_an_adapter_is_noted_and_nothing_else(
 ) -> None:
     place = tmp_path / str(len(list(tmp_path.iterdir())))
     folder = write(place, name, template, tensors, (tiny_path / "chat_template.jinja").read_text())
-    use = Use(key="lora.path", path=str(folder), accepts=AdapterUse.policy)
+    use = Use(key="lora.path", path=str(folder))
     said = notes_of_adapters([use], *base)
     expected = {"chat template": TEMPLATES[template], "names the base": NAMES[name], "are 0": TENSORS[tensors]}
     for words, is_noted in expected.items():
