@@ -30,7 +30,7 @@ from bench_trainers import TRAINERS, Setting, fastest_micro_batch, measure, trai
 from bench_work import Measured, MeasurementError, default_dtype, device_and_dtype, shape_of, where, where_and_when
 
 from rlft.commands.doctor.work import SIZES, Workload, step_flops
-from rlft.system.rates import peak_rate
+from rlft.system.machine import peak_rate
 
 TINY = Workload(prompt_tokens=32, completion_tokens=48)
 OF_A_CARD = {

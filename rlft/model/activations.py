@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlft.config.model import OFFLOAD, Recompute
-from rlft.model.checkpointing import TiledCheckpoint, drawing_again
+from rlft.model.checkpointing import INPUTS_AT_ONCE, HostCopies, TiledCheckpoint, drawing_again
 from rlft.model.kernels import elementwise
 from rlft.model.kernels.flash_attention import HEAD_SIZE_STEP, MAX_HEAD_SIZE, backward_scratch
-from rlft.model.offload import INPUTS_AT_ONCE, HostCopies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel, Qwen2ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from rlft.model.network_files import Network, load_network
-from rlft.model.text_classes import INSIDE, causal_class
 from rlft.types import UserError
 
 PEFT = "base_model.model."  # begins the names of an adapter's tensors
@@ -78,7 +79,7 @@ def own_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
     Raises UserError: the folder holds no causal language model that transformers has a class for.
     """
-    if hasattr(config, "auto_map") or config.model_type in INSIDE:  # its code is in the folder, or in text_classes.py
+    if hasattr(config, "auto_map") or config.model_type in INSIDE:  # its code is in the folder, or below
         return None
     text = config.get_text_config(decoder=True)
     named = getattr(transformers, (config.architectures or [""])[0], None)
@@ -172,3 +173,43 @@ def load_model(config: PreTrainedConfig, source: Mapping[str, Any], **options: A
     network = network_of(config, source)
     model = load_network(network, **options)
     return model if network.part is None else text_model_of(model)
+
+
+# -- text models for which transformers has a class only inside one with a vision tower --------------------------------
+INSIDE = {"qwen2_5_vl_text": "Qwen2_5_VL", "qwen3_vl_text": "Qwen3VL"}
+"""{type of the text model: how transformers' names of its classes begin}."""
+
+
+def causal_class(text: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of causal language models with this config; None if there is none.
+
+    One that is only inside another in transformers is made when it is needed, of the text model and an output head, as
+    all others are: its modules take a while to import.
+    """
+    if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+        return found
+    return _with_head(text.model_type) if text.model_type in INSIDE else None
+
+
+@cache
+def _with_head(kind: str) -> type[PreTrainedModel]:
+    name, folder = INSIDE[kind], kind.removesuffix("_text")
+    module = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    text_model, pretrained = getattr(module, f"{name}TextModel"), getattr(module, f"{name}PreTrainedModel")
+
+    class CausalTextModel(pretrained, GenerationMixin):
+        config_class = text_model.config_class
+        base_model_prefix = "model"
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  # as in transformers
+        forward = Qwen2ForCausalLM.forward
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = text_model(config)
+            self.vocab_size = config.vocab_size
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+    CausalTextModel.__name__ = f"{name}ForCausalLM"
+    return CausalTextModel

@@ -15,8 +15,7 @@ from rlft.plan.demand import Demand
 from rlft.plan.memory_parts import FLOAT32, averages_bytes
 from rlft.plan.roofline import Kernel, Network, StepWork, Work, publishing, sampling, seconds_of, update
 from rlft.system.device import resolve_device, resolve_dtype
-from rlft.system.machine import machine
-from rlft.system.rates import host_rates
+from rlft.system.machine import host_rates, machine
 from rlft.types import UserError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlft.model import forward
 from rlft.model.kernels import attention, elementwise, flash_attention, layer_branches
 from rlft.model.packing import pack
-from rlft.model.text_classes import causal_class
+from rlft.model.text_model import causal_class
 from rlft.types import Batch
 
 

@@ -31,8 +31,7 @@ from rlft.model.lora_config import (
     without_adapter,
 )
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
-from rlft.model.text_classes import causal_class
-from rlft.model.text_model import ModuleNames
+from rlft.model.text_model import ModuleNames, causal_class
 from rlft.plan.model_rules import check_targets, fresh_shapes, why_not_on_a_gpu
 from rlft.plan.sizes import sizes_of
 from rlft.types import UserError

@@ -21,8 +21,7 @@ from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, Snaps
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.model.backbone import Backbone, read_backbone, read_config, source
 from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone
-from rlft.model.text_classes import INSIDE, causal_class
-from rlft.model.text_model import empty_model, load_model, names_of, own_class
+from rlft.model.text_model import INSIDE, causal_class, empty_model, load_model, names_of, own_class
 from rlft.types import UserError
 
 KINDS = ("qwen3_5", "gemma3", "mistral3", "llava")

@@ -40,7 +40,7 @@ from rlft.plan.duration import (
 from rlft.plan.roofline import Network, Work, seconds_of, update
 from rlft.plan.run_plan import Plan, Schedule
 from rlft.plan.sizes import sizes_of
-from rlft.system import rates
+from rlft.system import machine as rates
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "performance.md"

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from rlft.config.compose import compose
 from rlft.config.model import ModelConfig
-from rlft.model import stored_weights
 from rlft.model.backbone import read_config, source
-from rlft.model.stored_weights import digest_of_weights
-from rlft.plan.identity import fingerprints, of_source
+from rlft.plan import identity
+from rlft.plan.identity import digest_of_weights, fingerprints, of_source
 from rlft.runs import run_folder
 from rlft.runs.fingerprints import PARTS, differing, models_in
 from rlft.types import UserError
@@ -283,9 +282,9 @@ def test_of_large_weights_every_tensor_is_read_at_its_ends_and_between(
     tensors: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 64 bytes, 2 of each of 30 tensors: a change of a whole tensor is seen, of any."""
-    monkeypatch.setattr(stored_weights, "WHOLE", 1000)
-    monkeypatch.setattr(stored_weights, "BLOCK", 64)
-    monkeypatch.setattr(stored_weights, "BLOCKS", 2 * len(tensors))
+    monkeypatch.setattr(identity, "WHOLE", 1000)
+    monkeypatch.setattr(identity, "BLOCK", 64)
+    monkeypatch.setattr(identity, "BLOCKS", 2 * len(tensors))
     for form in ("single", "sharded", "bin"):
         rewrite(tmp_path, form, tensors)
         before = digest_of_weights(tmp_path)
@@ -310,13 +309,13 @@ def test_of_sixteen_gigabytes_sixty_megabytes_are_read(tmp_path: Path, monkeypat
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + 291 * length)
     read: list[int] = []
-    spread = stored_weights._spread
+    spread = identity._spread
 
     def noted(length: int, blocks: int) -> list[int]:
         read.append(blocks)
         return spread(length, blocks)
 
-    monkeypatch.setattr(stored_weights, "_spread", noted)
+    monkeypatch.setattr(identity, "_spread", noted)
     before = digest_of_weights(tmp_path)
     assert read == [14] * 291
     with (tmp_path / "model.safetensors").open("r+b") as file:

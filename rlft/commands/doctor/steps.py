@@ -27,7 +27,7 @@ from rlft.plan.memory_parts import OF_THE_MARGIN, OF_THE_PROCESS, parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.device import has_own_memory, total_bytes
-from rlft.system.rates import peak_rate
+from rlft.system.machine import peak_rate
 from rlft.train import train
 
 GAP = "sampler/logprob_gap"

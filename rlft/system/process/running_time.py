@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 Result = TypeVar("Result")
 
@@ -46,13 +46,9 @@ class RunningTime:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal or a debugger; False if the system does not say."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-    return status.rpartition(b") ")[2][:1] in (b"T", b"t")
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
 
 
 class OutOfProcessorTime(BaseException):

@@ -16,10 +16,10 @@ from peft import LoraConfig, get_peft_model
 from rlft.config.model import KernelChoice
 from rlft.model import checkpointing
 from rlft.model.activations import set_checkpointing
+from rlft.model.checkpointing import HostCopies
 from rlft.model.forward import packed_forward
 from rlft.model.kernels import decoder_layer, elementwise, layer_branches, lora_linear, selection
 from rlft.model.kernels.decoder_layer import FAMILIES
-from rlft.model.offload import HostCopies
 from rlft.model.packing import pack
 
 LAYERS = 3
