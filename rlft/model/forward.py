@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -174,8 +174,9 @@ class Forward:
         self._check_lengths(batch)
         if self.packed:
             return anchor_of(head_of(self.model), _predicting(self.model, _packed(batch, layout)))
-        return padded_anchor(self.model, batch, temperature, layout)
+        return Anchor(logprobs_of(_PaddedRows(batch, layout).logits(self.model), temperature))
 
+    @torch.no_grad()
     def most_likely(
         self, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,10 +186,15 @@ class Forward:
         are among the most likely.
         """
         self._check_lengths(batch)
-        with torch.no_grad():
-            if self.packed:
-                return packed_most_likely(self.model, batch, k, vocabulary, layout)
-            return padded_most_likely(self.model, batch, k, vocabulary, layout)
+        if self.packed:
+            packed = _packed(batch, layout)
+            found = most_likely(head_of(self.model), _predicting(self.model, packed), packed.target, k, vocabulary)
+            logprobs, ids, of_ids = (_placed(values, packed, batch) for values in found)
+        else:
+            padded = _PaddedRows(batch, layout)
+            found = most_likely_of(padded.logits(self.model).log_softmax(-1), padded.ids_BT[:, 1:], k, vocabulary)
+            logprobs, ids, of_ids = map(padded.placed, found)
+        return logprobs, ids, of_ids
 
     def logprobs(self, batch: Batch, token_budget: int) -> Tensor:
         """float32 `[B, T]` of every row at temperature 1, on the batch's device, without gradient."""
@@ -213,7 +219,9 @@ class Forward:
             packed = _packed(batch, layout)
             values_BT = _placed(head(_predicting(self.model, packed)), packed, batch)
         else:
-            values_BT = padded_values(self.model, batch, head, layout)
+            padded = _PaddedRows(batch, layout)
+            output = self.model.base_model(**padded.inputs(self.model), use_cache=False)
+            values_BT = padded.placed(head(output.last_hidden_state[:, :-1]))
         if self.model.dtype == torch.float16:
             scale_up(values_BT)
         return values_BT
@@ -294,15 +302,6 @@ def packed_forward(
     return _outputs(None if x is None else _placed(x, packed, batch) for x in found)
 
 
-def packed_most_likely(
-    model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    packed = _packed(batch, layout)
-    results = most_likely(head_of(model), _predicting(model, packed), packed.target, k, vocabulary)
-    logprobs_BT, ids_BTK, ids_logprobs_BTK = (_placed(values, packed, batch) for values in results)
-    return logprobs_BT, ids_BTK, ids_logprobs_BTK
-
-
 def _packed(batch: Batch, layout: Layout | None) -> PackedRows:
     return layout if isinstance(layout, PackedRows) else pack(batch).divided(current_share())
 
@@ -337,88 +336,49 @@ def padded_forward(
     anchor: Anchor | None = None,
 ) -> Outputs:
     """The model's own forward on padded rows, for models that the packed one cannot serve; tests compare the two."""
-
-    def outputs_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
-        states = value_head is not None
-        inputs = _inputs(model, rows, ids_BT, mask_BT)
-        output = model(**inputs, use_cache=False, output_hidden_states=states)
-        logits_BTV = widened(output.logits[:, :-1]) / temperature
-        normaliser_BT = logits_BTV.logsumexp(-1)
-        logprobs_BT = logits_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0] - normaliser_BT
-        entropy_BT = normaliser_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1) if entropy else None
-        values_BT = None if value_head is None else value_head(output.hidden_states[-1][:, :-1])
-        top_k_BTK = None
-        if top_k:
-            ids_logits_BTK = logits_BTV.gather(-1, _teachers_ids(rows)[:, 1 : ids_BT.shape[1]])
-            top_k_BTK = ids_logits_BTK - normaliser_BT.unsqueeze(-1)
-        kl_BT = None if anchor is None else whole_kl(logits_BTV, anchor.states, 1.0, anchor.is_first)
-        return logprobs_BT, entropy_BT, values_BT, top_k_BTK, kl_BT
-
-    return _outputs(_of_padded_rows(batch, outputs_of, layout))
+    padded, states = _PaddedRows(batch, layout), value_head is not None
+    output = model(**padded.inputs(model), use_cache=False, output_hidden_states=states)
+    logits_BTV = widened(output.logits[:, :-1]) / temperature
+    normaliser_BT = logits_BTV.logsumexp(-1)
+    logprobs_BT = logits_BTV.gather(-1, padded.ids_BT[:, 1:, None])[..., 0] - normaliser_BT
+    entropy_BT = normaliser_BT - (logits_BTV.softmax(-1) * logits_BTV).sum(-1) if entropy else None
+    values_BT = None if value_head is None else value_head(output.hidden_states[-1][:, :-1])
+    top_k_BTK = None
+    if top_k:
+        ids_logits_BTK = logits_BTV.gather(-1, _teachers_ids(padded.rows)[:, 1 : padded.ids_BT.shape[1]])
+        top_k_BTK = ids_logits_BTK - normaliser_BT.unsqueeze(-1)
+    kl_BT = None if anchor is None else whole_kl(logits_BTV, anchor.states, 1.0, anchor.is_first)
+    found = (logprobs_BT, entropy_BT, values_BT, top_k_BTK, kl_BT)
+    return _outputs(None if x is None else padded.placed(x) for x in found)
 
 
-def padded_anchor(model: PreTrainedModel, batch: Batch, temperature: float, layout: Layout | None = None) -> Anchor:
-    found: list[Tensor] = []
+class _PaddedRows:
+    """Rows as they enter the network: each path of one with branches by itself. Padding is token 0, whatever it was."""
 
-    def logprobs_of_rows(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
-        logits_BTV = model(**_inputs(model, rows, ids_BT, mask_BT), use_cache=False).logits[:, :-1]
-        found.append(logprobs_of(widened(logits_BTV), temperature))
-        return ()
+    def __init__(self, batch: Batch, layout: Layout | None) -> None:
+        self._layout = layout if isinstance(layout, PaddedLayout) else padded_layout(batch)
+        self._completions = batch.loss_mask
+        self.rows, width = _rows_of(batch, self._layout)
+        mask_BT = self.rows.attention_mask[:, :width]
+        self.ids_BT, self._mask_BT = self.rows.token_ids[:, :width].where(mask_BT, 0), mask_BT.long()
 
-    _of_padded_rows(batch, logprobs_of_rows, layout)
-    (logprobs_BTV,) = found  # the rows are one call
-    return Anchor(logprobs_BTV)
+    def inputs(self, model: PreTrainedModel) -> dict[str, Any]:
+        """What a model reads of them."""
+        if self.rows.images is None:
+            return {"input_ids": self.ids_BT, "attention_mask": self._mask_BT}
+        return self.rows.images.narrowed(self.ids_BT.shape[1]).inputs(model, self.ids_BT, self._mask_BT)
 
+    def logits(self, model: PreTrainedModel) -> Tensor:
+        """`[B, n - 1, V]` of the positions that precede another one."""
+        return widened(model(**self.inputs(model), use_cache=False).logits[:, :-1])
 
-def padded_most_likely(
-    model: PreTrainedModel, batch: Batch, k: int, vocabulary: int, layout: Layout | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    def results_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
-        logits_BTV = model(**_inputs(model, rows, ids_BT, mask_BT), use_cache=False).logits[:, :-1]
-        return most_likely_of(widened(logits_BTV).log_softmax(-1), ids_BT[:, 1:], k, vocabulary)
-
-    logprobs, ids, ids_logprobs = _of_padded_rows(batch, results_of, layout)
-    return logprobs, ids, ids_logprobs
-
-
-def padded_values(model: PreTrainedModel, batch: Batch, head: ScalarHead, layout: Layout | None = None) -> Tensor:
-    def values_of(rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> Sequence[Tensor | None]:
-        output = model.base_model(**_inputs(model, rows, ids_BT, mask_BT), use_cache=False)
-        return (head(output.last_hidden_state[:, :-1]),)
-
-    [values_BT] = _of_padded_rows(batch, values_of, layout)
-    return values_BT
-
-
-def _inputs(model: PreTrainedModel, rows: Batch, ids_BT: Tensor, mask_BT: Tensor) -> dict[str, Any]:
-    """What a model reads of the first columns of these rows, whose token ids and mask these are."""
-    if rows.images is None:
-        return {"input_ids": ids_BT, "attention_mask": mask_BT}
-    return rows.images.narrowed(ids_BT.shape[1]).inputs(model, ids_BT, mask_BT)
-
-
-OfRows = Callable[[Batch, Tensor, Tensor], Sequence[Tensor | None]]
-"""Computes numbers of positions 0 .. n - 2 from rows without branches, their token ids and their mask (int64)."""
-
-
-def _of_padded_rows(batch: Batch, compute: OfRows, layout: Layout | None) -> list[Any]:
-    """What `compute` finds, at the tokens 1 .. n - 1 that these positions predict: `[B, T]` or `[B, T, K]`, 0 outside
-    the completions.
-
-    Each path of a row with branches is a row of its own. Padding becomes token 0, whatever it was.
-    """
-    layout = layout if isinstance(layout, PaddedLayout) else padded_layout(batch)
-    rows, width = _rows_of(batch, layout)
-    mask_BT = rows.attention_mask[:, :width]
-
-    def placed(values: Tensor) -> Tensor:
+    def placed(self, values: Tensor) -> Tensor:
+        """`[B, T]` or `[B, T, K]` of numbers of these positions: at the tokens they predict; 0 outside completions."""
         of_axes_behind = [0, 0] * (values.dim() - 2)
-        values = nn.functional.pad(values, (*of_axes_behind, 1, rows.token_ids.shape[1] - values.shape[1] - 1))
-        values = values if layout.paths is None else layout.paths.fold(values)
-        return values.where(batch.loss_mask.view(*batch.loss_mask.shape, *[1] * (values.dim() - 2)), 0)
-
-    found = compute(rows, rows.token_ids[:, :width].where(mask_BT, 0), mask_BT.long())
-    return [None if x is None else placed(x) for x in found]
+        missing = self.rows.token_ids.shape[1] - values.shape[1] - 1
+        values = nn.functional.pad(values, (*of_axes_behind, 1, missing))
+        values = values if self._layout.paths is None else self._layout.paths.fold(values)
+        return values.where(self._completions.view(*self._completions.shape, *[1] * (values.dim() - 2)), 0)
 
 
 def _rows_of(batch: Batch, layout: PaddedLayout) -> tuple[Batch, int]:

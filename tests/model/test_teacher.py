@@ -142,9 +142,10 @@ def test_tokens_beyond_the_students_vocabulary_are_not_among_the_most_likely(stu
 def test_padded_rows_and_rows_with_branches_give_the_same(backbone, awkward_batch, tree_batch, make_roles, rows):
     batch = awkward_batch if rows == "awkward" else tree_batch[0]
     model = make_roles(noise=0.05).backbone.model
-    packed = forward.packed_most_likely(model, batch, 3, 999)
-    with torch.no_grad():
-        padded = forward.padded_most_likely(model, batch, 3, 999)
+    packed, padded = (
+        forward.Forward(model=model, packed=is_packed, reason="").most_likely(batch, 3, 999)
+        for is_packed in (True, False)
+    )
     at = batch.loss_mask
     torch.testing.assert_close(packed[0], padded[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(packed[1][at], padded[1][at])

@@ -19,7 +19,7 @@ from rlft.generation.memory import TEACHER_SHARE, EngineMemory, MemoryPart, Mode
 from rlft.generation.vllm.memory import CPU_LIBRARIES
 from rlft.model.activations import LayerModules, logit_rows
 from rlft.model.backbone import load_backbone
-from rlft.model.forward import padded_anchor, padded_forward
+from rlft.model.forward import Forward, padded_forward
 from rlft.model.kernels.lm_head import Head, anchor_of, head_kl, top_k_logprobs
 from rlft.plan.demand import Demand, Networks, Rows, TeacherDemand
 from rlft.plan.fit import remedies
@@ -225,11 +225,11 @@ def test_what_is_counted_of_an_exact_kl_is_within_5_percent_of_what_is_alive(dty
 
 def test_in_padded_rows_all_logits_of_both_policies_are_alive(model_config):
     model = load_backbone(model_config()).model
-    batch = longest_rows(20, 12, 2, 4, 10**6)
+    batch, padded = longest_rows(20, 12, 2, 4, 10**6), Forward(model=model, packed=False, reason="")
     peaks = []
     for is_exact in (False, True):
         with LiveBytes() as alive:
-            anchor = padded_anchor(model, batch, 1.0) if is_exact else None
+            anchor = padded.anchor(batch, 1.0) if is_exact else None
             outputs = padded_forward(model, batch, 1.0, False, anchor=anchor)
             (outputs.logprobs if outputs.kl is None else outputs.logprobs + outputs.kl).sum()
         peaks.append(alive.peak)

@@ -16,7 +16,7 @@ from rlft.loop.engines import Engines
 from rlft.loop.session import open_session
 from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
-from rlft.model.forward import Forward, padded_forward, padded_values
+from rlft.model.forward import Forward, padded_forward
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
 from rlft.train import train
@@ -380,7 +380,8 @@ def test_policy_and_critic_get_the_gradients_that_each_has_alone_on_a_base_of_it
     assert (first.critic.value_scale != 1) == normalize
     scale = replace(scale, value_scale=first.critic.value_scale)
     first.tuner.set_adapter(CRITIC)
-    values = first.critic.values(padded_values(first.backbone.model, batch, first.critic.head), batch.loss_mask)
+    padded = Forward(model=first.backbone.model, packed=False, reason="")
+    values = first.critic.values(padded.values(batch, first.critic.head), batch.loss_mask)
     value_loss = algorithm.value_loss(values, batch, scale)
     critic_parameters = [p for _, p in first.named_parameters(CRITIC)]
     expected = {CRITIC: by_name(first, CRITIC, torch.autograd.grad(value_loss, critic_parameters))}
