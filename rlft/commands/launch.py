@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +104,17 @@ def launch(
 
     command, plain = resolved.command, resolved.plain
     doing = f"rlft {command.name}: {plain['name']} with {plain['model']['path']} in {folder}"
-    import_libraries(doing, models_of(resolved.config))
+    is_shown = getattr(resolved.config, "console", None) is not None
+
+    def show_first_rows() -> None:
+        from rlft.logger.console import show_rows
+        from rlft.plan.startup_table import config_rows
+
+        if is_shown:
+            show_rows(config_rows(resolved.config), f"{plain['name']} in {folder}")
+
+    import_libraries(doing, models_of(resolved.config), meanwhile=show_first_rows)
+    from rlft.logger.console import show_rows
     from rlft.logger.summary import print_summary
     from rlft.loop.engines import Engines
     from rlft.plan.fit import fit_to_device
@@ -122,6 +132,8 @@ def launch(
         run_folder.claim(folder, plain, plan.fingerprints, plan.num_steps)
     elif _is_left_alone(command, plan, folder, may_be_finished):
         return False
+    if is_shown:
+        show_rows(plan.planned_rows())
     if disk_note := note_of_disk(plan.disk_bytes(), folder):
         say(f"note: {disk_note}")
     try:
@@ -185,6 +197,7 @@ def import_libraries(
     models: Iterable[tuple[str, str]],  # (key, path) of the models that it then reads, which are checked before
     *,
     needs_weights: bool = True,  # whether it reads more of them than config and tokenizer
+    meanwhile: Callable[[], None] = lambda: None,  # shows what else is known before the import
 ) -> None:
     """Imports torch, transformers and the modules that need them; meanwhile Ctrl-C ends the process at once."""
     from rlft.system.interrupt import ends_the_process
@@ -193,6 +206,7 @@ def import_libraries(
         check_whole(path, key, needs_weights=needs_weights)
     if "torch" not in sys.modules:
         say(f"{doing}; importing torch and transformers ..")
+    meanwhile()
     with ends_the_process():
         import transformers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,19 @@ PRINTED: ContextVar[set[tuple[str, str, str]] | None] = ContextVar("rows", defau
 """In a sweep, the rows of start-up tables that its earlier runs have printed, which later ones leave out."""
 
 
+def show_rows(rows: Collection[tuple[str, str, str]], title: str = "") -> None:
+    """Prints rows of the start-up table, which begins with its title, as they become known."""
+    terminal, earlier = open_terminal(), PRINTED.get()
+    if title and not earlier:
+        terminal.print(Text(visible(title), style="bold"))
+    if new := [row for row in rows if row not in (earlier or ())]:
+        terminal.print(WordTable((Column(width=18), Column(style="bold", width=26), Column(style="dim")), new))
+    if earlier is not None:
+        earlier.update(rows)
+
+
 class Console(Logger):
-    """Shows the start-up table, then the run: live where stdout is a terminal, else a line now and then."""
+    """Shows the last rows of the start-up table, then the run: live on a terminal, else a line now and then."""
 
     def __init__(self, config: ConsoleConfig) -> None:
         self.config = config
@@ -72,13 +83,7 @@ class Console(Logger):
         progress = Progress(run, glyphs_for(terminal.encoding))
         # `isatty` instead of rich's `is_terminal`: FORCE_COLOR must not send cursor movements into a file.
         in_place = self.config.live and sys.stdout.isatty() and not terminal.is_dumb_terminal
-        earlier = PRINTED.get()
-        if not earlier:
-            terminal.print(Text(f"{visible(run.name)} in {run.folder}", style="bold"))
-        if rows := [row for row in run.sizes if row not in (earlier or ())]:
-            terminal.print(grid(rows))
-        if earlier is not None:
-            earlier.update(run.sizes)
+        show_rows(run.sizes)
         seconds = self.config.plain_seconds
         progress.read_earlier()
         self.view = LiveView(terminal, progress) if in_place else PlainView(terminal, progress, seconds)

@@ -20,7 +20,8 @@ class RunInfo:
     config: Mapping[str, Any]  # the plain config
     step: int  # 0, or that of the checkpoint from which a run is resumed
     steps: int  # those of the whole run
-    sizes: Sequence[tuple[str, str, str]]  # rows of the start-up table, (what, value, explanation)
+    # Rows of the start-up table that are known since the model is loaded, (what, value, explanation).
+    sizes: Sequence[tuple[str, str, str]]
     watched: tuple[str, str] = ("reward", "reward/mean")  # (word, metric) of the number whose curve is shown
 
 

@@ -24,6 +24,7 @@ class Column:
     style: str = ""
     right: bool = False  # its cells are numbers: they are aligned to the right and stay on one line
     folds: bool = False  # its words may be cut, as those of completions
+    width: int = 0  # its cells of the terminal, so that tables below each other are aligned; 0: as its cells need
 
 
 class WordTable:
@@ -75,8 +76,8 @@ class WordTable:
             cells = [row[number] for row in self.rows]
             lines = [line.cell_len for cell in (title, *cells) for line in cell.split()]
             words = [_longest_word(title), *(cell.cell_len if column.right else _longest_word(cell) for cell in cells)]
-            widths.append(max(lines, default=0))
-            least.append(max(words) if column.right or not number else min(max(words), NARROW))
+            widths.append(column.width or max(lines, default=0))
+            least.append(column.width or max(words) if column.right or not number else min(max(words), NARROW))
         while len(least) > 1 and sum(least) + len(GAP) * (len(least) - 1) > room:
             least.pop()
         widths = widths[: len(least)]

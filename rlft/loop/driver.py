@@ -144,7 +144,7 @@ class RunDriver(ABC):
             config=self.plan.plain,
             step=step,
             steps=self.plan.num_steps,
-            sizes=self.plan.startup_rows(facts),
+            sizes=self.plan.loaded_rows(facts),
             watched=(headline.label, headline.metric),
         )
         self.logger.start(info)

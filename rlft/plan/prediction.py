@@ -26,7 +26,7 @@ from rlft.plan.rewards.brief import Brief, brief_of, doubts
 from rlft.plan.rewards.writer import Writer
 from rlft.plan.run_plan import Plan, Schedule
 from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
-from rlft.plan.startup_table import Facts, TableRow
+from rlft.plan.startup_table import Facts, TableRow, config_rows
 from rlft.system.device import free_bytes, has_own_memory, resolve_device, resolve_dtype, total_bytes
 from rlft.system.memory import resident_bytes
 from rlft.system.terminal import pip_install
@@ -203,7 +203,7 @@ def predict(resolved: Resolved, limit: int | None, card: str | None = None, *, t
     demand = replace(demand, token_budget=plan.config.token_budget, recompute=recompute)
     facts = planned_facts(plan, model, demand)
     return Prediction(
-        sizes=plan.startup_rows(facts),
+        sizes=[*config_rows(plan.config), *plan.planned_rows(), *plan.loaded_rows(facts)],
         parameters=plan.parameters(model),
         model=model,
         demand=demand,

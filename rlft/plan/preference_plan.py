@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from rlft.algorithm.preference import RankingLoss, pairs_of_ranking
-from rlft.config.instantiate import component_name, instantiate
+from rlft.config.instantiate import instantiate
 from rlft.config.model import Recompute
 from rlft.config.resolved import Resolved
 from rlft.config.schema import DpoConfig, RmConfig
@@ -23,7 +23,7 @@ from rlft.plan.roofline import StepWork, Work
 from rlft.plan.rules import REFERENCE, check_enough, reference_of, replay_is_meant, replayed, uses_of_preferences
 from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import checkpoint_bytes, sizes_of
-from rlft.plan.startup_table import Facts, TableRow, learner_of
+from rlft.plan.startup_table import TableRow
 from rlft.system.device import kind_name, resolve_device
 from rlft.tokens.text import RunTokenizer
 from rlft.types import Split, UserError, counted
@@ -87,34 +87,25 @@ class PreferencePlan(Plan):
         adapter = self.fingerprints[f"{key}_fingerprint"] if self.has_reference_adapter else "base"
         return f"{self.fingerprints['preferences_fingerprint']} {self.fingerprints['base_fingerprint']} {adapter}"
 
-    def startup_rows(self, facts: Facts) -> list[TableRow]:
+    def planned_rows(self) -> list[TableRow]:
         run, rankings, replays = self.config, self.train.rankings, self.config.rankings_per_step - self.num_new
         pairs = sum(len(pairs_of_ranking(r.scores)[0]) for r in rankings)
-        learner = learner_of(run.lora) + " and a scalar head" * self.trains_reward
         held_out = counted(len(self.held_out.rankings), "ranking", ",")
         epochs = self.num_steps * self.num_new / len(rankings)
-        replayed = "" if self.replay is None else f", {replays} of them replayed"
+        replayed = "" if self.replay is None else f"; {replays} in a step are replayed"
         return [
-            facts.model_row(run.model.path),
-            ("trainable", f"{facts.trainable:,}", learner),
-            *facts.network_rows(),
-            *(self._loss_rows(run) if isinstance(run, DpoConfig) else ()),
-            ("rankings", f"{len(rankings):,}", f"{counted(pairs, 'pair', ',')}; {held_out} held out"),
+            *([self._reference_row()] if isinstance(run, DpoConfig) else ()),
+            ("rankings", f"{len(rankings):,}", f"{counted(pairs, 'pair', ',')}; {held_out} held out{replayed}"),
             *self.end_rows(),
-            ("a step", f"{run.rankings_per_step}", f"rankings in one optimizer update{replayed}"),
             ("total", f"{counted(self.num_steps, 'step')}", f"{epochs:.1f} epochs"),
         ]
 
-    def _loss_rows(self, config: DpoConfig) -> list[TableRow]:
-        section = dict(config.loss)
-        name = component_name(section.pop("_target_"))
-        keys = ", ".join(f"{key} {str(value).lower()}" for key, value in section.items())
+    def _reference_row(self) -> TableRow:
         once = "its log-probs are computed once for each completion"
-        reference_row = {
+        return {
             "none": ("reference", "none", "the loss needs none"),
             "base": ("reference", "base", f"no adapter; {once}"),
         }.get(self.reference, ("reference", "adapter", f"{once}; {self.reference}"))
-        return [("loss", name, keys), reference_row]
 
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of an update on the longest rankings; nothing is sampled.

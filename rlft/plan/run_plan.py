@@ -90,14 +90,17 @@ class Plan(ABC):
         advice = advice_for(self.config, facts.base)
         return [*self.notes, *(one.warning for one in advice if one.warning), *facts.notes]
 
-    def startup_rows(self, facts: Facts) -> list[TableRow]:
-        """The rows of the start-up table: the sizes that people ask about."""
-        rows = [facts.model_row(self.config.model.path), *facts.adapter_rows(), *facts.forward_rows()]
-        return [*rows, *self.end_rows()]
+    def planned_rows(self) -> list[TableRow]:
+        """The rows of the start-up table that are known before weights are loaded, without those of the config."""
+        return self.end_rows()
 
     def end_rows(self) -> list[TableRow]:
         """The row of the start-up table about what ends a turn."""
         return [] if self.ends is None else [self.ends.row]
+
+    def loaded_rows(self, facts: Facts) -> list[TableRow]:
+        """The rows of the start-up table that the model adds, once it is loaded."""
+        return facts.rows()
 
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand | None:
         """The memory demand, with gradient checkpointing if `recompute`; if None, `rlft plan` refuses the command."""

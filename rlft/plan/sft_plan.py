@@ -21,7 +21,7 @@ from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roofline import StepWork, Work
 from rlft.plan.rules import check_classifiers, check_enough
 from rlft.plan.run_plan import Plan
-from rlft.plan.startup_table import Facts, TableRow, learner_of
+from rlft.plan.startup_table import TableRow
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.system.device import kind_name, resolve_device
 from rlft.types import Split, counted
@@ -46,18 +46,13 @@ class SftPlan(Plan):
     def scored_prompts(self) -> PromptSet | None:
         return self.held_out
 
-    def startup_rows(self, facts: Facts) -> list[TableRow]:
+    def planned_rows(self) -> list[TableRow]:
         run, examples = self.config, len(self.train.texts)
         epochs = self.num_steps * run.examples_per_step / examples
-        learner = learner_of(run.lora)
         task = f"{self.engine}, {counted(run.eval.num_samples, 'sample')} of each held-out prompt"
         return [
-            facts.model_row(run.model.path, "parameters"),
-            ("trainable", f"{facts.trainable:,}", learner),
-            *facts.network_rows(),
             ("demonstrations", f"{examples:,}", f"{len(self.held_out_examples.texts):,} more held out"),
             *self.end_rows(),
-            ("a step", f"{run.examples_per_step}", "demonstrations in one optimizer update"),
             ("total", f"{counted(self.num_steps, 'step')}", f"{epochs:.1f} epochs of the demonstrations"),
             ("task accuracy", "no" if self.held_out is None else "yes", "data=null" if not self.held_out else task),
         ]

@@ -1,18 +1,27 @@
-"""The rows of the start-up table that describe the model."""
+"""The rows of the start-up table: those that a config alone decides, and those that describe a model.
+
+They are printed in the order in which they become known: before torch is imported those of the config, before weights
+are loaded those of the plan (`Plan.planned_rows`), and then those of the loaded model (`Plan.loaded_rows`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.nn import Parameter
-
+from rlft.config.instantiate import component_name
 from rlft.config.model import LoraSettings
-from rlft.model.kernels.selection import Decision
-from rlft.model.lora_config import adapted_words
+from rlft.config.schema import DpoConfig, RankingRoot, RmConfig, RunConfig, SftConfig
+from rlft.environment.protocol import read_environment
 from rlft.system.machine import multiplies_in
+from rlft.types import counted
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.nn import Parameter
+
+    from rlft.model.kernels.selection import Decision
 
 TableRow = tuple[str, str, str]  # (name, value, explanation)
 
@@ -20,6 +29,37 @@ TableRow = tuple[str, str, str]  # (name, value, explanation)
 def learner_of(lora: LoraSettings | None) -> str:
     """What learns, in words."""
     return "all weights" if lora is None else f"{lora.kind} rank {lora.rank}"
+
+
+def config_rows(config: Any) -> list[TableRow]:
+    """The rows that the config alone decides; it is any command's."""
+    learner = f"trains {learner_of(config.lora)}" if hasattr(config, "lora") else ""
+    rows = [("model", config.model.path, learner + " and a scalar head" * isinstance(config, RmConfig))]
+    if isinstance(config, RunConfig):
+        rows += _rows_of_train(config)
+    if isinstance(config, SftConfig):
+        rows += [("a step", str(config.examples_per_step), "demonstrations in one optimizer update")]
+    if isinstance(config, DpoConfig):
+        section = dict(config.loss)
+        name = component_name(section.pop("_target_"))
+        rows += [("loss", name, ", ".join(f"{key} {str(value).lower()}" for key, value in section.items()))]
+    if isinstance(config, RankingRoot):
+        rows += [("a step", str(config.rankings_per_step), "rankings in one optimizer update")]
+    return rows
+
+
+def _rows_of_train(run: RunConfig) -> list[TableRow]:
+    completions, environment = run.completions_per_step, read_environment(run.environment)
+    rewards = [f"{name} x {reward['weight']:g}" for name, reward in run.reward.items()]
+    rewards += ["the environment's"] * (environment is not None and environment.rewards_turns)
+    groups = f"{counted(run.prompts_per_step, 'prompt')} x group of {run.group_size}"
+    minibatches = f"{counted(run.epochs, 'epoch')} x {counted(run.minibatches, 'minibatch')}"
+    minibatches += f" of {counted(completions // run.minibatches, 'completion')}"
+    return [
+        ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {', '.join(rewards)}"),
+        ("completions a step", f"{completions:,}", f"{groups}, up to {counted(run.generation.max_tokens, 'token')}"),
+        ("updates a step", str(run.updates_per_step), minibatches),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +79,11 @@ class Facts:
     # (layers with an adapter, layers without one, number of weights of the former); empty without adapters.
     layer_kinds: tuple[str, str, int] = ("", "", 0)
 
-    def model_row(self, path: str, what: str = "frozen parameters") -> TableRow:
-        return "model", path, f"{self.base:,} {what}, {self.dtype} on {self.device}"
+    def size_rows(self) -> list[TableRow]:
+        """The number of parameters, and of those that learn, if any do."""
+        share = f"{self.trainable / self.base:.2%} of the parameters of the base"
+        learning = [("trainable", f"{self.trainable:,}", share)] if self.trainable else []
+        return [("parameters", f"{self.base:,}", f"of the base, {self.dtype} on {self.device}"), *learning]
 
     def adapter_rows(self) -> list[TableRow]:
         """The row about layers with adapters; none where all weights are trained."""
@@ -63,8 +106,8 @@ class Facts:
             ("kernels", str(self.kernels.choice), kernels),
         ]
 
-    def network_rows(self) -> list[TableRow]:
-        return [*self.adapter_rows(), *self.base_rows(), *self.forward_rows()]
+    def rows(self) -> list[TableRow]:
+        return [*self.size_rows(), *self.adapter_rows(), *self.base_rows(), *self.forward_rows()]
 
     @property
     def notes(self) -> list[str]:
@@ -94,6 +137,8 @@ def facts_of(
     base_copies: tuple[int, str] | None = None,
 ) -> Facts:
     """The facts about a loaded model with these trained parameters."""
+    from rlft.model.lora_config import adapted_words  # with torch, which rows of a config do without
+
     return Facts(
         base=sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name),
         trainable=sum(p.numel() for _, p in learning),

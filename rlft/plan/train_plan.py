@@ -42,7 +42,7 @@ from rlft.plan.sizes import (
     sampling_of,
     sizes_of,
 )
-from rlft.plan.startup_table import Facts, TableRow, learner_of
+from rlft.plan.startup_table import Facts, TableRow
 from rlft.plan.tower import TowerDemand, tower_demand
 from rlft.reward.workers.reward_spec import notes, specs
 from rlft.runs.fork import MOVING_REFERENCES
@@ -111,44 +111,26 @@ class TrainPlan(Plan):
     def scored_prompts(self) -> PromptSet:
         return self.train_prompts
 
-    def startup_rows(self, facts: Facts) -> list[TableRow]:
+    def planned_rows(self) -> list[TableRow]:
         run = self.config
-        completions = run.completions_per_step
         held_out = 0 if self.held_out is None else min(run.eval.num_prompts, len(self.held_out.prompts))
         epochs = run.steps * run.prompts_per_step / len(self.train_prompts.prompts)
-        learner = learner_of(run.lora)
         evaluated = f"{held_out:,} held out for evaluation x {counted(run.eval.num_samples, 'sample')}"
-        longest = counted(run.generation.max_tokens, "token")
-        groups = f"{counted(run.prompts_per_step, 'prompt')} x group of {run.group_size}"
-        minibatches = f"{counted(run.epochs, 'epoch')} x {counted(run.minibatches, 'minibatch')}"
         budget = "tokens in one forward-backward; changes memory, not the gradient"
-        minibatches += f" of {counted(completions // run.minibatches, 'completion')}"
         updates = f"{counted(run.steps, 'step')}, {counted(run.steps * run.updates_per_step, 'update')}"
-        rewards = ", ".join(f"{name} x {reward['weight']:g}" for name, reward in run.reward.items())
-        if self.environment is not None and self.environment.rewards_turns:
-            rewards = f"{rewards}, the environment's".removeprefix(", ")
         return [
-            facts.model_row(run.model.path, "frozen parameters" if run.lora else "parameters"),
-            ("algorithm", run.algorithm["_target_"].rpartition(".")[2], f"rewards: {rewards}"),
-            ("trainable", f"{facts.trainable:,}", f"{learner}, {facts.trainable / facts.base:.2%} of the base"),
-            *facts.adapter_rows(),
             ("roles", ", ".join(role_names(self)), roles_text(self)),
             ("engine", self.engine, self.engine_reason),
             *self._mismatch_rows(),
             *self._cluster_rows(),
-            *self._publish_rows(facts),
-            *facts.base_rows(),
-            *facts.forward_rows(),
             ("prompts", f"{len(self.train_prompts.prompts):,}", f"train; {evaluated}"),
             *self._curriculum_rows(),
-            ("completions a step", f"{completions:,}", f"{groups}, up to {longest}"),
             *self.end_rows(),
-            ("updates a step", str(run.updates_per_step), minibatches),
             ("token budget", f"{run.token_budget:,}", budget),
             *self._ranks_rows(),
             (
                 "total",
-                counted(run.steps * completions, "completion", ","),
+                counted(run.steps * run.completions_per_step, "completion", ","),
                 f"{updates}, {epochs:.1f} epochs of the data",
             ),
         ]
@@ -212,14 +194,14 @@ class TrainPlan(Plan):
         location = "processes" if placement.kind == "processes" else f"{gpus}, {placement.kind}:"
         return [("cluster", value, f"{kind}: {location} {placement.reason}"), *rows]
 
-    def _publish_rows(self, facts: Facts) -> list[TableRow]:
-        """The row about what engines in other processes are sent; none without them, or where that is an adapter."""
+    def loaded_rows(self, facts: Facts) -> list[TableRow]:
+        """As `Plan.loaded_rows`, with what engines in other processes are sent where that is no adapter."""
         run = self.config
         if not run.cluster.engines or run.lora is not None:
-            return []
+            return facts.rows()
         size = facts.base * resolve_dtype(run.model.dtype, resolve_device(run.model.device)).itemsize
         words = f"all weights to each engine after each step, in buckets of at most {BUCKET // 2**20} MiB"
-        return [("publish", size_text(size), words)]
+        return [*facts.rows(), ("publish", size_text(size), words)]
 
     def _sampling_demand(self) -> dict[str, Any]:
         """The fields of a Demand about engines on the trainer's device; none where they have GPUs of their own."""

@@ -76,10 +76,15 @@ def test_what_takes_long_says_what_it_does_before_torch_is_imported(tmp_path: Pa
         words = line.split()
         name = "train" if words[0] == "resume" else " ".join(words[: 2 if words[0] == "reward" else 1])
         assert str(code).startswith("imports "), (line, code, told)
-        *notes, said = str(told).splitlines() or [""]
+        lines = str(told).splitlines() or [""]
+        said = next((line for line in lines if line.startswith("rlft ")), lines[-1])
+        notes, rows = lines[: lines.index(said)], lines[lines.index(said) + 1 :]
         assert said.startswith(f"rlft {name}"), (line, code, told)
         assert said.endswith(" .."), line
         assert all(note.startswith("note: ") for note in notes), line
+        shows_table = words[0] in ("train", "sft", "rm", "dpo") and "-m" not in words
+        model = "model               embedded:tiny-arithmetic    trains LoRA rank 16"
+        assert (model in "\n".join(rows)) == bool(rows) == shows_table, (line, rows)
 
 
 ROW = {"question": "1 + 1?", "answer": "2", "completion": "2", "chosen": "2", "rejected": "3"}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
 from pathlib import Path
 
 import pytest
 from in_one_test import each
+from transformers import PreTrainedModel
 
 from rlft import cli
 from rlft.commands.launch import after_the_end
 from rlft.config import command as commands
+from rlft.model.backbone import load_backbone
 
 RUN = Path("run")
 MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
@@ -60,3 +63,42 @@ def test_what_a_run_cannot_do_in_its_folder_is_known_before_it_begins(
     assert cli.run(["train", "+recipe=grpo_arithmetic", "hydra.run.dir=run"]) == exit_code
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"rlft: {line}")
     assert list(tmp_path.rglob("*")) in ([], [tmp_path / "run"])
+
+
+SHORT = ["hydra.run.dir=run", "resume=auto", "eval.every=0", "trainer.schedule=constant"]
+ROWS = {  # {command: rows that the config decides, that the plan adds, and that the loaded model adds}
+    "train": (["model", "algorithm", "completions a step", "updates a step"], ["prompts", "total"], ["trainable"]),
+    "sft": (["model", "a step"], ["demonstrations", "total"], ["trainable", "kernels"]),
+    "rm": (["model", "a step"], ["rankings", "total"], ["trainable", "kernels"]),
+    "dpo": (["model", "loss", "a step"], ["reference", "rankings", "total"], ["trainable", "kernels"]),
+}
+
+
+@pytest.mark.parametrize("command", ROWS)
+def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*words: str) -> list[str]:
+        """The names of all rows up to the first note, evaluation or step."""
+        cli.run([command, f"+recipe={'grpo' if command == 'train' else command}_arithmetic", *SHORT, *words])
+        title, *lines = capsys.readouterr().out.splitlines()
+        assert title.endswith("_arithmetic in run")
+        table = itertools.takewhile(lambda line: not line.startswith(("note: ", "step ")), lines)
+        return [line[:18].rstrip() for line in table if line[:1].strip()]
+
+    def refuse(*args: object, **keywords: object) -> None:
+        raise ValueError("the weights cannot be read")
+
+    of_config, of_plan, of_model = ROWS[command]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "from_pretrained", refuse)
+        load_backbone.cache_clear()
+        early = shown("steps=1")
+    assert early[: len(of_config)] == of_config
+    assert set(early) >= {*of_plan}
+    late = shown("steps=1")  # resumes the run, which has no step yet
+    assert (late[: len(early)], len({*late})) == (early, len(late))
+    assert set(late[len(early) :]) >= {"parameters", *of_model}
+    assert shown("steps=2") == late

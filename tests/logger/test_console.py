@@ -26,12 +26,13 @@ RUN = """
 import sys, time
 from pathlib import Path
 from rlft.config.schema import ConsoleConfig
-from rlft.logger.console import Console
+from rlft.logger.console import Console, show_rows
 from rlft.logger.interface import RunInfo
 from rlft.runs.lines import StepRecord
 from rlft.types import Evaluation
 sizes = [("prompts per step", "2", "prompts sampled in a step"), ("engine", "scripted", "as asked " * 12)]
 console = Console(ConsoleConfig(live=True, plain_seconds=float(sys.argv[1]) if sys.argv[1] != "slow" else 0.0))
+show_rows([], "tiny in runs/x")
 console.start(RunInfo(folder=Path("runs/x"), name="tiny", config={}, step=0, steps=4, sizes=sizes))
 for step in range(1, 5):
     for stage in ("sample", "update"):

@@ -17,7 +17,7 @@ from rlft.commands.sweep.checks import curve
 from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, PrunedError, Run
 from rlft.commands.sweep.study import Study
 from rlft.config.schema import ConsoleConfig
-from rlft.logger.console import PRINTED, Console
+from rlft.logger.console import PRINTED, Console, show_rows
 from rlft.logger.interface import RunInfo
 from rlft.loop.driver import BrokenRunError
 from rlft.loop.engines import Engines
@@ -281,10 +281,11 @@ def test_the_start_up_table_is_printed_once_in_a_sweep_then_only_rows_that_diffe
     def printed(rank: int) -> str:
         rows = [("model", "tiny", "on cpu"), ("trainable", str(rank), "LoRA")]
         console = Console(ConsoleConfig(live=False, plain_seconds=0.0))
+        show_rows([("data", "mine", "here")], "run in 0")
         console.start(RunInfo(folder=Path("0"), name="run", config={}, step=0, steps=4, sizes=rows))
         return " ".join(capsys.readouterr().out.split())
 
-    whole = "run in 0 model tiny on cpu trainable 4 LoRA"
+    whole = "run in 0 data mine here model tiny on cpu trainable 4 LoRA"
     assert [printed(4), printed(4)] == [whole, whole], "of runs that are no sweep's"
     before = PRINTED.set(set())
     assert [printed(4), printed(4), printed(8)] == [whole, "", "trainable 8 LoRA"]
