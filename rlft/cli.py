@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain, repeat
 
 import rlft
-from rlft.config import command as commands, recipe_file
+from rlft.config import command as commands, recipe_file, suggest
 from rlft.config.choices import closest
 from rlft.config.compose import answer, compose_run
 from rlft.config.overrides import check_text, make_importable, parse
@@ -40,69 +40,38 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A command that makes no run."""
+    """A command that makes no run. What it does and takes is in assets/usage/<its name>.txt."""
 
-    module: str  # in rlft.commands, with `USAGE` and `command(arguments)`, which returns an exit code, or None for 0
+    module: str  # in rlft.commands, with `command(arguments)`, which returns an exit code, or None for 0
     part: Part  # where `rlft --help` lists it
-    help: str  # what it does, in one line of at most 59 characters
     interrupted: str = "nothing was changed"  # said of an interruption before the command has set a more precise text
 
     def __call__(self, arguments: list[str]) -> int:
-        module = importlib.import_module(f"rlft.commands.{self.module}")
-        if any(word in ("-h", "--help") for word in arguments):
-            example = next(line for line in module.USAGE.splitlines() if line.startswith("  rlft "))
-            print(f"rlft {example.split()[1]}: {self.help}\n\n{example}\n\n{module.USAGE}")
-            return 0
-        return module.command(arguments) or 0
+        return importlib.import_module(f"rlft.commands.{self.module}").command(arguments) or 0
 
 
 TOOLS = {
-    "init": Tool(
-        "init", Part.TRAIN, "make a folder with run.yaml, rewards and data to start from", "the folder may lack a file"
-    ),
-    "resume": Tool(
-        "resume", Part.TRAIN, "continue a run exactly, or start a new one from a step", "the run is as it was"
-    ),
-    "rank": Tool(
-        "rank.command", Part.TRAIN, "rank answers yourself, in a browser, for rm and dpo", "nothing was ranked"
-    ),
-    "plan": Tool(
-        "plan", Part.INSPECT, "whether a run fits and how long it takes, before it starts", "nothing was begun"
-    ),
-    "reward": Tool("reward", Part.INSPECT, "test rewards against adversarial completions"),
-    "runs": Tool("watch.runs", Part.INSPECT, "list runs with status, step, reward, accuracy and age"),
-    "watch": Tool(
-        "watch.watch",
-        Part.INSPECT,
-        "live view of a run, from another terminal",
-        "the view has ended, the run is left as it is",
-    ),
-    "report": Tool(
-        "watch.report",
-        Part.INSPECT,
-        "one HTML file: curves, alarms, completions token by token",
-        "no report was written",
-    ),
-    "diff": Tool("watch.diff", Part.INSPECT, "in which keys and results two runs differ"),
-    "audit": Tool("audit.command", Part.INSPECT, "verify a run: checksums, files, rewards, random steps"),
-    "eval": Tool("eval", Part.USE, "accuracy of a run or model on held-out prompts: pass@k", "nothing was written"),
-    "chat": Tool("chat", Part.USE, "talk to a run or model", "the conversation has ended"),
-    "serve": Tool("serve", Part.USE, "an endpoint compatible with OpenAI's and vLLM's", "the server has ended"),
-    "export": Tool(
-        "export.command",
-        Part.USE,
-        "a model folder or adapter for transformers, vLLM, llama.cpp",
-        "nothing was exported",
-    ),
-    "translate": Tool("translate.command", Part.HELP, "another library's arguments as rlft's"),
-    "recipes": Tool("recipes", Part.HELP, "list recipes: what else is ready to run"),
-    "keys": Tool("keys", Part.HELP, "what each key means: unit, default, choices, file"),
-    "completion": Tool("completion.command", Part.HELP, "complete words at TAB in bash, zsh and fish"),
-    "algorithms": Tool("algorithms", Part.HELP, "list algorithms; of one its loss, keys and paper"),
-    "models": Tool("models", Part.HELP, "families of models: what is adapted, what is refused"),
-    "doctor": Tool(
-        "doctor.command", Part.HELP, "check your installation, in minutes, without downloads", "no results were saved"
-    ),
+    "init": Tool("init", Part.TRAIN, "the folder may lack a file"),
+    "resume": Tool("resume", Part.TRAIN, "the run is as it was"),
+    "rank": Tool("rank.command", Part.TRAIN, "nothing was ranked"),
+    "plan": Tool("plan", Part.INSPECT, "nothing was begun"),
+    "reward": Tool("reward", Part.INSPECT),
+    "runs": Tool("watch.runs", Part.INSPECT),
+    "watch": Tool("watch.watch", Part.INSPECT, "the view has ended, the run is left as it is"),
+    "report": Tool("watch.report", Part.INSPECT, "no report was written"),
+    "diff": Tool("watch.diff", Part.INSPECT),
+    "audit": Tool("audit.command", Part.INSPECT),
+    "eval": Tool("eval", Part.USE, "nothing was written"),
+    "chat": Tool("chat", Part.USE, "the conversation has ended"),
+    "serve": Tool("serve", Part.USE, "the server has ended"),
+    "export": Tool("export.command", Part.USE, "nothing was exported"),
+    "translate": Tool("translate.command", Part.HELP),
+    "recipes": Tool("recipes", Part.HELP),
+    "keys": Tool("keys", Part.HELP),
+    "completion": Tool("completion.command", Part.HELP),
+    "algorithms": Tool("algorithms", Part.HELP),
+    "models": Tool("models", Part.HELP),
+    "doctor": Tool("doctor.command", Part.HELP, "no results were saved"),
 }
 
 OF_SHELLS = ("-sc", "--shell-completion", "--shell_completion", "--install-completion", "--show-completion")
@@ -120,12 +89,26 @@ rlft {version} fine-tunes language models with reinforcement learning."""
 def usage() -> str:
     """The text of `rlft --help`: one line per command, those of installed packages included."""
     rows = [(Part.TRAIN if name in commands.OWN else Part.PACKAGES, name, _help_of(name)) for name in commands.names()]
-    rows += [(tool.part, name, tool.help) for name, tool in TOOLS.items()]
+    rows += [(tool.part, name, usage_of(name)[0]) for name, tool in TOOLS.items()]
     lines = []
     for part in Part:
         titles = chain([part], repeat(""))
         lines += [f"{next(titles):<9}{name:<12}{help}" for of, name, help in rows if of is part]
     return "\n".join([FIRST, *lines, LAST.format(version=rlft.__version__)])
+
+
+def usage_of(tool: str) -> tuple[str, str]:
+    """(what it does, in one line of at most 59 characters; its whole usage)."""
+    text = (suggest.ASSETS / "usage" / f"{tool}.txt").read_text(encoding="utf-8")
+    help, _, whole = text.partition("\n")
+    return help, whole
+
+
+def _print_help(tool: str) -> int:
+    help, whole = usage_of(tool)
+    example = next(line for line in whole.splitlines() if line.startswith("  rlft "))
+    print(f"rlft {tool}: {help}\n\n{example}\n\n{whole}", end="")
+    return 0
 
 
 def _help_of(name: str) -> str:
@@ -159,6 +142,8 @@ def run(arguments: Sequence[str]) -> int:
         if asked := [word for word in arguments if word.partition("=")[0] in OF_SHELLS]:
             remedy = "source what rlft completion bash (or zsh, or fish) prints"
             raise UserError("command line", "there is no such option", got=asked[0], remedy=remedy)
+        if name in TOOLS and not {"-h", "--help"}.isdisjoint(rest):
+            return _print_help(name)
         command, interrupted = _command(name)
         _quiet()
         with interrupt.ends_promptly(interrupted):

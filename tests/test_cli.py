@@ -19,7 +19,10 @@ from slow_cases import slow
 import rlft as package
 from rlft import cli
 from rlft.commands.recipes import GROUPS, group_of
+from rlft.commands.translate.command import LIBRARIES
 from rlft.config import catalog, command as commands
+from rlft.config.suggest import translated_peers
+from rlft.plan.cards import CARDS
 
 # A run of two steps: 2 prompts x 2 completions, evaluated on 2 prompts.
 TINY = [
@@ -142,6 +145,12 @@ def test_the_help_of_every_command_begins_with_what_it_does_and_an_example(
     assert re.fullmatch(f"rlft {command}: .{{10,}}", what)
     assert not space
     assert re.match(f"  rlft {command}( |$)", example)
+
+
+def test_usages_list_all_choices_that_the_code_has() -> None:
+    assert ", ".join(CARDS) in cli.usage_of("plan")[1]
+    assert {*LIBRARIES.split("|")} == {*translated_peers()}
+    assert all(LIBRARIES in cli.usage_of(tool)[1] for tool in ("init", "translate"))
 
 
 def test_the_page_of_commands_fits_a_small_terminal() -> None:

@@ -24,20 +24,6 @@ from rlft.config.overrides import CONFIG_DIR, only_overrides
 from rlft.system.terminal import command_line
 from rlft.types import Mistakes, UserError, require
 
-USAGE = """\
-usage: rlft algorithms [<name>] [algorithm.<key>=<value>] ... [--config-dir <folder>] [--json]
-
-Every algorithm with its family and its paper; or of one the whole loss that its keys make, every key with its value and
-what it means, the paper, and a command to try it.
-
-  algorithm.<key>   shows the loss with this value, say algorithm.kl_coef=0.04
-  --config-dir      a folder of yours, whose algorithm/*.yaml are listed, too
-  --json            the same as JSON
-
-  rlft algorithms
-  rlft algorithms gspo
-  rlft algorithms grpo algorithm.kl_coef=0.04 algorithm.kl_estimator=k2"""
-
 GROUP = "algorithm"
 
 

@@ -48,17 +48,6 @@ if TYPE_CHECKING:
     from rlft.reward.workers.reward_spec import RewardSpec
     from rlft.reward.workers.scorer import Scorer
 
-USAGE = """\
-usage: rlft chat [run=<run or checkpoint folder>] [raw=true] [<key>=<value>] ...
-       rlft chat model.path=<model> [raw=true] [<key>=<value>] ...
-
-Asks with the run's own system prompt, prompt template, tools and sampling; raw=true leaves prompt and template out.
-Lines may also come through a pipe. Within, /help lists the commands. Without run= and model.path= it is the latest run.
-  rlft chat
-  rlft chat run=runs/grpo_arithmetic/<time>
-  rlft chat run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 generation.temperature=0
-  rlft chat model.path=embedded:tiny-arithmetic generation.max_tokens=48"""
-
 COMMANDS = """\
 /base             the bare base answers the last question
 /score [<answer>] the run's rewards for the last answer, given what would be right

@@ -22,18 +22,6 @@ from rlft.runs.find import NamedRun, check_own_model, find_checkpoint
 from rlft.system.terminal import say, show
 from rlft.types import Evaluation, Group, Scores, counted
 
-USAGE = """\
-usage: rlft eval [run=<run or checkpoint folder>] [<key>=<value>] ...
-       rlft eval model.path=<model> [data=<name>] [<key>=<value>] ...
-
-Samples the held-out split and prints mean@k and pass@k with standard errors; every completion goes to a JSONL file.
-Without run= and model.path= it is the latest run.
-  rlft eval
-  rlft eval run=runs/grpo_arithmetic/<time> eval.num_samples=8
-  rlft eval run=runs/grpo_arithmetic/<time>/checkpoints/step_000060
-  rlft eval model.path=embedded:tiny-arithmetic data=arithmetic generation.max_tokens=48"""
-
-
 NO_TEACHER = {field.name: field.default for field in fields(SnapshotConfig) if field.name.startswith("teacher")}
 """{key of `snapshot`: its value without a teacher}. An evaluation uses none, and its folder may no longer exist."""
 ALONE = {"kind": "local", "address": None, "engines": 0, "ranks": 1, "gpus_per_engine": 1, "scoring": False}

@@ -17,20 +17,6 @@ from rlft.system.files import write_atomically
 from rlft.system.terminal import command_line, program, show
 from rlft.types import require
 
-USAGE = f"""\
-usage: rlft init <folder> [--like {LIBRARIES} <file or arguments> ...]
-
-Makes a folder with run.yaml (the keys that most people change, with comments), reward.py (two example functions) and
-data.jsonl (a dozen rows). It trains as it is: the embedded model on a CPU, in less than a minute. A folder that holds
-anything is left as it is.
-
-  --like   run.yaml is a run of another library, as `rlft translate` reads it. Above each key is the argument that it
-           comes from, with what differs in meaning; what the run does not name (data, rewards, model) is the example's
-
-  rlft init qa
-  rlft init qa --like trl train_grpo.py
-  rlft init qa --like axolotl config.yaml"""
-
 EXAMPLE = {
     "train": {"data.path": "data.jsonl", "reward": "[reward.py:close, reward.py:tagged]"},
     "sft": {"demonstrations.path": "data.jsonl"},

@@ -19,18 +19,6 @@ from rlft.config.keys import fields_of, options
 from rlft.config.schema import GenerationConfig, engine_classes
 from rlft.types import require
 
-USAGE = """\
-usage: rlft keys [<pattern>]
-
-Every key of every command: its default, what it means and in which unit, its choices, the file that sets it, and the
-commands or choices of a group that have it. Keys of a group's choice, such as algorithm=grpo, are listed with it.
-
-  <pattern>    keys whose name or meaning contains it, or whose name matches it: lr, trainer, 'generation.*'
-
-  rlft keys trainer.lr
-  rlft keys reward.code
-  rlft keys 'generation.*'"""
-
 INDENT = "    "
 OF_SERVE, OF_SWEEPS = "rlft serve", "sweeps (-m)"
 OF_OTHERS = {

@@ -13,20 +13,6 @@ from rlft.model.families import Families, Family, known
 from rlft.tokens.images import EXACT
 from rlft.types import require
 
-USAGE = """\
-usage: rlft models [<pattern>] [--json] [--markdown]
-
-What holds for each family of causal language models (model_type in config.json) of the transformers with which rlft was
-tested: what LoRA is on and what it leaves out, whether rows are packed, decoding in the transformers engine, vLLM with
-adapters, export with the adapter merged; or why such a model is refused.
-
-  <pattern>    families whose names contain it, or match it: qwen, gemma3*
-  --json       the same as JSON
-  --markdown   the whole page docs/reference/models.md
-
-  rlft models qwen
-  rlft models"""
-
 OF_A_LANGUAGE_MODEL = (
     "reads images in prompts, and its language model is trained; rlft plan model.path=<folder> says what is adapted"
 )

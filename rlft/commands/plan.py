@@ -27,7 +27,7 @@ from rlft.logger.console import grid, open_terminal
 from rlft.logger.forecast import FIRST, Forecast, Price, read_price
 from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import duration, one_line, visible
-from rlft.plan.cards import CARDS, read_card
+from rlft.plan.cards import read_card
 from rlft.system.disk import size_text
 from rlft.system.terminal import command_line
 from rlft.types import Mistakes, UserError
@@ -43,31 +43,6 @@ BINS, BAR_WIDTH = 8, 40
 MAX_TURN_CHARACTERS = 200
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-USAGE = f"""\
-usage: rlft plan [<command>] [+recipe=<name>] [<key>=<value>] ... [device_memory=24GiB] [card=H100] [price=2.5/h]
-                 [--json]
-
-Everything that is known of a run before a weight is loaded: its sizes, the memory it takes by part, whether it fits,
-which key to change where it does not, how long it may take, how long the data are, what every reward says of right and
-wrong answers, and in two lines what rlft reward try finds where all rewards are rules of rlft's own.
-Whatever the run itself would refuse is refused here.
-
-  <command>       of the run: by default the recipe's, else train
-  device_memory   of the device that the run is planned for; by default that of the card, or of this machine
-  card            the GPU that it would run on, for its memory and how long a run may take; implies model.device=cuda:
-                  {", ".join(CARDS)}
-  price           of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h: what the run may cost
-  --json          the same as one JSON object of at most 64 KiB, for scripts
-
-An environment is tried with a policy that calls its first tool once. The exit code is 0 where it fits, its rewards can
-be computed and its environment begins, and 1 otherwise.
-
-  rlft plan +recipe=grpo_arithmetic
-  rlft plan sft demonstrations.path=mine.jsonl model.path=<folder>
-  rlft plan +recipe=grpo_gsm8k card=4090"""
-
-CHOICES = {"card": CARDS}
 
 
 def command(arguments: list[str]) -> int:

@@ -11,17 +11,6 @@ from rlft.commands.tables import matching, wrapped
 from rlft.config import catalog, command as commands
 from rlft.config.overrides import CONFIG_DIR, parse
 
-USAGE = """\
-usage: rlft recipes [<pattern>] [--config-dir <folder>]
-
-The recipes in groups, one line each; with a pattern everything about those that it names.
-
-  <pattern>       recipes whose name, group or text contains it, or whose name matches it: gsm8k, r1, 'ppo_*'
-  --config-dir    a folder of yours, whose recipe/*.yaml are listed, too
-
-  rlft recipes
-  rlft recipes gsm8k"""
-
 GROUP = re.compile(r"^# Group: (.+)$", re.MULTILINE)
 ALGORITHMS, YOURS = "Algorithms", "Yours"  # the group that is listed by names only, and that of files without a group
 GROUPS = ("Start here", ALGORITHMS, "Other tasks", "GSM8K on one GPU", "A model of 135M parameters", "RLHF", "R1",

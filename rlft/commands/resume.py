@@ -17,19 +17,6 @@ from rlft.runs.fork import forking, open_fork
 from rlft.system.terminal import override, say
 from rlft.types import UserError, require
 
-USAGE = """\
-usage: rlft resume [<run>] [<key>=<value>] ...
-       rlft resume <checkpoint> [<key>=<value>] ... [hydra.run.dir=<new folder>]
-       rlft resume <sweep> [sweep.trials=<number>] [cluster.jobs=<number>]
-
-A run, by default the latest, resumes from its newest checkpoint, exactly as if never stopped. Keys that would change it
-are refused. From a checkpoint a new run begins, whose steps count on; keys may change that the checkpoint still fits,
-such as trainer.lr, algorithm.kl_coef, data or rewards. A sweep whose values Optuna chooses is resumed with its trials.
-  rlft resume
-  rlft resume runs/grpo_arithmetic/<time>
-  rlft resume runs/grpo_arithmetic/<time> steps=80
-  rlft resume runs/grpo_arithmetic/<time>/checkpoints/step_000040 trainer.lr=1e-4"""
-
 
 def command(arguments: list[str]) -> None:
     """Resumes a run with its own config and the given changes, or forks a checkpoint."""

@@ -32,24 +32,6 @@ if TYPE_CHECKING:
     from rlft.plan.rewards.scores import Tried
     from rlft.reward.workers.reward_spec import RewardSpec
 
-USAGE = """\
-usage: rlft reward try [+recipe=<name>] [<key>=<value>] ... [rows=4] [--all] [--json]
-
-Tries the rewards of a run of rlft train on its own data before anything is trained, and loads no weights: right answers
-in the forms that models write, wrong ones in the right form, two answers, the answer only in the reasoning, empty,
-endless and repeated texts, other languages, the prompt echoed, injections for judges, texts that name the reward,
-special tokens. It prints its verdict, the cheapest text with the full reward, and what was found wrong or has to be
-known, with an example each.
-
-  rows     rows of the data that are tried; each is a few hundred texts, also for judges and servers of your own
-  --all    every row as well, also how long the rewards take, and what gets which score
-  --json   one JSON object with every text and score, for scripts
-
-A row is ok, slow, limit (to be known), wrong or skipped (not tried). The exit code is 1 if one is wrong, else 0.
-
-  rlft reward try +recipe=grpo_arithmetic
-  rlft reward try --config-dir mine +recipe=grpo_gsm8k 'reward=[mine,format]'"""
-
 TASK, COMMAND, ROWS = "try", "train", 4
 
 

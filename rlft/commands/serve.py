@@ -33,16 +33,6 @@ if TYPE_CHECKING:
     from rlft.environment.endpoint.service import Inbox, Service
 
 SECTION = "serve"
-USAGE = """\
-usage: rlft serve run=<run or checkpoint folder> [serve.port=8000] [<key>=<value>] ...
-       rlft serve model.path=<model> [serve.port=8000] [<key>=<value>] ...
-
-Answers requests of any client of OpenAI's API, and of vLLM's with tokens, until Ctrl-C: /v1/models,
-/v1/chat/completions, /v1/completions, /inference/v1/generate, /tokenize. Listens on this machine alone, and asks for a
-key, unless told otherwise; serve.<key> are described in docs/how-to/serve.md.
-  rlft serve run=runs/grpo_arithmetic/<time>
-  rlft serve run=latest serve.port=8001 serve.token=secret generation.temperature=0
-  rlft serve model.path=embedded:tiny-arithmetic"""
 
 MIN_TOKEN_CHARACTERS = 8  # the least number of characters of a typed token: shorter ones are quickly guessed
 WAIT_S = 0.5

@@ -24,26 +24,6 @@ from rlft.system.crash import one_line
 from rlft.system.terminal import say
 from rlft.types import UserError, require
 
-USAGE = """\
-usage: rlft audit <run or exported folder> [recompute=16] [replay=1] [--json]
-
-Verifies the chain of sha256 that a run writes as it goes (chain.jsonl), and all its files by it: config, metrics,
-evaluations, alarms, completions, checkpoints. Compares data and base with those of the run. Recomputes prompts, texts,
-rewards, masks and advantages of random steps from the completions on disk. Replays random steps from the checkpoints
-before them: bit for bit on a machine like the run's, else within a bound. Of an exported adapter it verifies chain,
-adapter and card.
-
-  recompute  steps whose rewards and advantages are recomputed; 0: none, and data and base are not read
-  replay     steps that are replayed, which loads the weights; 0: none
-  --json     one JSON object instead of the table, for scripts
-
-A row is ok (confirmed), skipped (could not be confirmed, and why) or wrong (differs, with file and step). The exit code
-is 1 if one is wrong, else 0.
-
-  rlft audit runs/grpo_arithmetic/<time>
-  rlft audit runs/grpo_arithmetic/<time> replay=0
-  rlft audit exports/mine_adapter"""
-
 KEYS = {"recompute": 16, "replay": 1}
 
 

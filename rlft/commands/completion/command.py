@@ -10,16 +10,6 @@ from rlft.config.choices import choice_remedy
 from rlft.config.suggest import ASSETS
 from rlft.types import require
 
-USAGE = """\
-usage: rlft completion bash|zsh|fish
-
-A script for your shell, which then completes at TAB: commands, keys of the command and their values, choices of groups,
-recipes, `latest` and run folders, YAML files. To install it:
-
-  rlft completion bash > ~/.rlft-completion.bash && echo '. ~/.rlft-completion.bash' >> ~/.bashrc
-  rlft completion zsh > ~/.rlft-completion.zsh && echo '. ~/.rlft-completion.zsh' >> ~/.zshrc
-  rlft completion fish > ~/.config/fish/completions/rlft.fish"""
-
 SHELLS = ("bash", "zsh", "fish")
 
 

@@ -1,12 +1,11 @@
 """Makes the list that completion reads: commands, their keys with choices, recipes, and the files it is made of.
 
 What a command takes is what its usage line names: `<key>=<value>`, `+recipe=<name>`, `<run>`, `at=common|last`. Values
-that stand elsewhere are the `CHOICES` of its module. A choice in angle brackets is a kind of path (`tab.offered`).
+that it leaves out are in `CHOICES`. A choice in angle brackets is a kind of path (`tab.offered`).
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -17,12 +16,19 @@ from typing import Any
 
 import rlft
 from rlft.commands.keys import OF_SERVE, OF_SWEEPS, all_keys
+from rlft.commands.watch import runs
 from rlft.config import catalog, command as commands
 from rlft.config.keys import is_path_key
+from rlft.config.model import DTYPES
 from rlft.config.overrides import OPTIONS
+from rlft.config.resolved import AUTO
+from rlft.config.suggest import ASSETS
+from rlft.plan.cards import CARDS
 
 ROOT = Path(rlft.__file__).parent
 WORD = re.compile(r"[\s\[]((?:<[^>]+>|[^\s\[\]<>])+)")  # of a usage line, without its brackets
+CHOICES = {"runs": runs.CHOICES, "export": {"dtype": (AUTO, *DTYPES)}, "plan": {"card": CARDS}}
+"""{command: {key: its values}} where its usage line only says what they are."""
 PATHS = {"<run>": r"<.*\b(run|checkpoint|sweep)\b", "<path>": r"<.*\b(file|folder|model)\b"}
 """{kind of path: what in a usage line means it}."""
 
@@ -35,13 +41,10 @@ def listed() -> dict[str, Any]:
     for name in keys:
         meant = {"+recipe": [*catalog.recipes(name), "<yaml>"]}
         takes[name] = _taken(f"[+recipe=<name>] [<key>=<value>] [{'] ['.join(OPTIONS)}]", meant)
-    for file in sorted((ROOT / "commands").rglob("*.py")):
-        if re.search("^USAGE = ", file.read_text(encoding="utf-8"), re.MULTILINE):  # that of a tool (rlft.cli.Tool)
-            module = importlib.import_module(".".join(file.relative_to(ROOT.parent).with_suffix("").parts))
-            name = module.USAGE.split()[2]
-            line = module.USAGE.partition("\n\n")[0].replace(f"rlft {name}", "").removeprefix("usage:")
-            meant = {"+recipe": [*recipes, "<yaml>"], "<command>": [*keys], "command": [*keys]}
-            takes[name] = _taken(line, meant | getattr(module, "CHOICES", {}))
+    for file in sorted((ASSETS / "usage").iterdir()):
+        _, _, line = file.read_text(encoding="utf-8").partition("\n\n")[0].partition("\nusage:")
+        meant = {"+recipe": [*recipes, "<yaml>"], "<command>": [*keys], "command": [*keys]}
+        takes[file.stem] = _taken(line.replace(f"rlft {file.stem}", ""), meant | CHOICES.get(file.stem, {}))
     takes["recipes"]["words"], takes["keys"]["words"] = [*recipes], sorted({row.key for row in all_keys()})
     takes["algorithms"]["words"] = catalog.choices("algorithm")
     folders = dict.fromkeys(folder for name in keys for folder in catalog.folders(name))

@@ -27,25 +27,6 @@ from rlft.system.locks import owned_folder
 from rlft.system.terminal import say
 from rlft.types import require
 
-USAGE = """\
-usage: rlft doctor [+recipe=<name>] [<key>=<value>] ... [--json]
-
-Proves that rlft works on this machine, in a few minutes: versions, driver, disk, hub and sandbox; then a small run of
-random prompts with the model, adapter and engine of the named recipe and keys: whether the engine starts, has the
-trainer's log-probs and follows a published adapter, whether rlft's kernels compute what transformers does, how fast
-sampling and update are, and whether rlft plan counts the memory that is taken.
-
-Without model.path=<model> the model is made here, with random weights, so that nothing is downloaded. Sizes that are
-not given (prompts_per_step, group_size, prompts.max_tokens, generation.max_tokens) are chosen for the device.
-
-  --json   one JSON object instead of the table, for scripts
-
-Every row is ok, slow, wrong or skipped, with what to do. The exit code is 1 if one is wrong, else 0.
-
-  rlft doctor
-  rlft doctor +recipe=grpo_gsm8k generation=vllm
-  rlft doctor model.path=<folder> model.dtype=float32"""
-
 PACKAGE = "rlft.commands.doctor"
 TRIAL = f"{PACKAGE}.trial:MachineTrial"
 

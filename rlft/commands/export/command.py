@@ -19,7 +19,6 @@ from rlft.commands.export.request import Export, prepare
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import base_of, check_base, of_a_run
 from rlft.config import compose as configs
-from rlft.config.model import DTYPES
 from rlft.config.resolved import AUTO
 from rlft.config.suggest import OWN_KEYS
 from rlft.runs.chain import CHAIN, lines_until
@@ -32,29 +31,8 @@ from rlft.system.files import atomic_folder, size_of
 from rlft.system.terminal import say
 from rlft.types import Mistakes, UserError
 
-USAGE = """\
-usage: rlft export run=<run or checkpoint folder> out=<new folder> [as=model|adapter] [dtype=<dtype>]
-                   [push=<user>/<name>] [private=true|false]
-
-as=model     the adapter merged into a copy of its base, for transformers and vLLM (default)
-as=adapter   the adapter and the tokenizer, for PEFT and vLLM's LoRA; a reward model's adapter with its head, for
-             reward.learned.path
-dtype=auto   of the model's weights: auto (the base's own), float32, bfloat16 or float16
-push=<id>    uploads the folder as a model repository of the Hugging Face hub, with the token of `hf auth login`
-private=true who may see a new repository: you and your organisation (true) or everybody (false)
-
-A token that the hub refuses is a mistake (exit code 2), found before anything is computed. Offline, or without a
-token, the folder is exported and not pushed: one line says what would be uploaded and by which command, and the exit
-code is 1.
-If the base has moved since, model.path=<folder> says where it is.
-For llama.cpp, the command that converts the folder into a GGUF file is printed at the end.
-  rlft export run=runs/grpo_arithmetic/<time> out=exports/mine
-  rlft export run=runs/grpo_arithmetic/<time>/checkpoints/step_000020 out=exports/mine_adapter as=adapter
-  rlft export run=runs/grpo_arithmetic/<time> out=exports/mine push=me/mine"""
-
 WORDS, PUSH_WORDS = OWN_KEYS["export"][2:5], OWN_KEYS["export"][5:]
 """Keys of the command after run and checkpoint, in the order of the parameters of `prepare` and `push.read_target`."""
-CHOICES = {"dtype": (AUTO, *DTYPES)}
 
 
 def command(arguments: list[str]) -> None:

@@ -17,24 +17,6 @@ from rlft.system import interrupt
 from rlft.system.terminal import command_line, program, say
 from rlft.types import counted, require
 
-USAGE = """\
-usage: rlft rank samples=<file> out=<file.jsonl> [ranker=<name>] [seed=0]
-       rlft rank agree=[<file>,<file>]
-
-Prints the address of a page for a browser on this machine: each prompt of rlft sample with its answers next to each
-other, in random order and without what sampled them. 1 to 9 choose the next best, = ties the next one with the last, 0
-ties all others, s skips, u undoes. A ranking is on disk before the next prompt is shown; Ctrl-C ends, and the same
-command continues. rlft rm and rlft dpo read the file.
-
-  samples  the file of rlft sample, or several: '[a.jsonl,b.jsonl]'
-  out      the file of one person's rankings
-  ranker   the person's name, in each row of the file; by default that of the user
-  seed     of the order of prompts and answers, which also depends on the ranker
-  agree    files of two people: prints how often their verdicts on pairs are the same, and Cohen's kappa
-
-  rlft rank samples=runs/sample/<time>/samples.jsonl out=preferences.jsonl
-  rlft rank 'agree=[anna.jsonl,ben.jsonl]'"""
-
 
 def command(arguments: Sequence[str]) -> None:
     others, values, _ = read_words("rank", arguments)

@@ -14,23 +14,6 @@ from rlft.system.terminal import command_line, for_a_shell, show
 from rlft.types import UserError, require
 
 LIBRARIES = "trl|verl|axolotl|openrlhf|unsloth"
-USAGE = f"""\
-usage: rlft translate {LIBRARIES} <file or arguments> ...
-
-The same run in rlft: one command to copy, a table of their arguments and ours, what differs in meaning (batch sizes in
-prompts or completions, KL terms, lengths, counts of steps), and what has no counterpart. Nothing is run or written.
-
-  <file>         a Python script (read, never executed), a YAML config, or a shell script; defaults of the library that
-                 matter to what is learned are translated with it
-  <arguments>    num_generations=8 --learning_rate 1e-6, as the library takes them; after a file they replace its own.
-                 grpo, sft, dpo or reward before them says of which trainer they are
-  num_processes=<n>   on how many GPUs it runs there, where batch sizes are counted for each GPU (trl, axolotl, unsloth)
-
-  rlft translate trl train_grpo.py
-  rlft translate verl run_qwen3.sh
-  rlft translate axolotl config.yaml
-  rlft translate openrlhf --rollout_batch_size 128 --n_samples_per_prompt 8 --train_batch_size 128
-  rlft translate trl per_device_train_batch_size=8 gradient_accumulation_steps=4 num_generations=8"""
 
 WIDTH = 34  # columns of a table's first column; a longer cell has a line of its own
 

@@ -25,18 +25,6 @@ from rlft.runs.run_folder import flatten, read
 from rlft.system.terminal import say
 from rlft.types import require
 
-USAGE = """\
-usage: rlft diff <run> <run> [at=common|last] [--json]
-
-The keys in which the two configs differ, versions and commit among them, and the metrics of both side by side: means of
-the last tenth of the steps, medians of times, the largest memory, accuracy before and after.
-
-  at       common: up to the last step that both have done (default); last: each run up to its own last step
-  --json   the same as JSON
-
-  rlft diff runs/grpo_arithmetic/<time> runs/ppo_arithmetic/<time>
-  rlft diff runs/grpo_arithmetic/<time> runs/ppo_arithmetic/<time> at=last"""
-
 ABSENT = "-"
 SIDES = ("first", "second")
 LAST_SHARE = 0.1

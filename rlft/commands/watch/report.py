@@ -30,20 +30,6 @@ from rlft.system.files import write_atomically
 from rlft.system.terminal import command_line, say
 from rlft.types import UserError, require
 
-USAGE = """\
-usage: rlft report [<run or folder above runs>] ... [out=<file.html>]
-
-One HTML file of the named runs, or of the latest, to open in any browser, without network or account: curves with
-held-out accuracy next to the reward, seconds by stage, waste, alarms, the config and how runs differ, and a browser
-for completions, whose tokens are coloured by what the policy, the reference and the update say of them. Seeds of a
-sweep can be drawn as a band.
-
-  out    the file; by default report.html in the run's folder, of several runs in the current one
-
-  rlft report
-  rlft report runs/grpo_arithmetic/<time>
-  rlft report sweeps/grpo_arithmetic/<time> out=sweep.html"""
-
 MAX_BYTES = 8_000_000
 """The most bytes of completions as JSON, before compression. Random letters, which compress worst, then take 5.6 MB of
 the file, and the page is usable 0.55 to 0.85 s after it is opened (test_report_in_a_browser.py)."""

@@ -34,23 +34,6 @@ from rlft.system.disk import size_text
 from rlft.system.terminal import Say, resuming, say
 from rlft.types import Mistakes, UserError, require
 
-USAGE = """\
-usage: rlft runs [<folder>] [status=<status>] [name=<text>] [command=<command>] [sort=<column>] [--json]
-
-Every run below the folder (runs, if none is named), one line each, the newest last: whether it is running, finished,
-interrupted, stopped by itself (and why) or killed; its step; the last reward, or the last loss of a supervised run (of
-a command that has another such metric: that one, under reward if more is better, else under loss); held-out accuracy,
-the time that a running one still takes, age and size. A narrow terminal gets fewer columns; in a pipe or a file the
-columns are all there, separated by tabs. Runs of a sweep are named by the settings in which they differ.
-
-  status, name, command  show only those; name: part of the run's name or folder
-  sort                   age, name, status, step, reward, loss, accuracy or size
-  --json                 the same as JSON, sizes in bytes and ages in seconds
-
-  rlft runs
-  rlft runs runs/grpo_arithmetic status=killed
-  rlft runs | grep finished | cut -f1"""
-
 COLUMNS = ("age", "name", "status", "step", "reward", "loss", "accuracy", "size")
 TITLES = ("run", "setting", "command", "status", "step", "reward", "loss", "accuracy", "left", "age", "size")
 LEFT_OUT_FIRST = ("size", "command", "age")  # in this order, until folders fit in full length

@@ -26,17 +26,6 @@ from rlft.runs.run_status import Status
 from rlft.system.terminal import say
 from rlft.types import require
 
-USAGE = """\
-usage: rlft watch [<run>] [price=2.5/h]
-
-Shows the live view of a run, by default the latest, from another terminal until the run ends; for a run that has ended,
-its closing page. Ctrl-C ends the view, not the run.
-
-  price   of an hour of the machine, in any currency, as 2.5/h or 2.5EUR/h: what the run has cost and will have cost
-
-  rlft watch
-  rlft watch runs/grpo_arithmetic/<time>"""
-
 SECONDS = 0.5
 
 
