@@ -25,7 +25,7 @@ from rlft.data import reasoning_gym
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.kernels import attention
 from rlft.model.roles import Roles
-from rlft.types import Batch, Group, Prompt, Split
+from rlft.types import Batch, Group, Prompt
 
 pytest_plugins = ("done_once", "saved_runs")
 
@@ -81,11 +81,8 @@ def forks() -> Iterator[Nursery]:
 def gym_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes reasoning-gym's questions in this process: a process of their own imports the library for two seconds."""
 
-    def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> Any:
-        found: dict[Split, list[Any]] = {split: [] for split in Split}
-        for split, value in reasoning_gym.draw(task, json.loads(options), size, held_out_size, seed):
-            found[split].append(value)
-        return found
+    def make(task: str, options: str, *numbers: int) -> Any:
+        return reasoning_gym.draw(task, json.loads(options), *numbers)
 
     monkeypatch.setattr(reasoning_gym, "make", make)
 

@@ -165,7 +165,7 @@ def test_each_module_keeps_the_rules_of_its_source() -> None:
                 # Between the trainer and processes it has started itself, never from a file.
                 tensors_alone = str(module) == "model/network_files" and "weights_only=True" in ast.unparse(node)
                 assert called != "torch.load" or tensors_alone, f"{module}:{node.lineno}"
-                assert called != "pickle.load" or str(module) == "data/reasoning_gym", f"{module}:{node.lineno}"
+                assert called != "pickle.load", f"{module}:{node.lineno}"
 
 
 def test_importing_every_light_module_imports_no_heavy_library() -> None:

@@ -8,27 +8,22 @@ with a fixed hash seed, which also keeps the library's imports out of this one.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib.util
 import json
-import os
-import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from io import BytesIO
 from itertools import count
+from multiprocessing.connection import Connection
 from typing import Any
 
 from rlft.config.bounds import PositiveInt, Seed
 from rlft.data.drawn import HELD_OUT_SHARE, too_few
 from rlft.data.records import identity, split_of
 from rlft.data.templates import check_template, prompt_of
-from rlft.system.process import signals
+from rlft.system.process.child import Child
 from rlft.system.terminal import pip_install
 from rlft.types import Prompt, Split, UserError, require
 
@@ -37,6 +32,9 @@ PATIENCE = 1000  # consecutive draws without a usable question after which the t
 
 Entry = dict[str, Any]
 """A record of the library: question, answer (a text, or None where only the verifier knows it) and metadata."""
+
+Entries = Mapping[Split, list[tuple[int, Entry]]]
+"""{split: (number of the draw, entry) in drawing order}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,48 +73,51 @@ class ReasoningGym:
 
 
 @lru_cache(maxsize=4)
-def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> Mapping[Split, list[tuple[int, Entry]]]:
-    """{split: (number of the draw, entry) in drawing order}, made in a child process. `options` is JSON."""
-    request = {"task": task, "options": json.loads(options), "size": size, "held_out_size": held_out_size, "seed": seed}
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-m", "rlft.data.reasoning_gym"]
-    entries_of_split: dict[Split, list[tuple[int, Entry]]] = {Split.train: [], Split.held_out: []}
-    given = json.dumps(request).encode()
-    child = subprocess.run(command, env=environment, input=given, stdout=subprocess.PIPE, check=False)
-    received = BytesIO(child.stdout)
-    with contextlib.suppress(EOFError):
-        while True:
-            split_or_refused, value = pickle.load(received)
-            if split_or_refused == "refused":
-                raise UserError(value.pop("key"), value.pop("problem"), **value)
-            entries_of_split[Split(split_or_refused)].append(value)
-    if len(entries_of_split[Split.train]) < size or len(entries_of_split[Split.held_out]) < held_out_size:
-        raise RuntimeError(f"the process that makes the questions of {task} ended early; its error stands above")
-    return entries_of_split
+def make(task: str, options: str, size: int, held_out_size: int, seed: int) -> Entries:
+    """What `draw` returns, made in a child process. `options` is JSON."""
+    arguments = (task, json.loads(options), size, held_out_size, seed)
+    child = Child("rlft-reasoning-gym", f"{__name__}:serve", arguments, environment={"PYTHONHASHSEED": "0"})
+    try:
+        made = child.connection.recv()
+    except (EOFError, OSError):
+        problem = f"the process that makes the questions of {task} ended early; its error stands above"
+        raise RuntimeError(problem) from None
+    finally:
+        child.end()
+    if isinstance(made, UserError):
+        raise made
+    return made
 
 
-def draw(
-    task: str, options: Mapping[str, Any], size: int, held_out_size: int, seed: int
-) -> Iterator[tuple[Split, tuple[int, Entry]]]:
-    """(split, (number of the draw, entry)) of every new question that its split has room for, until both are full."""
+def serve(connection: Connection, *arguments: Any) -> None:
+    """Sends what `draw` returns for these arguments, or the UserError that it raises."""
+    try:
+        connection.send(draw(*arguments))
+    except UserError as error:
+        connection.send(error)
+
+
+def draw(task: str, options: Mapping[str, Any], size: int, held_out_size: int, seed: int) -> Entries:
+    """The first distinct questions of each split. UserError: there are too few of them."""
     sizes = {Split.train: size, Split.held_out: held_out_size}
-    counts = dict.fromkeys(Split, 0)
+    made: dict[Split, list[tuple[int, Entry]]] = {split: [] for split in Split}
     drawn_questions: set[str] = set()
     useless_draws = 0
     for number, entry in entries(task, options, seed):
         question_hash = identity([{"role": "user", "content": entry["question"]}])
         split = split_of(question_hash, HELD_OUT_SHARE)
         useless_draws += 1
-        if question_hash not in drawn_questions and counts[split] < sizes[split]:
+        if question_hash not in drawn_questions and len(made[split]) < sizes[split]:
             drawn_questions.add(question_hash)
-            counts[split] += 1
+            made[split].append((number, entry))
             useless_draws = 0
-            yield split, (number, entry)
-        if counts == sizes:
-            return
+        missing = [split for split in Split if len(made[split]) < sizes[split]]
+        if not missing:
+            break
         if useless_draws > PATIENCE:
-            split = Split.train if counts[Split.train] < sizes[Split.train] else Split.held_out
-            raise too_few(counts[split], sizes[split], split, f"questions of {task}", "options with more variety")
+            found, wanted = len(made[missing[0]]), sizes[missing[0]]
+            raise too_few(found, wanted, missing[0], f"questions of {task}", "options with more variety")
+    return made
 
 
 def entries(task: str, options: Mapping[str, Any], seed: int) -> Iterator[tuple[int, Entry]]:
@@ -157,22 +158,3 @@ def create(task: str, options: Mapping[str, Any], seed: int, size: int) -> Any:
         problem = f"{task} refuses them ({str(error) or type(error).__name__})"
         remedy = f"its options are {', '.join(option_names) or 'none'}"
         raise UserError("data.options", problem, got=dict(options), remedy=remedy) from error
-
-
-def main() -> None:
-    """Reads a request (JSON) from stdin, and writes pickled (split, (draw, entry)) or ("refused", error) to stdout."""
-    signals.outlive()  # the parent handles them and ends this process
-    request = json.load(sys.stdin)
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as out:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the library's own output must not get between the pickles
-        try:
-            for split, value in draw(**request):
-                pickle.dump((str(split), value), out)
-                out.flush()  # this fails at the next question if the parent was killed
-        except UserError as error:
-            error_fields = {"key": error.key, "problem": error.problem, "got": error.got, "remedy": error.remedy}
-            pickle.dump(("refused", error_fields), out)
-
-
-if __name__ == "__main__":
-    main()

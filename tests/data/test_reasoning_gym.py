@@ -125,6 +125,6 @@ def test_neither_file_imports_the_library_or_torch(tmp_path: Path) -> None:
 
 
 def test_a_child_that_dies_is_no_silent_short_set(monkeypatch) -> None:
-    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="ended early"):
         module.make("chain_sum", '{"max_terms": 7}', 3, 1, 12345)
