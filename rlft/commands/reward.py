@@ -110,7 +110,7 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     from rlft.plan.rewards.references import check_servers
     from rlft.plan.rewards.tester import RewardTester
     from rlft.plan.rewards.writer import Writer
-    from rlft.reward.workers.reward_spec import check_with_rewards
+    from rlft.reward.workers.reward_spec import reported
     from rlft.types import Split
 
     settings, writer = config.prompts, Writer.of(config)
@@ -129,7 +129,7 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     if is_refused:  # a plan has checked this
         check_metadata(rewards, prompts[0])
         check_servers(rewards, prompts[0])
-        check_with_rewards(rewards, prompts)
+        list(reported(rewards, "examine", prompts))
     for note in notes:
         say(f"note: {note}")
     return prompts, RewardTester(config, rewards, writer).try_all(prompts)

@@ -18,6 +18,7 @@ from rlft.environment.protocol import Call, Cause, Environment
 from rlft.environment.turn_template import Dialect
 from rlft.generation.engine import Generator, GeneratorOver
 from rlft.system.seeds import derive
+from rlft.tokens.ends import num_common
 from rlft.tokens.text import RunTokenizer, decode
 from rlft.types import (
     Branch,
@@ -97,8 +98,7 @@ class Transcript:
         self.add(context[shared:])
 
     def _shared(self, context: Sequence[int]) -> int:
-        pairs = zip(self.context, context, strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return num_common(self.context, context)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -415,8 +415,8 @@ def tool_call(name: str, arguments: str, answer: str, cause: Cause | None) -> To
 def group_of(conversations: Sequence[Conversation]) -> Group:
     """The group of siblings; the parts of their openings that differ become parts of their completions."""
     openings = [conversation.opening for conversation in conversations]
-    common = _common([opening.token_ids for opening in openings])
     first = openings[0]
+    common = first.token_ids[: min(num_common(first.token_ids, opening.token_ids) for opening in openings)]
     prompt = first if len(common) == len(first.token_ids) else replace(conversations[0].data_prompt, token_ids=common)
     rollouts = []
     for conversation in conversations:
@@ -435,8 +435,3 @@ def group_of(conversations: Sequence[Conversation]) -> Group:
         )
         rollouts.append(Rollout(prompt=prompt, completion=completion, policy_version=conversation.version))
     return Group(prompt=prompt, rollouts=tuple(rollouts))
-
-
-def _common(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    columns = zip(*rows, strict=False)
-    return tuple(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlft.config.instantiate import locate
-from rlft.environment.protocol import Environment, Malformed, Play
+from rlft.environment.protocol import Environment, Play
 from rlft.reward.workers.reward_spec import awaited
 from rlft.types import UserError, require
 
@@ -56,13 +56,8 @@ class FunctionCalls(Play):
 
 
 def called(functions: Mapping[str, Callable[..., Any]], name: str, arguments: Mapping[str, Any]) -> Any:
-    """What the named function returns for these arguments, a coroutine run to its end. Malformed: wrong parameters."""
-    function = functions[name]
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise Malformed(f"{name}: {error}") from None
-    return awaited(function(**arguments))
+    """What the named function returns for these arguments, which fit its schema; a coroutine is run to its end."""
+    return awaited(functions[name](**arguments))
 
 
 def schema_of(function: Any, key: str, path: str) -> dict[str, Any]:

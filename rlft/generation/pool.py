@@ -360,14 +360,13 @@ def _is_done(work: EngineWork) -> bool:
 def _groups(
     prompts: Sequence[Prompt],
     version: int | None,
-    sampled: Sequence[Sequence[Any]],
+    sampled: Sequence[Sequence[Completion]],
     opened: Sequence[Prompt | None] = (),
 ) -> list[Group]:
-    """Groups of these prompts from what a worker sends: completions as plain tuples, and prompts that have changed."""
+    """Groups of these prompts from what a worker sends: completions, and prompts that have changed."""
     groups = []
     for sent_prompt, rows, changed_prompt in zip(prompts, sampled, opened or [None] * len(prompts), strict=True):
         prompt = changed_prompt or sent_prompt
-        completions = map(Completion.from_tuple, rows)
-        rollouts = (Rollout(prompt=prompt, completion=each, policy_version=version) for each in completions)
+        rollouts = (Rollout(prompt=prompt, completion=each, policy_version=version) for each in rows)
         groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
     return groups

@@ -22,7 +22,7 @@ from rlft.plan.rules import check_classifiers, check_images, lora_of, prompt_add
 from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import TOKEN_ID, completion_bytes, learned_rewards, of_a_later_round, rows_of, sampling_of
 from rlft.plan.tower import TowerDemand, tower_demand
-from rlft.reward.workers.reward_spec import notes, specs
+from rlft.reward.workers.reward_spec import reported, specs
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.types import Prompt, Split, require
 
@@ -143,7 +143,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     check_images(config, model_config.model_type, config.generation.named(engine), prompts)
     num_chosen = len(prompts.prompts[: config.num_prompts])
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
-    data_notes = check_scoring(config, rewards, prompts, tokenizer, ends)
+    data_notes = (*reported(rewards, "note"), *check_scoring(config, rewards, prompts, tokenizer, ends))
     return SamplePlan(
         config=config,
         plain=resolved.plain,
@@ -154,6 +154,6 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
         environment=environment,
         tower=tower_demand(model_config, dtype, [prompts], num_chosen, tokenizer),
         ends=ends,
-        notes=(*prompts.notes, *notes(rewards), *data_notes, *notes_of_adapters(used, config.model, base), *ends.notes),
+        notes=(*prompts.notes, *data_notes, *notes_of_adapters(used, config.model, base), *ends.notes),
         fingerprints={"data_fingerprint": prompts.fingerprint, **base, **classifiers, **fingerprints_of(used)},
     )

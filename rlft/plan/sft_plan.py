@@ -22,7 +22,7 @@ from rlft.plan.roofline import StepWork, Work
 from rlft.plan.rules import check_classifiers, check_enough
 from rlft.plan.run_plan import Plan
 from rlft.plan.startup_table import TableRow
-from rlft.reward.workers.reward_spec import notes, specs
+from rlft.reward.workers.reward_spec import reported, specs
 from rlft.system.device import kind_name, resolve_device
 from rlft.types import Split, counted
 
@@ -141,7 +141,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
         classifiers = check_classifiers(rewards)
         prompts = instantiate(config.data, "data").load(Split.held_out)
         held_out = scan_prompts(config, prompts, tokenizer, Split.held_out)
-        data_notes = (*notes(rewards), *check_scoring(config, rewards, held_out, tokenizer, ends))
+        data_notes = (*reported(rewards, "note"), *check_scoring(config, rewards, held_out, tokenizer, ends))
     sampling = None if held_out is None else config.generation.named(engine)
     roles.check_learner_on(config, sampling, used, base, model_config)
     demonstrations = instantiate(config.demonstrations, "demonstrations")

@@ -44,7 +44,7 @@ from rlft.plan.sizes import (
 )
 from rlft.plan.startup_table import Facts, TableRow
 from rlft.plan.tower import TowerDemand, tower_demand
-from rlft.reward.workers.reward_spec import notes, specs
+from rlft.reward.workers.reward_spec import reported, specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.buckets import BUCKET
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
@@ -430,7 +430,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
             *of_training,
             *rules.warnings_of_sizes(config, num_train if trains else None, num_held_out),
             *filter(None, notes_of_data),
-            *notes(rewards),
+            *reported(rewards, "note"),
             *data_notes,
             *ends.notes,
         ),

@@ -148,15 +148,16 @@ def closing_of(
     return text[:start], text[start:end], last or ""
 
 
-def num_common(first: str, second: str) -> int:
-    """The number of characters with which both texts begin.
+def num_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """The number of characters, or tokens, with which both begin.
 
     >>> num_common("abc", "abd"), num_common("a", "abc")
     (2, 1)
     """
-    if second.startswith(first):
-        return len(first)
-    return next((n for n, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), len(second))
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
+        return shorter
+    return next((n for n, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), shorter)
 
 
 def _tail(render: Render, messages: Sequence[Message], said: str) -> str | None:

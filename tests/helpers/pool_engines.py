@@ -69,7 +69,7 @@ class CountingEngine:
         time.sleep(self.delay_s)
         version = None if self.version is None else self.version - (fault == "old version")
         rows = [
-            [_completion(f"{prompt.id} {version} {seed + i}", seed + i).as_tuple() for i in range(n)]
+            [_completion(f"{prompt.id} {version} {seed + i}", seed + i) for i in range(n)]
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         return version, rows

@@ -15,7 +15,7 @@ from reward_groups import make_group
 from rlft.reward import code
 from rlft.reward.code import Code, ProgramIn, Required, Score, continued, same_output, wanted_by
 from rlft.reward.code_tests import Call, Pair, parse_tests
-from rlft.reward.workers.reward_spec import check_with_rewards
+from rlft.reward.workers.reward_spec import reported
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
 from rlft.system.sandbox import bubblewrap, trials
 from rlft.system.sandbox.bubblewrap import Isolation
@@ -241,7 +241,7 @@ def test_tests_that_no_program_could_fail_or_pass_are_refused(group, given, prob
 def test_tests_that_pay_for_nothing_are_refused_when_the_data_are_scanned(group, test, problem):
     prompts = [group([""], answer=test if i in (1, 2) else ADD_TESTS, id=f"p{i}").prompt for i in range(4)]
     with pytest.raises(UserError) as refused:
-        check_with_rewards(specs({"code": KEYS}), prompts)
+        list(reported(specs({"code": KEYS}), "examine", prompts))
     assert re.match(
         "reward.code.tests_field: 2 of 4 prompts have tests that cannot be used; the answer of prompt 'p1' holds tests "
         f"that {problem}.*, got null; fix these prompts or leave them out$",
@@ -259,13 +259,13 @@ def test_tests_that_need_more_than_plain_data_are_counted_when_the_data_are_scan
         "assert f(sorted, len) == f(1)",
     ]
     prompts = [group([""], answer=answer, id=f"p{i}").prompt for i, answer in enumerate([*answers, answers[1]])]
-    assert check_with_rewards(specs({"code": KEYS}), prompts) == (
+    assert tuple(reported(specs({"code": KEYS}), "examine", prompts)) == (
         "reward.code: of 5 prompts with tests, "
         "1 compare answers of the program with each other or with its own constants alone (the first: 'p3'); "
         "2 hand the program a function, which cannot cross (the first: 'p1'); "
         "1 look for a change in place, and the program gets copies (the first: 'p2')",
     )
-    assert check_with_rewards(specs({"code": KEYS}), prompts[:1]) == ()
+    assert list(reported(specs({"code": KEYS}), "examine", prompts[:1])) == []
 
 
 @pytest.mark.parametrize("split", ["train", "held-out"])

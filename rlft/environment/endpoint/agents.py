@@ -92,20 +92,12 @@ def _run(command: Sequence[str], row: Mapping[str, Any], endpoint: Mapping[str, 
 
     It stays in the worker's process group, with which it ends. What is wrong with it is raised.
     """
-    variables = {
-        f"OPENAI_{name.upper()}": value for name, value in endpoint.items()
-    }  # OPENAI_BASE_URL, _API_KEY, _MODEL
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        stdin.write(json.dumps(row, default=str).encode())
-        stdin.seek(0)
-        process = subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, env={**os.environ, **variables})
-        try:
-            code = process.wait()
-        finally:
-            process.kill()
-            process.wait()
-        if code:
-            raise RuntimeError(f"{command[0]} ended with exit code {code}: {_last_line(stderr)[:300]}")
+    own = {f"OPENAI_{name.upper()}": value for name, value in endpoint.items()}  # OPENAI_BASE_URL, _API_KEY, _MODEL
+    given = json.dumps(row, default=str).encode()
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        ended = subprocess.run(command, input=given, stdout=stdout, stderr=stderr, env=os.environ | own, check=False)
+        if ended.returncode:
+            raise RuntimeError(f"{command[0]} ended with exit code {ended.returncode}: {_last_line(stderr)[:300]}")
         return _reward(_last_line(stdout))
 
 

@@ -12,8 +12,9 @@ import importlib.util
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlft.environment.endpoint import bodies as request_bodies
@@ -90,10 +91,7 @@ def make_app(
 
         return serve
 
-    def route(
-        path: str, work: Callable[[HttpRequest], Awaitable[Response]], methods: Sequence[str] = ("GET",)
-    ) -> Route:
-        return Route(path, work, methods=methods, middleware=[Middleware(within_limit)])
+    limited = partial(Route, middleware=[Middleware(within_limit)])
 
     def answering(kind: type[request_bodies.Body]) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(http: HttpRequest) -> Response:
@@ -123,17 +121,15 @@ def make_app(
     async def healthy(http: HttpRequest) -> Response:
         return JSONResponse({})
 
-    async def turned_down(http: HttpRequest, refusal: request_bodies.Refusal) -> Response:
-        return refused(refusal)
-
     async def not_served(http: HttpRequest, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        what = {404: "there is no such path here", 405: "this path takes another method"}.get(status, "an error")
-        allowed = error.headers if isinstance(error, HTTPException) else None
-        return refused(request_bodies.Refusal(status, f"{what}: {http.method} {http.url.path}", "not_found"), allowed)
-
-    async def crashed(http: HttpRequest, error: Exception) -> Response:
-        return refused(request_bodies.Refusal(500, f"an error of the server: {type(error).__name__}", "server_error"))
+        if isinstance(error, request_bodies.Refusal):
+            return refused(error)
+        if not isinstance(error, HTTPException):
+            problem = f"an error of the server: {type(error).__name__}"
+            return refused(request_bodies.Refusal(500, problem, "server_error"))
+        status, reasons = error.status_code, {404: "there is no such path here", 405: "this path takes another method"}
+        problem = f"{reasons.get(status, 'an error')}: {http.method} {http.url.path}"
+        return refused(request_bodies.Refusal(status, problem, "not_found"), error.headers)
 
     bodies = {
         "/v1/chat/completions": request_bodies.Chat,
@@ -141,15 +137,14 @@ def make_app(
         "/tokenize": request_bodies.Tokenize,
     }
     bodies |= {"/v1/completions": request_bodies.Complete} if completes else {}
-    handlers: Mapping[Any, Any] = {request_bodies.Refusal: turned_down, HTTPException: not_served, Exception: crashed}
     return Starlette(
         routes=[
             Route("/health", healthy),
-            route("/v1/models", list_models),
-            route("/v1/models/{name:path}", list_models),
-            *(route(path, answering(kind), ["POST"]) for path, kind in bodies.items()),
+            limited("/v1/models", list_models),
+            limited("/v1/models/{name:path}", list_models),
+            *(limited(path, answering(kind), methods=["POST"]) for path, kind in bodies.items()),
         ],
-        exception_handlers=handlers,
+        exception_handlers=dict.fromkeys((request_bodies.Refusal, HTTPException, Exception), not_served),
     )
 
 

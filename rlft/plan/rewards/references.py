@@ -25,7 +25,7 @@ from rlft.reward.answer import AnswerIn, AnswerKeys, composed, plain_number
 from rlft.reward.exact_match import ExactMatch
 from rlft.reward.http import ServerKeys, shown_url
 from rlft.reward.math import Math
-from rlft.reward.workers.reward_spec import RewardSpec, check_with_rewards
+from rlft.reward.workers.reward_spec import RewardSpec, reported
 from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
 from rlft.system.terminal import with_progress
 from rlft.tokens.answers import ReferenceIn, answers_in, boxes, names_an_answer, opened
@@ -98,7 +98,7 @@ def check_scoring(
     check_metadata(rewards, first)
     texts = joined(untokenised(prompts), untokenised(held_out) if held_out else ())
     writer = Writer(tokenizer, ends, config.generation.sampling)
-    notes = (*check_with_rewards(rewards, texts), *check_references(config, rewards, texts, writer))
+    notes = (*reported(rewards, "examine", texts), *check_references(config, rewards, texts, writer))
     check_servers(rewards, first)
     return notes
 

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rlft.reward.workers import worker as workers
@@ -178,7 +179,7 @@ class RewardHost:
         self._pool = WorkerPool(specs, 1, timeout_s)
 
     def answer(self, packed: bytes) -> workers.Answer:
-        [(_, reply)] = self._pool.run([workers.unpack(packed)], lambda reply: False)
+        [(_, reply)] = self._pool.run([pickle.loads(packed)], lambda reply: False)
         return reply, self._pool.ran_programs
 
 
@@ -286,9 +287,10 @@ def shared_memory(size: int) -> int:
 
 
 def packed_task(task: workers.Task) -> bytes:
-    """The task as it is sent to a worker. Raises RewardError if its prompt cannot be sent."""
+    """The task as it is sent to a worker, without experts. Raises RewardError if its prompt cannot be sent."""
+    bare = tuple(replace(r, completion=replace(r.completion, experts=None)) for r in task.group.rollouts)
     try:
-        return workers.pack(task)
+        return pickle.dumps(replace(task, group=replace(task.group, rollouts=bare)))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         prompt = task.group.prompt.id
         raise RewardError(

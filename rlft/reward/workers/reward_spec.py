@@ -17,12 +17,12 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlft.config.instantiate import check_keys, convert, locate
-from rlft.types import Completion, Group, Prompt, Reward, UserError, require
+from rlft.types import Completion, Group, Reward, UserError, require
 
 OnError = Literal["stop"] | float
 """What happens if a reward fails on a completion: `stop` ends the run, a number becomes the completion's score."""
@@ -106,17 +106,9 @@ def specs(rewards: Mapping[str, Any]) -> dict[str, RewardSpec]:
     return {name: _spec(name, config) for name, config in rewards.items()}
 
 
-def notes(rewards: Mapping[str, RewardSpec]) -> tuple[str, ...]:
-    """What the rewards' methods `note()` report when a run begins, such as how untrusted code is isolated."""
-    return tuple(_reported(rewards, "note"))
-
-
-def check_with_rewards(rewards: Mapping[str, RewardSpec], prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """What the rewards' methods `examine(prompts)` report about the data before a run; UserError for bad data."""
-    return tuple(_reported(rewards, "examine", prompts))
-
-
-def _reported(rewards: Mapping[str, RewardSpec], method: str, *arguments: Any) -> Iterator[str]:
+def reported(rewards: Mapping[str, RewardSpec], method: Literal["note", "examine"], *arguments: Any) -> Iterator[str]:
+    """What the rewards report before a run, by their methods `note()`, such as how untrusted code is isolated, or
+    `examine(prompts)` about the data. UserError for bad data."""
     for name, spec in rewards.items():
         report = getattr(spec.build(), method, None)
         try:

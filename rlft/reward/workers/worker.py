@@ -10,7 +10,6 @@ import math
 import mmap
 import numbers
 import operator
-import pickle
 import resource
 import signal
 import threading
@@ -27,7 +26,7 @@ from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.process import signals
 from rlft.system.process.child import READY
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.types import MAX_SCORE, Completion, Group, Reward, Rollout, StepScores, Unscorable, Unscored, Verdict, counted
+from rlft.types import MAX_SCORE, Group, Reward, Rollout, StepScores, Unscorable, Unscored, Verdict, counted
 
 NOWHERE = -1
 MAX_PROBLEM, MAX_TRACEBACK = 1000, 20_000
@@ -94,7 +93,7 @@ def serve(connection: Connection, specs: Sequence[RewardSpec], timeout_s: float,
     rewards = load(specs)
     connection.send(READY)
     while True:
-        connection.send(answer(unpack(connection.recv_bytes()), rewards, timeout_s, progress))
+        connection.send(answer(connection.recv(), rewards, timeout_s, progress))
 
 
 def progress_in(memory: int) -> Progress:
@@ -102,21 +101,6 @@ def progress_in(memory: int) -> Progress:
     progress: Any = memoryview(mmap.mmap(memory, mmap.PAGESIZE)).cast("i")
     progress[0] = progress[1] = NOWHERE
     return progress
-
-
-def pack(task: Task) -> bytes:
-    """The task for sending, with completions as plain tuples, which say nothing of experts."""
-    rows = [(replace(r.completion, experts=None).as_tuple(), r.policy_version) for r in task.group.rollouts]
-    return pickle.dumps((task.key, task.rewards, task.group.prompt, rows))
-
-
-def unpack(packed: bytes) -> Task:
-    key, rewards, prompt, rows = pickle.loads(packed)
-    rollouts = tuple(
-        Rollout(prompt=prompt, completion=Completion.from_tuple(values), policy_version=version)
-        for values, version in rows
-    )
-    return Task(key=key, group=Group(prompt=prompt, rollouts=rollouts), rewards=rewards)
 
 
 def load(specs: Sequence[RewardSpec]) -> dict[str, Loaded | Failure]:

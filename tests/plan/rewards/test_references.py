@@ -19,7 +19,7 @@ from rlft.plan.rewards.references import check_references
 from rlft.plan.rewards.writer import Writer
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
-from rlft.reward.workers.reward_spec import check_with_rewards, specs
+from rlft.reward.workers.reward_spec import reported, specs
 from rlft.reward.workers.worker import Cause, Failure
 from rlft.tokens.ends import turn_ends
 from rlft.types import Prompt, Split, UserError
@@ -41,7 +41,7 @@ def notes(prompts, *words, tokenizer=None, limit_s=20.0):
     tokenizer = tokenizer or family_tokenizer("qwen2.5")
     writer = Writer(tokenizer, turn_ends(tokenizer, "chat"), config.generation.sampling)
     found = check_references(config, specs(config.reward), prompts, writer, limit_s)
-    return [*check_with_rewards(specs(config.reward), prompts), *found]
+    return [*reported(specs(config.reward), "examine", prompts), *found]
 
 
 @pytest.mark.parametrize(

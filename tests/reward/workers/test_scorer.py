@@ -1,3 +1,4 @@
+import pickle
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -9,9 +10,10 @@ from in_one_test import each
 from reward_groups import make_group
 from run_processes import happens
 
+from rlft.reward.workers.pool import packed_task
 from rlft.reward.workers.reward_spec import RewardSpec, TrlReward
 from rlft.reward.workers.scorer import AheadScorer, RewardError, Scorer, describe, mixed, shortened, specs
-from rlft.reward.workers.worker import Loaded, Task, load, pack, score, unpack
+from rlft.reward.workers.worker import Loaded, Task, load, score
 from rlft.types import Group, StepScores, Turn, UserError
 
 TIMEOUT_S = 0.4
@@ -259,7 +261,7 @@ def test_metadata_that_cannot_be_sent_is_told(scorer, group):
 
 def test_a_group_arrives_in_the_worker_as_it_was(group):
     task = Task(key=3, group=with_turns_of(group(["a", "bc"]), [(None,), (0.5, None)]), rewards=("length",))
-    assert unpack(pack(task)) == task
+    assert pickle.loads(packed_task(task)) == task
 
 
 def with_turns_of(group, rewards):
