@@ -23,6 +23,7 @@ from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_
 from rlft.config.suggest import SEVERAL, known_keys, unknown_in_section, unknown_key
 from rlft.types import Mistakes, UserError
 
+logger = logging.getLogger(__name__)
 USUAL = "train"
 """The command of a config that names none. Its YAML gives every key a value: other commands compose groups with it."""
 
@@ -85,21 +86,22 @@ def _with_overrides(
     from hydra.core.global_hydra import GlobalHydra
 
     read = of_one_run(overrides, command)
-    extend_hydra(requires=requires)
+    extend_hydra(requires=requires, command=command)
     GlobalHydra.instance().clear()
     primary, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
     others += [Path(config_dir).resolve()] if config_dir else []
     keys = [one for one in read if _sets_a_key(one, (primary, *others))]
-    mistakes, choices = Mistakes(), []
+    mistakes, choices, groups = Mistakes(), [], {*catalog.groups(command)}
     for one in (one for one in read if one not in keys):
         with mistakes:
-            if one.key_or_group in {*catalog.groups()} - {*catalog.groups(command)}:
+            if one.key_or_group in {*catalog.groups()} - groups:
                 raise unknown_key(one.key_or_group, command, got=one.input_line.partition("=")[2])
-            choices.append(_choice(one))
+            choices.append(_choice(one, command))
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)
-            if _has_a_file_of_data(composed, keys) and not any(choice.startswith("data=") for choice in choices):
+            is_open = "data" in groups and not any(choice.startswith("data=") for choice in choices)
+            if is_open and _has_a_file_of_data(composed, keys):
                 choices.append("data=jsonl")
                 composed = hydra_compose(command, [*choices, *_search_path(others)], return_hydra_config=True)
         for key in keys:
@@ -144,7 +146,10 @@ def _has_a_file_of_data(composed: Any, keys: Iterable[Any]) -> bool:
 
     typed = next((one.value() for one in keys if one.key_or_group == "data.path" and not one.is_delete()), None)
     path = typed or OmegaConf.select(composed, "data.path", throw_on_missing=False)
-    file = catalog.files("data").get(OmegaConf.select(composed, "hydra.runtime.choices.data") or "")
+    choice = OmegaConf.select(composed, "hydra.runtime.choices.data")
+    if not choice:
+        return isinstance(path, str) and recipe_file.is_local(path) and "_target_" not in composed.get("data", ())
+    file = catalog.files("data").get(choice)
     is_read = file is None or any("path" in catalog.entries(source) for source in (file, *catalog.bases(file)))
     return isinstance(path, str) and not is_read and recipe_file.is_local(path)
 
@@ -162,11 +167,13 @@ def _sets_a_key(override: Any, folders: Iterable[Path]) -> bool:
     return isinstance(override.value(), Mapping) or not any((folder / name).is_dir() for folder in folders)
 
 
-def _choice(override: Any) -> str:
+def _choice(override: Any, command: str) -> str:
     """The override for Hydra, in which files have names that Hydra reads as one word."""
     value, group = None if override.is_delete() else override.value(), override.key_or_group
     if group == "recipe" and str(value).endswith(recipe_file.SUFFIXES):
-        recipe_file.lines_of(str(value))
+        left_out = [key for key in recipe_file.lines_of(str(value)) if suggest.is_of_others(key, command)]
+        if left_out:
+            logger.warning("%s has keys that rlft %s does not read: %s", value, command, ", ".join(left_out))
         return f"+recipe={recipe_file.encoded(str(value))}"
     if group != "reward" or not isinstance(value, str | list):
         return override.input_line
@@ -237,12 +244,12 @@ def new_folder(name: str, below: str = "runs") -> str:
     return str(next(choice for choice in choices if not choice.exists()))
 
 
-def extend_hydra(*, requires: bool = True) -> None:
+def extend_hydra(*, requires: bool = True, command: str = USUAL) -> None:
     """Adds to Hydra what rlft's YAML needs.
 
     These are the resolvers of the commands' help and of `rlft_run_dir` (a resumed run's folder, or runs/<name>/<time>),
     and, if `requires`, `???` as a value that requires its key: merging would keep the value of a file that comes
-    before. Hydra's own keys are left to Hydra.
+    before. Hydra's own keys are left to Hydra. Of a recipe's file, keys of other commands than this are left out.
     """
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.sources_registry import SourcesRegistry
@@ -280,6 +287,7 @@ def extend_hydra(*, requires: bool = True) -> None:
             if named is not None:
                 recipe_file.lines_of(named[1])
                 read: Any = OmegaConf.to_container(OmegaConf.load(recipe_file.located(named[1])), resolve=False)
+                read = recipe_file.without(read, lambda key: suggest.is_of_others(key, command))
                 content = recipe_file.as_recipe(read, *named)
             elif not content:
                 return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,22 @@ def located_target(target: str, folder: Path) -> str:
     """A `_target_` whose file, if it names one, is as it is from the working directory."""
     path, colon, name = split_target(target)
     return f"{beside(folder, path)}:{name}" if colon == ":" else target
+
+
+def without(content: Mapping[Any, Any], is_left_out: Callable[[str], bool], section: str = "") -> dict[Any, Any]:
+    """The content of a file, or of a section of it, without the keys that are left out, and choices in such groups."""
+    kept: dict[Any, Any] = {}
+    for key, value in content.items():
+        if is_left_out(joined(section, key)):
+            continue
+        if key == "defaults" and isinstance(value, list):
+            value = [one for one in value if not (isinstance(one, dict) and any(is_left_out(_group(k)) for k in one))]
+        kept[key] = without(value, is_left_out, joined(section, key)) if isinstance(value, dict) else value
+    return kept
+
+
+def _group(choice: object) -> str:
+    return str(choice).removeprefix("override").strip().removeprefix("/")
 
 
 def as_recipe(content: Mapping[Any, Any], kind: str, path: str) -> dict[str, Any]:

@@ -195,6 +195,12 @@ def of_other_commands(key: str, command: str) -> str:
     return ""
 
 
+def is_of_others(key: str, command: str) -> bool:
+    """Whether other commands know a key, a section or a group of this name, and this one does not."""
+    known, section = known_keys(command), f"{key}."
+    return not any(one == key or one.startswith(section) for one in known) and bool(of_other_commands(key, command))
+
+
 def unknown_in_section(
     name: object, value: object, names: list[str], section: str, command: str = "train"
 ) -> UserError:

@@ -182,6 +182,52 @@ def test_a_file_is_for_each_command_that_has_its_keys(command: str, workplace: P
     assert composed("run.yaml", command=command)["steps"] == 7
 
 
+OWN_WORDS = {
+    "sft": ["demonstrations.path=embedded:arithmetic-demonstrations"], "sample": [],
+    "rm": ["preferences.path=embedded:arithmetic-preferences"],
+    "dpo": ["preferences.path=embedded:arithmetic-preferences"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["sections", "dotted"])
+@pytest.mark.parametrize("command", OWN_WORDS)
+def test_keys_of_other_commands_are_left_out_of_a_file_and_said(
+    command: str, form: str, workplace: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file serves train and this command: it has each key of train, with another value where it is a number."""
+    keys = {key: value for key, value in flat(composed("+recipe=ppo_arithmetic")) if key != "command"}
+    keys |= {key: value + 1 for key, value in keys.items() if type(value) is int}
+    chosen = {"algorithm": "ppo", "defaults": [{"override /data": "arithmetic"}, {"override /algorithm": "ppo"}]}
+    nested: dict[str, Any] = dict(chosen) if form == "dotted" else {"defaults": chosen["defaults"]}
+    for key, value in keys.items():
+        *sections, name = key.split(".") if form == "sections" else [key]
+        section = nested
+        for one in sections:
+            section = section.setdefault(one, {})
+        section[name] = value
+    written(workplace / "run.yaml", yaml.safe_dump(nested))
+    found = dict(flat(composed("run.yaml", *OWN_WORDS[command], command=command)))
+    without_file = {key for key, _ in flat(composed(*OWN_WORDS[command], command=command))}
+    shared = [key for key in keys if key in without_file and not key.startswith(("hydra", "resume"))]
+    assert len(shared) > 20
+    assert {key: found[key] for key in shared if key != "name"} == {key: keys[key] for key in shared if key != "name"}
+    noted = caplog.text.partition("does not read: ")[2].split("\n")[0].split(", ")
+    assert {"group_size", "algorithm.gamma"} <= {*noted}
+    assert not {*noted} & {*shared}
+    (workplace / "run.yaml").write_text("group_size: 2\ngroup_sise: 2\nlorra.rank: 3\n")
+    assert cli.run([command, "run.yaml", *OWN_WORDS[command]]) == 2
+    refused = capsys.readouterr().err
+    assert "group_sise: there is no such key" in refused
+    assert "lorra" in refused
+
+
+def flat(config: Any, section: str = "") -> list[tuple[str, Any]]:
+    """(key, value) of all that is no section."""
+    if not isinstance(config, dict) or not config:
+        return [(section, config)]
+    return [pair for key, value in config.items() for pair in flat(value, f"{section}.{key}".removeprefix("."))]
+
+
 def test_a_sweep_over_files_has_a_job_for_each(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         written(workplace / f"{name}.yaml", f"steps: 1\nprompts_per_step: 1\ngroup_size: 2\nseed: {ord(name)}\n")
@@ -204,6 +250,12 @@ def test_a_path_to_a_file_of_data_needs_no_source(words: list[str], source: str,
     (workplace / "rows.csv").write_text("question,response\n1 + 1?,2\n")
     written(Path("qa/run.yaml"), "data.path: ../rows.csv\n")
     assert composed(*words)["data"]["_target_"].startswith(f"rlft.data.{source}.")
+
+
+def test_a_path_to_a_file_of_data_chooses_the_source_where_a_command_has_none_otherwise(workplace: Path) -> None:
+    written(workplace / "run.yaml", "data.path: rows.jsonl\n")
+    assert composed("run.yaml", *OWN_WORDS["sft"], command="sft")["data"]["_target_"].startswith("rlft.data.jsonl.")
+    assert not composed(*OWN_WORDS["sft"], command="sft").get("data")
 
 
 def test_a_path_that_is_no_files_or_contradicts_the_choice_is_refused(
