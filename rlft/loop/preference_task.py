@@ -187,7 +187,7 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
         """Of a fork with other preferences or another reference the log-probs are computed anew."""
         super().restore(saved)
         if self.head is SCORES:
-            self.roles.heads[REWARD].restore(saved.heads[REWARD])
+            self.roles.heads[REWARD].load_state_dict(saved.heads[REWARD])
             self._reset_bias()
         elif saved.state.get(REFERENCE_LOGPROBS) == self.plan.reference_fingerprint:
             tensors, rankings = saved.tensors[REFERENCE_LOGPROBS], self.plan.train.rankings

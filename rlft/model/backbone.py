@@ -25,10 +25,9 @@ from rlft.model.families import recorded_family
 from rlft.model.images import ImageEncoder
 from rlft.model.kernels import selection
 from rlft.model.kernels.selection import Kernels
-from rlft.model.network_files import check_files, check_quantized
+from rlft.model.network_files import check_files, check_quantized, source_of
 from rlft.model.text_model import load_model, network_of, own_class
 from rlft.system.device import resolve_device, resolve_dtype
-from rlft.system.hub import hub_answers
 from rlft.tokens import text
 from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
 from rlft.tokens.images import processor_of, read_processor
@@ -40,17 +39,8 @@ SENTENCE = "the sum of two and three is five"
 
 
 def source(config: ModelConfig) -> dict[str, Any]:
-    """transformers' keyword arguments for loading config, tokenizer and weights.
-
-    If the hub does not answer, only its cache on this machine is used, instead of half a minute of retries.
-    """
-    path = resolve_path(config.path)
-    return {
-        "pretrained_model_name_or_path": path,
-        "revision": config.revision,
-        "trust_remote_code": config.trust_remote_code,
-        "local_files_only": Path(path).is_dir() or not hub_answers(),
-    }
+    """transformers' keyword arguments for loading config, tokenizer and weights."""
+    return source_of(resolve_path(config.path), config.revision, trusts=config.trust_remote_code)
 
 
 def read_config(config: ModelConfig) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +34,6 @@ class ScalarHead(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """{name: detached copy}."""
         return copied(dict(self.named_parameters()))
-
-    @torch.no_grad()
-    def restore(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.named_parameters():
-            parameter.copy_(weights[name])
 
 
 CRITIC = "critic"
@@ -107,7 +103,5 @@ class Critic:
     def state(self) -> dict[str, float]:
         return asdict(self.statistics)
 
-    def restore_statistics(self, state: Mapping[str, float]) -> None:
-        self.statistics = ReturnStatistics(
-            mean=state["mean"], variance=state["variance"], num_steps=int(state["num_steps"])
-        )
+    def restore_statistics(self, state: Mapping[str, Any]) -> None:
+        self.statistics = ReturnStatistics(**state)

@@ -28,6 +28,7 @@ from transformers.utils.hub import cached_file, cached_files
 
 from rlft.config.model import WEIGHT_FILES
 from rlft.system.device import not_finite
+from rlft.system.hub import hub_answers
 from rlft.types import UserError, counted, require
 
 INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -139,6 +140,19 @@ def check_quantized(config: PreTrainedConfig, path: str, key: str) -> None:
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
+def source_of(path: str, revision: str | None = None, *, trusts: bool = False) -> dict[str, Any]:
+    """transformers' keyword arguments for loading from this folder or hub id, whose code it may run if it `trusts` it.
+
+    If the hub does not answer, only its cache on this machine is used, instead of half a minute of retries.
+    """
+    return {
+        "pretrained_model_name_or_path": path,
+        "revision": revision,
+        "trust_remote_code": trusts,
+        "local_files_only": Path(path).is_dir() or not hub_answers(),
+    }
+
+
 def file_of(source: Mapping[str, Any], name: str, *, downloads: bool = True) -> Path | None:
     """The path of the model's file of this name; None if it has none, or it is not here and nothing is downloaded."""
     file = cached_file(

@@ -177,7 +177,7 @@ class Networks(ABC):
         self.restore_roles(self.moving, adapters, folder)
         for role, weights in (heads or {}).items():
             if role in self.heads:
-                self.heads[role].restore(weights)
+                self.heads[role].load_state_dict(weights)
 
     # -- passes with gradient ----------------------------------------------------------------------------------------
     def outputs(
@@ -432,7 +432,7 @@ class Networks(ABC):
         head = self.heads[role] = ScalarHead(size, self.backbone.device, self.backbone.model.dtype)
         self._scale_gradients_of(head.parameters())
         if path is not None:
-            head.restore(load_head(path, key))
+            head.load_state_dict(load_head(path, key))
 
     def _scale_gradients_of(self, parameters: Iterable[Parameter]) -> None:
         """Takes back from the gradients of these what `Forward` multiplies those of a float16 network with."""

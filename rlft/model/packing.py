@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlft.batch import to_device
 from rlft.model.image_masks import both_ways
@@ -88,19 +89,15 @@ class Paths:
 def paths_of(batch: Batch) -> Paths:
     """A row for each part of each row, which holds what is read before the part, and the part itself."""
     parts = [(b, part) for b, row in enumerate(parts_of(batch)) for part in row]
-    width = max(part.depth + part.columns[1] for _, part in parts)
-    shape = (len(parts), width)
     device = batch.token_ids.device
-    columns = torch.zeros(shape, dtype=torch.int64)
-    attention, own_part = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    runs = [[torch.arange(start, start + length) for start, length in (*part.read, part.columns)] for _, part in parts]
+    paths = [torch.cat(of_path) for of_path in runs]
+    columns = pad_sequence(paths, batch_first=True)
+    attention = pad_sequence([torch.ones_like(path, dtype=torch.bool) for path in paths], batch_first=True)
+    own_part = attention & (torch.arange(columns.shape[1]) >= torch.tensor([[part.depth] for _, part in parts]))
     index = torch.zeros(batch.token_ids.shape, dtype=torch.int64)
     for r, (b, part) in enumerate(parts):
-        runs = [torch.arange(start, start + length) for start, length in (*part.read, part.columns)]
-        path = torch.cat(runs)
-        columns[r, : len(path)] = path
-        attention[r, : len(path)] = True
-        own_part[r, part.depth : len(path)] = True
-        index[b, runs[-1]] = r * width + torch.arange(part.depth, len(path))
+        index[b, runs[r][-1]] = r * columns.shape[1] + torch.arange(part.depth, len(paths[r]))
     columns, attention, own_part, index = (x.to(device) for x in (columns, attention, own_part, index))
     rows = torch.tensor([b for b, _ in parts], device=device)
     return Paths(
@@ -108,7 +105,7 @@ def paths_of(batch: Batch) -> Paths:
             token_ids=batch.token_ids[rows].gather(1, columns),
             attention_mask=attention,
             loss_mask=batch.loss_mask[rows].gather(1, columns) & own_part,
-            sampled_logprobs=batch.sampled_logprobs.new_zeros(shape),
+            sampled_logprobs=batch.sampled_logprobs.new_zeros(columns.shape),
             rewards=batch.rewards[rows],
             group_ids=batch.group_ids[rows],
             teacher_top_k_ids=None

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -24,14 +24,13 @@ from transformers import (
 )
 
 from rlft.batch import Row, batch_of_rows
-from rlft.config.model import is_adapter, looks_local
-from rlft.model.network_files import Network, check_files, check_quantized, load_network
+from rlft.config.model import is_adapter, resolve_path
+from rlft.model.network_files import Network, check_files, check_quantized, load_network, source_of
 from rlft.model.networks import Networks
 from rlft.model.packing import Layout
 from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
 from rlft.system.device import resolve_dtype
-from rlft.system.hub import hub_answers
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import RunTokenizer, render
 from rlft.types import Batch, Completion, Group, Prompt, UserError, require
@@ -90,11 +89,9 @@ def numbers_of_rows(
     """
     numbers_B = torch.zeros(len(batch.rewards), dtype=torch.float64)
     with torch.no_grad(), roles.using(role):
-        parts = roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
-        micros = roles.forward.placed([batch.select(part) for part in parts])
-        found = [of_rows(micro.batch, micro.layout) for micro in micros]
-        if found:
-            numbers_B[torch.cat(parts)] = torch.cat(found).cpu().double()
+        found = [(part, of_rows(micro.batch, micro.layout)) for part, micro in roles.forward.parts(batch, token_budget)]
+        for part, numbers in found:  # once all are computed, since each transfer waits for a GPU
+            numbers_B[part] = numbers.cpu().double()
     return numbers_B
 
 
@@ -178,8 +175,7 @@ class ClassifierReward:
     """The only logit of a sequence classifier, for the conversation as its own tokenizer writes it.
 
     With a chat template, the text is that of the prompt's messages and the completion as the assistant's turn; without
-    one, their texts joined by line breaks. A text that is too long for the network loses its beginning; `num_cut`
-    counts such texts.
+    one, their texts joined by line breaks. A text that is too long for the network loses its beginning.
     """
 
     model: PreTrainedModel
@@ -190,7 +186,6 @@ class ClassifierReward:
     scale: float
 
     def __post_init__(self) -> None:
-        self.num_cut = 0
         text, most = self.model.config.get_text_config(), self.tokenizer.model_max_length
         self._max_tokens = min(most, getattr(text, "max_position_embeddings", None) or most)
         padding = getattr(text, "pad_token_id", None)
@@ -213,10 +208,8 @@ class ClassifierReward:
             {"role": "assistant", "content": prompt.tail + completion.text},
         ]
         ids = self._tokenize(messages)
-        if len(ids) <= self._max_tokens:
-            return ids
-        self.num_cut += 1
-        return self._tokenize(messages, truncation=True, max_length=self._max_tokens)
+        cuts = len(ids) > self._max_tokens
+        return self._tokenize(messages, truncation=True, max_length=self._max_tokens) if cuts else ids
 
     def _tokenize(self, messages: list[dict[str, str]], **limits: Any) -> list[int]:
         whole: Any
@@ -235,13 +228,9 @@ class ClassifierReward:
     @torch.no_grad()
     def _forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """float64 `[B]` on the CPU. Rows are padded on the right, whichever side the tokenizer would choose."""
-        shape = len(rows), max(map(len, rows))
-        token_ids_BT = torch.full(shape, self._padding_for(rows))
-        mask_BT = torch.zeros(shape, dtype=torch.int64)
-        for b, row in enumerate(rows):
-            token_ids_BT[b, : len(row)] = torch.tensor(row)
-            mask_BT[b, : len(row)] = 1
-        device = self.model.device
+        ids, padding, device = [torch.tensor(row) for row in rows], self._padding_for(rows), self.model.device
+        token_ids_BT = pad_sequence(ids, batch_first=True, padding_value=padding)
+        mask_BT = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
         logits_B1 = self.model(input_ids=token_ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
         return logits_B1[:, 0].cpu().double()
 
@@ -283,7 +272,7 @@ def load_classifier(
     Raises UserError: it cannot be read, has another number of labels, or lacks weights, such as those of its score.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**classifier_source(path))
+        tokenizer = AutoTokenizer.from_pretrained(**source_of(resolve_path(path)))
         model = load_network(_network(path, key), dtype=dtype)
     except (OSError, ValueError) as error:
         raise _unreadable(error, path, key) from None
@@ -293,13 +282,15 @@ def load_classifier(
     return model.requires_grad_(False).eval(), tokenizer
 
 
-def check_classifier(path: str, key: str) -> None:
+def check_classifier(path: str, key: str) -> Network:
     """Refuses what `load_classifier` does, by the headers of its files."""
-    check_files(_network(path, key))
+    network = _network(path, key)
+    check_files(network)
+    return network
 
 
 def _network(path: str, key: str) -> Network:
-    config, source = read_classifier(path, key), classifier_source(path)
+    config, source = read_classifier(path, key), source_of(resolve_path(path))
     return Network(loader=AutoModelForSequenceClassification, config=config, source=source, key=key)
 
 
@@ -309,7 +300,7 @@ def read_classifier(path: str, key: str) -> Any:
     Raises UserError: it cannot be read, or has another number of labels.
     """
     try:
-        config = AutoConfig.from_pretrained(**classifier_source(path))
+        config = AutoConfig.from_pretrained(**source_of(resolve_path(path)))
     except (OSError, ValueError) as error:
         raise _unreadable(error, path, key) from None
     causal = [name for name in config.architectures or [] if name.endswith(("ForCausalLM", "LMHeadModel"))]
@@ -322,16 +313,6 @@ def read_classifier(path: str, key: str) -> Any:
     require(config.num_labels == 1, key, problem, got=config.num_labels, remedy=remedy)
     check_quantized(config, path, key)
     return config
-
-
-def classifier_source(path: str) -> dict[str, Any]:
-    """transformers' keyword arguments for loading a classifier without running its code."""
-    folder = str(Path(path).expanduser()) if looks_local(path) else path
-    return {
-        "pretrained_model_name_or_path": folder,
-        "trust_remote_code": False,
-        "local_files_only": Path(folder).is_dir() or not hub_answers(),
-    }
 
 
 def _unreadable(error: Exception, path: str, key: str) -> UserError:

@@ -460,15 +460,15 @@ def check_learned(rewards: Mapping[str, RewardSpec]) -> None:
 
 def check_classifiers(rewards: Mapping[str, RewardSpec]) -> dict[str, str]:
     """The fingerprints of reward models that are networks of their own; refuses one that lacks tensors or one score."""
-    from rlft.model.reward_model import check_classifier, classifier_source, read_classifier
+    from rlft.model.reward_model import check_classifier
     from rlft.plan.identity import of_source
 
     found: dict[str, str] = {}
     for spec in rewards.values():
         if spec.runs_in_trainer and not is_adapter(path := spec.kwargs["path"]):
             key = f"reward.{spec.name}.path"
-            check_classifier(path, key)
-            found |= of_source(classifier_source(path), read_classifier(path, key), key, key)
+            network = check_classifier(path, key)
+            found |= of_source(network.source, network.config, key, key)
     return found
 
 

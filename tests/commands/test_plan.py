@@ -296,7 +296,7 @@ def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(
 def test_a_model_of_the_hub_without_a_network_says_what_to_do(
     no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlft.model.backbone.hub_answers", lambda: False)
+    monkeypatch.setattr("rlft.model.network_files.hub_answers", lambda: False)
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setenv("HF_HUB_CACHE", str(no_weights / "cache"))
     assert cli.run(["plan", "+recipe=grpo_gsm8k", "model.device=cuda", "device_memory=24GiB"]) == 2

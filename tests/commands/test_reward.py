@@ -17,7 +17,7 @@ from rlft.commands import reward
 from rlft.config import catalog
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.model import backbone
+from rlft.model import network_files
 from rlft.plan.rewards import references, tester
 from rlft.plan.rewards.verdicts import verdicts_on
 from rlft.system.check_rows import Status
@@ -135,7 +135,7 @@ def test_json_is_alone_on_standard_output_whatever_a_reward_prints(
 def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_command_gives(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(backbone, "hub_answers", lambda: False)
+    monkeypatch.setattr(network_files, "hub_answers", lambda: False)
     assert cli.run([*WORDS, "model.path=no/such"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("rlft: model.path: the model cannot be read (")

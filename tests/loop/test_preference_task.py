@@ -336,10 +336,10 @@ def test_a_checkpoint_has_them_to_the_last_bit_and_those_of_another_reference_ar
 def best_scores(roles: Roles, head: dict[str, Tensor]) -> list[float]:
     """Of the held-out rankings' best completions, with this head."""
     running = roles.heads[REWARD].weights()
-    roles.heads[REWARD].restore(head)
+    roles.heads[REWARD].load_state_dict(head)
     with roles.learning(REWARD), torch.no_grad():
         found = [score(roles, r.prompt, r.completions[0]).item() for r in RANKINGS[:2]]
-    roles.heads[REWARD].restore(running)
+    roles.heads[REWARD].load_state_dict(running)
     return found
 
 

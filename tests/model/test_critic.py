@@ -139,7 +139,7 @@ def test_a_critic_restored_from_json_goes_on_exactly():
     saved, weights = json.loads(json.dumps(first.state())), first.head.weights()
 
     second, _ = critic(seed=5)
-    second.head.restore(weights)
+    second.head.load_state_dict(weights)
     second.restore_statistics(saved)
     assert second.statistics == first.statistics
     second.observe(returns(*steps[2]), MASK)
@@ -152,7 +152,7 @@ CPU = torch.device("cpu")
 
 def test_a_head_is_a_weighted_sum_plus_a_bias_and_keeps_the_leading_shape():
     head = ScalarHead(2, CPU, torch.float64)
-    head.restore({"weight": torch.tensor([[2.0, -3.0]]), "bias": torch.tensor([0.5])})
+    head.load_state_dict({"weight": torch.tensor([[2.0, -3.0]]), "bias": torch.tensor([0.5])})
     hidden = torch.tensor([[[1.0, 1.0], [0.0, 2.0], [-1.0, 0.25]]], dtype=torch.float64)
     # 2 - 3 + 0.5; -6 + 0.5; -2 - 0.75 + 0.5.
     assert head(hidden).tolist() == [[-0.5, -5.5, -2.25]]
@@ -176,7 +176,7 @@ def test_a_head_is_at_least_float32_whatever_the_base_is(base, head):
 def test_a_16_bit_hidden_state_is_read_in_float32():
     # 1 + 2^-12 times 256 is 256 + 2^-4, which bfloat16 (8 bits) would round to 256.
     head = ScalarHead(1, CPU, torch.bfloat16)
-    head.restore({"weight": torch.tensor([[1 + 2**-12]]), "bias": torch.tensor([0.0])})
+    head.load_state_dict({"weight": torch.tensor([[1 + 2**-12]]), "bias": torch.tensor([0.0])})
     assert head(torch.tensor([[256.0]], dtype=torch.bfloat16)).item() == 256 + 2**-4
 
 
@@ -192,6 +192,6 @@ def test_weights_are_copies_and_come_back_exactly():
     assert not any(tensor.requires_grad for tensor in kept.values())
     assert all(torch.equal(kept[name], before[name]) for name in before)
     parameters = {name: id(p) for name, p in head.named_parameters()}
-    head.restore(kept)
+    head.load_state_dict(kept)
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.weights().items())
     assert {name: id(p) for name, p in head.named_parameters()} == parameters  # an optimizer holds on to them

@@ -335,7 +335,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("rlft.model.backbone.hub_answers", lambda: False)
+    monkeypatch.setattr("rlft.model.network_files.hub_answers", lambda: False)
     monkeypatch.setattr("rlft.system.hub.hub_answers", lambda: False)
     return tmp_path / "hub" / "models--org--name"
 
