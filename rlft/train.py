@@ -33,8 +33,9 @@ def train(session: Session) -> State:
         with clock("publish"):
             session.publish(state.step + 1)
             metrics |= trainer.refresh(state.step + 1, rollouts)
-            # A resting policy has not moved: its KL of 0 says nothing to a controller.
-            adapted = algorithm.adapt(metrics) if trainer.policy_learns(state.step) else algorithm
+            # A policy that rests has not moved: its KL of 0 says nothing to a controller.
+            rests = state.step < session.config.critic.warmup_steps
+            adapted = algorithm if rests else algorithm.adapt(metrics)
             state = State(step=state.step + 1, algorithm=adapted)
         session.record(state.step, metrics, rollouts, batch, tokens)
         session.evaluate_if_due(state.step)

@@ -15,12 +15,11 @@ from rlft.loop.parts import load_for_training, open_scorer
 from rlft.loop.supervised import SupervisedTask, likelihood_gradient, open_policy, train_supervised
 from rlft.model.full_weights import WholeModel
 from rlft.model.networks import Networks
-from rlft.model.roles import Roles
 from rlft.plan.sft_plan import SftPlan
 from rlft.plan.sizes import of_evaluation, rehearse_decoding
 from rlft.reward.workers.scorer import Scorer
 from rlft.system.terminal import Say
-from rlft.types import Batch, Evaluation
+from rlft.types import Evaluation
 
 
 class DemonstrationTask(SupervisedTask[SftPlan]):
@@ -65,20 +64,11 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
 
     def evaluate(self, step: int) -> Evaluation:
         """Loss on the held-out demonstrations, and accuracy on the held-out prompts of the task."""
-        loss = text_loss(self.learner, self._held_out(), self.config.token_budget)
-        if self.plan.held_out is None:
-            return Evaluation(step=step, accuracy=None, accuracy_se=None, metrics={"eval/loss": loss}, examples=())
-        evaluation, extra = self._task(step)
-        return replace(evaluation, metrics={"eval/loss": loss, **evaluation.metrics, **extra})
-
-    def _held_out(self) -> Batch:
-        """The held-out demonstrations, at most as many as the held-out prompts that are sampled."""
-        examples = self.plan.held_out_examples
-        return examples.batch(range(min(self.config.eval.num_prompts, len(examples.texts))))
-
-    def _task(self, step: int) -> tuple[Evaluation, dict[str, float]]:
-        settings, held_out = self.config.eval, self.plan.held_out
-        assert held_out is not None
+        settings, held_out, examples = self.config.eval, self.plan.held_out, self.plan.held_out_examples
+        batch = examples.batch(range(min(settings.num_prompts, len(examples.texts))))  # as many as prompts are sampled
+        metrics = {"eval/loss": text_loss(self.learner, batch, self.config.token_budget)}
+        if held_out is None:
+            return Evaluation(step=step, accuracy=None, accuracy_se=None, metrics=metrics, examples=())
         assert self.generator is not None
         assert self.scorer is not None
         assert self.freshness is not None
@@ -88,11 +78,10 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
         prompts = tuple(held_out.prompts[: settings.num_prompts])
         evaluation, groups, scores = evaluate(self.generator, self.scorer, prompts, self.config, step)
         self.generator.sleep()
-        if not settings.kl_base:
-            return evaluation, {}
-        assert isinstance(self.learner, Roles), "check_config refuses the KL to a base that changes"
-        batch = self.learner.backbone.collated(groups, scores)
-        return evaluation, {"eval/kl_base": kl_to_base(self.learner, batch)}
+        metrics |= evaluation.metrics
+        if settings.kl_base:
+            metrics["eval/kl_base"] = kl_to_base(self.learner, self.learner.backbone.collated(groups, scores))
+        return replace(evaluation, metrics=metrics)
 
 
 def open_task(plan: SftPlan, engines: Engines, stack: ExitStack, say: Say) -> DemonstrationTask:

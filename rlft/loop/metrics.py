@@ -186,8 +186,7 @@ def text_loss(learner: Networks, batch: Batch, token_budget: int) -> float:
     """
     total, forward = 0.0, learner.forward
     with torch.no_grad():
-        parts = forward.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
-        for micro in forward.placed([batch.select(part) for part in parts]):
+        for _, micro in forward.parts(batch, token_budget):
             # Outside the mask the forward gives 0.
             total -= forward(micro.batch, 1.0, layout=micro.layout).logprobs.double().sum().item()
     return total / int(batch.loss_mask.sum())

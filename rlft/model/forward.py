@@ -204,9 +204,10 @@ class Forward:
                 result[part] = self(micro.batch, 1.0, layout=micro.layout).logprobs.to(result)
         return result
 
-    def parts(self, batch: Batch, token_budget: int) -> Iterator[tuple[Tensor, MicroBatch]]:
-        """All rows of a batch in main memory as micro-batches, each with the indices of its rows."""
-        parts = self.micro_batches(batch, torch.arange(len(batch.rewards)), token_budget)
+    def parts(self, batch: Batch, token_budget: int, rows: Tensor | None = None) -> Iterator[tuple[Tensor, MicroBatch]]:
+        """These rows (None: all) of a batch in main memory as micro-batches, each with the indices of its rows."""
+        rows = torch.arange(len(batch.rewards)) if rows is None else rows
+        parts = self.micro_batches(batch, rows, token_budget)
         yield from zip(parts, self.placed([batch.select(part) for part in parts]), strict=True)
 
     def values(self, batch: Batch, head: ScalarHead, layout: Layout | None = None) -> Tensor:

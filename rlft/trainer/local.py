@@ -208,8 +208,7 @@ class LocalTrainer:
         gaps: list[tuple[Tensor, Tensor]] | None,
     ) -> Iterator[updates.PassRecord]:
         (step, number), roles = at, self.roles
-        parts = roles.forward.micro_batches(batch, rows, roles.token_budget)
-        for part, micro in zip(parts, roles.forward.placed([batch.select(part) for part in parts]), strict=True):
+        for part, micro in roles.forward.parts(batch, roles.token_budget, rows):
             self._seed_pass(step, f"dropout {number} {int(part[0])}")
             metrics, logprobs = updates.backward(roles, algorithm, micro, scale, self.policy_learns(step))
             if gaps is not None:
@@ -237,7 +236,7 @@ class LocalTrainer:
 
     def policy_learns(self, step: int) -> bool:
         """False in the first steps, in which only the critic learns."""
-        return self.roles.critic is None or step >= self.config.critic.warmup_steps
+        return step >= self.config.critic.warmup_steps
 
     def rehearse(self, algorithm: Objective, micro: Batch) -> None:
         """Runs a teacher's pass, and forward and backward, of one micro-batch, and leaves no trace.

@@ -159,10 +159,6 @@ class RankedTrainer:
         self._restored = state.optimizer if self._local.roles.is_whole else None
         self._leave()  # when the ranks meet again, all get this state
 
-    # -- what rank 0 does alone ----------------------------------------------------------------------------------------
-    def policy_learns(self, step: int) -> bool:
-        return self._local.policy_learns(step)
-
     # -- meeting, and meeting again ------------------------------------------------------------------------------------
     def _without_losing_a_step(self, together: Callable[[], Result], before: TrainerState | None = None) -> Result:
         """The result of work that the ranks do together; after each failure of a rank it is done again from the start.
@@ -297,7 +293,7 @@ class RankedTrainer:
     def _texts(self, algorithm: Objective, step: int) -> list[Batch]:
         """The text of each update of a step, for ranks that have none."""
         text, config = self._local.text, self._local.config
-        if not algorithm.needs_text or text is None or not self.policy_learns(step):
+        if not algorithm.needs_text or text is None or not self._local.policy_learns(step):
             return []
         return [text(config.seed, step, i) for i in range(config.updates_per_step)]
 

@@ -92,9 +92,8 @@ def text_passes(
     rows: Tensor | None = None,  # int64 `[N]`, the rows to forward; None for all
 ) -> Iterator[tuple[MicroBatch, Tensor]]:
     """Adds the gradient of an update's texts by micro-batches; yields each of these with its part `[]` of the loss."""
-    rows, num_tokens = torch.arange(len(text.rewards)) if rows is None else rows, int(text.loss_mask.sum())
-    forward = learner.forward
-    for micro in forward.placed([text.select(part) for part in forward.micro_batches(text, rows, token_budget)]):
+    forward, num_tokens = learner.forward, int(text.loss_mask.sum())
+    for _, micro in forward.parts(text, token_budget, rows):
         logprobs = forward(micro.batch, 1.0, layout=micro.layout).logprobs
         loss = loss_of(logprobs, micro.batch.loss_mask, num_tokens)
         loss.backward()

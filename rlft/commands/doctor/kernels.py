@@ -183,8 +183,7 @@ def one_pass(roles: Roles, batch: Batch) -> Tensor:
         parameter.grad = None
     logprobs_BT = torch.zeros_like(batch.sampled_logprobs)
     total = int(batch.loss_mask.sum())
-    parts = roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), TOKENS)
-    for part, micro in zip(parts, roles.forward.placed([batch.select(part) for part in parts]), strict=True):
+    for part, micro in roles.forward.parts(batch, TOKENS):
         logprobs = roles.outputs(micro.batch, entropy=False, layout=micro.layout).logprobs
         (logprobs.sum() / total).backward()
         logprobs_BT[part] = logprobs.detach().float().cpu()
