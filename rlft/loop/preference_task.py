@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,25 +38,6 @@ REFERENCE_LOGPROBS = "reference_logprobs"
 """The file of a checkpoint that holds them, and the value of state.json that says what they are of."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
-    """What gives each completion the value that losses compare."""
-
-    role: str  # the network that it belongs to
-    ending: tuple[int, ...]  # tokens that are added to each row
-    # The values `[B]` of the rows of a batch, by the role that is active.
-    values: Callable[[Roles, Batch, Layout], Tensor]
-
-
-def summed_logprobs(roles: Roles, batch: Batch, layout: Layout) -> Tensor:
-    """`[B]`: the log-prob of each completion, in nats, summed over its tokens."""
-    return row_sum(roles.forward(batch, 1.0, layout=layout).logprobs, batch.loss_mask)
-
-
-LOGPROBS = Head(role=POLICY, ending=(), values=summed_logprobs)
-SCORES = Head(role=REWARD, ending=(ENDING,), values=lambda roles, *of_rows: last_scores(roles, REWARD, *of_rows))
-
-
 class PreferenceTask(SupervisedTask[PreferencePlan]):
     """A head gives each completion of a prompt a value; the loss, a mean over rankings, wants the better one higher.
 
@@ -69,9 +49,9 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
     """
 
     def __init__(self, plan: PreferencePlan, roles: Roles) -> None:
-        self.head = SCORES if plan.trains_reward else LOGPROBS
-        super().__init__(plan, roles, self.head.role)
+        super().__init__(plan, roles, REWARD if plan.trains_reward else POLICY)
         self.roles = roles
+        self.ending = (ENDING,) * plan.trains_reward  # tokens that are added to each row
         self.known: dict[int, tuple[float, ...]] = {}
         self._held_out: list[RankedTokens] | None = None
         self._reset_bias()
@@ -101,7 +81,7 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
         with roles.training():
             for part, micro, of_part in zip(parts, micros, facts, strict=True):
                 with roles.learning(self.role):
-                    values = ranked_values(self.head.values(roles, micro.batch, micro.layout), part, of_part)
+                    values = ranked_values(self.values(micro.batch, micro.layout), part, of_part)
                     terms = [self.plan.loss(v, r.scores) for v, r in zip(values, part, strict=True)]
                     loss = torch.stack([loss for loss, _ in terms]).sum() / len(rankings)
                     loss.backward()
@@ -120,7 +100,7 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
 
     def micro_batches(self, rankings: Sequence[RankedTokens]) -> list[list[RankedTokens]]:
         """Splits the rankings in order to fit the token budget; a ranking that exceeds it is not split."""
-        packed, ending = self.roles.forward.packed, len(self.head.ending)
+        packed, ending = self.roles.forward.packed, len(self.ending)
         return parts_within(rankings, self.config.token_budget, packed=packed, ending=ending)
 
     def largest_part(self) -> list[RankedTokens]:
@@ -128,7 +108,7 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
         forward = self.roles.forward
 
         def tokens_of(ranking: RankedTokens) -> int:
-            lengths = [len(completion) + len(self.head.ending) for completion in ranking.completions]
+            lengths = [len(completion) + len(self.ending) for completion in ranking.completions]
             if forward.packed:
                 return len(ranking.prompt) + sum(lengths)
             return len(lengths) * (len(ranking.prompt) + max(lengths))
@@ -136,13 +116,18 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
         rankings = sorted(self.plan.train.rankings, key=tokens_of, reverse=True)[: self.config.rankings_per_step]
         return max(self.micro_batches(rankings), key=lambda part: forward.network_tokens(self._batch_of(part)))
 
+    def values(self, batch: Batch, layout: Layout) -> Tensor:
+        """`[B]` by the active role: the rows' scores, or log-probs of their completions in nats, summed over tokens."""
+        if self.plan.trains_reward:
+            return last_scores(self.roles, REWARD, batch, layout)
+        return row_sum(self.roles.forward(batch, 1.0, layout=layout).logprobs, batch.loss_mask)
+
     def _batch_of(self, rankings: Sequence[RankedTokens]) -> Batch:
-        return batch_of_rows(rows_of(rankings, self.head.ending))
+        return batch_of_rows(rows_of(rankings, self.ending))
 
     def _values_by(self, role: str | None, rankings: Sequence[RankedTokens]) -> Tensor:
         """float64 `[rows]` on the CPU, without gradient or dropout: the values by this role (None: the bare base)."""
-        values = partial(self.head.values, self.roles)
-        return numbers_of_rows(self.roles, role, self._batch_of(rankings), self.config.token_budget, values)
+        return numbers_of_rows(self.roles, role, self._batch_of(rankings), self.config.token_budget, self.values)
 
     def _with_reference(self, rankings: Sequence[RankedTokens]) -> list[RankedTokens]:
         """The rankings with the log-probs by the reference, in one pass over all of them."""
@@ -170,7 +155,7 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
         self, step: int, optimizer: Mapping[str, Any], state: Mapping[str, Any], *, for_chain: bool = False
     ) -> Checkpoint:
         made = super().saved(step, optimizer, state)
-        if self.head is SCORES:
+        if self.plan.trains_reward:
             learned = {"weight": self.roles.heads[REWARD].weights()["weight"]}
             return replace(made, heads={REWARD: learned if for_chain else self._head_weights()})
         if self.plan.reference == "none":
@@ -186,7 +171,7 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
     def restore(self, saved: Checkpoint) -> None:
         """Of a fork with other preferences or another reference the log-probs are computed anew."""
         super().restore(saved)
-        if self.head is SCORES:
+        if self.plan.trains_reward:
             self.roles.heads[REWARD].load_state_dict(saved.heads[REWARD])
             self._reset_bias()
         elif saved.state.get(REFERENCE_LOGPROBS) == self.plan.reference_fingerprint:
@@ -204,7 +189,7 @@ class PreferenceTask(SupervisedTask[PreferencePlan]):
         return weights
 
     def _reset_bias(self) -> None:
-        if self.head is SCORES:
+        if self.plan.trains_reward:
             with torch.no_grad():
                 self.roles.heads[REWARD].bias.zero_()
 

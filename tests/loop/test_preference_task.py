@@ -18,7 +18,6 @@ from rlft.config.resolved import resolve
 from rlft.data.examples import RankedTokens, Rankings
 from rlft.loop.preference_task import (
     BIAS,
-    LOGPROBS,
     REFERENCE_LOGPROBS,
     REWARD,
     PreferenceTask,
@@ -409,7 +408,7 @@ def largest_part(rankings: list[RankedTokens], token_budget: int, per_step: int,
     """The rehearsed micro-batch of a policy that learns from these rankings."""
     task = object.__new__(PreferenceTask)  # without a model
     forward = Forward(model=None, packed=packed, reason="")  # type: ignore[arg-type]
-    task.head, task.roles = LOGPROBS, SimpleNamespace(forward=forward)  # type: ignore[assignment]
+    task.ending, task.roles = (), SimpleNamespace(forward=forward)  # type: ignore[assignment]
     task.config = SimpleNamespace(token_budget=token_budget, rankings_per_step=per_step)
     task.plan = SimpleNamespace(train=SimpleNamespace(rankings=rankings))  # type: ignore[assignment]
     return task.largest_part()
