@@ -20,7 +20,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft.environment.pool import begun
+from rlft.environment.pool import first_reply
 from rlft.environment.protocol import Environment, Play
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 KEY = "environment.command"
+LIST_TOOLS = "tools/list"  # the call, as MCP names it, that returns the server's tools as JSON
 LONGEST_LIST = 10**7  # the most characters of a server's list of tools
 
 LAUNCH = """
@@ -85,25 +86,14 @@ def search_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listing(Mcp):
-    """The same server, asked for its tools once."""
-
-    def schemas(self) -> list[dict[str, Any]]:
-        return []
-
-    def make(self) -> ListCalls:
-        return ListCalls(self)
-
-
 @cache
 def listed(keys: str) -> list[dict[str, Any]]:
     """The server's tools, {name, description, parameters} of each; it is started in a worker, under its limits.
 
     `keys` are the environment's, as JSON. Raises UserError: it does not answer, or its tools cannot be shown.
     """
-    environment = Listing(**json.loads(keys) | {"max_answer": LONGEST_LIST, "shared": False})
-    command, reply = " ".join(environment.command), begun(environment)
+    environment = Mcp(**json.loads(keys) | {"max_answer": LONGEST_LIST, "shared": False})
+    command, reply = " ".join(environment.command), first_reply(environment, "call", LIST_TOOLS)
     problem = f"its server does not list its tools ({reply.text})"
     remedy = "try that command by itself: it must speak MCP over stdio"
     require(reply.cause is None, KEY, problem, got=command, remedy=remedy)
@@ -151,18 +141,11 @@ class ServerCalls(Play):
         return shared
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        return self.server.call(name, arguments)
+        return json.dumps(self.server.tools) if name == LIST_TOOLS else self.server.call(name, arguments)
 
     def close(self) -> None:
         if self._own is not None:
             self._own.end("the conversation is over")
-
-
-class ListCalls(ServerCalls):
-    """Begins with the server's list of tools as text."""
-
-    def reset(self, row: Mapping[str, Any], seed: int) -> str:
-        return json.dumps(self.server.tools)
 
 
 _shared: dict[Sequence[str], Server] = {}  # the server of this process, by its command

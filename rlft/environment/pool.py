@@ -93,8 +93,8 @@ class EnvironmentWorker(Child):
 class EnvironmentPool:
     """Runs jobs in `environment.workers` processes, which start in the background."""
 
-    def __init__(self, environment: Environment) -> None:
-        schemas = environment.schemas()
+    def __init__(self, environment: Environment, schemas: Sequence[Schema] | None = None) -> None:
+        schemas = environment.schemas() if schemas is None else schemas
         Checker(schemas)  # refuses schemas that are none
         self._environment = environment
         self._past_orders: dict[int, list[Order]] = {}  # {conversation: the orders that its state comes from}
@@ -209,11 +209,14 @@ class EnvironmentPool:
         job.left_s -= job.replies[-1].seconds
 
 
-def begun(environment: Environment) -> Reply:
-    """The reply to a reset in a worker of its own, or why none starts: how an environment is tried before a run."""
-    pool = EnvironmentPool(replace(environment, workers=1))
+def first_reply(environment: Environment, kind: Kind, name: str = "") -> Reply:
+    """The reply to an order in a worker of its own, or why none starts: how an environment is tried before a run.
+
+    Its tools are not known yet, so no schema is checked.
+    """
+    pool = EnvironmentPool(replace(environment, workers=1), schemas=())
     try:
-        order = Order(kind="reset", seed=0, values={})
+        order = Order(kind=kind, seed=0, name=name, values={})
         [[reply]] = pool.run([Job(key=0, orders=[order], left_s=environment.timeout)])
         return reply
     except EnvironmentFailure as failure:

@@ -234,7 +234,8 @@ class CallTemplate:
         if tool not in turn:
             return self.explained()
         special = special_pattern(special_tokens(self.tokenizer))
-        before_first, before_second = _before_name(turn, tool), of_two.rpartition(tool)[0]
+        before_first = turn.partition(next(iter(PAIR)))[0].rpartition(tool)[0]
+        before_second = of_two.rpartition(tool)[0]
         prefix = prefix_of_calls(before_first, before_second, special, self.prompt or "")
         for form in (
             json_form(turn, tool),
@@ -358,10 +359,6 @@ def prefix_of_calls(before_first: str, before_second: str, special: re.Pattern[s
     return before.removeprefix(header).strip("\n").rpartition("\n")[2].rpartition(SAID)[2]
 
 
-def _before_name(turn: str, tool: str) -> str:
-    return turn.partition(next(iter(PAIR)))[0].rpartition(tool)[0]
-
-
 def _from_last_token(text: str, special: re.Pattern[str]) -> str:
     """The text from its last special token on; all of it if it has none."""
     return text[[0, *(match.start() for match in special.finditer(text))][-1] :]
@@ -399,20 +396,17 @@ def decoded(text: str) -> tuple[Any, int, str]:
         return None, 0, "a number has too many digits"
     except RecursionError:
         return None, 0, "too deep"
-    if depth(value) > MAX_DEPTH:
+    if is_too_deep(value):
         return None, 0, "too deep"
     return value, len(text) - len(bare) + length, ""
 
 
-def depth(value: Any) -> int:
-    """How deeply a JSON value is nested; 0 for one that is neither a list nor an object."""
-    deepest, waiting = 0, [(value, 1)]
-    while waiting:
-        outer, level = waiting.pop()
-        if isinstance(outer, dict | list):
-            deepest = max(deepest, level)
-            waiting += [(inner, level + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
-    return deepest
+def is_too_deep(value: Any, most: int = MAX_DEPTH) -> bool:
+    """Whether lists and objects are nested more deeply in a JSON value."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return most == 0 or any(is_too_deep(each, most - 1) for each in inner)
 
 
 def call_of(value: Any, name_key: str, arguments_key: str, example: str) -> Call:
@@ -469,6 +463,6 @@ def json_or_text(text: str) -> Any:
         return value
     try:  # as templates that print values write them: ['a'], True
         literal = ast.literal_eval(text.strip())
-        return literal if isinstance(literal, list | dict | bool) and depth(literal) <= MAX_DEPTH else text
+        return literal if isinstance(literal, list | dict | bool) and not is_too_deep(literal) else text
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text

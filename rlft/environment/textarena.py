@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.instantiate import locate
-from rlft.environment.pool import begun
+from rlft.environment.pool import first_reply
 from rlft.environment.protocol import Environment, Play, Step
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
@@ -51,7 +51,7 @@ class TextArena(Environment):
             near = difflib.get_close_matches(self.game, known, n=3) or ["GuessTheNumber-v0"]
             problem = f"is none of TextArena's {len(known)} games"
             raise UserError(GAME, problem, got=self.game, remedy=f"try {' or '.join(near)}")
-        reply = begun(self)  # under its time limit: a game may want other players, or a download
+        reply = first_reply(self, "reset")  # under its time limit: a game may want other players, or a download
         told = f"does not begin with {1 + len(self.opponents)} players ({reply.text})"
         remedy = "name as many environment.opponents as it wants besides the policy, or fix its environment.arguments"
         require(reply.cause is None, GAME, told, got=self.game, remedy=remedy)

@@ -142,11 +142,7 @@ class PlainText:
 
 def _parted(text: str, pattern: re.Pattern[str], gap: str) -> str:
     """The text, cut after the first character of everything that the pattern finds."""
-    parts, start = [], 0
-    while match := pattern.search(text, start):
-        parts.append(text[start : match.start() + 1])
-        start = match.start() + 1
-    return gap.join([*parts, text[start:]])
+    return re.sub(f"(?=(?:{pattern.pattern}))(.)", rf"\1{gap}", text, flags=re.DOTALL)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
@@ -196,13 +192,11 @@ class Markers:
         return begins and bool(found) and not self.written.search(turn)
 
 
+@lru_cache(maxsize=8)
 def markers_of(tokenizer: RunTokenizer) -> Markers:
     """The markers of the tokenizer's template, if it has one."""
-    return _markers(tokenizer) if tokenizer.chat_template else Markers()
-
-
-@lru_cache(maxsize=8)
-def _markers(tokenizer: RunTokenizer) -> Markers:
+    if not tokenizer.chat_template:
+        return Markers()
     spoken, prompt = rendered_if_taken(tokenizer, SPOKEN[0]), rendered_if_taken(tokenizer, SPOKEN[0][:1], start=True)
     if spoken is None or prompt is None or not spoken.find(USER) < spoken.find(FIRST) < spoken.find(SECOND):
         return Markers()
