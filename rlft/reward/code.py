@@ -96,7 +96,7 @@ class Code:
     def note(self) -> str:
         """Which isolation is active and what bounds memory, reported when a run starts."""
         isolation, what = trials.available()
-        more = f" ({what})" if isolation is Isolation.none else f"; {trials.memory_bound().sentence}"
+        more = f" ({what})" if isolation is Isolation.none else f"; {trials.memory_bound()[1]}"
         return f"programs are {isolation.sentence}{more}"
 
     def __call__(self, group: Group) -> list[float]:

@@ -150,7 +150,7 @@ def hub_row(answers: bool, switched_off: bool, model: str | None) -> CheckRow:
 
 def sandbox_rows(trial: MachineTrial) -> list[CheckRow]:
     isolation, sentence = trials.available()
-    bound = trials.memory_bound().sentence if isolation is not Isolation.none else ""
+    bound = trials.memory_bound()[1] if isolation is not Isolation.none else ""
     return [sandbox_row(isolation, sentence, bound, uses_code(trial.settings.rewards))]
 
 

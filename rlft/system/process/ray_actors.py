@@ -44,11 +44,6 @@ class RayActors:
         threading.Thread(target=self._copy_logs, name="rlft-copy-logs", daemon=True).start()
 
     @property
-    def node(self) -> str:
-        """Ray's id of the machine of the run's own process."""
-        return self._session.node
-
-    @property
     def address(self) -> str:
         import ray
 

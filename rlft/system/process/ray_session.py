@@ -10,13 +10,11 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlft.system.process import signals
-from rlft.system.process.child import END_S
 from rlft.system.process.placement import Resources
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
@@ -38,11 +36,7 @@ KEY = "cluster.address"
 
 def check_installed() -> None:
     """UserError where the extra `ray` is not installed."""
-    try:
-        missing = importlib.util.find_spec("ray") is None
-    except ValueError:  # a module without a spec has this name
-        missing = True
-    if missing:
+    if importlib.util.find_spec("ray") is None:
         remedy = f"{pip_install('rlft[ray]')}, or use cluster=local"
         raise UserError("cluster.kind", "Ray is not installed", got="ray", remedy=remedy)
 
@@ -93,8 +87,7 @@ class RaySession:
         import ray
 
         if ray.is_initialized():
-            with _bounded(END_S):
-                ray.shutdown()
+            ray.shutdown()
 
 
 class Holder:
@@ -244,18 +237,6 @@ def _connect(address: str, log: Path) -> None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (RayError, RuntimeError, ConnectionError, ValueError) as error:
             raise _not_joined(address, str(error)) from None
-
-
-@contextlib.contextmanager
-def _bounded(seconds: float) -> Iterator[None]:
-    """Prints a line to stderr if ending the connection inside takes longer; then nothing can be saved any more."""
-    timer = threading.Timer(seconds, os.write, [2, b"rlft: Ray does not end its connection; still waiting\n"])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def python_path() -> str:

@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from enum import StrEnum
 
 from rlft.system.locks import sweep
@@ -91,35 +90,26 @@ tell("any number of files", make_files)
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBound:
-    """Whether the memory of programs is bounded; `open` are kinds that they can hold beside that of their processes."""
-
-    open: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return not self.open
-
-    @property
-    def sentence(self) -> str:
-        if not self.open:
-            return "all memory is bounded by resource limits and a system-call filter"
-        return f"memory is NOT bounded: {', '.join(self.open)} can be held besides what processes are limited to"
-
-
 @functools.cache
 @signals.undisturbed
-def memory_bound() -> MemoryBound:
-    """Whether memory is bounded in the available isolation, found out by a trial."""
+def memory_bound() -> tuple[bool, str]:
+    """(whether the memory of programs is bounded in the available isolation, found out by a trial; that in words)."""
     isolation, _ = available()
     if isolation is Isolation.none:
-        return MemoryBound(open=("memory of every kind",))
+        return _bound_of("memory of every kind")
     result = run(
         {"trial.py": MEMORY_TRIAL.replace("FILES", repr(TRIAL_LIMITS.max_files))}, ["trial.py"], TRIAL_LIMITS, isolation
     )
     if result.exit_code != 0:
         raise SandboxError("the trial of what memory can be held failed")
-    return MemoryBound(open=tuple(result.stdout.split("\n")[:-1]))
+    return _bound_of(*result.stdout.split("\n")[:-1])
+
+
+def _bound_of(*unbounded: str) -> tuple[bool, str]:
+    """As `memory_bound`, by the kinds of memory that programs can hold beside that of their processes."""
+    if not unbounded:
+        return True, "all memory is bounded by resource limits and a system-call filter"
+    return False, f"memory is NOT bounded: {', '.join(unbounded)} can be held besides what processes are limited to"
 
 
 @functools.cache
@@ -186,9 +176,9 @@ def check_isolation(required: Required, *, allow_unsafe: bool) -> None:
             + " where nothing can be lost",
         )
     if strict:
-        bound = memory_bound()
+        is_bounded, what = memory_bound()
         remedy = (
             "run on x86_64 or aarch64, with a kernel that filters system calls and a bubblewrap that is not setuid, "
             "or set it to standard"
         )
-        require(bound, "isolation", bound.sentence, got=required.value, remedy=remedy)
+        require(is_bounded, "isolation", what, got=required.value, remedy=remedy)

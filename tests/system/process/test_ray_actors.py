@@ -51,7 +51,7 @@ def test_calls_are_answered_in_order_on_another_machine(worker: RayWorker, launc
     facts = worker.call("facts").result(ANSWER_S)
     assert (facts["threads"], facts["extra"]) == ("3", "yes")
     assert worker.place is not None
-    assert worker.place.node != launcher.node
+    assert worker.place.node != launcher._session.node
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayAc
 
 @pytest.mark.slow
 def test_a_machine_without_gpus_for_the_cluster_keeps_its_own(launcher: RayActors) -> None:
-    assert ray_session.reserve("0", launcher.node) is None
+    assert ray_session.reserve("0", launcher._session.node) is None
 
 
 def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:

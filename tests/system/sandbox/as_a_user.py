@@ -68,7 +68,7 @@ def state(keys: dict) -> dict:
     isolation, why = trials.available()
     known = {"user": os.geteuid(), "allowed": allowed, "isolation": isolation.value, "why": why}
     try:
-        return known | {"scores": rewarded(keys), "bound": bool(trials.memory_bound())}
+        return known | {"scores": rewarded(keys), "bound": trials.memory_bound()[0]}
     except UserError as error:
         return known | {"refusal": str(error)}
 
