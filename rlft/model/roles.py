@@ -34,7 +34,6 @@ from rlft.model.backbone import Backbone, BaseWeights, load_backbone
 from rlft.model.critic import CRITIC
 from rlft.model.experts import mixture_of
 from rlft.model.forward import Forward
-from rlft.model.kernels import selection
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.lora_config import as_configured, folder_config, folder_fields, lora_config, named_inside
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
@@ -169,7 +168,8 @@ class Roles(Networks):
             self.model.eval()
         self.restore_role(SAMPLER, adapter.weights)
         if weights != "apart":
-            selection.add_up(self._lora_layers, SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
+            for layer in self._lora_layers.values():
+                layer.add_up(SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
 
     def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]:
         """(the sampler's slot, each B times its layer's scale; layers that would compute with something else)."""
@@ -179,7 +179,11 @@ class Roles(Networks):
                 layer = cast(LoraLayer, self.model.get_submodule(name.removesuffix(".lora_B.weight")))
                 tensor = tensor * layer.scaling[SAMPLER]
             tensors[self.names.outside(name)] = tensor
-        return tensors, selection.outdated(self._lora_layers, SAMPLER)
+        flags = {name: layer.differs(SAMPLER) for name, layer in self._lora_layers.items() if SAMPLER in layer.lora_A}
+        known = {name: flag for name, flag in flags.items() if flag is not None}
+        # A GPU is waited for once, not once a layer.
+        values = torch.stack(list(known.values())).tolist() if known else []
+        return tensors, [name for name, differs in zip(known, values, strict=True) if differs]
 
     def share_merged_weights(self) -> None:
         """Lets the policy learn with the sampler's sums while their weights are the same (`LoraLinear.lend`).
@@ -187,11 +191,13 @@ class Roles(Networks):
         Call it only after the freshness check, in which the policy's passes must not depend on the sampler's weights.
         """
         if SAMPLER in self.model.peft_config:
-            selection.lend(self._lora_layers, SAMPLER, POLICY)
+            for layer in self._lora_layers.values():
+                layer.lend(SAMPLER, POLICY)
 
     @functools.cached_property
     def _lora_layers(self) -> Mapping[str, LoraLinear]:
-        return selection.lora_layers(self.model)
+        """The layers with adapters that can have sums, which PEFT's own cannot."""
+        return {name: layer for name, layer in self.model.named_modules() if isinstance(layer, LoraLinear)}
 
     @contextmanager
     def using(self, role: str | None) -> Iterator[PeftModel]:

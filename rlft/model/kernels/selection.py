@@ -9,12 +9,11 @@ when a run starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import transformers
 from packaging.version import InvalidVersion, Version
 from peft import LoraConfig
@@ -155,30 +154,3 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
         vars(module).pop("forward", None)
     else:
         module.forward = forward
-
-
-# -- sums of base and adapter, for passes by a role that does not change --------------------------------------------
-def lora_layers(model: nn.Module) -> dict[str, lora_linear.LoraLinear]:
-    """Those of the layers with adapters that can have sums; PEFT's own cannot."""
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, lora_linear.LoraLinear)}
-
-
-def add_up(layers: Mapping[str, lora_linear.LoraLinear], role: str, dtype: torch.dtype | None) -> None:
-    """Makes the role's sums in every layer (`LoraLinear.add_up`)."""
-    for layer in layers.values():
-        layer.add_up(role, dtype)
-
-
-def outdated(layers: Mapping[str, lora_linear.LoraLinear], role: str) -> list[str]:
-    """The names of the layers that would compute with another sum or copies than the role's matrices give now."""
-    found = {name: layer.differs(role) for name, layer in layers.items() if role in layer.lora_A}
-    flags = {name: wrong for name, wrong in found.items() if wrong is not None}
-    # A GPU is waited for once, not once a layer.
-    values = torch.stack(list(flags.values())).tolist() if flags else []
-    return [name for name, wrong in zip(flags, values, strict=True) if wrong]
-
-
-def lend(layers: Mapping[str, lora_linear.LoraLinear], lender: str, role: str) -> None:
-    """Lets the role learn with the lender's sums while its weights equal the lender's (`LoraLinear.lend`)."""
-    for layer in layers.values():
-        layer.lend(lender, role)
