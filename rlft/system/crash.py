@@ -11,8 +11,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import rlft
@@ -70,20 +71,12 @@ def _write(error: BaseException, file: Path | None) -> Path | None:
     head = f"{datetime.now():%Y-%m-%d %H:%M:%S}  {' '.join(['rlft', *sys.argv[1:]])}\n{versions}\n"
     text = "".join([head, *traceback.format_exception(error), "\n"])
     content = text.encode("utf-8", "backslashreplace")
-    try:
-        if file is not None:
-            with file.open("ab") as stream:
-                stream.write(content)
-            return file
-    except OSError:
-        pass
-    try:
-        handle, name = tempfile.mkstemp(prefix="rlft_error_", suffix=".txt")
-        with os.fdopen(handle, "wb") as stream:
+    new_one = partial(tempfile.NamedTemporaryFile, prefix="rlft_error_", suffix=".txt", delete=False)
+    for opened in (new_one,) if file is None else (partial(file.open, "ab"), new_one):
+        with suppress(OSError), opened() as stream:
             stream.write(content)
-        return Path(name)
-    except OSError:
-        return None
+            return Path(stream.name)
+    return None
 
 
 def described(error: BaseException) -> str:
