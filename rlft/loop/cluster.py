@@ -20,7 +20,7 @@ from rlft.reward.workers.pool import ClusterPool
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.system.device import resolve_device
 from rlft.system.process.launcher import open_launcher
-from rlft.system.process.placement import Placement, all_gpus, environment_of
+from rlft.system.process.placement import Placement, all_gpus
 from rlft.system.process.worker import Launcher, Worker, WorkerSpec
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.ranked_trainer import RankedTrainer, Trainer
@@ -187,11 +187,10 @@ def gpus_of_a_worker(config: RunConfig, gpus: Sequence[int]) -> dict[str, Any]:
     variables.
     """
     device = resolve_device(config.model.device)
-    if device.type != "cuda":
-        return {"gpus": 0, "environment": {}}
-    if config.cluster.is_joined:
-        return {"gpus": len(gpus), "environment": {}}
-    return {"gpus": 0, "environment": environment_of(gpus, all_gpus(device))}
+    if device.type != "cuda" or config.cluster.is_joined:
+        return {"gpus": len(gpus) if device.type == "cuda" else 0, "environment": {}}
+    names = all_gpus(device)
+    return {"gpus": 0, "environment": {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}}
 
 
 def model_of_a_worker(model: ModelConfig) -> ModelConfig:

@@ -111,14 +111,6 @@ def _too_few(config: Any, kind: str, reason: str, needed: int, available: int) -
     return UserError(key, problem, got=config.engines, remedy=remedy)
 
 
-def environment_of(gpus: Sequence[int], names: Sequence[str]) -> dict[str, str]:
-    """The environment variables of a worker that has these GPUs of this machine, counted as in `Placement`.
-
-    `names` are those of all GPUs, that of the run's own process first.
-    """
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
-
-
 def visible_gpus() -> list[str]:
     """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -14,7 +14,6 @@ from rlft.system.process.placement import (
     all_gpus,
     check_room,
     cores_of_a_worker,
-    environment_of,
     place,
     visible_gpus,
 )
@@ -93,10 +92,6 @@ def test_a_cpu_has_no_gpus_to_give_out() -> None:
     assert place(cluster(), on_gpus=False).kind == "processes"
     with pytest.raises(UserError, match=r"^cluster\.gpus_per_engine: the model is on a CPU, got 2"):
         place(cluster(gpus_per_engine=2), on_gpus=False)
-
-
-def test_workers_see_their_own_gpus_alone() -> None:
-    assert environment_of((2, 3), ["1", "0", "4", "5"]) == {"CUDA_VISIBLE_DEVICES": "4,5"}
 
 
 def test_the_variable_names_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
