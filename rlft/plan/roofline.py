@@ -17,7 +17,8 @@ from rlft.model.activations import LayerSizes
 from rlft.plan.cards import Machine
 
 IN_A_GRAPH = 1.5e-6  # seconds between two kernels of a CUDA graph, in which engines decode
-SCHEDULED = 2e-3  # seconds in which such an engine's host prepares a token of all rows; an assumption
+SCHEDULED = 24e-6
+"""Seconds in which vLLM's host schedules, receives and decodes a token of a row: measured with 256 rows on a CPU."""
 SMALL, SMALL_IN_A_GRAPH = 18, 6
 """Kernels of a layer and a token besides its four products and its attention: of the transformers engine (counted on
 the pretended card), and of an engine that decodes in CUDA graphs."""
@@ -234,7 +235,7 @@ def sampling(network: Network, work: Work, *, in_graphs: bool = True) -> Iterato
     yield replace(product("LM head", steps, rows, network.hidden, network.vocabulary, item), **how)
     yield Kernel(name="choice of a token", number=4 * steps, bytes=rows * network.vocabulary * 4, **how)
     if in_graphs:
-        yield Kernel(name="scheduler", number=steps, bytes=0, launch=0.0, least=SCHEDULED)
+        yield Kernel(name="scheduler", number=steps, bytes=0, launch=0.0, least=SCHEDULED * rows)
 
 
 MERGED, MERGED_BY_THE_HOST = 3, 25
