@@ -71,14 +71,8 @@ class JsonCalls(template_calls.CallReader):
     def __init__(self, schemas: Sequence[Schema] = ()) -> None:
         self.tools = template_calls.names_of(schemas)
 
-    def calls(self, text: str) -> list[Call]:
-        return [call for _, call in self._found(text)]
-
-    def before(self, text: str) -> str:
-        return text[: next((start for start, _ in self._found(text)), len(text))]
-
-    def _found(self, text: str) -> Iterator[tuple[int, Call]]:
-        """(where it stands, the call) for each call; an object that is none, with all that is in it, is skipped."""
+    def found(self, text: str) -> Iterator[tuple[int, Call]]:
+        """As in `CallReader`; an object that is no call is skipped, with all that is in it."""
         position, outside = 0, without_reasoning(text)
         while (start := outside.find("{", position)) >= 0:
             value, length, error = template_calls.decoded(text[start:])
@@ -105,13 +99,11 @@ class XmlCalls(template_calls.CallReader):
     def __init__(self, schemas: Sequence[Schema]) -> None:
         self.properties = template_calls.properties_of(schemas)
 
-    def calls(self, text: str) -> list[Call]:
-        calls: list[Call] = []
+    def found(self, text: str) -> Iterator[tuple[int, Call]]:
         position = 0
         while match := search_outside(self.START, text, position):
-            calls.append(self._call(match))
+            yield match.start(), self._call(match)
             position = match.end()
-        return calls
 
     def _call(self, match: re.Match[str]) -> Call:
         name, body = match["name"], match["body"]
@@ -132,22 +124,22 @@ class DescribedCalls(template_calls.CallReader):
     def __init__(self, tokenizer: RunTokenizer, schemas: Sequence[Schema]) -> None:
         self.tokenizer, self.schemas = tokenizer, [dict(schema) for schema in schemas]
 
-    def calls(self, text: str) -> list[Call]:
+    def found(self, text: str) -> Iterator[tuple[int, Call]]:
         try:
-            calls = [each.get("function", each) for each in self._message(text).get("tool_calls") or []]
+            message = self.tokenizer.parse_response(text, prefix="", tools=self.schemas)
+            calls = [each.get("function", each) for each in message.get("tool_calls") or []]
         except Exception as error:  # the parser follows a description, and may raise anything
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return [template_calls.unreadable(text, f"this call cannot be read ({first_line[:200]})")]
-        return [template_calls.call_of(each, "name", "arguments", "the template does") for each in calls]
+            yield 0, template_calls.unreadable(text, f"this call cannot be read ({first_line[:200]})")
+            return
+        for each in calls:
+            yield 0, template_calls.call_of(each, "name", "arguments", "the template does")
 
     def before(self, text: str) -> str:
         try:
-            return str(self._message(text).get("content") or "")
-        except Exception:  # as in `calls`
+            return str(self.tokenizer.parse_response(text, prefix="", tools=self.schemas).get("content") or "")
+        except Exception:  # as in `found`
             return text
-
-    def _message(self, text: str) -> Mapping[str, Any]:
-        return self.tokenizer.parse_response(text, prefix="", tools=self.schemas)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from rlft.environment.arguments import is_text
 from rlft.environment.protocol import Call
@@ -54,23 +54,22 @@ _SEPARATORS = re.compile(r"[\s,;]*")
 
 # -- forms -------------------------------------------------------------------------------------------------------------
 class CallReader(ABC):
-    """Reads the calls in a turn of the policy, which begin where `START` matches, but not in its reasoning."""
+    """Reads the calls in a turn of the policy, but not in its reasoning.
 
-    START: ClassVar[re.Pattern[str]]
+    `text` is the turn with its special tokens, but without the one that ends it.
+    """
 
-    @abstractmethod
     def calls(self, text: str) -> list[Call]:
-        """The calls in order; those that cannot be made have a `problem`.
-
-        `text` is the turn with its special tokens, but without the one that ends it.
-        """
+        """The calls in order; those that cannot be made have a `problem`."""
+        return [call for _, call in self.found(text)]
 
     def before(self, text: str) -> str:
-        """The text of such a turn before its first call."""
-        return text[: match.start()] if (match := search_outside(self._start(), text)) else text
+        """The text before the first call."""
+        return text[: next((start for start, _ in self.found(text)), len(text))]
 
-    def _start(self) -> re.Pattern[str]:
-        return self.START
+    @abstractmethod
+    def found(self, text: str) -> Iterator[tuple[int, Call]]:
+        """(where it begins, the call) for each call in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,25 +81,18 @@ class TemplateCalls(CallReader):
     arguments: str
     tools: frozenset[str] = field(default=frozenset(), compare=False)  # the tools' names
 
-    def calls(self, text: str) -> list[Call]:
+    def found(self, text: str) -> Iterator[tuple[int, Call]]:
         if not self.marker:
             bare = _FENCED.sub(r"\2", without_reasoning(text).strip())
             value, _, error = decoded(bare)
             is_call = is_call_of(value, self.name, self.arguments, self.tools)
             is_broken = error and re.match(rf'\{{\s*"(?:{self.name}|type)"\s*:', bare)
-            return self._at(bare, 0)[0] if is_call or is_broken else []
-        calls: list[Call] = []
+            yield from ((0, call) for call in (self._at(bare, 0)[0] if is_call or is_broken else ()))
+            return
         position = 0
-        while match := search_outside(self._start(), text, position):
-            found, position = self._at(text, match.end())
-            calls += found
-        return calls
-
-    def before(self, text: str) -> str:
-        return super(TemplateCalls, self).before(text) if self.marker else "" if self.calls(text) else text
-
-    def _start(self) -> re.Pattern[str]:
-        return re.compile(re.escape(self.marker))
+        while match := search_outside(re.compile(re.escape(self.marker)), text, position):
+            calls, position = self._at(text, match.end())
+            yield from ((match.start(), call) for call in calls)
 
     def written(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A call in this form, where the template explains it and writes none."""
@@ -132,8 +124,8 @@ class NamedCalls(CallReader):
     between: str  # a regular expression of what stands between name and arguments
     id: str = ""  # a regular expression whose first group is the call's id in the text from the prefix on; "": none
 
-    def calls(self, text: str) -> list[Call]:
-        start, calls, position = self._start(), list[Call](), 0
+    def found(self, text: str) -> Iterator[tuple[int, Call]]:
+        start, position = re.compile(re.escape(self.prefix) + NAME + self.between), 0
         while match := search_outside(start, text, position):
             value, length, error = decoded(text[match.end() :])
             position = match.end() + length
@@ -141,15 +133,11 @@ class NamedCalls(CallReader):
                 example = f"{self.prefix}{match['name']}{text[match.end('name') : match.end()]}{{..}}"
                 end = start.search(text, position)
                 written = text[match.end() : end.start() if end else None]
-                calls.append(unreadable(written, NOT_JSON.format(error, example), match["name"]))
+                yield match.start(), unreadable(written, NOT_JSON.format(error, example), match["name"])
             else:
                 call_id = re.match(self.id, match[0]) if self.id else None
                 call = {"name": match["name"], "arguments": value, "id": call_id[1] if call_id else ""}
-                calls.append(call_of(call, "name", "arguments", "an object"))
-        return calls
-
-    def _start(self) -> re.Pattern[str]:
-        return re.compile(re.escape(self.prefix) + NAME + self.between)
+                yield match.start(), call_of(call, "name", "arguments", "an object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +151,10 @@ class ListedCalls(CallReader):
     end: str  # what ends a call; "": nothing of its own
     properties: Mapping[str, Mapping[str, Mapping[str, Any]]]  # {tool: {argument: its schema}}
 
-    def calls(self, text: str) -> list[Call]:
-        starts = [*self._start().finditer(without_reasoning(text))]
-        ends = [*(match.start() for match in starts), len(text)][1:]
-        return [self._call(m["name"], text[m.end() : end]) for m, end in zip(starts, ends, strict=bool(starts))]
-
-    def _start(self) -> re.Pattern[str]:
-        return re.compile(re.escape(self.prefix) + NAME + r"(?![\w.-])")
+    def found(self, text: str) -> Iterator[tuple[int, Call]]:
+        starts = [*re.finditer(re.escape(self.prefix) + NAME + r"(?![\w.-])", without_reasoning(text))]
+        for match, end in zip(starts, [*(match.start() for match in starts[1:]), len(text)], strict=bool(starts)):
+            yield match.start(), self._call(match["name"], text[match.end() : end])
 
     def _call(self, name: str, body: str) -> Call:
         def bare(value: str) -> str:
