@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Generic, TypeVar, overload
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
+CHUNK = 1000  # indices that are read at a time
+
 
 class Lazy(Sequence[Item], Generic[Item]):
-    """A sequence that holds none of its items. Its slices are lazy, too.
+    """A sequence that holds none of its items. Its slices are lazy, too."""
 
-    Subclasses define `__len__` and one of `at` and `between`: the latter where consecutive items are cheaper.
-    """
-
-    def at(self, index: int) -> Item:
-        """The item at an index from 0 to the length - 1."""
-        return next(self.between(index, index + 1))
-
+    @abstractmethod
     def between(self, start: int, stop: int) -> Iterator[Item]:
         """The items from `start` up to but not including `stop`, in order."""
-        return map(self.at, range(start, stop))
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
@@ -32,67 +27,51 @@ class Lazy(Sequence[Item], Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | Lazy[Item]:
         selected = range(len(self))[index]
-        return self.at(selected) if isinstance(selected, int) else Chosen(self, selected)
+        return next(self.between(selected, selected + 1)) if isinstance(selected, int) else chosen(self, selected)
 
     def __iter__(self) -> Iterator[Item]:
         return self.between(0, len(self))
 
 
-CHUNK = 1000  # indices that are read at a time
+class Derived(Lazy[Item]):
+    """A lazy sequence of this length, whose items a function gives as `between` does."""
 
-
-class Chosen(Lazy[Item]):
-    """The items of a lazy sequence at these indices, which ascend or are a range."""
-
-    def __init__(self, items: Lazy[Item], indices: Sequence[int]) -> None:
-        self._items, self._indices = items, indices
+    def __init__(self, length: int, between: Callable[[int, int], Iterator[Item]]) -> None:
+        self._length, self._between = length, between
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return self._length
 
     def between(self, start: int, stop: int) -> Iterator[Item]:
+        return self._between(start, stop)
+
+
+def chosen(items: Lazy[Item], indices: Sequence[int]) -> Lazy[Item]:
+    """The items at these indices, which ascend or are a range."""
+
+    def between(start: int, stop: int) -> Iterator[Item]:
         for begin in range(start, stop, CHUNK):
-            chunk = self._indices[begin : min(stop, begin + CHUNK)]
+            chunk = indices[begin : min(stop, begin + CHUNK)]
             are_neighbours = chunk[-1] - chunk[0] == len(chunk) - 1
-            yield from self._items.between(chunk[0], chunk[-1] + 1) if are_neighbours else map(self._items.at, chunk)
+            yield from items.between(chunk[0], chunk[-1] + 1) if are_neighbours else (items[i] for i in chunk)
 
-
-class Mapped(Lazy[Item], Generic[Made, Item]):
-    """What a function makes of the items of another lazy sequence, one of each; it is given consecutive items."""
-
-    def __init__(self, items: Lazy[Made], make: Callable[[Iterator[Made]], Iterator[Item]]) -> None:
-        self.items, self._make = items, make
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def between(self, start: int, stop: int) -> Iterator[Item]:
-        return self._make(self.items.between(start, stop))
-
-
-class Chained(Lazy[Item]):
-    """The items of several sequences, one after the other."""
-
-    def __init__(self, parts: Sequence[Sequence[Item]]) -> None:
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    def between(self, start: int, stop: int) -> Iterator[Item]:
-        part_start = 0
-        for part in self._parts:
-            yield from part[max(0, start - part_start) : max(0, stop - part_start)]
-            part_start += len(part)
+    return Derived(len(indices), between)
 
 
 def mapped(items: Sequence[Made], make: Callable[[Made], Item]) -> Sequence[Item]:
     """The result of the function for each item: a list, or a lazy sequence if the items are lazy."""
-    return Mapped(items, partial(map, make)) if isinstance(items, Lazy) else [make(item) for item in items]
+    if isinstance(items, Lazy):
+        return Derived(len(items), lambda start, stop: map(make, items.between(start, stop)))
+    return [make(item) for item in items]
 
 
 def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
     """The items of both sequences: a list, or a lazy sequence if one of them is lazy."""
-    if isinstance(first, Lazy) or isinstance(second, Lazy):
-        return Chained([first, second])
-    return [*first, *second]
+    if not isinstance(first, Lazy) and not isinstance(second, Lazy):
+        return [*first, *second]
+
+    def between(start: int, stop: int) -> Iterator[Item]:
+        yield from first[start:stop]
+        yield from second[max(0, start - len(first)) : max(0, stop - len(first))]
+
+    return Derived(len(first) + len(second), between)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from rlft.data.lazy import Chosen, Lazy, Mapped, mapped
+from rlft.data.lazy import Derived, Lazy, chosen, mapped
 from rlft.system.terminal import with_progress
 from rlft.tokens.images import in_parts, processor_of
 from rlft.tokens.plain import PlainText, Tally
@@ -38,6 +38,7 @@ class PromptSet:
     """
 
     prompts: Sequence[Prompt]
+    texts: Lazy[Prompt] | None = None  # those of streamed data, not tokenised
     num_tokens: Sequence[int]
     fingerprint: str  # the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares
     notes: tuple[str, ...]  # sentences for the person watching
@@ -106,10 +107,13 @@ def scan(
     what, were = counted(long.number, f"{of_split} prompt"), "was" if long.number == 1 else "were"
     dropped = f"{what} longer than prompts.max_tokens={max_prompt_tokens} {were} dropped"
     kept_prompts: Sequence[Prompt] = tuple(kept_in_memory)
-    if isinstance(prompts, Lazy):
-        kept_prompts = Mapped(Chosen(prompts, kept), partial(tokenised, tokenizer=tokenizer, style=style, shown=shown))
+    texts = chosen(prompts, kept) if isinstance(prompts, Lazy) else None
+    if texts is not None:
+        make = partial(tokenised, tokenizer=tokenizer, style=style, shown=shown)
+        kept_prompts = Derived(len(kept), lambda start, stop: make(texts.between(start, stop)))
     return PromptSet(
         prompts=kept_prompts,
+        texts=texts,
         num_tokens=num_tokens,
         fingerprint=digest.hexdigest(),
         notes=(*([dropped] if long.number else []), *found.notes(len(kept), f"{of_split} prompts")),
@@ -154,11 +158,11 @@ class Findings:
 
 def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
     """The prompts of the set; those of streamed data without token ids, and with the first one's tail."""
-    prompts = prompt_set.prompts
-    if not isinstance(prompts, Mapped):
+    prompts, texts = prompt_set.prompts, prompt_set.texts
+    if texts is None:
         return prompts
     tail = prompts[0].tail
-    return mapped(prompts.items, partial(replace, tail=tail)) if tail else prompts.items
+    return mapped(texts, partial(replace, tail=tail)) if tail else texts
 
 
 def joined(prompt: Prompt) -> str:

@@ -9,23 +9,23 @@ from typing import Any, ClassVar
 import pytest
 from in_one_test import each
 
-from rlft.data.lazy import Chosen, Lazy, joined, mapped
+from rlft.data.lazy import Lazy, chosen, joined, mapped
 
 
 class Squares(Lazy[int]):
     def __len__(self) -> int:
         return 12
 
-    def at(self, index: int) -> int:
-        return index * index
+    def between(self, start: int, stop: int) -> Iterator[int]:
+        return (index * index for index in range(start, stop))
 
 
 SQUARES = [i * i for i in range(12)]
 SEQUENCES: dict[str, tuple[Sequence[Any], list[Any]]] = {
     "items": (Squares(), SQUARES),
     "mapped": (mapped(Squares(), str), [str(i) for i in SQUARES]),
-    "chosen": (Chosen(Squares(), [0, 1, 5, 6, 11]), [0, 1, 25, 36, 121]),
-    "none chosen": (Chosen(Squares(), []), []),
+    "chosen": (chosen(Squares(), [0, 1, 5, 6, 11]), [0, 1, 25, 36, 121]),
+    "none chosen": (chosen(Squares(), []), []),
     "joined": (joined(Squares(), [7, 8]), [*SQUARES, 7, 8]),
     "joined the other way": (joined((7, 8), Squares()), [7, 8, *SQUARES]),
 }
@@ -54,7 +54,7 @@ def test_chosen_items_that_are_neighbours_are_read_together() -> None:
             self.asked.append((start, stop))
             return super().between(start, stop)
 
-    assert list(Chosen(Counted(), [3, 4, 5])) == [9, 16, 25]
+    assert list(chosen(Counted(), [3, 4, 5])) == [9, 16, 25]
     assert Counted.asked == [(3, 6)]
 
 
