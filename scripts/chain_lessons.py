@@ -6,10 +6,13 @@ the chain continues from there. So the model can do each step and has several ch
 be learned is which of the steps cost the reward. Many answers are guesses without any working, and some are badly
 formatted. A guess keeps the format as well as the longest working does, so that the format's reward can be earned
 without solving the task.
+
+    python scripts/chain_lessons.py --out lessons     # 2,000 clean ones in a file of this folder
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Sequence
@@ -118,3 +121,15 @@ def write_lessons(file: Path, count: int, mixture: bool, rng: random.Random) -> 
             chain = problem(rng)
             line = {"prompt": chain.question, "completion": response(chain, shares, rng)}
             lessons.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    out = parser.parse_args().out
+    out.mkdir(parents=True)
+    write_lessons(out / "train.jsonl", 2000, False, random.Random(0))
+
+
+if __name__ == "__main__":
+    main()
