@@ -36,6 +36,7 @@ Values = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """{arm: {seed: {quantity: value}}}"""
 REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {
     "first": lambda values: values[0], "last": lambda values: values[-1], "mean": statistics.fmean, "max": max,
+    "late": lambda values: statistics.fmean(values[-5:]),
 }  # fmt: skip
 
 
@@ -51,7 +52,7 @@ class Claim:
             is a number of `rlft plan --json` with the arm's words. Empty where `gradients` measures.
         gradients: {arm: [algorithm, {its keys}]}, whose gradients are compared; the first arm is the unbiased one.
         checks: [arm, quantity, sign, other arm or a number]; signs: < and > (the interval of the difference is on this
-            side of 0), ~ (it holds 0), not below (its upper end is at or above 0).
+            side of 0), ~ (it holds 0), not below and not above (its upper, lower end is on the other side).
         drawn: the quantity in the picture.
         samples: the command line that draws the samples of `gradients`.
         made_by: {script: folder in {out} that it makes with --out}, before the first run.
@@ -219,8 +220,8 @@ def checked(values: Values, rule: tuple[str, str, str, str | float]) -> Check:
     less = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
     mean, half = statistics.fmean(less), half_interval(less)
     low, high = (-math.inf, math.inf) if half is None else (mean - half, mean + half)
-    holds = {"<": high < 0, ">": low > 0, "~": low <= 0 <= high, "not below": high >= 0}[sign]
-    words = {"<": "is below", ">": "is above", "~": "is not told apart from", "not below": "is not below"}[sign]
+    holds = {"<": high < 0, ">": low > 0, "~": low <= 0 <= high, "not below": high >= 0, "not above": low <= 0}[sign]
+    words = {"<": "is below", ">": "is above", "~": "is not told apart from"}.get(sign, f"is {sign}")
     text = f"{arm}: {quantity} {words} {other}: {mean:+.3g}, {low:+.3g} to {high:+.3g}"
     return Check(text=text, holds=holds)
 

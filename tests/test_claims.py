@@ -123,6 +123,8 @@ def test_gradients_are_compared_by_hand() -> None:
         ("~", "b", [0.1, 0.11], False),
         ("not below", "b", [0.5, 0.4], True),
         ("not below", "b", [0.1, 0.11], False),
+        ("not above", "b", [0.1, 0.11], True),
+        ("not above", 0.0, [0.1, 0.11], False),
     ],
 )
 def test_a_check_is_an_interval_on_the_right_side(
