@@ -14,6 +14,7 @@ from rlft.config.instantiate import component_name
 from rlft.config.model import LoraSettings
 from rlft.config.schema import DpoConfig, RankingRoot, RmConfig, RunConfig, SftConfig
 from rlft.environment.protocol import read_environment
+from rlft.generation.engine import NO_FACTS, EngineFacts
 from rlft.system.machine import multiplies_in
 from rlft.types import counted
 
@@ -76,6 +77,7 @@ class Facts:
     # (copies of the base in trainer and engine together, what they share or why they cannot); None where the engine has
     # no base of its own.
     base_copies: tuple[int, str] | None = None
+    engine: EngineFacts = NO_FACTS  # what a live engine says of itself
     # (layers with an adapter, layers without one, number of weights of the former); empty without adapters.
     layer_kinds: tuple[str, str, int] = ("", "", 0)
 
@@ -92,11 +94,9 @@ class Facts:
         return [("adapted layers", adapted, f"{weights}; not {others}" if others else weights)] if adapted else []
 
     def base_rows(self) -> list[TableRow]:
-        """The row about copies of the base; none where the engine has no base of its own."""
-        if self.base_copies is None:
-            return []
-        number, explanation = self.base_copies
-        return [("copies of the base", str(number), explanation)]
+        """The rows about the engine: copies of the base, if it has one of its own, and what it says of itself."""
+        copies = [] if self.base_copies is None else [("copies of the base", *map(str, self.base_copies))]
+        return [*copies, *self.engine.rows]
 
     def forward_rows(self) -> list[TableRow]:
         """How rows go through the network: packed or padded, and by which kernels."""
@@ -112,7 +112,7 @@ class Facts:
     @property
     def notes(self) -> list[str]:
         """Notes about a model that takes more time than it has to."""
-        notes = [] if self.forward == "packed" else [self.reason]
+        notes = [*self.engine.notes, *([] if self.forward == "packed" else [self.reason])]
         if not self.kernels.requested:
             why = self.kernels.reason
             notes.append(f"model.kernels: plain instead of auto, which takes more time and memory: {why}")
@@ -135,6 +135,7 @@ def facts_of(
     backbone: Any,
     forward: Any,
     base_copies: tuple[int, str] | None = None,
+    engine: EngineFacts = NO_FACTS,
 ) -> Facts:
     """The facts about a loaded model with these trained parameters."""
     from rlft.model.lora_config import adapted_words  # with torch, which rows of a config do without
@@ -148,5 +149,6 @@ def facts_of(
         reason=forward.reason,
         kernels=backbone.kernels.decision,
         base_copies=base_copies,
+        engine=engine,
         layer_kinds=adapted_words(model),
     )
