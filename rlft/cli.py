@@ -24,6 +24,7 @@ from rlft.config.choices import closest
 from rlft.config.compose import answer, compose_run
 from rlft.config.overrides import check_text, make_importable, parse
 from rlft.system import interrupt
+from rlft.system.lazy import collect_garbage
 from rlft.system.terminal import discard, for_a_shell
 from rlft.types import UserError
 
@@ -120,6 +121,7 @@ def _help_of(name: str) -> str:
 
 
 def main() -> None:
+    collect_garbage(seldom=True)
     interrupt.end_the_process_on_signals()
     code = run(sys.argv[1:])
     interrupt.ignore_signals()
@@ -161,8 +163,7 @@ def _command(name: str) -> tuple[Callable[[list[str]], int], str]:
     """(the function of this command, the message if it is interrupted). Raises UserError: there is no such command."""
     if name in TOOLS:
         return TOOLS[name], TOOLS[name].interrupted
-    known = [*commands.names(), *TOOLS]
-    if name in known:
+    if name in commands.OWN or name in (known := [*commands.names(), *TOOLS]):
         return partial(_make_run, name), "nothing was begun"
     close = closest(name, known)
     remedy = f"did you mean rlft {close}?" if close else f"use one of {', '.join(known)}"

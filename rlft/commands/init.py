@@ -64,18 +64,20 @@ def _translated(peer: str, words: list[str], folder: Path, files: dict[str, str]
     own_data = next((key.partition(".")[0] for key in example if key in FILE_OF and key.endswith(".path")), None)
     text = [*_comment(f"A run of {translation.title}, translated by rlft. Above each key is the argument that it comes "
                       "from. Paths are relative to this file."), f"command: {translation.command}"]  # fmt: skip
-    written = set[str]()
+    written, left_out = set[str](), dict[str, str]()
     for row in translation.rows:
         keys = [key for key, word in row.words.items() if translation.words[key] == word and key not in written]
         written.update(keys)
+        told = ", ".join(arguments_of(row))
         # The folder of runs is no key of a recipe, and fields of rows that are not there are none of the example's.
-        keys = [key for key in keys if not key.startswith("hydra.") and key.partition(".")[0] != own_data]
-        if keys:
-            told = ", ".join(arguments_of(row))
+        if left := [key for key in keys if key.startswith("hydra.") or key.partition(".")[0] == own_data]:
+            left_out[told] = " ".join([*(row.words[key] for key in left), *([f"({row.note})"] if row.note else [])])
+        if keys := [key for key in keys if key not in left]:
             text += ["", *_comment(f"{told}: {row.note}" if row.note else told)]
             text += [f"{key}: {_in_yaml(key, row.words[key], folder)}" for key in keys]
     text += ["", *_comment("Of the example, to be changed"), *(f"{key}: {value}" for key, value in example.items())]
     without = {", ".join(row.theirs): row.note for row in translation.rows if row.note and not row.words}
+    text += _listed("Left out: a folder of runs is for the command line, fields are for data of your own", left_out)
     text += _listed("No counterpart here", without)
     text += _listed("Could not be read: write the key of each that matters", given.unread)
     needed = {FILE_OF[key] for key in example if key in FILE_OF}

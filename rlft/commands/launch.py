@@ -22,6 +22,7 @@ from rlft.runs.fork import Fork, forking
 from rlft.system import disk, interrupt
 from rlft.system.crash import recorded_in
 from rlft.system.interrupt import Reported
+from rlft.system.lazy import collect_garbage
 from rlft.system.terminal import command_line, resuming, say
 from rlft.types import UserError, counted, require
 
@@ -122,7 +123,6 @@ def launch(
 
     plan = fit_to_device(plan or resolved.plan())
     plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
-    plain = plan.plain
     if fork is not None:
         forks.check(fork, plain, plan.fingerprints, plan.num_steps)
     run_folder.check_writable(folder)
@@ -215,6 +215,7 @@ def import_libraries(
 
         # transformers imports its modules when their names are first used.
         _ = rlft.loop.session, transformers.AutoModelForCausalLM, transformers.AutoTokenizer
+    collect_garbage(seldom=False)
     from transformers.utils import logging
 
     if os.environ.get("TRANSFORMERS_VERBOSITY", "error") == "error":

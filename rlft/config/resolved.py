@@ -13,7 +13,6 @@ import gc
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, TypeVar, overload
@@ -42,20 +41,6 @@ CPU_TOKENS, MOST_CPU_TOKENS = 1536, 4096
 is computed once."""
 
 
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Lets 100,000 objects be made before Python's garbage collector looks at them: reading rows makes many that stay.
-
-    At Python's own 700 a sixth of the time of reading 100,000 rows is spent in the collector.
-    """
-    thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """A config that has been read."""
@@ -71,8 +56,12 @@ class Resolved:
         `how` are keywords of `make_plan`. Raises UserError: the data, the tokenizer or the model are wrong.
         """
         config = with_budget_of_device(self.config, self.plain)
-        with _seldom_collected():
+        thresholds = gc.get_threshold()
+        gc.set_threshold(100_000)  # else a sixth of the time of reading 100,000 rows is spent on garbage, and rows stay
+        try:
             return self.command.make_plan(replace(self, config=config), **how)
+        finally:
+            gc.set_threshold(*thresholds)
 
 
 def resolve(plain: Mapping[str, Any], name: str | None = None, check: Callable[[Any], Any] | None = None) -> Resolved:

@@ -2,7 +2,7 @@
 
 Where the first lacks a field that a key names by one of its usual names, and has just one of the others, the key is set
 to that one, so that a file of questions and responses needs no keys. The guess is printed, and recorded in the run's
-config.yaml. A name of the user's own is never replaced.
+config.yaml. A name of the user's own is never replaced: one that the row lacks is refused if it cannot be read.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rlft.config.choices import closest
 from rlft.config.instantiate import instantiate
-from rlft.data.fields import RowError, has
+from rlft.data.fields import RowError, has, value_of
 from rlft.data.files import files_at, tables
-from rlft.data.tables import Record, Table, rows_of
-from rlft.types import UserError
+from rlft.data.tables import Record, Table, nested_rows, rows_of
+from rlft.data.templates import fields_in
+from rlft.types import Mistakes, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -61,44 +63,68 @@ def _first_records(files: Iterable[Table], number: int | None = 1) -> Iterator[t
 
 
 def with_guessed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The composed config, in which keys of fields that the first row lacks name the fields that it has instead."""
-    changed = dict(plain)
-    for section in NAMES:
-        values = plain.get(section) or {}
-        if guessed := _guessed(values, section):
-            changed[section] = {**values, **guessed}
-            words = " ".join(f"{section}.{key}={'null' if name is None else name}" for key, name in guessed.items())
-            logger.warning("%s.path: its rows lack fields that the keys name, and are read with %s", section, words)
-    return changed
+    """The composed config, in which keys of fields that the first row lacks name the fields that it has instead.
+
+    Raises UserError: the row cannot be read, because it lacks fields of the user's own names.
+    """
+    guessed = {section: _guessed(plain.get(section) or {}, section) for section in NAMES}
+    return {**plain, **{section: {**plain[section], **fields} for section, fields in guessed.items() if fields}}
 
 
 def _guessed(values: Mapping[str, Any], section: str) -> dict[str, str | None]:
-    """{key: the field that is meant}; empty where the first row can be read, or cannot be read with a guess either."""
+    """{key: the field that is meant}; empty where the first row can be read, or has no field like a missing one."""
     path, key = values.get("path"), f"{section}.path"
     is_ours = str(values.get("_target_")).startswith("rlft.data.") and NAMES[section].keys() <= values.keys()
     if not is_ours or not isinstance(path, str) or not Path(path).expanduser().exists():
         return {}
-    with suppress(UserError, RowError):  # reading the data says what is wrong
-        for record, table in _first_records(tables(files_at(path, key), key, values.get("rows"))):
-            row_id, fields = next(table.rows(record), ("", {}))
-            if not fields or _can_be_read(values, section, row_id, fields):
-                return {}
-            guessed = _names_in(fields, values, section)
-            return guessed if _can_be_read({**values, **guessed}, section, row_id, fields) else {}
-    return {}
+    try:
+        component: Any = instantiate(values, section)
+        first = next(_first_records(tables(files_at(path, key), key, values.get("rows"))), None)
+        row_id, fields = next(first[1].rows(first[0]), ("", {})) if first is not None else ("", {})
+        guessed = _names_in(fields, values, section) if fields else {}
+        with_guess: Any = instantiate({**values, **guessed}, section)
+    except (UserError, RowError):  # reading the data says what is wrong
+        return {}
+    if first is None or not fields or _can_be_read(component, row_id, fields):
+        return {}
+    if _can_be_read(with_guess, row_id, fields):
+        words = " ".join(f"{section}.{key}={'null' if name is None else name}" for key, name in guessed.items())
+        logger.warning("%s.path: its rows lack fields that the keys name, and are read with %s", section, words)
+    elif not nested_rows(first[1], first[0], component.parse, others=False):
+        _refuse_own_names(fields, values, section, first[1].place(first[0].number))
+    return guessed
 
 
-def _can_be_read(values: Mapping[str, Any], section: str, row_id: str, fields: Mapping[str, Any]) -> bool:
-    component: Any = instantiate(values, section)
+def _can_be_read(component: Any, row_id: str, fields: Mapping[str, Any]) -> bool:
     with suppress(RowError):
         return bool(component.parse(fields, row_id))
     return False
 
 
+def _is_usual(values: Mapping[str, Any], section: str, key: str) -> bool:
+    """Whether the key names a field by one of its usual names, or none, and not by a name of the user's own."""
+    return values.get(key) in (None, *NAMES[section].get(key, CHATS))
+
+
+def _refuse_own_names(fields: Mapping[str, Any], values: Mapping[str, Any], section: str, place: str) -> None:
+    """Refuses the user's own names of fields that this row lacks."""
+    mistakes = Mistakes()
+    for key in ("messages_field", *NAMES[section]):
+        for name in [] if _is_usual(values, section, key) else fields_in(values[key]) or [values[key]]:
+            with mistakes:
+                try:
+                    value_of(fields, name)
+                except RowError as error:
+                    remedy = f"did you mean {close}?" if (close := closest(name, fields)) else "name one of these"
+                    raise UserError(f"{section}.{key}", f"{place}: {error}", remedy=remedy) from None
+    mistakes.refuse()
+
+
 def _names_in(fields: Mapping[str, Any], values: Mapping[str, Any], section: str) -> dict[str, str | None]:
     chats = [name for name in CHATS if has(fields, name)]
-    is_usual = {key: values[key] in (None, *others) for key, others in NAMES[section].items()}  # and not the user's own
-    if len(chats) == 1 and not has(fields, values["prompt_field"]) and is_usual["prompt_field"]:
+    is_usual = {key: _is_usual(values, section, key) for key in ("messages_field", *NAMES[section])}
+    is_chat = len(chats) == 1 and not has(fields, values["prompt_field"])
+    if is_chat and is_usual["prompt_field"] and is_usual["messages_field"]:
         guessed: dict[str, str | None] = {"messages_field": chats[0]}
         if section == "data" and is_usual["answer_field"] and not has(fields, values["answer_field"]):
             guessed["answer_field"] = None  # the chat's last message

@@ -338,20 +338,6 @@ class EnginePool(Generator):
         slot.replaced_stale = failure.stale
 
 
-def units_of(at_once: int, *, divisible: bool, num_engines: int) -> Callable[[int, int], int]:
-    """How many prompts an engine gets in one call, as a function of (completions of a prompt, number of prompts).
-
-    at_once: number of completions that it computes together.
-    divisible: whether results do not depend on which groups are in one call, so that every engine can get some.
-    """
-
-    def unit(n: int, num_prompts: int) -> int:
-        size = max(1, at_once // n)
-        return max(1, min(size, -(-num_prompts // num_engines))) if divisible else size
-
-    return unit
-
-
 def _is_done(work: EngineWork) -> bool:
     """Whether all calls are answered, or one has raised: those after it are useless."""
     return all(f.done() for f in work.futures) or any(f.done() and f.exception(0) is not None for f in work.futures)

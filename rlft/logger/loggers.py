@@ -9,7 +9,6 @@ from typing import Any
 
 from rlft.config.instantiate import instantiate
 from rlft.config.suggest import NOT_TRACKERS, not_a_tracker
-from rlft.logger.console import Console
 from rlft.logger.interface import Logger, RunInfo
 from rlft.logger.jsonl import Jsonl, Rollouts
 from rlft.runs.lines import StepRecord
@@ -20,6 +19,8 @@ from rlft.types import Evaluation
 
 def own_loggers(config: Any) -> tuple[Logger, ...]:
     """The loggers of every run that trains, before its trackers: its files, and the console unless there is none."""
+    from rlft.logger.console import Console  # with rich, which the check of a config does without
+
     rollouts, console = getattr(config, "rollouts", None), getattr(config, "console", None)
     files = (Jsonl(),) if rollouts is None else (Rollouts(rollouts), Jsonl())
     return files if console is None else (*files, Console(console))

@@ -14,7 +14,8 @@ from rlft.config.model import ModelConfig
 from rlft.config.schema import RunConfig
 from rlft.config.trainer import ClusterConfig
 from rlft.environment.protocol import Environment
-from rlft.generation.pool import EnginePool, units_of
+from rlft.generation.engine import units_of
+from rlft.generation.pool import EnginePool
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.pool import ClusterPool
 from rlft.reward.workers.reward_spec import RewardSpec

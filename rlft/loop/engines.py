@@ -69,16 +69,14 @@ class Engines(AbstractContextManager["Engines"]):
     @contextmanager
     def opened(self, engine: Engine, args: EngineArgs) -> Iterator[Generator]:
         """Yields the engine's generator, and closes it afterwards unless other jobs may share it."""
-        generator = self._shared_by_jobs(engine, args) if engine.shared else engine.open(args)
+        if engine.shared:
+            yield self._shared_by_jobs(engine, args)
+            return
+        generator = engine.open(args)
         try:
-            if engine.shared:
-                generator.serve(args.slot)
             yield generator
         finally:
-            if engine.shared:
-                generator.serve(None)
-            else:
-                generator.close()
+            generator.close()
 
     @contextmanager
     def opened_for(

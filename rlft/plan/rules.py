@@ -18,8 +18,7 @@ from rlft.config.instantiate import instantiate, locate
 from rlft.config.model import LoraSettings, Old, is_adapter
 from rlft.config.trainer import FLAT, ClusterConfig
 from rlft.environment.protocol import Environment, read_environment
-from rlft.generation.engine import Engine
-from rlft.generation.pool import units_of
+from rlft.generation.engine import Engine, units_of
 from rlft.logger.interface import Logger
 from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
@@ -220,7 +219,8 @@ def warnings_of_sizes(config: schema.RunConfig, num_train: int | None, num_held_
         problem = f"there {are(num_train)} only {counted(num_train, 'train prompt')}"
         problem += f", so that each step has some of them more than once, got {config.prompts_per_step}"
         texts.append(f"prompts_per_step: {problem}; use at most {num_train}, or more data")
-    if num_held_out is not None and config.eval.num_prompts > num_held_out:
+    usual = catalog.root_entries("train")["eval.num_prompts"].default  # of which each run takes as many as there are
+    if num_held_out is not None and config.eval.num_prompts > num_held_out and str(config.eval.num_prompts) != usual:
         problem = f"there {are(num_held_out)} only {counted(num_held_out, 'held-out prompt')}"
         problem += ", and an evaluation samples each of them once"
         texts.append(f"eval.num_prompts: {problem}, got {config.eval.num_prompts}; use at most {num_held_out}")

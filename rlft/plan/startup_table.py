@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlft.config.instantiate import component_name
-from rlft.config.model import LoraSettings
+from rlft.config.keys import ABSENT
 from rlft.config.schema import DpoConfig, RankingRoot, RmConfig, RunConfig, SftConfig
 from rlft.environment.protocol import read_environment
-from rlft.generation.engine import NO_FACTS, EngineFacts
 from rlft.system.machine import multiplies_in
 from rlft.types import counted
 
@@ -27,14 +26,10 @@ if TYPE_CHECKING:
 TableRow = tuple[str, str, str]  # (name, value, explanation)
 
 
-def learner_of(lora: LoraSettings | None) -> str:
-    """What learns, in words."""
-    return "all weights" if lora is None else f"{lora.kind} rank {lora.rank}"
-
-
 def config_rows(config: Any) -> list[TableRow]:
     """The rows that the config alone decides; it is any command's."""
-    learner = f"trains {learner_of(config.lora)}" if hasattr(config, "lora") else ""
+    lora = getattr(config, "lora", ABSENT)
+    learner = "trains all weights" if lora is None else "" if lora is ABSENT else f"trains {lora.kind} rank {lora.rank}"
     rows = [("model", config.model.path, learner + " and a scalar head" * isinstance(config, RmConfig))]
     if isinstance(config, RunConfig):
         rows += _rows_of_train(config)
@@ -77,42 +72,29 @@ class Facts:
     # (copies of the base in trainer and engine together, what they share or why they cannot); None where the engine has
     # no base of its own.
     base_copies: tuple[int, str] | None = None
-    engine: EngineFacts = NO_FACTS  # what a live engine says of itself
     # (layers with an adapter, layers without one, number of weights of the former); empty without adapters.
     layer_kinds: tuple[str, str, int] = ("", "", 0)
 
-    def size_rows(self) -> list[TableRow]:
-        """The number of parameters, and of those that learn, if any do."""
-        share = f"{self.trainable / self.base:.2%} of the parameters of the base"
-        learning = [("trainable", f"{self.trainable:,}", share)] if self.trainable else []
-        return [("parameters", f"{self.base:,}", f"of the base, {self.dtype} on {self.device}"), *learning]
-
-    def adapter_rows(self) -> list[TableRow]:
-        """The row about layers with adapters; none where all weights are trained."""
-        adapted, others, number = self.layer_kinds
-        weights = f"with {number:,} of {self.base:,} weights"
-        return [("adapted layers", adapted, f"{weights}; not {others}" if others else weights)] if adapted else []
-
-    def base_rows(self) -> list[TableRow]:
-        """The rows about the engine: copies of the base, if it has one of its own, and what it says of itself."""
-        copies = [] if self.base_copies is None else [("copies of the base", *map(str, self.base_copies))]
-        return [*copies, *self.engine.rows]
-
-    def forward_rows(self) -> list[TableRow]:
-        """How rows go through the network: packed or padded, and by which kernels."""
-        kernels = "; ".join(filter(None, (self.kernels.reason, self.kernels.modules)))
-        return [
-            ("forward", self.forward, self.reason.removeprefix("padded rows: ")),
-            ("kernels", str(self.kernels.choice), kernels),
-        ]
-
     def rows(self) -> list[TableRow]:
-        return [*self.size_rows(), *self.adapter_rows(), *self.base_rows(), *self.forward_rows()]
+        """The sizes, the layers with adapters, the copies of the base, and how rows go through the network."""
+        rows = [("parameters", f"{self.base:,}", f"of the base, {self.dtype} on {self.device}")]
+        if self.trainable:
+            share = f"{self.trainable / self.base:.2%} of the parameters of the base"
+            rows.append(("trainable", f"{self.trainable:,}", share))
+        adapted, others, number = self.layer_kinds
+        if adapted:
+            weights = f"with {number:,} of {self.base:,} weights"
+            rows.append(("adapted layers", adapted, f"{weights}; not {others}" if others else weights))
+        if self.base_copies is not None:
+            rows.append(("copies of the base", str(self.base_copies[0]), self.base_copies[1]))
+        kernels = "; ".join(filter(None, (self.kernels.reason, self.kernels.modules)))
+        rows.append(("forward", self.forward, self.reason.removeprefix("padded rows: ")))
+        return [*rows, ("kernels", str(self.kernels.choice), kernels)]
 
     @property
     def notes(self) -> list[str]:
         """Notes about a model that takes more time than it has to."""
-        notes = [*self.engine.notes, *([] if self.forward == "packed" else [self.reason])]
+        notes = [] if self.forward == "packed" else [self.reason]
         if not self.kernels.requested:
             why = self.kernels.reason
             notes.append(f"model.kernels: plain instead of auto, which takes more time and memory: {why}")
@@ -135,7 +117,6 @@ def facts_of(
     backbone: Any,
     forward: Any,
     base_copies: tuple[int, str] | None = None,
-    engine: EngineFacts = NO_FACTS,
 ) -> Facts:
     """The facts about a loaded model with these trained parameters."""
     from rlft.model.lora_config import adapted_words  # with torch, which rows of a config do without
@@ -149,6 +130,5 @@ def facts_of(
         reason=forward.reason,
         kernels=backbone.kernels.decision,
         base_copies=base_copies,
-        engine=engine,
         layer_kinds=adapted_words(model),
     )

@@ -95,7 +95,8 @@ def _apart(plain: Config, command: str, base: Sequence[str]) -> tuple[list[str],
     defaults = {key: "a section" if isinstance(value, Mapping) else value for key, value in composed.items()}
     defaults |= flatten(composed)
     pairs = {key: (value, defaults.get(key, ABSENT)) for key, value in flat.items() if not is_below(key, SETTLED)}
-    return words, {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    # An empty section, as the trackers of a run from before the console was a section, says as little as none.
+    return words, {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and pair != ({}, ABSENT)}
 
 
 def _word(key: str, value: Any) -> str:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import re
-import ssl
-import urllib.error
-import urllib.request
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +30,11 @@ def commit_of(path: str) -> str | None:
 @cache
 def hub_answers() -> bool:
     """Whether the hub can be reached; any HTTP answer counts. A thread asks: name lookups have no time limit."""
+    import http.client  # here, as most commands ask no hub
+    import ssl
+    import urllib.error
+    import urllib.request
+
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

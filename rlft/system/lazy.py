@@ -1,8 +1,9 @@
-"""torch, imported when it is first used, so that an algorithm's keys can be checked without it."""
+"""What is put off at the start: the import of torch, without which keys are checked, and the collection of garbage."""
 
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -24,6 +25,17 @@ else:
             return value
 
     torch = _Torch()
+
+
+USUAL_OBJECTS, SELDOM_OBJECTS = gc.get_threshold()[0], 100_000  # that are made from one collection to the next
+
+
+def collect_garbage(*, seldom: bool) -> None:
+    """Sets how often Python looks for garbage: seldom while modules and configs are read, of which nearly all stays.
+
+    Else a tenth of the time to a command's first line is spent on it.
+    """
+    gc.set_threshold(SELDOM_OBJECTS if seldom else USUAL_OBJECTS)
 
 
 def no_grad(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

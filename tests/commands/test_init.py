@@ -37,6 +37,7 @@ def test_the_three_commands_run_as_printed_and_the_reward_rises(capsys: pytest.C
     told = capsys.readouterr().err
     assert "lack fields" not in told
     assert "nothing is learned" not in told
+    assert "eval.num_prompts" not in told, "which run.yaml does not set"
     [file] = Path("runs/my qa").glob("*/metrics.jsonl")
     rewards = [json.loads(line)["reward/mean"] for line in file.read_text().splitlines()]
     # 1.2 is the best of close and 0.2 x tagged. Seeds 0, 1 and 2 went from 0.66, 0.75 and 0.69 to 1.16 and more.

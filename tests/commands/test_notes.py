@@ -31,6 +31,7 @@ IN_WORDS = {
     (): "",
     ("generation.top_p=0.9",): "generation.top_p: leaves out",
     ("eval.num_prompts=500",): "eval.num_prompts: there are only",
+    ("eval.num_prompts=128",): "",  # the default
     ("prompts_per_step=30", "minibatches=1"): "prompts_per_step: there are only",
     ("model.kernels=plain",): "padded rows: kernels are plain",
     ("model.attn_implementation=eager",): "padded rows: model.attn_implementation is eager",

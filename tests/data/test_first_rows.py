@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from in_one_test import each
 
+from rlft import cli
 from rlft.commands.launch import settled
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -51,8 +52,6 @@ def test_chats(name: str, section: str, tmp_path: Path) -> None:
     values = read(section, {name: CHAT}, tmp_path)
     assert values["messages_field"] == name
     assert values.get("answer_field") is None
-    if section == "data":  # a name of the user's own stays, and is refused as it is typed
-        assert read(section, {name: CHAT}, tmp_path, "data.answer_field=nope")["answer_field"] == "nope"
 
 
 @each(("prompt", "answer"), itertools.product(PROMPTS, ANSWERS))
@@ -67,18 +66,67 @@ def test_a_name_of_ones_own_stays_and_the_others_are_guessed(prompt: str, answer
 
 
 @each(
-    ("row", "words"),
+    ("row", "words", "read_with"),
     [
-        ({"question": "1 + 1?", "problem": "1 + 1?", "answer": "2"}, ()),
-        ({"question": "1 + 1?", "answer": "2", "response": "3"}, ("data.answer_field=output",)),
-        ({"instruction": "Add.", "input": "1 and 1", "output": "2"}, ()),
-        ({"text": "1 + 1?", "answer": "2"}, ()),
+        ({"question": "1 + 1?", "problem": "1 + 1?", "answer": "2"}, (), ("prompt", "answer")),
+        ({"question": "?", "answer": "2", "response": "3"}, ("data.answer_field=output",), ("question", "output")),
+        ({"instruction": "Add.", "input": "1 and 1", "output": "2"}, (), ("prompt", "output")),
+        ({"text": "1 + 1?", "answer": "2"}, (), ("prompt", "answer")),
     ],
 )
-def test_what_a_row_leaves_open_is_not_guessed(row: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_a_row_leaves_open_is_not_guessed(
+    row: dict[str, Any], words: tuple[str, ...], read_with: tuple[str, str], tmp_path: Path
+) -> None:
     values = read("data", row, tmp_path, *words)
-    typed = words[0].partition("=")[2] if words else "answer"
-    assert (values["prompt_field"], values["answer_field"]) == ("prompt", typed)
+    assert (values["prompt_field"], values["answer_field"]) == read_with
+
+
+NEEDED = {  # {section: {kind of row: (a row, keys of fields without one of which it cannot be read)}}
+    "data": {
+        "usual": ({"prompt": "1 + 1?", "answer": "2"}, ("prompt_field", "answer_field", "messages_field")),
+        "guessed": ({"question": "1 + 1?", "response": "2"}, ("prompt_field", "answer_field", "messages_field")),
+        "chat": ({"messages": CHAT}, ("prompt_field", "answer_field", "messages_field")),
+        "chat with an answer": ({"conversation": CHAT[:1], "output": "2"}, ("answer_field", "messages_field")),
+    },
+    "demonstrations": {
+        "usual": ({"prompt": "1 + 1?", "completion": "2"}, ("prompt_field", "completion_field")),
+        "guessed": ({"problem": "1 + 1?", "solution": "2"}, ("prompt_field", "completion_field")),
+        "chat": ({"conversations": CHAT}, ("messages_field",)),
+    },
+    "preferences": {
+        "usual": (
+            {"prompt": "?", "chosen": "2", "rejected": "3"}, ("prompt_field", "chosen_field", "rejected_field"),
+        ),
+        "guessed": (
+            {"query": "?", "winner": "2", "loser": "3"}, ("prompt_field", "chosen_field", "rejected_field"),
+        ),
+    },
+}  # fmt: skip
+WRONG = [
+    (command, section, kind, key)
+    for section, commands in {
+        "data": ("train", "sample", "eval", "plan", "reward try"),
+        "demonstrations": ("sft",),
+        "preferences": ("rm", "dpo"),
+    }.items()
+    for kind, (_, keys) in NEEDED[section].items()
+    for key in keys
+    for command in (commands if kind == "guessed" else commands[:1])
+]  # fmt: skip
+
+
+@each(("command", "section", "kind", "key"), WRONG)
+def test_a_wrong_name_of_ones_own_is_refused_by_its_key_with_the_fields_of_the_row(
+    command: str, section: str, kind: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, _ = NEEDED[section][kind]
+    (file := tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    for wrong, remedy in (("nope", "name one of these"), (f"{[*row][-1]}x", f"did you mean {[*row][-1]}?")):
+        words = [*command.split(), f"{section}=jsonl", f"{section}.path={file}", f"{section}.{key}={wrong}"]
+        assert cli.run([*words, *["model.path=embedded:tiny-arithmetic"] * (command != "reward try")]) == 2
+        fields = ", ".join(map(repr, row))
+        said = f"rlft: {section}.{key}: {file}:1: there is no field {wrong!r}, only {fields}; {remedy}"
+        assert capsys.readouterr().err.splitlines() == [said]
 
 
 def test_rows_that_are_read_as_they_are_keep_their_keys(tmp_path: Path) -> None:
@@ -128,6 +176,7 @@ def test_a_held_out_file_is_looked_at_too(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
+from rlft import cli
 from rlft.commands.launch import settled
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -153,6 +202,6 @@ def test_a_wrong_field_is_refused_before_torch_is_imported(tmp_path: Path) -> No
 def test_a_field_that_several_keys_name_is_not_blamed_on_one(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"q": "1 + 1?"}\n')
-    words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}", "data.answer_field=prompt")
+    words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}", "data.image_field=prompt")
     with pytest.raises(UserError, match=r"name other fields \(data\.\*_field\)"):
         resolve(settled(compose(words, None, "train")))

@@ -14,8 +14,8 @@ from pool_engines import BUCKET, ThreadLauncher, ThreadWorker
 from run_processes import happens
 
 from rlft.generation import pool as engine_pool, sending
-from rlft.generation.engine import FreshnessCheck, StaleEngineError
-from rlft.generation.pool import EngineError, EnginePool, _Failed, units_of
+from rlft.generation.engine import FreshnessCheck, StaleEngineError, units_of
+from rlft.generation.pool import EngineError, EnginePool, _Failed
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.system.process.worker import WorkerSpec
 from rlft.types import Adapter, EnvironmentFailure, Group, Image, Prompt, Sampling, Turn, UserError

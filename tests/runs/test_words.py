@@ -9,6 +9,7 @@ import pytest
 
 from rlft.config import catalog
 from rlft.config.compose import compose
+from rlft.runs import run_folder
 from rlft.runs.words import changed_keys, choices_of, words_of
 
 RECIPES = [(command, name) for command in ("train", "sft", "rm", "dpo") for name in catalog.recipes(command)]
@@ -54,6 +55,14 @@ def test_a_recipes_words_begin_with_it_and_other_choices_are_named() -> None:
     tools = compose(["environment=tools", "environment.tools=[mine.search]"])
     assert words_of(tools, "train") == ["environment=tools", "environment.tools=[mine.search]"]
     assert changed_keys(plain, "train") == {"steps": (5, 100)}, "keys of the chosen algorithm are its defaults"
+
+
+@pytest.mark.parametrize("folder", sorted((Path(__file__).parent / "recorded").glob("*/")), ids=lambda f: f.name)
+def test_a_recorded_run_has_changed_no_key_that_says_nothing(folder: Path) -> None:
+    plain = {key: value for key, value in run_folder.read(folder).items() if key != run_folder.ORIGIN}
+    command = plain["command"]
+    assert {} not in (now for now, _ in changed_keys(plain, command).values())
+    assert words_of(plain, command) is not None, "a command that repeats it"
 
 
 def test_a_reward_in_a_file_of_ones_own_is_named_and_one_that_is_gone_gives_no_words(

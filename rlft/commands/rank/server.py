@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from threading import Lock
@@ -15,7 +16,9 @@ from typing import Any
 
 from rlft.commands.html_page import html_page
 from rlft.commands.rank.rankings import Rankings
+from rlft.system import crash
 from rlft.system.disk import DiskError
+from rlft.system.terminal import say
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 10_000
@@ -43,7 +46,10 @@ class RankServer(ThreadingTCPServer):
         self.url = f"http://{self.hosts[0]}{self.path}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Prints nothing: a browser that is closed breaks its connections."""
+        """Says an unexpected error, which the browser is not told; one that is closed only breaks its connections."""
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and not isinstance(error, ConnectionError | TimeoutError):
+            say(f"a request could not be answered: {crash.report(error)}")
 
     def answer(self, request: object) -> tuple[int, str]:
         """Does what the page asks; returns the HTTP status, and what was wrong or "".

@@ -28,7 +28,7 @@ from rlft.plan.run_plan import Plan
 from rlft.runs import run_folder, run_status
 from rlft.runs.lines import EVALUATIONS, read_lines, silent
 from rlft.system.process.placement import visible_gpus
-from rlft.system.terminal import override
+from rlft.system.terminal import override, say
 from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import Mistakes, UserError, counted, require
 
@@ -87,8 +87,8 @@ def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
         space, parsed = replace(space, fixed=(*space.fixed, word)), replace(parsed, overrides=(*parsed.overrides, word))
         resolved = [dated(one, word) for one in resolved]
     cluster = cluster_of(resolved)
-    doing = f"rlft {command} -m: {counted(len(tried), 'config')} to check"
-    import_libraries(doing, {model: None for one in resolved for model in models_of(one.config)})
+    models = {model: None for one in resolved for model in models_of(one.config)}
+    import_libraries(f"rlft {command} -m: the configs are valid", models)
     on_gpus = cluster is not None and cluster.jobs > 1 and are_on_gpus(plains)
     if cluster is not None and on_gpus:
         gpus_of(cluster)  # refuses jobs for which there are too few
@@ -133,6 +133,8 @@ def checked_configs(
     for one in tried:
         with _blamed_on(one, space):
             configs.append(resolve_words(one.words, config_dir, command))
+            if len(configs) == 1:  # what is wrong in all of them is refused before
+                say(f"rlft {command} -m: {counted(len(tried), 'config')} to check ..")
             first, plain = configs[0].plain, configs[-1].plain
             if metric is not None and len(configs) > 1:
                 check_measured_alike(first, plain, metric)

@@ -11,7 +11,6 @@ their prompts (data.metadata_fields). A function has this form if it has a param
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import inspect
@@ -287,6 +286,8 @@ def accepted(function: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def awaited(value: Any) -> Any:
     """The value, or the result of a coroutine or another awaitable, which is run to its end in a loop of its own."""
+
+    import asyncio  # whose import takes longer than most commands' checks
 
     async def run() -> Any:
         return await value

@@ -68,6 +68,37 @@ def test_the_page_ranks_skips_and_undoes(serve: Served, write_samples: Callable[
     assert server.rankings.file.read_bytes() == b""
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ValueError("of no kind that was foreseen"),
+            "a request could not be answered: ValueError: of no kind that was",
+        ),
+        (PermissionError(13, "not yours"), "a request could not be answered: PermissionError: [Errno 13] not yours; "),
+        (BrokenPipeError(32, "a closed browser"), ""),
+        (ConnectionResetError(104, "a closed browser"), ""),
+        (TimeoutError("a browser that sends no more"), ""),
+    ],
+)
+def test_an_unexpected_error_is_said_and_a_closed_browser_is_not(
+    error: Exception, said: str, serve: Served, write_samples: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(request: object) -> tuple[int, str]:
+        raise error
+
+    server = serve(write_samples(2))
+    monkeypatch.setattr(server, "answer", fail)
+    with pytest.raises(http.client.RemoteDisconnected):
+        ask(server, {})
+    told = capsys.readouterr().err
+    assert told.startswith(said)
+    assert len(told.splitlines()) == bool(said)
+    monkeypatch.undo()
+    assert ask(server, {})[0] == 200, "the next request is answered"
+
+
 @each(
     "request_",
     [

@@ -214,7 +214,8 @@ def test_init_like_it_writes_the_same_run_into_a_yaml(peer: str, name: str, text
     rmtree("own", ignore_errors=True)
     Path(name.split()[-1]).write_text(text)
     assert cli.run(["init", "own", "--like", peer, *name.split()]) == 0
-    words = {key: word for key, word in translated(peer, name.split())[0].words.items() if not key.startswith("hydra.")}
+    translation = translated(peer, name.split())[0]
+    words = {key: word for key, word in translation.words.items() if not key.startswith("hydra.")}
     rewards = "reward=[own/reward.py:close,own/reward.py:tagged]"
     example = {"model.path": "model.path=embedded:tiny-arithmetic"} | {
         key: rewards if key == "reward" else f"{key}={'' if ':' in value else 'own/'}{value}"
@@ -223,18 +224,22 @@ def test_init_like_it_writes_the_same_run_into_a_yaml(peer: str, name: str, text
     expected = parse(["name=own", *(example | words).values()], command).overrides
     written = Path("own/run.yaml").read_text()
     assert compose(parse(["own/run.yaml"], command).overrides, command=command) == compose(expected, command=command)
+    told = re.sub(r"\n# +", " ", written)
+    assert all(word in told for key, word in translation.words.items() if key not in words), "what is left out is said"
     given = {f"own/{file}": (Path("own") / file).is_file() for file in ("data.jsonl", "reward.py")}
     assert given == {file: Path(file).name in re.sub("#.*", "", written) for file in given}
     assert max(len(line) for line in written.splitlines()) <= 100
 
 
 def test_init_like_a_run_whose_data_could_not_be_read_has_no_fields_of_them() -> None:
-    Path("run.sh").write_text("python3 -m verl.trainer.main_ppo data.train_files=$FILES data.max_response_length=64")
+    words = "data.train_files=$FILES data.prompt_key=question data.max_response_length=64"
+    Path("run.sh").write_text(f"python3 -m verl.trainer.main_ppo {words}")
     assert cli.run(["init", "own", "--like", "verl", "run.sh"]) == 0
     written = Path("own/run.yaml").read_text()
     assert "\ndata.path: data.jsonl\n" in written
     assert "_field:" not in written
     assert "#   data.train_files: $FILES\n" in written
+    assert "#   data.prompt_key=question: data.prompt_field=question\n" in written, "what is left out is said"
     assert cli.run(["plan", "own/run.yaml", "prompts_per_step=8", "prompts.max_tokens=64"]) == 0
 
 
