@@ -56,9 +56,10 @@ def run(resolved: Resolved, source: NamedRun | None, say: Callable[[str], None])
     """Evaluates and prints. The completions go to the run's folder, or to runs/eval for a bare model."""
     from rlft.loop.engines import Engines
     from rlft.loop.session import open_session
+    from rlft.plan.fit import settled_here
     from rlft.runs import checkpoint
 
-    plan = resolved.plan(trains=False)
+    plan = settled_here(resolved.plan(trains=False))
     saved = None
     if source is not None:
         checkpoint_folder = find_checkpoint(source, say)

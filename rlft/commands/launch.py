@@ -123,6 +123,7 @@ def launch(
 
     plan = fit_to_device(plan or resolved.plan())
     plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
+    plain = plan.plain
     if fork is not None:
         forks.check(fork, plain, plan.fingerprints, plan.num_steps)
     run_folder.check_writable(folder)

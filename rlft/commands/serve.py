@@ -114,7 +114,7 @@ def opened(
     from rlft.environment.endpoint.speech import Speech
     from rlft.loop.engines import Engines, engine_args
     from rlft.model.backbone import load_backbone, read_config
-    from rlft.plan.model_rules import check_adapted, choose_engine
+    from rlft.plan.model_rules import check_adapted, choose_engine, settle_engine
     from rlft.system.memory import Doing, explained
 
     policy = policy_of(resolved, source, say)
@@ -124,6 +124,7 @@ def opened(
     engine, _ = choose_engine(config.generation, config.model, lora, whole=lora is None)
     if lora is not None:
         check_adapted(config.generation.named(engine), lora, config.model, read_config(config.model))
+    config = replace(config, generation=settle_engine(config.generation, engine, lora, config.model))
     most_tokens = config.prompts.max_tokens + config.generation.max_tokens
     with contextlib.ExitStack() as stack:
         engines = stack.enter_context(Engines())

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 LIKE = 0.6  # the least similarity (difflib's ratio) of a suggested choice
 OTHER_NAMES = {"gpu": ["cuda"], "fp32": ["float32"], "float": ["float32"], "bf16": ["bfloat16"], "fp16": ["float16"],
-               "half": ["float16"], "int4": ["4bit"], "nf4": ["4bit"], "hf": ["transformers"],
+               "half": ["float16"], "merged": ["copy"], "int4": ["4bit"], "nf4": ["4bit"], "hf": ["transformers"],
                "vpg": ["reinforce", "reinforce_arithmetic"], "policy_gradient": ["reinforce", "reinforce_arithmetic"],
                "actor_critic": ["a2c", "a2c_arithmetic"], "r1_zero": ["r1_zero_arithmetic", "grpo"],
                "grpo_zero": ["grpo_arithmetic", "grpo"], "rlhf": ["rlhf_ppo_arithmetic", "ppo"]}  # fmt: skip

@@ -29,7 +29,8 @@ def completed(recorded: Mapping[str, Any], root: type) -> dict[str, Any]:
     config = _completed(_with_console(recorded, root), root)
     config |= {name: _with_components(config[name]) for name in OPEN if name in config}
     if isinstance(generation := config.get("generation"), Mapping):
-        engines = {name: _section(generation.get(name, {}), of) for name, of in engine_classes({}).items()}
+        own = {name: (generation.get(name, {}), of) for name, of in engine_classes({}).items()}
+        engines = {name: _section(getattr(of, "of_older", dict)(keys), of) for name, (keys, of) in own.items()}
         config["generation"] = {**generation, **{name: keys for name, keys in engines.items() if keys is not ABSENT}}
     return config
 

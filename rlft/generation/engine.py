@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from rlft.config.model import LoraSettings
     from rlft.generation.loaded_adapter import LoadedAdapter
     from rlft.generation.sending import Part
     from rlft.generation.shared_base import SharedBase
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 TokenCallback = Callable[[int, int], None]
 """Called with each token when it is sampled: (p * n + i for completion i of prompt p, the token's id)."""
+Modules = Callable[[], Iterable[str]]
+"""Gives the names of the modules that adapters are on, which takes time."""
 Accept = Callable[[list[list[float]]], str | None]
 """Returns what is wrong with an engine's log-probs of fixed tokens; None if they are the policy's."""
 AcceptAdapter = Callable[["LoadedAdapter | str"], str | None]
@@ -60,6 +63,17 @@ class StaleEngineError(RuntimeError):
     """An engine holds other weights than those it was given."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What a live engine adds to what a run says when it starts."""
+
+    rows: tuple[tuple[str, str, str], ...] = ()  # rows of the start-up table: (name, value, explanation)
+    notes: tuple[str, ...] = ()
+
+
+NO_FACTS = EngineFacts()
+
+
 class Generator(ABC):
     """What samples: one live engine, several (`EnginePool`), or conversations over either (`GeneratorOver`).
 
@@ -73,12 +87,21 @@ class Generator(ABC):
     replaces_engines: bool = False
     """Whether engines may start later, which load the version in use and have to pass its check (`verify`) first."""
 
+    facts: EngineFacts = NO_FACTS
+    """What it says of itself; that of engines in other processes is not asked for."""
+    metrics: Mapping[str, float] = {}
+    """Numbers of the version in use, which are in the metrics of the step that is sampled with it."""
+
     loads_parts: bool = False
     """Whether it takes all weights of a model in parts (`load_parts`); else it is given them together (`load`)."""
 
     def adopt(self, model: nn.Module, device: torch.device) -> None:
         """Makes the parameters of the trainer's base views of the engine's and moves the rest to the device."""
         raise NotImplementedError("its engine says that no base can be shared (`Engine.base_sharing_obstacle`)")
+
+    def serve(self, slot: Any) -> None:  # noqa: B027 (most are opened for each job)
+        """From now on serves the job with these networks (`EngineArgs.slot`); None: no job, of whose base it keeps
+        nothing."""
 
     @abstractmethod
     def load(self, adapter: Adapter) -> None:
@@ -141,6 +164,14 @@ class GeneratorOver(Generator):
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.shared_base, self.replaces_engines = generator.shared_base, generator.replaces_engines
+
+    @property
+    def facts(self) -> EngineFacts:  # type: ignore[override]
+        return self.generator.facts
+
+    @property
+    def metrics(self) -> Mapping[str, float]:  # type: ignore[override]
+        return self.generator.metrics
 
     def load(self, adapter: Adapter) -> None:
         self.generator.load(adapter)
@@ -270,8 +301,8 @@ class Engine(ABC):
         plain_kernels: whether the trainer's base is computed as transformers and PEFT do it (model.kernels=plain).
         """
 
-    def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:
-        """Why it cannot load an adapter on these modules, whose names take time, such as "it ..."; None if it can."""
+    def unserved(self, modules: Modules) -> str | None:
+        """Why it cannot load an adapter on these modules, such as "it ..."; None if it can."""
         return None
 
     def why_no_images(self, kind: str, device: str) -> Missing | None:
@@ -307,6 +338,18 @@ class Engine(ABC):
 
         The arguments are those of `base_sharing_obstacle`. UserError by the engine's own key, such as `share_base`.
         """
+
+    def settled(
+        self, lora: LoraSettings | None, modules: Modules, fits: Callable[[Self], bool], device: str, quantized: bool
+    ) -> Self:
+        """The engine with values in place of those of its `auto` keys that decide numbers; a resumed run keeps them.
+
+        Args:
+            lora: the shape of the adapters that it will load; None if it loads none.
+            fits: whether the run has enough memory for the engine with other values.
+            device, quantized: as in `base_sharing_obstacle`.
+        """
+        return self
 
     def quantization_obstacle(self) -> str | None:
         """Why it cannot hold a base in 4 bits, as the trainer's is with `model.quantization`; None if it can."""

@@ -19,7 +19,7 @@ class When(StrEnum):
     annotating = "annotating"  # during the passes without gradient over a step's rows, before its updates
     updating = "updating"
     stepping = "stepping"  # while the optimizer changes the weights, after an update's passes
-    publishing = "publishing"  # while engines in other processes are sent a version, after a step's updates
+    publishing = "publishing"  # while engines get a version, after a step's updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

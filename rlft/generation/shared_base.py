@@ -204,8 +204,6 @@ class SharedBase:
     apart: Mapping[str, str]  # {the trainer's name: why trainer and engine have a tensor each}
     # {the trainer's name: checksum} of a few shared tensors, from when they were shared.
     checksums: Mapping[str, str] = field(default_factory=dict)
-    # Called before content is checked; set by whoever writes to the storage for a while.
-    before_check: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         names = list(self.shared)
@@ -243,8 +241,6 @@ class SharedBase:
 
         `before` has their checksums in a checkpoint; None stands for those from when they were shared.
         """
-        if self.before_check is not None:
-            self.before_check()
         now = {name: checksum(self.shared[name].own.data) for name in self.checksums}
         before = self.checksums if before is None else before
         changed = [name for name, value in now.items() if before.get(name, value) != value]

@@ -69,14 +69,16 @@ class Engines(AbstractContextManager["Engines"]):
     @contextmanager
     def opened(self, engine: Engine, args: EngineArgs) -> Iterator[Generator]:
         """Yields the engine's generator, and closes it afterwards unless other jobs may share it."""
-        if engine.shared:
-            yield self._shared_by_jobs(engine, args)
-            return
-        generator = engine.open(args)
+        generator = self._shared_by_jobs(engine, args) if engine.shared else engine.open(args)
         try:
+            if engine.shared:
+                generator.serve(args.slot)
             yield generator
         finally:
-            generator.close()
+            if engine.shared:
+                generator.serve(None)
+            else:
+                generator.close()
 
     @contextmanager
     def opened_for(

@@ -205,7 +205,7 @@ class Session(RunDriver):
         with self.clock("log"):
             groups, scores = rollouts.groups, rollouts.scores
             self.chain.add_batch(batch)
-            metrics |= unknown_token_metrics(groups, self._unknown)
+            metrics |= unknown_token_metrics(groups, self._unknown) | self.generator.metrics
             if self.sampler.curriculum is not None:
                 metrics |= self.sampler.curriculum.metrics()
             shape = scores.total.shape
@@ -286,7 +286,8 @@ class Session(RunDriver):
     # -- details -------------------------------------------------------------------------------------------------------
     def facts(self) -> Facts:
         learning = [parameter for role in self.roles.learning_roles for parameter in self.roles.named_parameters(role)]
-        return facts_of(self.roles.model, learning, self.backbone, self.roles.forward, self.base_copies())
+        copies, engine = self.base_copies(), self.generator.facts
+        return facts_of(self.roles.model, learning, self.backbone, self.roles.forward, copies, engine)
 
 
 def largest_micro_batch(run: RunConfig, forward: Forward, prompt: tuple[int, ...], hinted_tokens: int = 0) -> Batch:

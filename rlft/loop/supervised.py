@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from rlft.algorithm.ops.aggregate import negative_log_likelihood
 from rlft.config.model import LoraSettings
-from rlft.generation.engine import Generator
+from rlft.generation.engine import NO_FACTS, Generator
 from rlft.logger.alarms import not_finite
 from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
 from rlft.loop.parts import load_for_training
@@ -150,7 +150,8 @@ class SupervisedRun(RunDriver):
 
     def facts(self) -> Facts:
         learner, copies = self.task.learner, self.base_copies()
-        return facts_of(learner.model, self.task.parameters(), learner.backbone, learner.forward, copies)
+        engine = NO_FACTS if self.task.generator is None else self.task.generator.facts
+        return facts_of(learner.model, self.task.parameters(), learner.backbone, learner.forward, copies, engine)
 
     def rehearse_sampling(self, step: int) -> None:
         self.task.rehearse_sampling(step)

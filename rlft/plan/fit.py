@@ -14,12 +14,13 @@ import torch
 
 from rlft.config.model import LESS_MEMORY, Recompute
 from rlft.config.resolved import with_number
-from rlft.config.schema import AUTO, RunConfig
+from rlft.config.schema import AUTO, RunConfig, section_of
 from rlft.generation.engine import Engine
 from rlft.generation.memory import TEACHER_SHARE, ModelSizes, in_words, peak
 from rlft.model.activations import activation_bytes
 from rlft.plan.demand import Demand, TeacherDemand
 from rlft.plan.memory_parts import engine_memory, memory_shortfall, parts, teacher_memory
+from rlft.plan.model_rules import settle_engine
 from rlft.plan.rules import why_whole
 from rlft.plan.run_plan import Plan
 from rlft.plan.sizes import CUDA_CONTEXT, on_a_gpu, sizes_of
@@ -259,20 +260,52 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 def fit_to_device(plan: AnyPlan) -> AnyPlan:
     """The plan of a run with the values of `auto` for this GPU, if it is one, and with its engines and ranks placed."""
-    plan = cast(AnyPlan, placed_here(plan))
+    plan = settled_here(cast(AnyPlan, placed_here(plan)))
     config = plan.config
-    if not (hasattr(config, "lora") and AUTO in (plan.plain.get("token_budget"), config.model.gradient_checkpointing)):
-        return plan
-    device = resolve_device(config.model.device)
+    is_auto = hasattr(config, "lora") and AUTO in (plan.plain.get("token_budget"), config.model.gradient_checkpointing)
+    found = planned_here(plan) if is_auto else None
+    return plan if found is None else resolve_auto(plan, *found, plan.plain.get("token_budget") == AUTO)
+
+
+def planned_here(plan: Plan) -> tuple[ModelSizes, Demand, int] | None:
+    """(sizes of the base, what the run asks of this GPU, its bytes); None on a CPU, or if the plan does not say."""
+    device = resolve_device(plan.config.model.device)
     if not has_own_memory(device):
-        return plan
-    limit = total_bytes(device)
-    model = sizes_of(config.model, config.lora)
+        return None
+    model, limit = sizes_of(plan.config.model, plan.lora_settings), total_bytes(device)
     demand = plan.demand(model, False)
-    if demand is None:
-        return plan
-    demand = on_a_gpu(demand, plan, limit, absent=False)
-    return resolve_auto(plan, model, demand, limit, plan.plain.get("token_budget") == AUTO)
+    return None if demand is None else (model, on_a_gpu(demand, plan, limit, absent=False), limit)
+
+
+def settled_here(plan: AnyPlan) -> AnyPlan:
+    """The plan of a run that starts now, with its engine settled for this machine."""
+    return plan if plan.engine is None else settled(plan, plan.engine, lambda: planned_here(plan))
+
+
+def settled(
+    plan: AnyPlan, name: str, planned: Callable[[], tuple[ModelSizes, Demand, int] | None], device: str | None = None
+) -> AnyPlan:
+    """The plan whose engine of this name is settled (`settle_engine`), also in the config that the run records.
+
+    It fits if nothing has to be done that takes time: activations are not computed again, and the budget is at least
+    LOWERED_TOKENS. `planned` gives what `planned_here` does. Engines in other processes have no base next to them.
+    """
+    config, section, is_auto = plan.config, section_of(name), plan.plain.get("token_budget") == AUTO
+
+    def fits(engine: Engine) -> bool:
+        if (found := planned()) is None:
+            return True
+        model, demand, memory = found
+        budget = min(demand.token_budget, max(LOWERED_TOKENS, demand.rows.tokens)) if is_auto else demand.token_budget
+        demand = replace(demand, engine=engine, token_budget=budget)
+        return peak(parts(model, demand, context_bytes(plan))) <= memory and not memory_shortfall(model, demand)
+
+    lora = None if getattr(getattr(config, "cluster", None), "engines", 0) else plan.lora_settings
+    generation = settle_engine(config.generation, name, lora, config.model, device=device, fits=fits)
+    changed = _changed_fields(config.generation.named(name), generation.named(name))
+    recorded = plan.plain.get("generation", {})
+    plain = {**plan.plain, "generation": {**recorded, section: {**recorded.get(section, {}), **changed}}}
+    return replace(plan, config=replace(config, generation=generation), plain=plain) if changed else plan
 
 
 def resolve_auto(plan: AnyPlan, model: ModelSizes, demand: Demand, memory: int, may_lower: bool) -> AnyPlan:

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.objective import Objective
@@ -242,6 +243,36 @@ def check_apart(config: RunConfig, engine: str) -> None:
     with _keys_of(engine):
         separate = config.generation.named(engine).standalone()
     separate.with_gpus(config.cluster.gpus_per_engine)
+    if config.lora is not None:
+        _refuse_unserved(separate, config.lora)
+
+
+def settle_engine(
+    generation: GenerationConfig,
+    name: str,  # the engine's
+    lora: LoraSettings | None,  # the shape of the adapters that it will load; None if it loads none
+    model: ModelConfig,
+    *,
+    device: str | None = None,  # the trainer's, such as "cuda:1"; None: that of `model`
+    fits: Callable[[Engine], bool] = lambda engine: True,  # whether the run has enough memory for this engine
+) -> GenerationConfig:
+    """The generation with what those of the engine's `auto` keys are that decide numbers (`Engine.settled`).
+
+    Raises UserError: the engine does not serve such adapters then.
+    """
+    from rlft.model.backbone import read_config
+    from rlft.system.device import resolve_device
+
+    engine, device = generation.named(name), device or str(resolve_device(model.device))
+
+    def modules() -> set[str]:
+        return set() if lora is None else modules_to_adapt(lora, model, read_config(model))
+
+    settled = engine.settled(lora, modules, fits, device, model.quantization is not None)
+    if settled != engine and lora is not None:
+        _refuse_unserved(settled, lora)
+        check_adapted(settled, lora, model, read_config(model))
+    return replace(generation, engines={**generation.engines, section_of(name): settled})
 
 
 def _keys_of(engine: str) -> AbstractContextManager[None]:
@@ -288,9 +319,12 @@ def check_routing(snapshot: SnapshotConfig, engine: Engine, settings: ModelConfi
 def check_served(generation: GenerationConfig, lora: LoraSettings) -> None:
     """Checks that the named engine serves adapters of this rank and kind."""
     check_pattern(lora)
-    if generation.engine == AUTO:
-        return
-    problems = unserved(generation.named(generation.engine), lora)
+    if generation.engine != AUTO:
+        _refuse_unserved(generation.named(generation.engine), lora)
+
+
+def _refuse_unserved(engine: Engine, lora: LoraSettings) -> None:
+    problems = unserved(engine, lora)
     for key, got, remedy in (
         ("lora.rank", lora.rank, "lower it, or choose generation=transformers"),
         ("lora.use_dora", "true", "use generation=transformers, or lora.use_rslora=true instead"),

@@ -19,7 +19,7 @@ from rlft.plan.cards import CARDS
 from rlft.plan.conversation import EnvironmentTrial, try_environment
 from rlft.plan.demand import Demand
 from rlft.plan.duration import Duration, duration_of
-from rlft.plan.fit import Remedy, context_bytes, needs_checkpointing, remedies, resolve_auto, with_placement
+from rlft.plan.fit import Remedy, context_bytes, needs_checkpointing, remedies, resolve_auto, settled, with_placement
 from rlft.plan.memory_parts import engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_on, has_bitsandbytes
 from rlft.plan.rewards.brief import Brief, brief_of, doubts
@@ -185,9 +185,15 @@ def predict(resolved: Resolved, limit: int | None, card: str | None = None, *, t
     if demand is None:
         problem = "cannot be planned: it does not say how much memory its runs take"
         raise UserError("plan", problem, got=f"rlft {resolved.command.name}", remedy="plan a command that does")
+    memory = total_bytes(device) if on_gpus and limit is None else limit or 0
     if on_gpus:
-        memory = total_bytes(device) if limit is None else limit
         demand = on_a_gpu(demand, plan, memory, absent=on_another)
+    if demand.engine is not None:
+        planned = (model, demand, memory) if on_gpus else None
+        plan = settled(plan, demand.work.section, lambda: planned, demand.load.device)
+        if not demand.work.apart:
+            demand = replace(demand, engine=plan.config.generation.named(demand.work.section))
+    if on_gpus:
         plan = resolve_auto(plan, model, demand, memory, resolved.plain["token_budget"] == AUTO)
     if demand.engine is not None and plan.engine is not None and demand.work.section != section_of(plan.engine):
         plan = plan.sampled_by(demand.work.section, model.itemsize)

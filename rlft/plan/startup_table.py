@@ -14,6 +14,7 @@ from rlft.config.instantiate import component_name
 from rlft.config.keys import ABSENT
 from rlft.config.schema import DpoConfig, RankingRoot, RmConfig, RunConfig, SftConfig
 from rlft.environment.protocol import read_environment
+from rlft.generation.engine import NO_FACTS, EngineFacts
 from rlft.system.machine import multiplies_in
 from rlft.types import counted
 
@@ -72,11 +73,12 @@ class Facts:
     # (copies of the base in trainer and engine together, what they share or why they cannot); None where the engine has
     # no base of its own.
     base_copies: tuple[int, str] | None = None
+    engine: EngineFacts = NO_FACTS  # what a live engine says of itself
     # (layers with an adapter, layers without one, number of weights of the former); empty without adapters.
     layer_kinds: tuple[str, str, int] = ("", "", 0)
 
     def rows(self) -> list[TableRow]:
-        """The sizes, the layers with adapters, the copies of the base, and how rows go through the network."""
+        """The sizes, the layers with adapters, the engine's rows, and how rows go through the network."""
         rows = [("parameters", f"{self.base:,}", f"of the base, {self.dtype} on {self.device}")]
         if self.trainable:
             share = f"{self.trainable / self.base:.2%} of the parameters of the base"
@@ -87,6 +89,7 @@ class Facts:
             rows.append(("adapted layers", adapted, f"{weights}; not {others}" if others else weights))
         if self.base_copies is not None:
             rows.append(("copies of the base", str(self.base_copies[0]), self.base_copies[1]))
+        rows += self.engine.rows
         kernels = "; ".join(filter(None, (self.kernels.reason, self.kernels.modules)))
         rows.append(("forward", self.forward, self.reason.removeprefix("padded rows: ")))
         return [*rows, ("kernels", str(self.kernels.choice), kernels)]
@@ -94,7 +97,7 @@ class Facts:
     @property
     def notes(self) -> list[str]:
         """Notes about a model that takes more time than it has to."""
-        notes = [] if self.forward == "packed" else [self.reason]
+        notes = [*self.engine.notes, *([] if self.forward == "packed" else [self.reason])]
         if not self.kernels.requested:
             why = self.kernels.reason
             notes.append(f"model.kernels: plain instead of auto, which takes more time and memory: {why}")
@@ -117,6 +120,7 @@ def facts_of(
     backbone: Any,
     forward: Any,
     base_copies: tuple[int, str] | None = None,
+    engine: EngineFacts = NO_FACTS,
 ) -> Facts:
     """The facts about a loaded model with these trained parameters."""
     from rlft.model.lora_config import adapted_words  # with torch, which rows of a config do without
@@ -130,5 +134,6 @@ def facts_of(
         reason=forward.reason,
         kernels=backbone.kernels.decision,
         base_copies=base_copies,
+        engine=engine,
         layer_kinds=adapted_words(model),
     )

@@ -199,7 +199,7 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
 
 def with_kept_values(config: Mapping[str, Any], resumed: Path | None) -> dict[str, Any]:
     """The config with values in place of `model.date: auto`, `cluster.lanes: auto`, and `model.revision: null` of a hub
-    id, which a resumed run keeps: what is pushed later is another base."""
+    id, which a resumed run keeps: what is pushed later is another base. So is an engine's `weights: auto` kept."""
     before = None if resumed is None else read(resumed)
     kept = dict(config)
     if isinstance(model := config.get("model"), Mapping):
@@ -209,9 +209,18 @@ def with_kept_values(config: Mapping[str, Any], resumed: Path | None) -> dict[st
         if "revision" in model and model["revision"] is None:
             model = {**model, "revision": commit_of(str(model.get("path"))) if then is None else then.get("revision")}
         kept["model"] = model
+    if before is not None and isinstance(generation := config.get("generation"), Mapping):
+        then = before.get("generation", {})
+        kept["generation"] = {name: _kept_weights(keys, then.get(name)) for name, keys in generation.items()}
     if isinstance(cluster := config.get("cluster"), Mapping):
         kept["cluster"] = kept_lanes(cluster, None if before is None else before.get("cluster", {}))
     return kept
+
+
+def _kept_weights(keys: Any, then: Any) -> Any:
+    if isinstance(keys, Mapping) and isinstance(then, Mapping) and keys.get("weights") == "auto" and "weights" in then:
+        return {**keys, "weights": then["weights"]}
+    return keys
 
 
 @contextlib.contextmanager

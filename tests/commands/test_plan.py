@@ -161,7 +161,7 @@ def test_a_run_that_samples_alone_has_no_part_of_training(no_weights: Path, caps
     assert parts_of(one_step)["keys and values"] == pytest.approx(3 / 8 * parts_of(found)["keys and values"], rel=1e-3)
     on_a_gpu = ("generation=vllm", "model.device=cuda", "device_memory=24GiB")
     on_card = parts_of(planned(capsys, *words, *on_a_gpu))
-    assert on_card["vLLM, its KV cache (it shares the base)"] > 0
+    assert on_card["vLLM, its base and KV cache"] > 0
     assert cli.run(["plan", *words, "model.device=cuda", "device_memory=512MiB", "generation=transformers"]) == 1
     assert "no value of a key makes it fit" in capsys.readouterr().out
 
@@ -242,10 +242,13 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
     assert parts["base"] == 2 * 823_424, "bfloat16"
     assert ("token budget", "32,768") in {(row["what"], row["value"]) for row in found["sizes"]}
     assert (found["fits"], found["device"]) == (True, "a GPU that is not here")
-    cache = int(0.45 * 24 * 2**30) - parts["base"]
-    assert parts["vLLM, its KV cache (it shares the base)"] == cache, "on a GPU generation=auto is vLLM"
+    share = int(0.45 * 24 * 2**30)
+    assert parts["vLLM, its base and KV cache"] == share, "on a GPU generation=auto is vLLM, with a copy of the policy"
+    assert parts["a block of the policy's weights"] > 0
     assert "keys and values" not in parts, "which decodes on its own base"
-    assert found["peak"] - found["peak_without_engine"] == cache
+    assert found["peak"] - found["peak_without_engine"] == share
+    shared = parts_of(planned(capsys, *ON_A_GPU, "device_memory=24GiB", "generation.vllm.share_base=true"))
+    assert shared["vLLM, its KV cache (it shares the base)"] == share - parts["base"]
     assert cli.run(["plan", *ON_A_GPU]) == 2
     told = capsys.readouterr().err
     assert told.startswith("rlft: model.device: this machine has no such GPU, so its memory cannot be read")
@@ -284,7 +287,7 @@ def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(
     found = planned(capsys, f"+recipe={recipe}", "model.device=cuda", "device_memory=24GiB", *local)
     assert found["fits"]
     parts = parts_of(found)
-    assert parts["vLLM, its KV cache (it shares the base)"] == int(0.45 * 24 * 2**30) - parts["base"]
+    assert parts["vLLM, its base and KV cache"] == int(0.45 * 24 * 2**30)
     remedy = pip_install("rlft[vllm]")
     lacks = f"vLLM is not installed here, and the run needs it where it runs: {remedy} (GPU) or"
     assert any(note.startswith(lacks) for note in found["notes"])

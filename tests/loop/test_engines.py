@@ -23,7 +23,10 @@ class Closing:
     """Stands for a live engine: to be closed, and that once."""
 
     def __init__(self) -> None:
-        self.closed = 0
+        self.closed, self.slot = 0, "that of its arguments"
+
+    def serve(self, slot: Any) -> None:
+        self.slot = slot
 
     def close(self) -> None:
         self.closed += 1
@@ -120,7 +123,8 @@ def test_a_runs_own_engine_is_closed_once_with_the_run(
 def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args: EngineArgs, started: list[Closing]) -> None:
     with Engines() as engines:
         with engines.opened(Shared(), args) as first:
-            pass
+            assert first.slot is args.slot is not None  # type: ignore[attr-defined]
+        assert first.slot is None, "it keeps nothing of a job that is over"  # type: ignore[attr-defined]
         with engines.opened(Shared(), replace(args, seed=9, slot=None)) as again:
             assert again is first
         assert [engine.closed for engine in started] == [0]

@@ -237,6 +237,25 @@ def test_a_number_that_a_user_gave_is_kept_and_so_is_a_cpus(on_gpu, monkeypatch)
     assert fit_to_device(plan) is plan
 
 
+def test_vllms_weights_are_a_copy_where_two_bases_fit_and_the_run_records_which(on_gpu):
+    words, seen = ("generation=vllm", "model.dtype=bfloat16", "model.gradient_checkpointing=false"), []
+    for mib in range(200, 3000, 200):
+        plan = on_gpu(mib * MIB, *words, "token_budget=512")
+        found = fit_to_device(plan)
+        weights = found.config.generation.named("vllm").weights
+        assert found.plain["generation"]["vllm"] == {**plan.plain["generation"]["vllm"], "weights": weights}
+        assert plan.config.generation.named("vllm").weights == "auto"
+        model, demand, limit = fit.planned_here(found)
+        assert peak(parts(model, demand, CUDA_CONTEXT)) <= limit or weights == "adapter"
+        seen.append(weights)
+    assert seen == sorted(seen)
+    assert {*seen} == {"adapter", "copy"}
+    dora = fit_to_device(on_gpu(100 * MIB, *words, "lora.use_dora=true"))
+    assert dora.config.generation.named("vllm").weights == "copy", "vLLM has no other way to serve it"
+    whole = fit_to_device(on_gpu(3000 * MIB, *words, "lora=null", "model.dtype=float32"))
+    assert whole.config.generation.named("vllm").weights == "adapter", "nothing is added up"
+
+
 def test_where_nothing_fits_the_rehearsal_is_to_say_so(on_gpu):
     found = fit_to_device(on_gpu(300 * 2**20)).config
     assert (found.token_budget, found.model.gradient_checkpointing) == (GPU_TOKENS, True)

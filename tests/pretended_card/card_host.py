@@ -51,6 +51,7 @@ def main() -> None:
         "images": card_peaks.images,
         "launches": card_peaks.launches,
         "shared": card_shared.main,
+        "copied": card_shared.copied,
         "trl": of_trl,
         "decoding": card_decoding.main,
     }

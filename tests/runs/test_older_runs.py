@@ -191,6 +191,17 @@ def test_components_and_engines_of_a_recorded_run_have_their_newer_keys(monkeypa
     assert read["generation"] == {**config["generation"], "lately": {"size": 7}}
 
 
+def test_a_policy_that_was_merged_into_a_shared_base_is_a_copy_now_and_a_resume_keeps_what_was_recorded() -> None:
+    config = run_folder.read(RECORDED / "train")
+    config["generation"]["vllm"] |= {"weights": "merged", "share_base": True}
+    read = older.completed(config, commands.named("train").root)["generation"]["vllm"]
+    assert (read["weights"], read["share_base"]) == ("copy", "auto")
+    now = {"generation": {"vllm": {"weights": "auto", "share_base": "auto"}, "engine": "vllm"}}
+    assert run_folder.with_kept_values(now, None) == now
+    kept = run_folder.with_kept_values(now, RECORDED / "train")["generation"]
+    assert kept == {"vllm": {"weights": "adapter", "share_base": "auto"}, "engine": "vllm"}
+
+
 def write_keys() -> None:
     """Wrote keys.txt, at 787aee2."""
     (RECORDED / "keys.txt").write_text("".join(f"{key}\n" for key, _ in all_keys()))

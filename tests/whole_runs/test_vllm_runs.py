@@ -12,6 +12,7 @@ from run_folders import metrics, tiny
 from run_processes import Started, happens, marked, start_fresh
 
 from rlft.generation.adapter_files import PREFIX, memory_folder
+from rlft.runs import run_folder
 
 TOLERANCE = 1e-4  # nats; vLLM gives no promise to the bit
 SAMPLE = "rlft.generation.vllm.generator:VLLMGenerator.sample"
@@ -57,7 +58,10 @@ def test_a_run_with_vllm_trains_and_leaves_no_process(undisturbed: tuple[Path, S
     assert whole.wait().code == 0, whole.wait().err
     assert happens(lambda: not marked(whole.mark), within_s=END_S)
     assert adapter_folders(whole.pid) == []
-    assert [line["step"] for line in metrics(place / "undisturbed")] == [1, 2]
+    lines = metrics(place / "undisturbed")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["sampler/rounding"] for line in lines] == [0, 0]
+    assert run_folder.read(place / "undisturbed")["generation"]["vllm"]["weights"] == "copy", "auto, as it is recorded"
 
 
 @pytest.mark.slow

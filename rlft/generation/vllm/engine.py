@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from packaging.version import InvalidVersion, Version
 
-from rlft.generation.engine import Engine, EngineArgs, Generator, Missing, TeacherSettings
+from rlft.generation.engine import Engine, EngineArgs, Generator, Missing, Modules, TeacherSettings
 from rlft.generation.memory import TEACHER_SHARE, EngineMemory, Load, MemoryPart, ModelSizes, TeacherLoad, When
 from rlft.generation.vllm.memory import (
+    COPY_BLOCK,
     CPU_LIBRARIES,
+    FLOAT32,
     GRAPHS,
     MOST_SHARE,
     cpu_cache_bytes,
@@ -31,6 +33,9 @@ from rlft.generation.vllm.memory import (
 from rlft.generation.vllm.options import DEAD_ENGINE, ENGINE_RANKS, VLLMKeys, check_options, source_of
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
+
+if TYPE_CHECKING:
+    from rlft.config.model import LoraSettings
 
 BOTH_WAYS = ("gemma3", "gemma4")
 """Types of models of which a token of an image also sees those of the image that follow."""
@@ -51,6 +56,9 @@ BUILT_FOR = ("torch", "transformers")
 
 OTHER_WEIGHTS = ("quantization", "quantization_config", "cpu_offload_gb", "offload_backend")
 """Arguments with which vLLM's engine does not hold the base's weights as they are, or not on the device."""
+
+COPIED = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "down_proj", "fc1", "fc2"}
+"""Names of layers whose rows lie in vLLM as in transformers; `weights: auto` copies no others."""
 
 
 def obstacle() -> Missing | None:
@@ -82,11 +90,9 @@ class VLLM(VLLMKeys, Engine):
     title: ClassVar[str] = "vLLM"
     rounds_apart: ClassVar[bool] = True
     serves_whole_models: ClassVar[bool] = True
+    serves_head: ClassVar[bool] = False
     serves_whole_mixtures: ClassVar[bool] = False  # it goes on with the experts of before
     in_graphs: ClassVar[bool | None] = True
-    serves_dora: ClassVar[bool] = False
-    serves_head: ClassVar[bool] = False
-    largest_rank: ClassVar[int | None] = ENGINE_RANKS[-1]
     shared: ClassVar[bool] = True
     teaches: ClassVar[bool] = True
     dead: ClassVar[str | None] = DEAD_ENGINE
@@ -103,11 +109,19 @@ class VLLM(VLLMKeys, Engine):
     def check(self, *, plain_kernels: bool) -> None:
         check_options(self.options)
 
-    def unserved(self, modules: Callable[[], Iterable[str]]) -> str | None:
-        if self.weights != "merged":
+    @property
+    def serves_dora(self) -> bool:  # type: ignore[override]
+        return self.weights != "adapter"  # a copy holds the weights of whatever adapter
+
+    @property
+    def largest_rank(self) -> int | None:  # type: ignore[override]
+        return ENGINE_RANKS[-1] if self.weights == "adapter" else None
+
+    def unserved(self, modules: Modules) -> str | None:
+        if self.weights != "copy":
             return None
         stacked = next((name for name in modules() if name.endswith(".experts")), None)
-        return None if stacked is None else f"adapters of stacked experts are not merged ({stacked})"
+        return None if stacked is None else f"weights of stacked experts are not copied ({stacked})"
 
     def why_no_images(self, kind: str, device: str) -> Missing | None:
         if device == "cpu" and kind in BOTH_WAYS:
@@ -121,11 +135,11 @@ class VLLM(VLLMKeys, Engine):
         return Missing(problem, f"use generation=transformers, or {build}")
 
     def serves_experts(self, device: str) -> bool:
-        return self.weights == "merged" or device != "cpu"  # with adapters its experts are Triton's
+        return self.weights != "adapter" or device != "cpu"  # with adapters its experts are Triton's
 
     @property
     def rounds(self) -> bool:
-        return self.weights == "merged" or any(name in self.options for name in ROUNDING)
+        return any(name in self.options for name in ROUNDING)
 
     def missing(self) -> Missing | None:
         return obstacle()
@@ -133,35 +147,62 @@ class VLLM(VLLMKeys, Engine):
     def base_sharing_obstacle(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
         if self.share_base is False:
             return "generation.vllm.share_base is false"
-        kind, _, index = device.partition(":")
+        if self.weights == "copy":
+            return "vLLM's weights are those of the policy (generation.vllm.weights=copy)"
+        kind = device.partition(":")[0]
         if kind != "cuda":
             return f"vLLM lays out weights in its own way on {kind}"
-        if index not in ("", "0"):
-            return f"vLLM runs on cuda:0 and the trainer on {device}"
-        if quantized:
-            return "the trainer's base is quantised"
         if itemsize != 2:
             return f"the base has {8 * itemsize} bits, not 16"
-        for name in OTHER_WEIGHTS:
-            if self.options.get(name):
-                return f"generation.vllm.options.{name} gives vLLM other weights"
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
-            return "VLLM_ENABLE_V1_MULTIPROCESSING starts vLLM in another process"
+        if (why := self._out_of_reach(device, quantized=quantized)) is not None:
+            return why
         if self.sleep and (version := release()) is not None and version < RELEASES_KV_CACHE:
             needed = ".".join(map(str, RELEASES_KV_CACHE))
             newer = f"only vLLM {needed} and later can free the KV cache alone"
             return f"generation.vllm.sleep would move the weights: {newer}"
         return None
 
+    def copy_obstacle(self, device: str, *, quantized: bool) -> str | None:
+        """Why its own weights cannot be the policy's, whatever the adapter; arguments as in `base_sharing_obstacle`."""
+        if self.share_base is True:
+            return "generation.vllm.share_base is true"
+        return self._out_of_reach(device, quantized=quantized)
+
+    def _out_of_reach(self, device: str, *, quantized: bool) -> str | None:
+        """Why its weights are not the trainer's base, number for number, in this process and on the same device."""
+        if device.partition(":")[2] not in ("", "0"):
+            return f"vLLM runs on cuda:0 and the trainer on {device}"
+        if quantized:
+            return "the trainer's base is quantised"
+        for name in OTHER_WEIGHTS:
+            if self.options.get(name):
+                return f"generation.vllm.options.{name} gives vLLM other weights"
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
+            return "VLLM_ENABLE_V1_MULTIPROCESSING starts vLLM in another process"
+        return None
+
+    def settled(
+        self, lora: LoraSettings | None, modules: Modules, fits: Callable[[Self], bool], device: str, quantized: bool
+    ) -> Self:
+        """A copy where it can be, of layers that lie in vLLM as in transformers, and fits or is the only way."""
+        if self.weights != "auto":
+            return self
+        copying, adding = replace(self, weights="copy"), replace(self, weights="adapter")
+        if lora is None or self.copy_obstacle(device, quantized=quantized) is not None:
+            return adding
+        only_way = lora.use_dora or lora.rank > ENGINE_RANKS[-1]
+        is_known = {name.rpartition(".")[2] for name in modules()} <= COPIED
+        return copying if is_known and (only_way or fits(copying)) else adding
+
     @property
     def at_once(self) -> int:
         return self.max_num_seqs
 
     def standalone(self) -> Self:
-        if self.weights == "merged":
-            problem = "adds the policy to the base that engine and trainer share, and cluster.engines have their own"
-            raise UserError("weights", problem, got="merged", remedy="set weights=adapter")
-        return replace(self, share_base=False)
+        if self.weights == "copy":
+            problem = "makes vLLM's weights of the trainer's base, and cluster.engines do not lie next to it"
+            raise UserError("weights", problem, got="copy", remedy="set weights=adapter")
+        return replace(self, share_base=False, weights="adapter")
 
     def with_gpus(self, gpus: int) -> Self:
         """Divides each layer among these GPUs, by vLLM's own processes, which end with the engine's.
@@ -179,9 +220,9 @@ class VLLM(VLLMKeys, Engine):
         if self.share_base is True and why is not None:
             remedy = "set it to auto, which shares where that is possible"
             raise UserError("share_base", f"engine and trainer cannot hold one copy: {why}", got="true", remedy=remedy)
-        if self.weights == "merged" and why is not None:
-            problem = f"adds the policy to the base that engine and trainer share, and they hold one each: {why}"
-            raise UserError("weights", problem, got="merged", remedy="set weights=adapter")
+        if self.weights == "copy" and (reason := self.copy_obstacle(device, quantized=quantized)) is not None:
+            problem = f"makes vLLM's weights of the trainer's base, which cannot be: {reason}"
+            raise UserError("weights", problem, got="copy", remedy="set weights=adapter")
         if self.batch_invariant and (reason := why_not_invariant(device)) is not None:
             raise UserError("batch_invariant", reason, got="true", remedy="set it to false")
         if quantized and (reason := self.quantization_obstacle()) is not None:
@@ -235,7 +276,9 @@ class VLLM(VLLMKeys, Engine):
         when = When.sampling if self.sleep else When.always
         if not self._shares_base(model, load):
             whole = _part("vLLM, its base and KV cache", size, "gpu_memory_utilization", when)
-            return EngineMemory(parts=(whole,), lacks=lacks)
+            block = min(COPY_BLOCK, model.adapted) * (FLOAT32 + model.itemsize)
+            sums = _part("a block of the policy's weights", block, "weights", When.publishing)
+            return EngineMemory(parts=(whole, sums) if self.weights == "copy" else (whole,), lacks=lacks)
         size = max(0, size - model.base_bytes)
         graphs = min(GRAPHS, size) if self.sleep and not self.enforce_eager else 0
         cache = _part("vLLM, its KV cache (it shares the base)", size - graphs, "gpu_memory_utilization", when)

@@ -2,10 +2,9 @@
 
 The first adapter reaches the engine as a folder (`adapter_files`), under an id and a path never used before; later
 versions of the same shape are written into the tensors that its kernels multiply with (`slots`), where those are known.
-vLLM finds its prefix cache by the adapter's name, which is never used twice. With merged weights
-(`merged_weights`) they reach it through the base that it shares with the trainer. All weights of a model are loaded in
-place (`whole_model`). What vLLM does to the process that it lives in is undone by `vllm_guest`. This
-relies on the source of vLLM 0.33.
+vLLM finds its prefix cache by the adapter's name, which is never used twice. With `weights: copy` its own matrices are
+those of the policy (`copied_weights`). All weights of a model are loaded in place (`whole_model`). What vLLM does to
+the process that it lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.adapter_files import AdapterFiles
-from rlft.generation.engine import EngineArgs, Generator, TokenCallback
+from rlft.generation.engine import NO_FACTS, EngineArgs, EngineFacts, Generator, TokenCallback
 from rlft.generation.loaded_adapter import DOWN, UP, LoadedAdapter, scale_of
 from rlft.generation.stops import shown_texts
+from rlft.generation.vllm.copied_weights import CopiedWeights, parameters_of
 from rlft.generation.vllm.experts import of_experts, one_by_one
 from rlft.generation.vllm.guest import (
     answers,
@@ -27,6 +27,7 @@ from rlft.generation.vllm.guest import (
     guest,
     guest_while_starting,
     of_tokens,
+    plain_matrices,
     runs_on_cpu,
     start,
     telling_tokens,
@@ -34,7 +35,14 @@ from rlft.generation.vllm.guest import (
 from rlft.generation.vllm.images import check_tokens, image_options, read_as_the_trainer, request
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
 from rlft.generation.vllm.options import VLLMKeys, engine_rank
-from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, num_cached_blocks, read_slots, write_slots
+from rlft.generation.vllm.slots import (
+    EXPERTS,
+    UnknownLayoutError,
+    known_layout,
+    num_cached_blocks,
+    read_slots,
+    write_slots,
+)
 from rlft.generation.vllm.whole_model import Arriving, load_some, load_whole, read_whole
 from rlft.tokens.images import ImageProcessor, processor_of
 from rlft.tokens.text import RunTokenizer
@@ -47,12 +55,17 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
     from vllm.outputs import RequestOutput  # pyright: ignore[reportMissingImports]
 
-    from rlft.generation.merged_weights import MergedWeights
     from rlft.generation.sending import Part
     from rlft.generation.shared_base import Shape
 
 MIN_TEMPERATURE = 0.01
 """vLLM quietly samples at 0.01 for temperatures between 0 and this, and its log-probs would not be the trainer's."""
+
+OF_V1 = (
+    "vLLM runs its V1 model runner, which draws each row that has a seed by itself: about 11 ms more a token at 256 "
+    "rows. VLLM_LOGGING_LEVEL=WARNING shows why it is not V2: an engine argument, the model, a missing triton, or "
+    "VLLM_USE_V2_MODEL_RUNNER=0"
+)
 
 CPU_BATCHED_TOKENS = 8192
 """Tokens of one forward pass on a CPU, unless a sequence or one token of every sequence needs more."""
@@ -61,8 +74,8 @@ CPU_BATCHED_TOKENS = 8192
 class VLLMGenerator(Generator):
     """A vLLM engine with at most one adapter. On a CPU the size of its KV cache is given by `memory.cpu_cache_of`.
 
-    keys: the engine's keys. With `weights: merged`, adapters are added to the base that the trainer shares
-    (`adopt`), instead of lying next to it.
+    keys: the engine's keys. With `weights: copy`, its own matrices hold the policy, made from the base of the networks
+    that it serves (`serve`).
     args: what it is opened with. A completion also ends with the tokens that model and tokenizer name.
 
     Raises UserError: by the key generation.engine: vLLM cannot start.
@@ -89,8 +102,9 @@ class VLLMGenerator(Generator):
             "disable_log_stats": True,
             "seed": args.seed % 2**32,  # NumPy takes no more
         }
-        self._merges, self._is_whole = keys.weights == "merged", args.lora_rank is None
-        if args.lora_rank is not None and not self._merges:
+        self._is_whole = args.lora_rank is None
+        self._copies = keys.weights == "copy" and not self._is_whole
+        if args.lora_rank is not None and not self._copies:
             # With one slot, a version that is loaded replaces the one before. Rows of base and adapter are never mixed,
             # which would give wrong base rows on a CPU when all slots are taken.
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_rank(args.lora_rank)}
@@ -117,10 +131,14 @@ class VLLMGenerator(Generator):
                     "gpu_memory_utilization": keys.gpu_memory_utilization,
                     "enable_sleep_mode": keys.sleep,
                 }
-            self._llm: Any = _start(options, keys.options, processor_of(args.tokenizer) if args.images else None)
+            images = processor_of(args.tokenizer) if args.images else None
+            with plain_matrices() if self._copies and self._on_cpu else nullcontext():
+                self._llm: Any = _start(options, keys.options, images)
         self._can_sleep = keys.sleep and not self._on_cpu
         self._asleep = False
-        self._merged_weights: MergedWeights | None = None
+        self._slot: Any = args.slot
+        self._copied: CopiedWeights | None = None
+        self._written: dict[str, int] = {}  # where the matrices lie that hold a policy, of all jobs (`CopiedWeights`)
         self._tokenizer = RunTokenizer(self._llm.get_tokenizer())
         self._files = AdapterFiles()
         self._model_path = args.model_path
@@ -138,21 +156,49 @@ class VLLMGenerator(Generator):
 
         Sleeping then frees the KV cache alone. A model that was adopted before can no longer be used.
         """
-        from rlft.generation.merged_weights import MergedWeights
         from rlft.generation.shared_base import share
 
         self._release()
         [engine] = self._awake().apply_model(_itself)
         names = getattr(model, "own_names", None)  # of a text model inside a folder's own class
         self.shared_base = share(model, engine, device, str if names is None else names.outside)
-        if self._merges:
-            self._merged_weights = MergedWeights(self.shared_base, model)
+
+    def serve(self, slot: Any) -> None:
+        self._slot, self._copied = slot, None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:  # type: ignore[override]
+        return {} if self._copied is None else {"sampler/rounding": self._copied.rounding}
+
+    @property
+    def facts(self) -> EngineFacts:  # type: ignore[override]
+        """By which runner, schedule and graphs vLLM computes, which its log says at a level that is not shown."""
+        config = self._awake().llm_engine.vllm_config
+        try:
+            with known_layout():
+                graphs, is_v2 = config.compilation_config.cudagraph_mode.name, config.use_v2_model_runner
+                runner, is_ahead = self._llm.collective_rpc(_runner)[0], config.scheduler_config.async_scheduling
+        except UnknownLayoutError:
+            return NO_FACTS
+        ahead = "vLLM plans a step while it computes the one before" if is_ahead else "it plans between its steps"
+        rows = (
+            ("vLLM's runner", "V2" if is_v2 else "V1", runner),
+            ("vLLM's schedule", "asynchronous" if is_ahead else "synchronous", ahead),
+            ("CUDA graphs", graphs.lower(), "by which vLLM starts its kernels"),
+        )
+        return EngineFacts(rows=rows if not self._on_cpu else rows[:2], notes=() if is_v2 or self._on_cpu else (OF_V1,))
+
+    def _copied_weights(self) -> CopiedWeights:
+        if self._copied is None:
+            assert self._slot is not None, "only an engine in the process of the trainer's base copies it"
+            [engine] = self._awake().apply_model(_itself)
+            self._copied = CopiedWeights(parameters_of(self._slot.backbone.model), engine, self._written)
+        return self._copied
 
     def load(self, adapter: Adapter) -> None:
         self._awake()
-        if self._merges:
-            assert self._merged_weights is not None, "only an engine that has adopted the trainer's base merges"
-            self._merged_weights.load(adapter)
+        if self._copies:
+            self._copied_weights().load(adapter)
         elif self._is_whole:
             self._load_whole(adapter)
         else:
@@ -229,7 +275,7 @@ class VLLMGenerator(Generator):
             yield
 
     def _forget_prefixes(self) -> None:
-        """Empties the prefix cache: blocks of older versions only take room, or with merged weights would be found."""
+        """Empties the prefix cache: blocks of older versions only take room, or in a copy would be found."""
         engine = self._awake().llm_engine
         engine.reset_prefix_cache()
         try:
@@ -242,8 +288,8 @@ class VLLMGenerator(Generator):
             return "this vLLM keeps its prefix cache in another way"
         of_earlier = f"its prefix cache has {counted(self._old_blocks, 'block')} of an earlier version"
         faults = [of_earlier] if self._old_blocks else ()
-        if self._merged_weights is not None:
-            return LoadedAdapter.of(self._merged_weights.tensors(), faults)
+        if self._copies:
+            return self._copied_weights().held(faults)
         if self._lora is None and not self._shapes:
             return LoadedAdapter.of({})
         if self._num_processes > 1:
@@ -355,17 +401,16 @@ class VLLMGenerator(Generator):
         The model that was adopted can no longer be used: what it reads is the engine's.
         """
         self._release()
+        self.serve(None)
         if self._llm is not None:
             end(self._llm, self._on_cpu)
             self._llm = None
         self._files.close()
 
     def _release(self) -> None:
-        if self._merged_weights is not None:
-            self._merged_weights.close()
         if self.shared_base is not None:
             self.shared_base.release()
-        self._merged_weights = self.shared_base = None
+        self.shared_base = None
 
     def _awake(self) -> Any:
         """The engine (vLLM's `LLM`), ready to work."""
@@ -378,8 +423,7 @@ class VLLMGenerator(Generator):
         self, requests: Sequence[Mapping[str, Any]], params: Sequence[Any], callback: TokenCallback | None = None
     ) -> list[RequestOutput]:
         llm = self._awake()
-        merged = nullcontext() if self._merged_weights is None else self._merged_weights.merged()
-        with merged, telling_tokens(llm.llm_engine, callback):
+        with telling_tokens(llm.llm_engine, callback):
             return answers(llm, requests, params, self._on_cpu, lora_request=self._lora)
 
     def _check(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> None:
@@ -415,6 +459,12 @@ class VLLMGenerator(Generator):
 
 def _itself(model: nn.Module) -> nn.Module:
     return model
+
+
+def _runner(worker: Any) -> str:
+    """The class of a worker's model runner."""
+    runner = type(worker.model_runner)
+    return f"{runner.__module__.removeprefix('vllm.')}.{runner.__name__}"
 
 
 def _is_recurrent(options: Mapping[str, Any], further: Mapping[str, Any]) -> bool:

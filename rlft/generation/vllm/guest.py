@@ -126,6 +126,27 @@ def start(options: Mapping[str, Any]) -> Any:
     return llm
 
 
+@contextmanager
+def plain_matrices() -> Iterator[None]:
+    """Inside, a vLLM on a CPU starts with linear layers whose matrices stay as they are, where they can be written.
+
+    It would pack them for its own kernels, as it still does with an output head, whose matrix it keeps.
+    """
+    import torch
+    from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
+
+    pack: Any = utils.dispatch_cpu_unquantized_gemm
+
+    def kept(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2 and remove_weight:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            pack(layer, remove_weight=remove_weight)
+
+    with mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", kept):
+        yield
+
+
 def end(llm: Any, on_cpu: bool) -> None:
     """Ends an engine.
 

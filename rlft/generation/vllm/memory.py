@@ -30,6 +30,9 @@ TEACHER_SEQS, TEACHER_BATCHED_TOKENS = 32, 1024
 These are few tokens, since for each of them vLLM makes log-probs of the whole vocabulary, outside its share of memory.
 """
 
+COPY_BLOCK, COPY_BLOCK_OF_A_CPU = 2**26, 2**20
+"""Number of a policy's elements that are added up at a time where vLLM holds a copy of it (`copied_weights`)."""
+
 FLOAT32 = 4
 
 

@@ -35,8 +35,13 @@ class VLLMKeys:
     enforce_eager: bool
     options: Mapping[str, Any]
     share_base: bool | Literal["auto"] = "auto"
-    weights: Literal["adapter", "merged"] = "adapter"
+    weights: Literal["auto", "copy", "adapter"] = "adapter"
     batch_invariant: bool = False
+
+    @staticmethod
+    def of_older(keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys as they are written now: `merged` made the sums of `copy` in a base that engine and trainer shared."""
+        return {**keys, "weights": "copy", "share_base": "auto"} if keys.get("weights") == "merged" else dict(keys)
 
 
 def engine_rank(rank: int) -> int:

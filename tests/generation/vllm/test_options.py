@@ -81,8 +81,8 @@ def test_nothing_of_vllm_is_imported_for_it() -> None:
 
 def test_modules_whose_adapters_vllm_cannot_merge_are_named() -> None:
     attention = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.mlp.gate"]
-    engine = vllm_engine(weights="merged")
+    engine = vllm_engine(weights="copy")
     assert engine.unserved(lambda: attention) is None
     stacked = engine.unserved(lambda: [*attention, "a.mlp.experts"])
-    assert "stacked experts are not merged (a.mlp.experts)" in str(stacked)
+    assert "stacked experts are not copied (a.mlp.experts)" in str(stacked)
     assert vllm_engine().unserved(lambda: [*attention, "a.mlp.experts"]) is None

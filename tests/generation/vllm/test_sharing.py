@@ -1,8 +1,9 @@
-"""vLLM with the trainer's base on its storage: when, how it sleeps and merges, what it takes. No vLLM is started."""
+"""vLLM with the trainer's base on its storage, or the policy in it: when, and what it takes. No vLLM is started."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,12 +60,49 @@ def engine(**changes: Any) -> VLLM:
 def test_one_copy_of_the_base_where_it_can_be(keys: dict[str, Any], base: dict[str, Any], why: str | None) -> None:
     found = engine(**keys).base_sharing_obstacle(**{**ON_CUDA, **base})
     assert (found is None) if why is None else (found is not None and why in found)
-    for name, value in (("share_base", True), ("weights", "merged")):
-        if why is not None and keys.get("share_base") is not False:
-            with pytest.raises(UserError, match=rf"^{name}: .*, got {'true' if value is True else value}; set"):
-                engine(**keys, **{name: value}).check_device(**{**ON_CUDA, **base})
+    if why is not None and keys.get("share_base") is not False:
+        with pytest.raises(UserError, match=r"^share_base: .*, got true; set"):
+            engine(**keys, share_base=True).check_device(**{**ON_CUDA, **base})
+
+
+@pytest.mark.parametrize(
+    ("keys", "base", "why"),
+    [
+        ({}, {}, None),
+        ({}, {"device": "cpu", "itemsize": 4}, None),
+        ({"share_base": False}, {"itemsize": 4}, None),
+        ({"share_base": True}, {}, "share_base is true"),
+        ({}, {"device": "cuda:1"}, "vLLM runs on cuda:0 and the trainer on cuda:1"),
+        ({}, {"quantized": True}, "the trainer's base is quantised"),
+        ({"options": {"quantization": "fp8"}}, {}, "options.quantization gives vLLM other weights"),
+    ],
+)
+def test_a_copy_of_the_policy_where_it_can_be_and_auto_is_one_there(
+    keys: dict[str, Any], base: dict[str, Any], why: str | None
+) -> None:
+    where, copying = {**ON_CUDA, **base}, engine(**keys, weights="copy")
     if why is None:
-        engine(**keys, weights="merged").check_device(**{**ON_CUDA, **base})
+        copying.check_device(**where)
+        shares = engine(**keys | {"share_base": "auto"}, weights="copy").base_sharing_obstacle(**where)
+        assert "those of the policy" in str(shares)
+    elif keys.get("share_base") is not True:
+        with pytest.raises(UserError, match=rf"^weights: .*{why}.*, got copy; set weights=adapter"):
+            copying.check_device(**where)
+    on = {"device": where["device"], "quantized": where["quantized"]}
+    lora, dora, large = (
+        SimpleNamespace(use_dora=dora, rank=rank) for dora, rank in ((False, 8), (True, 8), (False, 513))
+    )
+    for shape, modules, fits, can in (
+        (lora, ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.fc1"], True, True),
+        (lora, ["model.layers.0.self_attn.q_proj"], False, False),
+        (dora, ["model.layers.0.self_attn.q_proj"], False, True),
+        (large, ["model.layers.0.self_attn.q_proj"], False, True),
+        (dora, ["model.layers.0.self_attn.kv_a_proj_with_mqa"], True, False),
+        (None, [], True, False),
+    ):
+        found = engine(**keys, weights="auto").settled(shape, lambda m=modules: m, lambda each, fits=fits: fits, **on)
+        assert found == engine(**keys, weights="copy" if can and why is None else "adapter")
+        assert copying.settled(shape, list, lambda each: False, **on) == copying, "what is named stays"
 
 
 def test_neither_is_one_that_runs_in_another_process_or_cannot_free_its_cache_alone(
@@ -264,27 +302,30 @@ def test_weights_that_move_in_sleep_are_noticed(started: Any, model: nn.Module) 
         generator.sleep()
 
 
-def test_merged_weights_need_no_slot_for_adapters_and_are_gone_after_an_interruption(
+def test_a_copy_needs_no_slot_for_adapters_and_keeps_nothing_of_a_job_that_is_over(
     started: Any, model: nn.Module
 ) -> None:
-    generator, fake, options = started(weights="merged")
+    generator, fake, options = started(weights="copy")
     assert not {"enable_lora", "max_loras", "max_lora_rank"} & options.keys()
-    generator.adopt(model, CPU)
-    before = checksum(fake.weight)
+    before, base = checksum(fake.weight), [checksum(p.data) for p in model.parameters()]
+    generator.serve(SimpleNamespace(backbone=SimpleNamespace(model=model)))
     generator.load(adapter())
     assert (generator.version, fake.calls) == (3, ["reset"]), "keys of an older version are dropped"
-    for work in (lambda: generator._generate([[1, 2]], []), lambda: generator._generate([[1, 2]], [])):
-        with pytest.raises(KeyboardInterrupt):
-            work()
-        assert fake.seen != before
-        assert checksum(fake.weight) == before
-    fake.generate = lambda *_, **__: []  # and it goes well
-    for _ in range(2):
-        assert generator._generate([], []) == []
-        generator.sleep()
-        assert checksum(fake.weight) == fake.seen, "it need not be added again"
-    model(torch.tensor([[1, 2, 3]]))
-    assert checksum(fake.weight) == before
+    written = checksum(fake.weight)
+    assert written != before
+    assert [checksum(p.data) for p in model.parameters()] == base
+    generator.sleep()
+    generator.wake()
+    assert fake.calls == ["reset", "sleep 1", "wake None"]
+    there = weakref.ref(model)
+    generator.serve(None)
+    del model
+    other = AutoModelForCausalLM.from_config(there().config, dtype=torch.bfloat16)
+    other.load_state_dict(there().state_dict())
+    generator.serve(SimpleNamespace(backbone=SimpleNamespace(model=other)))
+    generator.load(replace(adapter(), weights={}))
+    assert checksum(fake.weight) == before, "what no adapter of the next job is on is the base's again"
+    assert generator.metrics == {"sampler/rounding": 0}
 
 
 # -- what it takes ---------------------------------------------------------------------------------------------------
@@ -309,8 +350,10 @@ def test_a_shared_base_is_counted_once_and_stays_while_the_cache_sleeps() -> Non
         cache: (whole - MODEL.base_bytes - vllm_memory.GRAPHS, When.sampling),
         "vLLM's CUDA graphs": (vllm_memory.GRAPHS, When.always),
     }
-    apart = sizes(gpu_memory_utilization=0.85, share_base=False, sleep=True)
-    assert apart == {"vLLM, its base and KV cache": (whole, When.sampling)}
+    apart = {"vLLM, its base and KV cache": (whole, When.sampling)}
+    assert sizes(gpu_memory_utilization=0.85, share_base=False, sleep=True) == apart
+    sums = {"a block of the policy's weights": (2**26 * (4 + 2), When.publishing)}
+    assert sizes(gpu_memory_utilization=0.85, weights="copy", sleep=True) == apart | sums, "the base counts twice"
 
 
 def test_a_share_in_which_it_does_not_start_is_told_and_so_is_the_smallest_in_which_it_does() -> None:

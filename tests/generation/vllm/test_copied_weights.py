@@ -1,0 +1,238 @@
+"""The policy in the real vLLM's own matrices: the bits of a recomputation, an untouched base, faults that are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from real_engines import open_vllm, vllm_engine
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlft.generation.vllm import copied_weights
+from rlft.generation.vllm.generator import VLLMGenerator, _itself
+from rlft.loop.freshness import Freshness, StaleAdapterError, limits_of
+from rlft.types import Adapter, Prompt, Sampling, UserError
+from tests.generation.vllm.test_engine import MODEL, TOLERANCE
+
+TEXTS = [list(range(10, 50)), list(range(70, 85))]
+QKV, DOWN = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.{}.mlp.down_proj.weight"
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"k_proj": 2, r"layers\.1\..*up_proj": 9}, "alpha_pattern": {"v_proj": 5}},
+    "dora": {"use_dora": True},
+    "some layers": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+    "rank above vLLM's": {"r": 600},
+}  # fmt: skip
+
+
+class Trainer:
+    """A base in this dtype with an adapter by PEFT, `slot` as the engine is given it."""
+
+    def __init__(self, dtype: torch.dtype, **changes: Any) -> None:
+        base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).requires_grad_(False)
+        self.clean = {name: parameter.clone() for name, parameter in base.named_parameters()}
+        keys = {"r": 6, "lora_alpha": 9, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
+        self.model: Any = get_peft_model(base, LoraConfig(**keys)).eval()
+        self.slot = SimpleNamespace(backbone=SimpleNamespace(model=base))
+
+    def adapter(self, version: int, size: float = 0.1) -> Adapter:
+        """Sets random weights, and publishes them."""
+        dice = torch.Generator().manual_seed(version)
+        for name, parameter in self.model.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.data = torch.randn(parameter.shape, generator=dice) * size
+            elif "magnitude" in name:
+                parameter.data *= 1 + 0.2 * torch.rand(parameter.shape, generator=dice).to(parameter.dtype)
+        state = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
+        return Adapter(version=version, weights=state, config=self.model.peft_config["default"].to_dict())
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]], *, rounded: bool = False) -> list[list[float]]:
+        rows = []
+        for ids in sequences:
+            tokens = torch.tensor([list(ids)])
+            logprobs = self.model(tokens).logits[0, :-1].float().log_softmax(-1)
+            rows.append(logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+        return rows
+
+    def expected(self, name: str) -> Tensor:
+        """What a matrix of the engine has to be, made for one matrix after the other by what PEFT says of each."""
+        stem, _, layer = name.removesuffix(".weight").rpartition(".")
+        return torch.cat([self._sum(f"{stem}.{part}") for part in FUSED.get(layer, [layer])])
+
+    @torch.no_grad()
+    def _sum(self, module: str) -> Tensor:
+        layer, clean = self.model.get_base_model().get_submodule(module), self.clean[f"{module}.weight"]
+        if not hasattr(layer, "lora_A"):
+            return clean
+        product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        total = product * layer.scaling["default"] + clean.float()
+        if "default" in layer.lora_magnitude_vector:
+            total *= (layer.lora_magnitude_vector["default"].weight.float() / total.norm(dim=1))[:, None]
+        return total.to(clean.dtype)
+
+
+@dataclass
+class Bench:
+    generator: VLLMGenerator
+    dtype: torch.dtype
+
+    def held(self) -> dict[str, Tensor]:
+        """{name: matrix} of what its layers multiply with."""
+        [model] = self.generator._llm.apply_model(_itself)
+        found = {name: p.data for name, p in model.named_parameters() if name.endswith("_proj.weight")}
+        for name in found:
+            layer = model.get_submodule(name.removesuffix(".weight"))
+            ones = torch.ones(1, layer.weight.shape[1], dtype=self.dtype)
+            assert torch.equal(layer(ones)[0], torch.nn.functional.linear(ones, layer.weight, layer.bias))
+        return found
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    with closing(open_vllm(MODEL, vllm_engine(weights="copy"), dtype=request.param, lora_rank=600)) as generator:
+        yield Bench(generator, getattr(torch, request.param))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_adapter_is_there_bit_for_bit_and_the_base_is_untouched(kind: str, bench: Bench) -> None:
+    trainer, generator = Trainer(bench.dtype, **KINDS[kind]), bench.generator
+    generator.serve(trainer.slot)
+    freshness = Freshness(TEXTS, limits_of(bench.dtype), 1)
+    for version in (1, 2):
+        adapter = trainer.adapter(version, 0.02 if kind.startswith("rank above") else 0.1)
+        generator.load(adapter)
+        for name, matrix in bench.held().items():
+            assert torch.equal(matrix, trainer.expected(name)), name
+        gap = freshness.check(version, generator, trainer, adapter)  # type: ignore[arg-type]  # of a trainer's score
+        assert gap is not None
+        assert bench.dtype != torch.float32 or gap < TOLERANCE
+        rounding = generator.metrics["sampler/rounding"]
+        assert rounding == 0 if bench.dtype == torch.float32 else 0 < rounding < 1
+        prompt = Prompt(id="p", messages=(), answer="", token_ids=tuple(TEXTS[0]))
+        [group] = generator.sample([prompt], 2, [7], Sampling(max_tokens=8, temperature=1.0))
+        for rollout in group.rollouts:
+            tokens = [*TEXTS[0], *rollout.completion.token_ids]
+            expected = trainer.score([tokens])[0][len(TEXTS[0]) - 1 :]
+            found = torch.tensor(rollout.completion.logprobs) - torch.tensor(expected)
+            assert found.abs().mean() < (TOLERANCE if bench.dtype == torch.float32 else 0.1), "a prefix of before"
+    for name, parameter in trainer.model.get_base_model().named_parameters():
+        clean = trainer.clean.get(name.replace(".base_layer", ""))
+        assert clean is None or torch.equal(parameter.view(torch.uint8), clean.view(torch.uint8))
+
+
+def test_a_publish_is_in_blocks_that_change_no_bit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(bench.dtype, use_dora=True)
+    bench.generator.serve(trainer.slot)
+    for block in (1, 10**5, 10**9):
+        monkeypatch.setattr(copied_weights, "COPY_BLOCK_OF_A_CPU", block)
+        bench.generator.load(trainer.adapter(block))
+        assert all(torch.equal(matrix, trainer.expected(name)) for name, matrix in bench.held().items())
+        assert bench.generator.loaded_adapter().faults == ()  # type: ignore[union-attr]
+
+
+def test_it_says_which_runner_schedule_and_graphs_it_has_and_what_v1_costs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_a_cpu = bench.generator.facts
+    assert of_a_cpu.rows[0] == ("vLLM's runner", "V1", "v1.worker.cpu_model_runner.CPUModelRunner")
+    assert [row[:2] for row in of_a_cpu.rows[1:]] == [("vLLM's schedule", "synchronous")]
+    assert of_a_cpu.notes == ()
+    monkeypatch.setattr(bench.generator, "_on_cpu", False)
+    assert bench.generator.facts.rows[2][:2] == ("CUDA graphs", "none")
+    assert "V1 model runner" in bench.generator.facts.notes[0]
+    assert "about 11 ms more a token" in bench.generator.facts.notes[0]
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+def one_bit(held: dict[str, Tensor], trainer: Trainer) -> None:
+    held[QKV].view(torch.uint8)[5, 0] ^= 1
+
+
+def layers_exchanged(held: dict[str, Tensor], trainer: Trainer) -> None:
+    first, second = held[DOWN.format(0)], held[DOWN.format(1)]
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
+
+
+def another_scale(held: dict[str, Tensor], trainer: Trainer) -> None:
+    name = DOWN.format(2)
+    clean = trainer.clean[name].float()
+    held[name].copy_(clean + 2 * (trainer.expected(name).float() - clean))
+
+
+def not_written(held: dict[str, Tensor], trainer: Trainer) -> None:
+    held[DOWN.format(1)].copy_(trainer.clean[DOWN.format(1)])
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, Tensor], Trainer], None], str]] = {
+    "one flipped bit": (one_bit, r"1 of the 28 layers .* such as model\.layers\.1\.self_attn\.q_proj"),
+    "layers exchanged": (layers_exchanged, "2 of the 28 layers"),
+    "another scale": (another_scale, r"1 of the 28 layers .*layers\.2\.mlp\.down_proj"),
+    "one matrix not written": (not_written, r"1 of the 28 layers .*layers\.1\.mlp\.down_proj"),
+}
+
+
+@pytest.mark.parametrize("fault", ["a stale copy", "a load that was lost", "another scale in the config", *FAULTS])
+def test_a_fault_is_seen_at_a_learning_rate_of_1e_6(fault: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, generator = Trainer(bench.dtype), bench.generator
+    generator.serve(trainer.slot)
+    freshness = Freshness(TEXTS, limits_of(bench.dtype), 1)
+    old = trainer.adapter(4)
+    generator.load(old)
+    freshness.check(4, generator, trainer, old)  # type: ignore[arg-type]
+    for parameter in trainer.model.parameters():
+        parameter.data += 1e-6 * parameter.requires_grad
+    state = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(trainer.model).items()}
+    new, said = replace(old, version=5, weights=state), "56 of the 56 tensors .*; it still holds version 4"
+    if fault == "a stale copy":
+        said = r"\d+ of the 28 layers with the policy have other weights"
+        with monkeypatch.context() as patch:
+            patch.setattr(copied_weights, "copy_each", lambda *_: None)
+            generator.load(new)
+    elif fault == "another scale in the config":
+        said = "28 of the 56 tensors .* 2 times"
+        generator.load(replace(new, config={**new.config, "lora_alpha": 18}))
+    elif fault != "a load that was lost":
+        spoil, said = FAULTS[fault]
+        generator.load(new)
+        spoil(bench.held(), trainer)
+    with pytest.raises(StaleAdapterError, match=rf"^freshness: the engine does not hold policy version 5: .*{said}"):
+        freshness.check(5, generator, trainer, new)  # type: ignore[arg-type]
+    generator.load(new)
+    assert freshness.check(5, generator, trainer, new) is not None  # type: ignore[arg-type]
+
+
+def test_a_base_that_is_not_the_engines_is_refused_before_anything_is_written() -> None:
+    """A matrix with another number, one under another name, and one that has moved."""
+    weight = torch.randn(4, 4)
+    for own, why in (
+        ({"a.weight": weight + 1}, "a as the trainer does .other numbers in the engine"),
+        ({"a.weight": weight.bfloat16()}, "a as the trainer does .torch.bfloat16 on cpu here and torch.float32"),
+        ({"b.weight": weight}, "a as the trainer does .not in the trainer's model by this name"),
+        ({"a.weight": weight[:, :2]}, r"a as the trainer does .\(4, 2\) here and \(4, 4\) in the engine"),
+    ):
+        engine = torch.nn.Module()
+        engine.register_module("a", torch.nn.Linear(4, 4, bias=False))
+        engine.a.weight.data = weight.clone()  # type: ignore[union-attr]
+        ones = {"lora_A": torch.ones(1, 4), "lora_B": torch.ones(4, 1)}
+        lora = {f"base_model.model.a.{name}.weight": tensor for name, tensor in ones.items()}
+        adapter = Adapter(version=1, weights=lora, config={"r": 1, "lora_alpha": 1})
+        with pytest.raises(UserError, match=rf"^generation\.vllm\.weights: .* {why}.*got copy; use .*=adapter"):
+            copied_weights.CopiedWeights(own, engine, {}).load(adapter)
+        assert torch.equal(engine.a.weight, weight)  # type: ignore[union-attr,arg-type]
+    copied = copied_weights.CopiedWeights({"a.weight": weight}, engine, {})
+    copied.load(adapter)
+    assert copied.held().faults == ()
+    engine.a.weight.data = engine.a.weight.data.clone()  # type: ignore[union-attr]
+    assert copied.held().faults == ("a has moved in the engine",)
