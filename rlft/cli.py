@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from itertools import chain, repeat
 
@@ -28,15 +27,7 @@ from rlft.system.lazy import collect_garbage
 from rlft.system.terminal import discard, for_a_shell
 from rlft.types import UserError
 
-
-class Part(StrEnum):
-    """The parts of `rlft --help`."""
-
-    TRAIN = "Train"
-    INSPECT = "Inspect"
-    USE = "Use"
-    HELP = "Help"
-    PACKAGES = "Packages"
+TRAIN, INSPECT, USE, HELP, PACKAGES = PARTS = ("Train", "Inspect", "Use", "Help", "Packages")  # of `rlft --help`
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +35,7 @@ class Tool:
     """A command that makes no run. What it does and takes is in assets/usage/<its name>.txt."""
 
     module: str  # in rlft.commands, with `command(arguments)`, which returns an exit code, or None for 0
-    part: Part  # where `rlft --help` lists it
+    part: str  # where `rlft --help` lists it
     interrupted: str = "nothing was changed"  # said of an interruption before the command has set a more precise text
 
     def __call__(self, arguments: list[str]) -> int:
@@ -52,27 +43,27 @@ class Tool:
 
 
 TOOLS = {
-    "init": Tool("init", Part.TRAIN, "the folder may lack a file"),
-    "resume": Tool("resume", Part.TRAIN, "the run is as it was"),
-    "rank": Tool("rank.command", Part.TRAIN, "nothing was ranked"),
-    "plan": Tool("plan", Part.INSPECT, "nothing was begun"),
-    "reward": Tool("reward", Part.INSPECT),
-    "runs": Tool("watch.runs", Part.INSPECT),
-    "watch": Tool("watch.watch", Part.INSPECT, "the view has ended, the run is left as it is"),
-    "report": Tool("watch.report", Part.INSPECT, "no report was written"),
-    "diff": Tool("watch.diff", Part.INSPECT),
-    "audit": Tool("audit.command", Part.INSPECT),
-    "eval": Tool("eval", Part.USE, "nothing was written"),
-    "chat": Tool("chat", Part.USE, "the conversation has ended"),
-    "serve": Tool("serve", Part.USE, "the server has ended"),
-    "export": Tool("export.command", Part.USE, "nothing was exported"),
-    "translate": Tool("translate.command", Part.HELP),
-    "recipes": Tool("recipes", Part.HELP),
-    "keys": Tool("keys", Part.HELP),
-    "completion": Tool("completion.command", Part.HELP),
-    "algorithms": Tool("algorithms", Part.HELP),
-    "models": Tool("models", Part.HELP),
-    "doctor": Tool("doctor.command", Part.HELP, "no results were saved"),
+    "init": Tool("init", TRAIN, "the folder may lack a file"),
+    "resume": Tool("resume", TRAIN, "the run is as it was"),
+    "rank": Tool("rank.command", TRAIN, "nothing was ranked"),
+    "plan": Tool("plan", INSPECT, "nothing was begun"),
+    "reward": Tool("reward", INSPECT),
+    "runs": Tool("watch.runs", INSPECT),
+    "watch": Tool("watch.watch", INSPECT, "the view has ended, the run is left as it is"),
+    "report": Tool("watch.report", INSPECT, "no report was written"),
+    "diff": Tool("watch.diff", INSPECT),
+    "audit": Tool("audit.command", INSPECT),
+    "eval": Tool("eval", USE, "nothing was written"),
+    "chat": Tool("chat", USE, "the conversation has ended"),
+    "serve": Tool("serve", USE, "the server has ended"),
+    "export": Tool("export.command", USE, "nothing was exported"),
+    "translate": Tool("translate.command", HELP),
+    "recipes": Tool("recipes", HELP),
+    "keys": Tool("keys", HELP),
+    "completion": Tool("completion.command", HELP),
+    "algorithms": Tool("algorithms", HELP),
+    "models": Tool("models", HELP),
+    "doctor": Tool("doctor.command", HELP, "no results were saved"),
 }
 
 OF_SHELLS = ("-sc", "--shell-completion", "--shell_completion", "--install-completion", "--show-completion")
@@ -89,12 +80,12 @@ rlft {version} fine-tunes language models with reinforcement learning."""
 
 def usage() -> str:
     """The text of `rlft --help`: one line per command, those of installed packages included."""
-    rows = [(Part.TRAIN if name in commands.OWN else Part.PACKAGES, name, _help_of(name)) for name in commands.names()]
+    rows = [(TRAIN if name in commands.OWN else PACKAGES, name, _help_of(name)) for name in commands.names()]
     rows += [(tool.part, name, usage_of(name)[0]) for name, tool in TOOLS.items()]
     lines = []
-    for part in Part:
+    for part in PARTS:
         titles = chain([part], repeat(""))
-        lines += [f"{next(titles):<9}{name:<12}{help}" for of, name, help in rows if of is part]
+        lines += [f"{next(titles):<9}{name:<12}{help}" for of, name, help in rows if of == part]
     return "\n".join([FIRST, *lines, LAST.format(version=rlft.__version__)])
 
 
@@ -180,7 +171,7 @@ def _make_run(name: str, words: list[str]) -> int:
     if command.compose is not None and (run := command.compose(parsed)) is not None:
         begin(run.plain, run.folder)
     elif parsed.asks:
-        answer(name, parsed)
+        print(answer(name, parsed), end="")
     elif parsed.sweep:
         from rlft.commands.sweep.command import sweep
 

@@ -80,7 +80,7 @@ def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> Non
     assets = {"arithmetic-text.jsonl", *(f"tiny-arithmetic/{name}" for name in MODEL), *(f"report/{n}" for n in PAGE)}
     assets |= {f"{model}/{name}" for model in ("tiny-caller", "tiny-chains", "tiny-student") for name in MODEL}
     assets |= {f"tiny-shapes/{name}" for name in (*MODEL, "preprocessor_config.json")}
-    assets |= {"usage/plan.txt", "seccomp/x86_64.bpf", "seccomp/aarch64.bpf", "model_card.md.jinja", "models.md.jinja"}
+    assets |= {"usage/plan.txt", "seccomp/x86_64.bpf", "seccomp/aarch64.bpf", "model_card.md.jinja"}
     assert {f"rlft/assets/{name}" for name in assets} <= set(names)
 
 

@@ -18,7 +18,7 @@ from rlft.algorithm.formula import formula_of
 from rlft.commands.tables import wrapped
 from rlft.config import catalog
 from rlft.config.choices import choice_remedy
-from rlft.config.compose import compose, refusal
+from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate, locate
 from rlft.config.overrides import CONFIG_DIR, only_overrides
 from rlft.system.terminal import command_line
@@ -68,20 +68,9 @@ def _check_words(names: Sequence[str], overrides: Sequence[str]) -> None:
     mistakes.refuse()
 
 
-def _lineage(file: Path) -> list[Path]:
-    from yaml import YAMLError
-
-    try:
-        return catalog.lineage(file, GROUP)
-    except UnicodeDecodeError as error:
-        raise UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8") from None
-    except YAMLError as error:
-        raise refusal(error) or error from None
-
-
 def listed(name: str, file: Path) -> dict[str, str]:
     """An algorithm in the list."""
-    files, about = _lineage(file), catalog.first_comment(file)
+    files, about = catalog.lineage(file, GROUP), catalog.first_comment(file)
     return {"name": name, "about": about, "family": catalog.family(files), "paper": catalog.paper(files)}
 
 
@@ -100,7 +89,7 @@ def page_of(name: str, files: Mapping[str, Path], overrides: Sequence[str], conf
     except ValueError as error:
         remedy = "write it as rlft/algorithm/formula.py explains"
         raise UserError(target.__module__, f"its docstring does not state its loss: {error}", remedy=remedy) from None
-    lineage = _lineage(files[name])
+    lineage = catalog.lineage(files[name], GROUP)
     return {
         **listed(name, files[name]),
         "module": target.__module__,

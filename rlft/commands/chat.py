@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from rlft.config.schema import SamplingRoot
     from rlft.environment.protocol import Environment
     from rlft.generation.engine import Generator
-    from rlft.model.backbone import Backbone
     from rlft.model.reward_model import LearnedReward
     from rlft.model.roles import Roles
     from rlft.reward.workers.reward_spec import RewardSpec
@@ -124,7 +123,6 @@ def run(resolved: Resolved, source: NamedRun | None, raw: bool, say: Say) -> Non
 @contextlib.contextmanager
 def open_talk(resolved: Resolved, source: NamedRun | None, raw: bool, say: Say) -> Iterator[Talk]:
     """Opens a conversation with the policy of the run, or the config's model if `source` is None; reads no data."""
-    from rlft.model.backbone import load_backbone
     from rlft.system.memory import Doing, explained
 
     policy = policy_of(resolved, source, say)
@@ -134,10 +132,9 @@ def open_talk(resolved: Resolved, source: NamedRun | None, raw: bool, say: Say) 
         say("the data's few-shot examples are left out: a chat reads no data")
     with contextlib.ExitStack() as stack:
         with explained(Doing(), policy.config):
-            backbone = load_backbone(policy.config.model)
-            roles = open_roles(policy, backbone)
+            roles = open_roles(policy)
             stack.callback(roles.close)
-            talk = Talk(policy, roles, backbone, resolved.parts, data)
+            talk = Talk(policy, roles, resolved.parts, data)
             stack.callback(talk.close)
             stack.callback(talk.end_tools)
         most = f"at most {counted(talk.sampling.max_tokens, 'token')}"
@@ -152,9 +149,7 @@ class Talk:
     the base's.
     """
 
-    def __init__(
-        self, policy: Policy, roles: Roles, backbone: Backbone, environment: Environment | None, data: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, policy: Policy, roles: Roles, environment: Environment | None, data: Mapping[str, Any]) -> None:
         from rlft.config.schema import ANYWHERE
         from rlft.environment.conversations import Conversations
         from rlft.loop.engines import engine_args
@@ -162,7 +157,7 @@ class Talk:
         from rlft.types import NOTHING
 
         self.policy, self.config, self.saved = policy, policy.config, policy.saved
-        self.roles, self.backbone, self.environment = roles, backbone, environment
+        self.roles, self.environment = roles, environment
         self.sampling: Sampling = self.config.generation.sampling
         self.system_prompt, self.template = data.get("system_prompt"), template_of(data)
         self.turns: tuple[Message, ...] = ()
@@ -174,7 +169,7 @@ class Talk:
         args = engine_args(self.config, policy.lora, roles)
         engine = self.config.generation.named(ANYWHERE)  # even if the run sampled with another engine
         self._policy, self._base = engine.open(args), engine.open(args)
-        self._tokenizer = args.tokenizer
+        self.tokenizer = args.tokenizer
         self._shown = NOTHING
         if environment is not None:
             alone = replace(environment, workers=1)
@@ -184,9 +179,7 @@ class Talk:
                 Conversations(generator, alone, args.tokenizer, at_once=None, longest_row=sys.maxsize)
                 for generator in (self._policy, self._base)
             )
-        if self.saved is not None:
-            roles.restore(self.saved.adapters)
-        self._policy.load(roles.publish(0 if self.saved is None else self.saved.step))
+        self._policy.load(roles.publish(policy.step))
 
     def ask(self, question: str) -> Rollout:
         """Adds this question to the conversation and returns the policy's answer."""
@@ -221,9 +214,9 @@ class Talk:
 
         style, held_out = self.config.prompts.style, Split.held_out
         prompt = Prompt(id="chat", messages=self._messages(turns), answer="")
-        scanned = scan([prompt], self._tokenizer, sys.maxsize, "refuse", held_out, style, self._shown)
+        scanned = scan([prompt], self.tokenizer, sys.maxsize, "refuse", held_out, style, self._shown)
         prompt = scanned.prompts[0]
-        limit = limit_of(self.backbone.model.config)
+        limit = limit_of(self.roles.model.config)
         num_tokens, max_tokens = len(prompt.token_ids), self.sampling.max_tokens
         if limit is not None and num_tokens + max_tokens > limit.tokens:
             raise UserError(

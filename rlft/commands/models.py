@@ -1,13 +1,11 @@
-"""`rlft models`: what holds for each family of causal language models, as text, JSON or docs/reference/models.md."""
+"""`rlft models`: what holds for each family of causal language models."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 
-import rlft
 from rlft.commands.tables import matching, wrapped
 from rlft.model.families import Families, Family, known
 from rlft.tokens.images import EXACT
@@ -17,14 +15,13 @@ OF_A_LANGUAGE_MODEL = (
     "reads images in prompts, and its language model is trained; rlft plan model.path=<folder> says what is adapted"
 )
 INDENT = " " * 4
-TEMPLATE = Path(rlft.__file__).parent / "assets" / "models.md.jinja"
 
 
 def command(arguments: list[str]) -> None:
     options = [word for word in arguments if word.startswith("-")]
     patterns = [word for word in arguments if word not in options]
-    wrong = next((word for word in options if word not in ("--json", "--markdown")), None)
-    require(wrong is None, "models", "has no such option", got=wrong, remedy="use --json or --markdown")
+    wrong = next((word for word in options if word != "--json"), None)
+    require(wrong is None, "models", "has no such option", got=wrong, remedy="use --json")
     families = known()
     with_images = [kind for kind in EXACT if kind not in families.by_type]
     names = dict.fromkeys([*families.by_type, *with_images], "")
@@ -34,8 +31,6 @@ def command(arguments: list[str]) -> None:
         facts = {kind: asdict(family) for kind, family in chosen.items()}
         facts |= {kind: {"note": OF_A_LANGUAGE_MODEL} for kind in with_images if kind in named}
         print(json.dumps(facts, indent=1))
-    elif "--markdown" in options:
-        print(page(), end="")
     else:
         lines = [line for item in chosen.items() for line in lines_of(*item)]
         lines += [
@@ -76,24 +71,5 @@ def why_not(family: Family) -> str:
     return f"refused: {family.refused or family.wrong}"
 
 
-def rows_of(family: Family) -> str:
-    return "packed" if family.padded is None else f"padded ({family.padded})"
-
-
 def vllm_of(family: Family) -> str:
     return {True: "vLLM with LoRA", False: "vLLM without LoRA", None: "not in vLLM"}[family.vllm]
-
-
-def page() -> str:
-    """The text of docs/reference/models.md, of the template assets/models.md.jinja."""
-    from jinja2 import Environment, StrictUndefined
-
-    families = known()
-    trained = {kind: family for kind, family in families.by_type.items() if family.is_trained}
-    refused = {kind: family for kind, family in families.by_type.items() if kind not in trained}
-    names = {"images": EXACT, "routed": [kind for kind, family in trained.items() if family.routing is not None]}
-    listed = {name: ", ".join(f"`{kind}`" for kind in kinds) for name, kinds in names.items()}
-    jinja = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    template = jinja.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    functions = {"rows_of": rows_of, "vllm_of": vllm_of, "why_not": why_not}
-    return template.render(families=families, trained=trained, refused=refused, **listed, **functions)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -30,7 +29,7 @@ from rlft.logger.text import duration, one_line, visible
 from rlft.plan.cards import read_card
 from rlft.system.disk import size_text
 from rlft.system.terminal import command_line
-from rlft.types import Mistakes, UserError
+from rlft.types import Mistakes, UserError, require
 
 if TYPE_CHECKING:
     from rlft.plan.conversation import EnvironmentTrial
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 BINS, BAR_WIDTH = 8, 40
 MAX_TURN_CHARACTERS = 200
-
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def command(arguments: list[str]) -> int:
@@ -107,14 +104,15 @@ def read_bytes(text: str) -> int:
 
     Raises UserError: the text is not a size, or is one below 1 MiB.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
-    unit = UNITS.get((match[2] or "B").upper()) if match else None
-    if match is None or unit is None or float(match[1]) == 0:
-        raise UserError("device_memory", "must be a size", got=text, remedy="write it as 24GiB")
-    if float(match[1]) * unit < UNITS["MIB"]:
-        problem = "no device has so little memory" if match[2] else "has no unit, and no device has so few bytes"
-        raise UserError("device_memory", problem, got=text, remedy=f"write {match[1]}GiB")
-    return int(float(match[1]) * unit)
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise UserError("device_memory", "must be a size", got=text, remedy="write it as 24GiB") from None
+    remedy = f"write {text}GiB" if text.isdecimal() else "write it as 24GiB"
+    require(size >= 2**20, "device_memory", "no device has so few bytes", got=text, remedy=remedy)
+    return size
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -140,24 +138,20 @@ def print_page(predicted: Prediction, price: Price | None, fitting: str | None) 
     if predicted.rewards.trials:
         print_trials(terminal, predicted.rewards.trials)
     for doubt in predicted.doubts:
-        print_line(terminal, visible(doubt), "yellow")
+        terminal.print(visible(doubt), style="yellow")
     for line in predicted.rewards.lines:
-        print_line(terminal, visible(line))
+        terminal.print(visible(line))
     if predicted.conversation is not None:
         print_conversation(terminal, predicted.conversation)
     if predicted.notes:
         terminal.print()
     for note in predicted.notes:
-        print_line(terminal, f"note: {visible(note)}", "yellow")
-
-
-def print_line(terminal: Terminal, text: str, style: str = "") -> None:
-    terminal.print(Text(text, style=style))
+        terminal.print(f"note: {visible(note)}", style="yellow")
 
 
 def heading(terminal: Terminal, text: str) -> None:
     terminal.print()
-    print_line(terminal, text, "bold")
+    terminal.print(text, style="bold")
 
 
 def print_memory(terminal: Terminal, predicted: Prediction) -> None:
@@ -184,9 +178,9 @@ def print_memory(terminal: Terminal, predicted: Prediction) -> None:
     if predicted.has_engine_apart:
         alone, engine = in_words(predicted.peak_without_engine), predicted.demand.engine
         title = "the engine" if engine is None else engine.title
-        print_line(terminal, f"with {title} on a device of its own the trainer would take {alone}")
+        terminal.print(f"with {title} on a device of its own the trainer would take {alone}")
     for remedy in predicted.remedies():
-        print_line(terminal, f"{remedy} takes it to {in_words(remedy.peak)}")
+        terminal.print(f"{remedy} takes it to {in_words(remedy.peak)}")
 
 
 def print_verdict(terminal: Terminal, predicted: Prediction, fitting: str | None) -> None:
@@ -197,20 +191,20 @@ def print_verdict(terminal: Terminal, predicted: Prediction, fitting: str | None
             f", {predicted.peak / predicted.limit:.1%}: other programs, or longer rows, may leave it too little memory"
         )
         word, style = ("tight", "yellow") if predicted.is_tight else ("fits", "green")
-        print_line(terminal, f"{word}: {room}{share * predicted.is_tight}", style)
+        terminal.print(f"{word}: {room}{share * predicted.is_tight}", style=style)
         return
     for who, lacking in predicted.shortfalls.items():
         share = f"the {who}'s share of the device is {in_words(lacking)} too small for it"
-        print_line(terminal, f"does not start: {share}", "red")
+        terminal.print(f"does not start: {share}", style="red")
     memory_parts = predicted.memory(recompute=predicted.demand.recompute)
     if predicted.peak > predicted.limit:
-        print_line(terminal, f"does not fit: {room}; it is highest while {busiest(memory_parts)}", "red")
+        terminal.print(f"does not fit: {room}; it is highest while {busiest(memory_parts)}", style="red")
     if fitting is not None:
-        print_line(terminal, f"this fits: {fitting}")
+        terminal.print(f"this fits: {fitting}")
         return
     largest = max(memory_parts, key=lambda part: part.bytes)
     text = f"no value of a key makes it fit; the largest part is {largest.name} ({in_words(largest.bytes)})"
-    print_line(terminal, f"{text}: use a smaller model or a larger device")
+    terminal.print(f"{text}: use a smaller model or a larger device")
 
 
 def print_lengths(terminal: Terminal, name: str, tokens: Sequence[int]) -> None:
@@ -229,7 +223,7 @@ def print_lengths(terminal: Terminal, name: str, tokens: Sequence[int]) -> None:
 def print_conversation(terminal: Terminal, tried: EnvironmentTrial) -> None:
     heading(terminal, f"A conversation with the environment, of a policy that is scripted (prompt {tried.prompt})")
     if tried.error is not None:
-        print_line(terminal, visible(tried.error), "red")
+        terminal.print(visible(tried.error), style="red")
         return
     rows = [("begins", one_line(tried.opening, MAX_TURN_CHARACTERS), "")] if tried.opening else []
     for text, answer in tried.said:

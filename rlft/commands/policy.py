@@ -34,7 +34,6 @@ from rlft.types import Mistakes, UserError, require
 if TYPE_CHECKING:
     from rlft.config.model import LoraSettings, ModelConfig
     from rlft.config.schema import SamplingRoot
-    from rlft.model.backbone import Backbone
     from rlft.model.roles import Roles
     from rlft.runs.checkpoint import Checkpoint
 
@@ -141,6 +140,11 @@ class Policy:
     title: str
     base: str
 
+    @property
+    def step(self) -> int:
+        """The number of steps after which it was saved; 0 for whole models and without a run."""
+        return 0 if self.saved is None else self.saved.step
+
 
 def policy_of(resolved: Resolved, source: NamedRun | None, say: Say) -> Policy:
     """The policy of the run, from an adapter on the run's base or a whole model; the config's model without a run."""
@@ -189,11 +193,15 @@ def check_ends(config: SamplingRoot, say: Say) -> int:
     return vocabulary
 
 
-def open_roles(policy: Policy, backbone: Backbone) -> Roles:
-    """The base with the policy as its only role: an untrained adapter, which has no effect until it is restored."""
+def open_roles(policy: Policy) -> Roles:
+    """Loads the base with the policy as its only role: the saved adapter, or a new one, which has no effect."""
     from rlft.config.model import LoraSettings
+    from rlft.model.backbone import load_backbone
     from rlft.model.roles import policy_alone
 
     smallest = LoraSettings(rank=1, alpha=1.0, dropout=0.0, target_modules="all-linear", path=None)
-    config = policy.config
-    return policy_alone(backbone, policy.lora or smallest, token_budget=config.token_budget, seed=config.seed)
+    config, backbone = policy.config, load_backbone(policy.config.model)
+    roles = policy_alone(backbone, policy.lora or smallest, token_budget=config.token_budget, seed=config.seed)
+    if policy.saved is not None:
+        roles.restore(policy.saved.adapters)
+    return roles

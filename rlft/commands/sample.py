@@ -10,25 +10,26 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.config.command import Command, lazy
-from rlft.config.schema import Keep, SampleConfig
+from rlft.config.schema import SampleConfig
 from rlft.data.records import identity, number_of, split_of
 from rlft.data.sampled import is_sampled, sampled_line
 from rlft.logger.console import open_terminal
 from rlft.runs import run_folder, run_status
 from rlft.runs.config_file import FORMAT
-from rlft.runs.lines import DamagedLines, complete_lines, encode, lost_text
+from rlft.runs.lines import each_line, encode
 from rlft.runs.run_status import PROGRESS
 from rlft.system.disk import writing
 from rlft.system.files import append, write_atomically
 from rlft.system.memory import Doing, explained, keep_blocks
 from rlft.system.seeds import sampling_seeds
-from rlft.system.terminal import command_line, override, program, resuming, say, show
+from rlft.system.terminal import command_line, override, program, resuming, show
 from rlft.types import Group, Scores, Split, UserError, counted, require
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def kept_indices(tokens: Sequence[Sequence[int]], totals: Sequence[float], confi
     indices = [i for i, ids in enumerate(tokens) if not config.dedupe or first_index[tuple(ids)] == i]
     if config.min_reward is not None:
         indices = [i for i in indices if totals[i] >= config.min_reward]
-    limit = 1 if config.keep is Keep.best else config.max_per_prompt
+    limit = 1 if config.keep == "best" else config.max_per_prompt
     best_first = sorted(indices, key=lambda i: -totals[i])
     return sorted(best_first[:limit])
 
@@ -90,12 +91,7 @@ class Samples:
         with writing(self.file):
             self.file.touch()
         os.truncate(self.file, self.state["bytes"])
-        lost: list[DamagedLines] = []
-        with self.file.open("rb") as lines:
-            for _ in complete_lines(lines, lost, is_sampled):
-                pass
-        if lost:
-            say(lost_text(self.file, lost))
+        deque(each_line(self.file, is_sampled), maxlen=0)  # which tells of damaged ones
 
     def add(self, step: int, groups: Sequence[Group], scores: Scores) -> None:
         """Appends the kept completions of a step, then writes progress.json."""
@@ -247,16 +243,12 @@ def after_sampling(
 ) -> list[tuple[str, str]]:
     """(what it does, command) of each command for which the file has enough lines; `rlft` is how it is called."""
     rewards: dict[str, list[float | None]] = {}
-    lost: list[DamagedLines] = []
 
     def is_scored(line: Mapping[str, Any]) -> bool:
         return isinstance(line.get("prompt"), list) and "reward" in line
 
-    with file.open("rb") as lines:
-        for _, line in complete_lines(lines, lost, is_scored):
-            rewards.setdefault(identity(line["prompt"]), []).append(line["reward"])
-    if lost:
-        say(lost_text(file, lost))
+    for line in each_line(file, is_scored):
+        rewards.setdefault(identity(line["prompt"]), []).append(line["reward"])
     ranked = [question for question, scores in rewards.items() if len({r for r in scores if r is not None}) > 1]
     limits = [f"prompts.max_tokens={max_prompt_tokens}", f"max_completion_tokens={max_completion_tokens}"]
     shared = [override("model.path", model), *limits]

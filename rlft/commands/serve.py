@@ -113,12 +113,12 @@ def opened(
     from rlft.environment.endpoint.service import Inbox, Service
     from rlft.environment.endpoint.speech import Speech
     from rlft.loop.engines import Engines, engine_args
-    from rlft.model.backbone import load_backbone, read_config
+    from rlft.model.backbone import read_config
     from rlft.plan.model_rules import check_adapted, choose_engine, settle_engine
     from rlft.system.memory import Doing, explained
 
     policy = policy_of(resolved, source, say)
-    config, lora, saved = policy.config, policy.lora, policy.saved
+    config, lora = policy.config, policy.lora
     name = keys.name or ("base" if source is None else str(resolved.plain["name"]))
     vocabulary = check_ends(config, say)
     engine, _ = choose_engine(config.generation, config.model, lora, whole=lora is None)
@@ -129,14 +129,11 @@ def opened(
     with contextlib.ExitStack() as stack:
         engines = stack.enter_context(Engines())
         with explained(Doing(), config):
-            backbone = load_backbone(config.model)
-            roles = open_roles(policy, backbone)
+            roles = open_roles(policy)
             stack.callback(roles.close)
             args = engine_args(config, lora, roles)
             generator = stack.enter_context(engines.opened(config.generation.named(engine), args))
-        if saved is not None:
-            roles.restore(saved.adapters)
-        generator.load(roles.publish(0 if saved is None else saved.step))
+        generator.load(roles.publish(policy.step))
         service = Service(
             generator,
             Speech(args.tokenizer, keys.syntax, f"{SECTION}.syntax"),

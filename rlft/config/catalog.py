@@ -9,6 +9,7 @@ from pathlib import Path
 
 import rlft
 from rlft.config import command as commands
+from rlft.types import UserError
 
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_][A-Za-z_0-9]*):(?: +(?P<rest>.*))?")
 _VALUE = re.compile(r"""(?P<value>(?:'[^']*'|"[^"]*"|[^'"#]|(?<=\S)#)*?)(?: *(?<!\S)# ?(?P<comment>.*))?""")
@@ -169,7 +170,7 @@ def bases(file: Path) -> list[Path]:
 def lineage(file: Path, group: str) -> list[Path]:
     """The files that a choice builds on by its defaults list, each before the files that override it; its own last.
 
-    The choice's file may be the user's; its defaults list may name rlft's. Raises yaml.YAMLError: one is not YAML.
+    The choice's file may be the user's; its defaults list may name rlft's. Raises UserError: one is not YAML.
     """
     result: list[Path] = []
     _add_lineage(file, config_folder() / group, result, ())
@@ -177,10 +178,12 @@ def lineage(file: Path, group: str) -> list[Path]:
 
 
 def _add_lineage(file: Path, rlfts_group: Path, result: list[Path], ancestors: tuple[Path, ...]) -> None:
-    from yaml import safe_load
+    from yaml import YAMLError, safe_load
 
-    with file.open(encoding="utf-8") as stream:  # a stream, because errors in the YAML then name the file
-        content = safe_load(stream)
+    try:
+        content = safe_load(file.read_text(encoding="utf-8"))
+    except (ValueError, YAMLError) as error:
+        raise not_yaml(str(file), error) from None
     defaults = content.get("defaults") if isinstance(content, dict) else None
     for name in defaults if isinstance(defaults, list) else ():
         path = f"{str(name).partition('@')[0].removeprefix(f'/{rlfts_group.name}/')}.yaml"
@@ -188,6 +191,16 @@ def _add_lineage(file: Path, rlfts_group: Path, result: list[Path], ancestors: t
         if base is not None and base not in (*result, *ancestors, file):
             _add_lineage(base, rlfts_group, result, (*ancestors, file))
     result.append(file)
+
+
+def not_yaml(path: str, error: Exception) -> UserError:
+    """The refusal of a file whose reading as YAML has raised this error."""
+    if problem := getattr(error, "problem", None):
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1} " if mark else ""
+        return UserError(path, f"{line}is not YAML ({problem})", remedy="fix that line")
+    cause = getattr(error, "strerror", None) or getattr(error, "reason", None) or type(error).__name__
+    return UserError(path, f"cannot be read as UTF-8 text in YAML ({cause})", remedy="save it as UTF-8")
 
 
 def family(files_of_choice: list[Path]) -> str:

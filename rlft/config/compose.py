@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from rlft.config import catalog, command as commands, recipe_file, suggest
 from rlft.config.choices import choice_remedy
 from rlft.config.instantiate import locate
 from rlft.config.keys import fields_of
-from rlft.config.overrides import TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run, parse_overrides
+from rlft.config.overrides import HELP, TEMPLATE_VARIABLES, Arguments, choose_one, of_one_run, parse_overrides
 from rlft.config.suggest import SEVERAL, known_keys, unknown_in_section, unknown_key
 from rlft.types import Mistakes, UserError
 
@@ -113,31 +112,18 @@ def _with_overrides(
     return composed, choices, keys
 
 
-def answer(command: str, parsed: Arguments) -> None:
-    """Lets Hydra answer words such as --help and --cfg, once the overrides have been checked."""
-    import hydra
+def answer(command: str, parsed: Arguments) -> str:
+    """The help of a command, or the config as --cfg asks for it, with what refers to other keys as it is written."""
+    from omegaconf import OmegaConf, open_dict
 
-    overrides: list[str] = []
-    if parsed.overrides:
-        composed, overrides, keys = _with_overrides(parsed.overrides, parsed.config_dir, command)
-        lines = ((one.key_or_group, one.input_line) for one in keys)
-        overrides += [f"++{line}" if _is_argument(key, composed) else line for key, line in lines]
-    extend_hydra()
-    first, *others = [folder.resolve() for folder in reversed(catalog.folders(command))]
-    root = logging.getLogger()  # which Hydra configures
-    argv, handlers, level = sys.argv, root.handlers[:], root.level
-    sys.argv = [f"rlft {command}", *parsed.options, *overrides, *_search_path(others)]
-    try:
-        hydra.main(config_path=str(first), config_name=command, version_base="1.3")(lambda composed: None)()
-    except Exception as error:
-        raise refusal(error, command) or error from None
-    except SystemExit as end:  # Hydra exits after --help
-        if end.code:
-            raise
-    finally:
-        sys.argv = argv
-        root.handlers[:] = handlers
-        root.setLevel(level)
+    composed, _, _ = _with_overrides(parsed.overrides, parsed.config_dir, command)
+    if parsed.asks == HELP[0]:
+        return str(composed.hydra.help.template)
+    with open_dict(composed):
+        hydra = composed.pop("hydra")
+    parts = {"job": [composed], "hydra": [OmegaConf.create({"hydra": hydra})]}
+    parts["all"] = [*parts["hydra"], *parts["job"]]
+    return "".join(map(OmegaConf.to_yaml, parts[str(parsed.asks)]))
 
 
 def _has_a_file_of_data(composed: Any, keys: Iterable[Any]) -> bool:
@@ -270,8 +256,7 @@ def extend_hydra(*, requires: bool = True, command: str = USUAL) -> None:
             try:
                 loaded = self._of_the_user(config_path) or super().load_config(config_path)
             except UnicodeDecodeError as error:
-                file = Path(self.path, self._normalize_file_name(config_path))
-                raise UserError(str(file), f"is not UTF-8 text ({error.reason})", remedy="save it as UTF-8") from None
+                raise catalog.not_yaml(str(Path(self.path, self._normalize_file_name(config_path))), error) from None
             if not self.requires_keys:
                 return loaded
             for key in loaded.config if isinstance(loaded.config, DictConfig) else ():
@@ -413,11 +398,7 @@ def refusal(error: BaseException, command: str = USUAL, key: str = "command line
 
     text = str(error)
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        line = f"line {error.problem_mark.line + 1}"
-        return UserError(error.problem_mark.name, f"{line} is not YAML ({error.problem})", remedy="fix that line")
-    if isinstance(error, OSError) and error.filename is not None:
-        problem = f"cannot be written ({error.strerror})"
-        return UserError("hydra.run.dir", problem, got=error.filename, remedy="choose another folder")
+        return catalog.not_yaml(error.problem_mark.name, error)
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         frames = traceback.extract_tb(error.__traceback__)
         if not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1]):
@@ -463,9 +444,6 @@ def _unknown_choice(group: str, name: str, command: str) -> UserError:
     known = catalog.choices(group, command)
     if not known:
         return unknown_key(group, command)
-    if group == "logger" and name in suggest.NOT_TRACKERS:
-        remedy = f"leave {name} out of the list; `console: null` shows nothing"
-        return suggest.not_a_tracker(group, name, remedy)
     remedy = choice_remedy(name, known)
     if name.lower() in ("none", "off") and (group == "logger" or catalog.may_be_absent(group, command)):
         remedy = f"write {group}=null for none"

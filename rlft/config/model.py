@@ -138,10 +138,6 @@ class CriticKind(StrEnum):
     shared = "shared"
 
 
-class Quantization(StrEnum):
-    four_bit = "4bit"
-
-
 class RoutingSource(StrEnum):
     """Who chooses the experts of tokens in the passes of the policy."""
 
@@ -163,7 +159,7 @@ class ModelConfig:
     device: Annotated[str, Key(free=True, in_state=False)]
     attn_implementation: Annotated[str, Key(in_state=False)]
     gradient_checkpointing: Annotated[Recompute | Literal["auto"], Key(in_state=False)]
-    quantization: Quantization | None
+    quantization: Literal["4bit"] | None
     trust_remote_code: bool
     kernels: Annotated[KernelChoice, Key(in_state=False)] = KernelChoice.auto
     date: str = "auto"
@@ -251,7 +247,7 @@ def teacher_settings(snapshot: SnapshotConfig, model: ModelConfig) -> ModelConfi
         return None
     quantization = model.quantization
     if snapshot.teacher_quantization is not None:
-        quantization = None if snapshot.teacher_quantization == "none" else Quantization(snapshot.teacher_quantization)
+        quantization = None if snapshot.teacher_quantization == "none" else snapshot.teacher_quantization
     return replace(
         model,
         path=snapshot.teacher_model,

@@ -14,10 +14,11 @@ from typing import Any
 
 from rlft.config.keys import ABSENT, fields_of, keys_of
 from rlft.config.schema import engine_classes
-from rlft.config.suggest import NOT_TRACKERS
 
 OPEN = ("data", "reward", "logger", "algorithm", "demonstrations", "preferences", "loss", "environment")
 """Sections whose classes are named by `_target_`, in the section itself or in sections of it."""
+NOT_TRACKERS = {"console": "rlft.logger.console.Console", "jsonl": "rlft.logger.jsonl.Jsonl"}
+"""{earlier choice in the group logger: its class} of what is no tracker."""
 
 
 def completed(recorded: Mapping[str, Any], root: type) -> dict[str, Any]:

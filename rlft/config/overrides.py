@@ -23,13 +23,11 @@ from rlft.types import Mistakes, UserError, require
 
 logger = logging.getLogger(__name__)
 
-CFG = ("--cfg", "-c")
-OF_CFG = ("--resolve", "--package", "-p")  # options that change what --cfg prints
-PRINTING = ("-h", "--help", "--hydra-help", "--info", "-i", *CFG, *OF_CFG)
+HELP, CFG = ("--help", "-h"), ("--cfg", "-c")
 SWEEPING = ("-m", "--multirun")
 CONFIG_DIR = ("--config-dir", "-cd")
-OPTIONS = (*PRINTING, *SWEEPING, *CONFIG_DIR)
-EXAMPLES = {**dict.fromkeys(CFG, "job"), "--package": "<name>", "-p": "<name>", **dict.fromkeys(CONFIG_DIR, "<folder>")}
+OPTIONS = (*HELP, *CFG, *SWEEPING, *CONFIG_DIR)
+EXAMPLES = {**dict.fromkeys(CFG, "job"), **dict.fromkeys(CONFIG_DIR, "<folder>")}
 """{option that takes a value: an example of one}."""
 OVERRIDE = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[A-Za-z_][\w./@:-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
 QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
@@ -48,10 +46,10 @@ class Arguments:
 
     overrides: tuple[str, ...]  # of the config: `key=value`, `+recipe=name`, .. as they were typed
     own: tuple[str, ...]  # likewise, of the keys that the command itself has
-    options: tuple[str, ...]  # the other words, for Hydra's own parser
+    options: tuple[str, ...]  # the other words
     config_dir: Path | None
     sweep: bool
-    asks: bool  # whether the command only prints something, and runs nothing
+    asks: str | None  # "--help", or the value of --cfg, where the command only prints that, and runs nothing
 
     def value(self, key: str) -> str | None:
         """The value of a key, without Hydra's quotes; None if it is absent or null."""
@@ -152,6 +150,7 @@ def parse(words: Sequence[str], command: str = "train", own: Sequence[str] = ())
     options: list[str] = []
     names: list[str] = []
     config_dir: Path | None = None
+    asks: str | None = None
     remaining = with_recipe(words)
     while remaining:
         word = remaining.pop(0)
@@ -174,23 +173,23 @@ def parse(words: Sequence[str], command: str = "train", own: Sequence[str] = ())
             known = ("job", "hydra", "all")
             remedy = choice_remedy(value, known)
             require(value in known, name, "is not one of its choices", got=value, remedy=remedy)
+        if name in (*HELP, *CFG) and asks != HELP[0]:
+            asks = value or HELP[0]
         if name in CONFIG_DIR:
             config_dir = _checked_folder(name, value)
     _check_overrides(overrides, command, config_dir)
-    printing, sweeps = next((name for name in names if name in PRINTING), None), not {*names}.isdisjoint(SWEEPING)
+    printing, sweeps = next((name for name in names if name in (*HELP, *CFG)), None), not {*names}.isdisjoint(SWEEPING)
     _check_use(overrides, command, printing, sweeps=sweeps)
     for name in names:
         remedy = "leave -m out"
         require(name not in CFG or not sweeps, name, "prints the config of one run, and -m is a sweep", remedy=remedy)
-        problem, remedy = "says how --cfg prints, and there is no --cfg", "write --cfg job with it"
-        require(name not in OF_CFG or not {*names}.isdisjoint(CFG), name, problem, remedy=remedy)
     return Arguments(
         overrides=tuple(o for o in overrides if o.partition("=")[0] not in own),
         own=tuple(o for o in overrides if o.partition("=")[0] in own),
         options=tuple(options),
         config_dir=config_dir,
         sweep=sweeps,
-        asks=printing is not None,
+        asks=asks,
     )
 
 
@@ -419,11 +418,6 @@ def _of_one_run(parsed: Any, command: str) -> Any:
     if not all(isinstance(name, str) and name for name in names):
         kind = "a name or a list of names" if group in suggest.SEVERAL else "a name"
         raise UserError(shown, f"must be {kind}", got=got or "nothing", remedy=choose_one(group, command))
-    if group == "logger" and not suggest.NOT_TRACKERS.keys().isdisjoint(names):
-        trackers = ",".join(name for name in names if name not in suggest.NOT_TRACKERS)
-        words = [] if "console" in names else ["console=null"]
-        words += [f"logger=[{trackers}]" if "," in trackers else f"logger={trackers}"] if trackers else []
-        raise suggest.not_a_tracker(shown, got, f"write {' '.join(words)}" if words else "leave it out")
     if isinstance(value, list) and value and group in groups and group not in suggest.SEVERAL:
         remedy = f"write {shown}={names[0]}"
         remedy += f", or for a run of each rlft {command} -m {shown}={','.join(names)}" if len(names) > 1 else ""

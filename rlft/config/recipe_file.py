@@ -58,12 +58,8 @@ def lines_of(path: str) -> dict[str, int]:
         raise UserError(path, "is a folder" if file.is_dir() else "there is no such file", remedy=remedy)
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1} " if error.problem_mark else ""
-        raise UserError(path, f"{line}is not YAML ({error.problem})", remedy="fix that line") from None
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        cause = getattr(error, "strerror", None) or getattr(error, "reason", None) or type(error).__name__
-        raise UserError(path, f"cannot be read as UTF-8 text in YAML ({cause})", remedy="save it as UTF-8") from None
+        raise catalog.not_yaml(path, error) from None
     problem = "is empty" if node is None else "must hold a section of keys"
     require(isinstance(node, yaml.MappingNode), path, problem, remedy="write it as lines of `key: value`")
     return dict(_lines(node, ""))

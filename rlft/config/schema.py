@@ -12,7 +12,6 @@ import importlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from functools import cache
 from inspect import isabstract
 from typing import Annotated, Any
@@ -414,12 +413,6 @@ class DpoConfig(RankingRoot):
     snapshot: ReferenceConfig
 
 
-class Keep(StrEnum):
-    all = "all"
-    best = "best"
-    above = "above"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleConfig(SamplingRoot):
     """The root of `rlft sample`."""
@@ -429,7 +422,7 @@ class SampleConfig(SamplingRoot):
     num_prompts: Annotated[bounds.PositiveInt | None, Key(free=True)]
     n: bounds.PositiveInt
     prompts_per_step: bounds.PositiveInt
-    keep: Keep
+    keep: typing.Literal["all", "best", "above"]
     min_reward: float | None
     max_per_prompt: bounds.PositiveInt | None
     dedupe: bool

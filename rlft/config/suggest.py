@@ -35,8 +35,6 @@ OWN_KEYS |= {"runs": ("status", "name", "command", "sort"), "watch": ("price",),
 OWN_KEYS |= {"audit": ("recompute", "replay"), "rank": ("samples", "out", "ranker", "seed", "agree")}
 """{command: the keys that it has next to those of a run's config}; `rlft serve` also has those of base/serve.yaml."""
 
-NOT_TRACKERS = {"console": "rlft.logger.console.Console", "jsonl": "rlft.logger.jsonl.Jsonl"}
-"""{earlier choice in the group logger: its class} of what is no tracker."""
 VERY_LIKE = 0.8  # the least similarity of a suggested name where a wrong one would mislead; elsewhere `LIKE`
 MOST_KEYS = 6  # if more keys than this end in the same word, none of them is suggested
 
@@ -237,12 +235,6 @@ def _same_end(last: str, keys: Sequence[str]) -> list[str]:
         for parts in matches
     ]
     return list(dict.fromkeys(".".join(parts) for parts in shown))
-
-
-def not_a_tracker(key: str, got: Any, remedy: str) -> UserError:
-    """The refusal of an earlier choice in the group logger."""
-    problem = "lists trackers; a run always writes its own files, and the section console is for the terminal"
-    return UserError(key, problem, got=got, remedy=remedy)
 
 
 SECTIONS = ("", "generation", "eval", "sampling", "sampling_params")

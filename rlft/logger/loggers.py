@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from rlft.config.instantiate import instantiate
-from rlft.config.suggest import NOT_TRACKERS, not_a_tracker
 from rlft.logger.interface import Logger, RunInfo
 from rlft.logger.jsonl import Jsonl, Rollouts
 from rlft.runs.lines import StepRecord
@@ -30,8 +29,6 @@ def loggers_of(sections: Mapping[str, Any]) -> tuple[Any, ...]:
     """The trackers of a config's section `logger`. Equal sections are one tracker, whatever their names are."""
     distinct: dict[str, Any] = {}
     for name, section in sections.items():
-        if isinstance(section, Mapping) and section.get("_target_", NOT_TRACKERS.get(name)) in NOT_TRACKERS.values():
-            raise not_a_tracker(f"logger.{name}", None, "leave it out, and write the console's keys in that section")
         if section not in distinct.values():
             distinct[name] = section
     return tuple(Tracker(f"logger.{name}", instantiate(keys, f"logger.{name}")) for name, keys in distinct.items())

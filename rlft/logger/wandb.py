@@ -8,9 +8,8 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from rlft.config.bounds import PositiveFloat
@@ -21,12 +20,6 @@ RUN_ID = "wandb_id.txt"
 PROJECT = "rlft"
 LONGEST_NAME = 128  # the most characters that the server takes as a run's name
 MARGIN_S = 10.0  # seconds beyond wandb's own limits after which a call is given up
-
-
-class WandbMode(StrEnum):
-    auto = "auto"
-    online = "online"
-    offline = "offline"
 
 
 @dataclass(kw_only=True)
@@ -45,7 +38,7 @@ class Wandb(ScalarLogger):
     environment: ClassVar = {"WANDB_DISABLE_WEAVE": "true"}
     """vLLM imports openai, upon which wandb would print an advertisement for another product."""
 
-    mode: WandbMode
+    mode: Literal["auto", "online", "offline"]
     project: str | None
     entity: str | None
     init_seconds: PositiveFloat
@@ -104,10 +97,10 @@ def run_id(folder: Path) -> str:
     return kept(folder, RUN_ID, lambda: agents_id or secrets.token_hex(4))
 
 
-def choose_mode(mode: WandbMode, environ: Mapping[str, str]) -> tuple[str, str]:
+def choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """(wandb's name of the mode, the reason for it)."""
-    if mode != WandbMode.auto:
-        return str(mode), f"logger.wandb.mode={mode}"
+    if mode != "auto":
+        return mode, f"logger.wandb.mode={mode}"
     if requested := environ.get("WANDB_MODE"):
         return requested, f"WANDB_MODE={requested}"
     return ("online", "an account is set up") if has_account(environ) else ("offline", "no account is set up")
@@ -119,8 +112,6 @@ def has_account(environ: Mapping[str, str]) -> bool:
         return True
     try:
         host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-        default = next((path for name in (".netrc", "_netrc") if (path := Path.home() / name).exists()), None)
-        path = Path(environ["NETRC"]) if "NETRC" in environ else default
-        return path is not None and path.exists() and netrc.netrc(path).authenticators(host) is not None
+        return netrc.netrc(environ.get("NETRC", Path.home() / ".netrc")).authenticators(host) is not None
     except (netrc.NetrcParseError, OSError, ValueError, RuntimeError):  # not a URL, not text, no home: as good as none
         return False

@@ -115,11 +115,11 @@ def check_sample(config: schema.SampleConfig) -> None:
     check_time_limits(config.reward, config.scoring)
     keep, number, least = config.keep, config.max_per_prompt, config.min_reward
     problem, remedy = "keep=best keeps one completion of each prompt", "leave it out, or set keep=all"
-    require(keep is not schema.Keep.best or number is None, "max_per_prompt", problem, got=number, remedy=remedy)
+    require(keep != "best" or number is None, "max_per_prompt", problem, got=number, remedy=remedy)
     problem, remedy = "is null, and keep=above needs it", "set min_reward=1.0, or keep=all"
-    require(keep is not schema.Keep.above or least is not None, "min_reward", problem, remedy=remedy)
+    require(keep != "above" or least is not None, "min_reward", problem, remedy=remedy)
     problem, remedy = f"is read by keep=above only, and keep={keep}", "set keep=above, or leave it out"
-    require(keep is schema.Keep.above or least is None, "min_reward", problem, got=least, remedy=remedy)
+    require(keep == "above" or least is None, "min_reward", problem, got=least, remedy=remedy)
     check_stops_and_rewards(config.generation, specs(config.reward))
     check_environment(config)
     check_rewarded(config)

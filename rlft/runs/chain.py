@@ -14,8 +14,7 @@ Parts: `config` (config.yaml), the fingerprints of inputs (`data`, `base`, ..), 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -79,8 +78,8 @@ class Chain:
         self._alarms += b"".join(map(run_lines.encode, run_lines.alarm_lines(record.step, record.alarms)))
         if record.groups:
             file = run_lines.rollout_file(self.folder, record.step)
-            lines = map(run_lines.encode, run_lines.rollout_lines(record))
-            self._parts["rollouts"] = digests.of_file(file) if file.exists() else _of_pieces(lines)
+            lines = b"" if file.exists() else b"".join(map(run_lines.encode, run_lines.rollout_lines(record)))
+            self._parts["rollouts"] = digests.of_bytes(lines) if lines else digests.of_file(file)
             by_name = {name: [score for row in rows for score in row] for name, rows in record.rewards.items()}
             self._parts["scores"] = scores_part(by_name, [score for row in record.total_rewards for score in row])
 
@@ -185,10 +184,3 @@ def _in_main_memory(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Mapp
 
     flat = to_cpu({f"{part}\n{name}": tensor for part, of_part in parts.items() for name, tensor in of_part.items()})
     return {part: {name: flat[f"{part}\n{name}"] for name in of_part} for part, of_part in parts.items()}
-
-
-def _of_pieces(pieces: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ WHOLE = "whole"
 KEY = "format"
 FORMAT = 1  # of config.yaml, status.json, state.json and progress.json; raised when an older rlft would misread them
 MAX_NESTED = 1000  # the deepest nesting that is parsed with libyaml
-_SECTION_START = re.compile(rb"^(?=[A-Za-z_])", re.MULTILINE)
 _BEFORE_WORDS = re.compile(rb"^[ ?:-]+", re.MULTILINE)
 """The characters before a line's first word, each of which may begin a level of nesting."""
 
@@ -44,10 +42,8 @@ def check_format(values: Any) -> None:
         raise NewerError(f"was written by a newer rlft ({KEY} {number}, this one reads up to {FORMAT})")
 
 
-def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
+def whole_config(folder: Path) -> dict[str, Any]:
     """The plain config of a run, `command` and `origin` included, without the keys that mark the file as complete.
-
-    With `shared` equal sections of several runs' configs may be the same objects, for callers that change none.
 
     Raises:
         OSError: the file cannot be read.
@@ -57,8 +53,7 @@ def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
     """
     content = (folder / CONFIG).read_bytes()
     try:
-        config = by_section(content) if shared else None
-        config = _load(content) if config is None else config
+        config = _load(content)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ValueError("it is no YAML") from None
     if not isinstance(config, dict):
@@ -76,30 +71,6 @@ def whole_config(folder: Path, *, shared: bool = False) -> dict[str, Any]:
         problem = f"{error.problem} (of the run in {folder})"
         raise UnknownCommandError(error.key, problem, got=command, remedy=error.remedy) from None
     return {**config, ORIGIN: {key: value for key, value in origin.items() if key not in (KEY, WHOLE)}}
-
-
-def by_section(content: bytes) -> dict[str, Any] | None:
-    """The config, with each distinct section parsed once for all files; None if the file must be parsed as a whole."""
-    config: dict[str, Any] = {}
-    try:
-        for section in filter(None, _SECTION_START.split(content)):
-            name, value = _section_of(section)
-            if name in config:
-                return None
-            config[name] = value
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return None
-    return config or None
-
-
-@lru_cache(maxsize=4096)
-def _section_of(section: bytes) -> tuple[str, Any]:
-    """The section's only key and its value."""
-    keys = _load(section)
-    if not isinstance(keys, dict) or len(keys) != 1:
-        raise ValueError("it is not one section")
-    [(name, value)] = keys.items()
-    return name, value
 
 
 def _load(content: bytes) -> Any:

@@ -271,18 +271,22 @@ def read_lines(path: Path, say: Say = say) -> list[dict[str, Any]]:
 
     `say` is called with a line about damaged ones and their steps. Raises UserError: the file cannot be read.
     """
-    lost: list[DamagedLines] = []
     try:
-        with path.open("rb") as file:
-            lines = [line for _, line in complete_lines(file, lost)]
+        return list(each_line(path, say=say))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         problem, remedy = f"cannot be read ({error.strerror})", "make it a file that you may read, or remove it"
         raise UserError(path.name, problem, got=path, remedy=remedy) from None
+
+
+def each_line(path: Path, is_whole: Callable[[Any], bool] | None = None, say: Say = say) -> Iterator[dict[str, Any]]:
+    """Like `read_lines`, line by line, of a file that is there; `is_whole` is as in `complete_lines`."""
+    lost: list[DamagedLines] = []
+    with path.open("rb") as file:
+        yield from (line for _, line in complete_lines(file, lost, is_whole))
     if lost:
         say(lost_text(path, lost))
-    return lines
 
 
 def last_line(path: Path, say: Say = say) -> dict[str, Any]:

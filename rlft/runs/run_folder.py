@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from rlft.system.disk import DiskError, writing
 from rlft.system.files import atomic_folder, write_atomically
 from rlft.system.hub import commit_of
 from rlft.system.terminal import command_line, override, resuming, say
+from rlft.system.versions import installed_version
 from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError, require
 
@@ -371,11 +371,7 @@ def _write(folder: Path, config: Mapping[str, Any]) -> None:
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """{package: version} of those that are installed."""
-    result: dict[str, str] = {}
-    for name in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            result[name] = metadata.version(name)
-    return result
+    return {name: version for name in packages if (version := installed_version(name)) is not None}
 
 
 def commit() -> str:

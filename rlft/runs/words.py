@@ -102,7 +102,7 @@ def _apart(plain: Config, command: str, base: Sequence[str]) -> tuple[list[str],
 def _word(key: str, value: Any) -> str:
     if isinstance(value, str) and not _is_plain(value):
         return f"{key}={quoted(value)}"
-    return override(key, "null" if value is None else str(value).lower() if isinstance(value, bool) else value)
+    return override(key, value)
 
 
 def _is_plain(text: str) -> bool:

@@ -120,10 +120,10 @@ def with_spaces(text: str) -> str:
 
 
 def override(key: str, value: object) -> str:
-    """`key=value`, with the value quoted if it has characters that mean something to Hydra.
+    """`key=value`, with the value as YAML writes it, quoted if it has characters that mean something to Hydra.
 
-    >>> override("lora.path", "runs/a/b"), override("lora.path", "sweeps/lr=1e-05,a")
-    ('lora.path=runs/a/b', "lora.path='sweeps/lr=1e-05,a'")
+    >>> override("lora.path", "runs/a/b"), override("lora.path", "sweeps/lr=1e-05,a"), override("lora", None)
+    ('lora.path=runs/a/b', "lora.path='sweeps/lr=1e-05,a'", 'lora=null')
     >>> override("lora.target_modules", ["q_proj", "v_proj"])
     'lora.target_modules=[q_proj,v_proj]'
     """
@@ -138,7 +138,7 @@ def overrides(values: Mapping[str, object]) -> list[str]:
 
 def _quoted(value: object) -> str:
     """The value, quoted if Hydra would otherwise read it differently."""
-    text = str(value)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if re.fullmatch(r"[\w./:-]+", text) else quoted(text)
 
 

@@ -214,7 +214,7 @@ def test_a_file_of_the_users_that_cannot_be_read_is_named(mine: Path, refused: S
     (mine / "algorithm" / "wider.yaml").write_text("a: [1\nb: 2\n")
     assert re.match(r"rlft: \S+wider\.yaml: line 2 is not YAML ", refused("--config-dir", str(mine)))
     (mine / "algorithm" / "wider.yaml").write_bytes(b"a: \xff\n")
-    assert "wider.yaml: is not UTF-8 text" in refused("--config-dir", str(mine))
+    assert "wider.yaml: cannot be read as UTF-8 text" in refused("--config-dir", str(mine))
 
 
 def test_the_table_in_the_docs_is_the_list(as_json: Callable[..., Any]) -> None:

@@ -176,7 +176,7 @@ def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(
         {"role": "assistant", "content": first.completion.text},
         {"role": "user", "content": "Q: two"},
     )
-    tokenizer = talk.backbone.tokenizer
+    tokenizer = talk.tokenizer
     messages: list[Any] = list(second.prompt.messages)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert list(second.prompt.token_ids) == expected
@@ -203,7 +203,7 @@ def test_an_answer_ends_at_a_stop_string_and_its_text_before_it(
         answer = talk.ask(QUESTION).completion
         assert (answer.text, answer.finish_reason) == (text, FinishReason.stop)
         assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
-        assert talk.backbone.tokenizer.decode(list(answer.token_ids)) == thought + stop, "all of its tokens are kept"
+        assert talk.tokenizer.decode(list(answer.token_ids)) == thought + stop, "all of its tokens are kept"
         assert talk.ask("and now?").prompt.messages[1] == {"role": "assistant", "content": text}
     assert shown == [*visible(thought + stop).splitlines(), f"[{len(answer.token_ids)} tokens]"]
 

@@ -10,28 +10,15 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import importlib.machinery, json, shlex, sys
+import json, shlex, sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-
-class Imported(BaseException):
-    pass
-
-class Loader:
-    def create_module(self, spec):
-        raise Imported(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, Loader()) if name in ("torch", "transformers") else None
+from without_libraries import Imported, forbid
 
 def child(*_, **__):
     raise Imported("in a child")
 
-sys.meta_path.insert(0, Finder())
+forbid("torch", "transformers")
 import rlft.commands.doctor.command
 from rlft import cli
 rlft.commands.doctor.command.run_checks = child
@@ -64,7 +51,8 @@ LONG = [
 
 def told_of(lines: list[str], folder: Path) -> list[list[str | int]]:
     """[exit code or what was imported first, everything printed until then] of each command."""
-    command, environment = [sys.executable, "-c", SCRIPT], {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command, tests = [sys.executable, "-c", SCRIPT], Path(__file__).parents[1]
+    environment = {"PYTHONPATH": f"{tests.parent}:{tests / 'helpers'}"}
     done = subprocess.run(
         command, input=json.dumps(lines), env=environment, cwd=folder, capture_output=True, text=True, check=True
     )

@@ -65,7 +65,7 @@ def said_by(run: Path, folder: Path | None = None) -> Any:
     """What the policy of a checkpoint says by the engine that chats have."""
     place = find(folder or run)
     with chat.open_talk(chat.read(place.config, True), place, True, lambda _: None) as talk:
-        ids = talk.backbone.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
+        ids = talk.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
         prompt = Prompt(id="p", messages=tuple(ASKED), answer="", token_ids=tuple(ids))
         [group] = talk._policy.sample([prompt], 1, [5], talk.sampling)
     return group.rollouts[0].completion

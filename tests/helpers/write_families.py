@@ -22,12 +22,31 @@ from pathlib import Path
 import transformers
 from family_models import class_of, families, tiny_config
 from family_probe import probe
+from jinja2 import Environment, StrictUndefined
 
-from rlft.commands.models import page
+from rlft.commands.models import vllm_of, why_not
 from rlft.model.families import FILE, Family, known
+from rlft.tokens.images import EXACT
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 MODELS, SUPPORTS_LORA = "vllm.model_executor.models", "SupportsLoRA"
+
+
+def page() -> str:
+    """The text of docs/reference/models.md, of the template next to this file."""
+    families = known()
+    trained = {kind: family for kind, family in families.by_type.items() if family.is_trained}
+    refused = {kind: family for kind, family in families.by_type.items() if kind not in trained}
+    names = {"images": EXACT, "routed": [kind for kind, family in trained.items() if family.routing is not None]}
+    listed = {name: ", ".join(f"`{kind}`" for kind in kinds) for name, kinds in names.items()}
+    jinja = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    template = jinja.from_string(Path(__file__).with_name("models.md.jinja").read_text(encoding="utf-8"))
+    functions = {"rows_of": rows_of, "vllm_of": vllm_of, "why_not": why_not}
+    return template.render(families=families, trained=trained, refused=refused, **listed, **functions)
+
+
+def rows_of(family: Family) -> str:
+    return "packed" if family.padded is None else f"padded ({family.padded})"
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.logger.jsonl import Jsonl
 from rlft.logger.loggers import Loggers, Tracker, loggers_of, own_loggers
-from rlft.types import UserError
 
 
 class Diary:
@@ -89,12 +88,6 @@ def test_sections_that_are_equal_are_one_tracker_whatever_they_are_called():
 
 
 NAMED = {"mine": [1], "other": [2], "again": [1]}
-
-
-@each("section", [{"_target_": "rlft.logger.jsonl.Jsonl"}, {"_target_": "rlft.logger.console.Console", "live": True}])
-def test_what_is_no_tracker_is_refused_whatever_it_is_called(section):
-    with pytest.raises(UserError, match=r"^logger\.mine: lists trackers; a run always writes its own files, and "):
-        loggers_of({"mine": section})
 
 
 @each("fails_in", ["start", "stage", "step", "evaluation", "note", "finish"])

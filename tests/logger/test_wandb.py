@@ -10,7 +10,7 @@ from in_one_test import each
 
 from rlft.config import overrides
 from rlft.config.compose import compose
-from rlft.logger.wandb import Wandb, WandbMode, choose_mode, has_account, run_id
+from rlft.logger.wandb import Wandb, choose_mode, has_account, run_id
 from rlft.loop.metrics import summarise
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores
 
@@ -27,7 +27,7 @@ def no_account(monkeypatch, tmp_path):
 
 def test_a_resumed_run_continues_its_run_id_offline(make_run, make_step, make_evaluation, capfd):
     for first, last in ((0, 2), (2, 3)):
-        logger = Wandb(mode=WandbMode.auto, **KEYS)
+        logger = Wandb(mode="auto", **KEYS)
         logger.start(make_run(step=first))
         assert logger.run.settings.console == "off"  # the live view's stream stays ours
         logger.evaluation(make_evaluation(first))
@@ -80,7 +80,7 @@ def test_the_sweep_of_the_docs_gives_words_that_rlft_takes(monkeypatch):
 def test_a_sweeps_metric_is_sent_under_the_name_of_the_docs():
     """A real evaluation of two prompts, of whose two completions each one and none are right: 1 / 4."""
     sent = []
-    logger = Wandb(mode=WandbMode.offline, **KEYS)
+    logger = Wandb(mode="offline", **KEYS)
     logger.run = SimpleNamespace(log=lambda metrics, step: sent.append((step, metrics)))
     said = Completion(text="3", token_ids=(5,), logprobs=(-0.5,), finish_reason=FinishReason.stop)
     groups = []
@@ -133,7 +133,7 @@ def errors():
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_failing_service_is_told_once_and_stops_nothing(index, make_step, capsys):
-    logger = Wandb(mode=WandbMode.offline, **KEYS)
+    logger = Wandb(mode="offline", **KEYS)
     logger.run = service = Service(errors()[index])
     for step in (1, 2, 3):
         logger.step(make_step(step))
@@ -143,7 +143,7 @@ def test_a_failing_service_is_told_once_and_stops_nothing(index, make_step, caps
 
 
 def test_an_error_at_the_end_stops_nothing(capsys):
-    logger = Wandb(mode=WandbMode.offline, **KEYS)
+    logger = Wandb(mode="offline", **KEYS)
     logger.run = Service(errors()[0])
     logger.finish("finished")
     assert "could not close the run" in capsys.readouterr().err
@@ -164,7 +164,7 @@ def test_online_that_does_not_work_goes_on_offline(make_run, monkeypatch, capsys
         return Opened()
 
     monkeypatch.setattr(wandb, "init", init)
-    logger = Wandb(mode=WandbMode.online, **KEYS)
+    logger = Wandb(mode="online", **KEYS)
     logger.start(make_run())
     identity = run_id(make_run().folder)
     assert tried == [("online", identity, "allow"), ("offline", identity, None)]
@@ -180,7 +180,7 @@ def test_wandb_that_cannot_start_at_all_lets_the_run_go_on(make_run, make_step, 
         raise wandb.Error("broken")
 
     monkeypatch.setattr(wandb, "init", init)
-    logger = Wandb(mode=WandbMode.offline, **KEYS)
+    logger = Wandb(mode="offline", **KEYS)
     logger.start(make_run())
     logger.step(make_step(1))
     logger.finish("finished")
@@ -199,8 +199,8 @@ def test_an_address_that_is_none_is_told_and_the_run_goes_on(url, key, make_run,
     monkeypatch.setenv("WANDB_MODE", "offline")
     if key is not None:
         monkeypatch.setenv("WANDB_API_KEY", key)
-    assert choose_mode(WandbMode.auto, {"WANDB_BASE_URL": url, "NETRC": str(make_run().folder)})[0] == "offline"
-    logger = Wandb(mode=WandbMode.auto, **KEYS)
+    assert choose_mode("auto", {"WANDB_BASE_URL": url, "NETRC": str(make_run().folder)})[0] == "offline"
+    logger = Wandb(mode="auto", **KEYS)
     logger.start(make_run())
     is_open = logger.run is not None
     logger.step(make_step(1))
@@ -224,7 +224,7 @@ def test_what_the_user_has_set_in_the_environment_counts_where_no_key_is_typed(
         monkeypatch.delenv(name, raising=False)
         if in_environment is not None:
             monkeypatch.setenv(name, in_environment)
-    Wandb(mode=WandbMode.offline, **KEYS | {"project": typed}).start(make_run())
+    Wandb(mode="offline", **KEYS | {"project": typed}).start(make_run())
     assert asked["project"] == (typed or in_environment or "rlft")
     assert asked["name"] == (in_environment or "tiny")
     assert asked["entity"] is None, "which lets wandb read WANDB_ENTITY"
@@ -233,10 +233,10 @@ def test_what_the_user_has_set_in_the_environment_counts_where_no_key_is_typed(
 
 def test_the_mode_follows_the_key_then_the_environment_then_the_account():
     account = {"WANDB_API_KEY": "x" * 40}
-    assert choose_mode(WandbMode.offline, account) == ("offline", "logger.wandb.mode=offline")
-    assert choose_mode(WandbMode.auto, account | {"WANDB_MODE": "disabled"}) == ("disabled", "WANDB_MODE=disabled")
-    assert choose_mode(WandbMode.auto, account) == ("online", "an account is set up")
-    assert choose_mode(WandbMode.auto, {"NETRC": "/nowhere"}) == ("offline", "no account is set up")
+    assert choose_mode("offline", account) == ("offline", "logger.wandb.mode=offline")
+    assert choose_mode("auto", account | {"WANDB_MODE": "disabled"}) == ("disabled", "WANDB_MODE=disabled")
+    assert choose_mode("auto", account) == ("online", "an account is set up")
+    assert choose_mode("auto", {"NETRC": "/nowhere"}) == ("offline", "no account is set up")
 
 
 def test_an_account_is_found_where_wandb_login_puts_it(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+import write_families
 from family_models import TOKENIZER, families, tiny_config
 from family_probe import DECODES_OTHERWISE, WRONG_FORWARD, probe, settings
 
@@ -26,7 +27,6 @@ OF_EACH_KIND = (
     "qwen3_5_text",  # gated delta nets
 )
 PARTS = 12
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def differences(kinds: list[str], folder: Path) -> dict[str, tuple[Family, Family]]:
@@ -103,9 +103,8 @@ def test_encoders_and_models_without_layers_for_an_adapter_are_refused_by_key(
 
 
 # -- rlft models -------------------------------------------------------------------------------------------------------
-def test_the_page_of_families_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["models", "--markdown"]) == 0
-    assert capsys.readouterr().out == (REPOSITORY / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+def test_the_page_of_families_says_what_the_file_does() -> None:
+    assert write_families.page() == write_families.DOCS.read_text(encoding="utf-8")
 
 
 def test_families_that_read_images_are_found_though_their_language_model_stands_under_its_own_name(
@@ -135,7 +134,7 @@ def test_a_word_that_names_no_family_is_refused_with_the_one_that_was_meant() ->
     for words, message in (
         (["quen3"], "models: there is no such family of causal language models, got quen3; did you mean qwen3?"),
         (["a", "b"], "models: takes one pattern, got a b; write rlft models <pattern>"),
-        (["--yaml"], "models: has no such option, got --yaml; use --json or --markdown"),
+        (["--yaml"], "models: has no such option, got --yaml; use --json"),
     ):
         with pytest.raises(UserError) as refusal:
             models.command(words)

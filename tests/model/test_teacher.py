@@ -11,7 +11,7 @@ import torch
 from in_one_test import each
 from transformers import AutoModelForCausalLM
 
-from rlft.config.model import Old, Quantization, SnapshotConfig, teacher_settings
+from rlft.config.model import Old, SnapshotConfig, teacher_settings
 from rlft.generation.adapter_files import AdapterFiles
 from rlft.loop.engines import load_teacher
 from rlft.model import forward
@@ -366,9 +366,9 @@ def test_a_separate_teacher_may_have_another_dtype_than_the_base(model_config, m
     ("base", "own", "expected"),
     [
         (("float32", None), (None, None), ("float32", None)),
-        (("bfloat16", Quantization.four_bit), (None, None), ("bfloat16", Quantization.four_bit)),
-        (("bfloat16", None), (None, "4bit"), ("bfloat16", Quantization.four_bit)),
-        (("bfloat16", Quantization.four_bit), ("float16", "none"), ("float16", None)),
+        (("bfloat16", "4bit"), (None, None), ("bfloat16", "4bit")),
+        (("bfloat16", None), (None, "4bit"), ("bfloat16", "4bit")),
+        (("bfloat16", "4bit"), ("float16", "none"), ("float16", None)),
     ],
 )
 def test_a_separate_teacher_is_loaded_as_the_base_where_it_has_no_key(model_config, base, own, expected):

@@ -26,8 +26,8 @@ from rlft import cli
 from rlft.config import catalog, command as commands, older
 from rlft.config.instantiate import locate
 from rlft.config.keys import ABSENT, Key, keys_of, written_at
+from rlft.config.older import NOT_TRACKERS
 from rlft.config.schema import engine_classes
-from rlft.config.suggest import NOT_TRACKERS
 from rlft.runs import run_folder
 
 RECORDED = Path(__file__).parent / "recorded"

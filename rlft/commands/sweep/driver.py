@@ -237,18 +237,12 @@ class InThisProcess(Place):
         return self._ending
 
     def _do(self, run: Run, is_pruned: Callable[[], bool]) -> None:
-        resolved, plan, is_resumed = run.resolved, run.plan, run_folder.config_file(run.folder).exists()
-        plain = resolved.plain if resolved else configs.compose(run.words, self._config_dir, self._command)
-        kept = run_folder.with_kept_values(plain, run.folder if is_resumed else None)
-        if resolved is None or (is_resumed and kept != plain):  # the resumed run has other values than were planned
-            resolved, plan = resolve_in(run.folder, {**plain, "resume": AUTO}, self._command), None
-        elif is_resumed:
-            resumed: dict[str, Any] = {"resume": str(run.folder)}
-            run_folder.check_same_config(run.folder, kept | resumed)
-            resolved = replace(resolved, plain=kept | resumed, config=replace(resolved.config, **resumed))
-            plan = plan and replace(plan, plain=resolved.plain, config=replace(plan.config, **resumed))
+        resolved, plan = run.resolved, run.plan
+        if resolved is not None and not run_folder.config_file(run.folder).exists():
+            resolved = replace(resolved, plain=run_folder.with_kept_values(resolved.plain, None))
         else:
-            resolved = replace(resolved, plain=kept)
+            plain = resolved.plain if resolved else configs.compose(run.words, self._config_dir, self._command)
+            resolved, plan = resolve_in(run.folder, {**plain, "resume": AUTO}, self._command), None
         try:
             loggers = [PruningLogger(is_pruned)] if self._prunes else []
             launch(resolved, run.folder, self._engines, plan=plan, may_be_finished=True, loggers=loggers)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from rlft.config.choices import as_typed
 from rlft.config.suggest import known_keys, peer_table, refused_setting, target_of
 from rlft.system.terminal import override
 
@@ -129,17 +128,12 @@ def _copied(table: Mapping[str, Any], name: str, written: str, value: object, co
         return Row(theirs)
     if not meant.is_copied:
         return Row(theirs, note=f"see {meant.written()}")
-    return Row(theirs, {meant.key: _word(meant.key, meant.value or value)}, meant.note)
+    return Row(theirs, {meant.key: override(meant.key, meant.value or value)}, meant.note)
 
 
 def _words(templates: Mapping[str, Any], context: Mapping[str, Any]) -> dict[str, str]:
     values = {key: _rendered(str(template), context) for key, template in templates.items()}
-    return {key: _word(key, value) for key, value in values.items() if value is not None and value != ""}
-
-
-def _word(key: str, value: object) -> str:
-    """The override, with true and false as YAML writes them."""
-    return override(key, as_typed(value) if isinstance(value, bool) else value)
+    return {key: override(key, value) for key, value in values.items() if value is not None and value != ""}
 
 
 def _nested(values: Mapping[str, object]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def with_settings(rows: Sequence[RunRow]) -> list[RunRow]:
     if len(whole) < 2 or len({(row.name, row.command) for row in whole}) > 1:
         return list(rows)
     folders = [Path(row.folder) for row in whole]
-    named = names_of(folders, [whole_config(folder, shared=True) for folder in folders])
+    named = names_of(folders, [whole_config(folder) for folder in folders])
     names = {row.folder: name for row, (name, setting) in zip(whole, named, strict=True) if setting or "=" in name}
     return [replace(row, setting=names.get(row.folder, "")) for row in rows]
 
@@ -134,7 +134,7 @@ def read(folder: Path, say: Say = say) -> RunRow | None:
 
 
 def _read(folder: Path, say: Say) -> RunRow:
-    config = whole_config(folder, shared=True)
+    config = whole_config(folder)
     status, reason = run_status.read(folder)
     last = last_line(folder / METRICS, say)
     evaluations, _ = (read_lines(folder / name, say) for name in (EVALUATIONS, ALARMS))
