@@ -11,14 +11,12 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from rlft.config.schema import AlarmsConfig
 from rlft.runs.lines import StepRecord
+from rlft.system.files import asset
 from rlft.types import counted
 
 WINDOW = 20  # number of earlier steps with which a new step is compared
@@ -45,7 +43,7 @@ Found = tuple[str, Mapping[str, Any]] | None  # (name, values for its text) of a
 @cache
 def texts() -> Mapping[str, Mapping[str, str]]:
     """{hints or alarms: {name: text}}."""
-    return yaml.safe_load((Path(__file__).parents[1] / "assets" / "alarms.yaml").read_text(encoding="utf-8"))
+    return asset("alarms.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,18 +16,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlft.reward.notation import ASSIGNED, NAMES, as_number, is_alphabetic, unwrapped
+from rlft.system.files import asset
 
 MAX_UNIT_CHARS = 100  # of the longest unit that is looked for behind a value
 
-_WORDS: Mapping[str, Any] = yaml.load(
-    (Path(__file__).parents[1] / "assets" / "units.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader
-)
+_WORDS: Mapping[str, Any] = asset("units.yaml")
 
 
 def _table() -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rlft.system.disk import BLOCK, writing
 
@@ -18,6 +18,13 @@ NOT_FLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EAC
 
 
 PIECE_BYTES = 4 * 2**20  # the number of bytes written at once of content that comes in parts
+
+
+def asset(name: str) -> Any:
+    """The content of a YAML file of this name in rlft/assets."""
+    import yaml
+
+    return yaml.load((Path(__file__).parents[1] / "assets" / name).read_text(encoding="utf-8"), yaml.CSafeLoader)
 
 
 def write_atomically(

@@ -8,21 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlft.config.choices import closest
+from rlft.system.files import asset
 from rlft.tokens.messages import FIELDS
 from rlft.tokens.text import THINKING_FIELDS
 from rlft.types import well_formed
 
-NOT_USED: Mapping[str, Any] = yaml.load(
-    (Path(__file__).parents[2] / "assets" / "endpoint_fields.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader
-)
+NOT_USED: Mapping[str, Any] = asset("endpoint_fields.yaml")
 """{class: its `without_effect` and `neutral`}."""
 
 

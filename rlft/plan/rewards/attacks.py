@@ -14,10 +14,9 @@ from enum import StrEnum
 from fractions import Fraction
 from functools import cache
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
-import yaml
+from rlft.system.files import asset
 
 MAX_SPECIAL = 8  # special tokens that are spelled in one text, at most
 RIGHT_AGAIN, LAST = "the right answer again and again", "a wrong one, then gold"
@@ -271,7 +270,7 @@ def wrong_program(gold: str) -> str:
 @cache
 def texts() -> Mapping[str, Any]:
     """assets/attacks.yaml: `families`, {family: {kind: template}}, and `filler`."""
-    read = yaml.safe_load((Path(__file__).parents[2] / "assets" / "attacks.yaml").read_text(encoding="utf-8"))
+    read = asset("attacks.yaml")
     judge = read["families"]["judge"]
     return read | {"families": read["families"] | {"judge": judge | {f"{k}, in an answer": [judge[k]] for k in judge}}}
 
