@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlft.environment.endpoint import bodies as request_bodies
+from rlft.environment.endpoint import bodies
+from rlft.environment.endpoint.bodies import Refusal
 from rlft.environment.endpoint.service import Inbox, Request
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, are, counted, require
@@ -59,7 +60,7 @@ def make_app(
 
     under_way = 0
 
-    def refused(refusal: request_bodies.Refusal, more: Mapping[str, str] | None = None) -> Response:
+    def refused(refusal: Refusal, more: Mapping[str, str] | None = None) -> Response:
         headers = {**(more or {}), "x-should-retry": "true" if refusal.again else "false"}
         if refusal.status == 429:
             headers["retry-after"] = str(RETRY_AFTER_S)
@@ -71,7 +72,7 @@ def make_app(
         kind, _, key = http.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or key not in callers:
             remedy = "send the key that this server was started with, as Authorization: Bearer <key>"
-            raise request_bodies.Refusal(401, f"the key is wrong or no longer in use; {remedy}", "invalid_api_key")
+            raise Refusal(401, f"the key is wrong or no longer in use; {remedy}", "invalid_api_key")
         return key
 
     def within_limit(app: ASGIApp) -> ASGIApp:
@@ -82,7 +83,7 @@ def make_app(
             if under_way >= limits.requests:
                 requests = counted(limits.requests, "request")
                 problem = f"{requests} {are(limits.requests)} under way ({limits.section}.requests)"
-                raise request_bodies.Refusal(429, f"{problem}; ask again later", "too_many_requests", again=True)
+                raise Refusal(429, f"{problem}; ask again later", "too_many_requests", again=True)
             under_way += 1
             try:
                 await app(scope, receive, send)
@@ -93,16 +94,16 @@ def make_app(
 
     limited = partial(Route, middleware=[Middleware(within_limit)])
 
-    def answering(kind: type[request_bodies.Body]) -> Callable[[HttpRequest], Awaitable[Response]]:
+    def answering(kind: type[bodies.Body]) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(http: HttpRequest) -> Response:
             key = key_of(http)
             _check_plain(http)
-            body = request_bodies.read(kind, await _body(http, limits))
+            body = bodies.read(kind, await _body(http, limits))
             if body.model not in (None, model):
                 problem = f"there is no model {body.model!r:.200}; there is {model!r} (GET /v1/models)"
-                raise request_bodies.Refusal(404, problem, "model_not_found", param="model")
-            if isinstance(body, request_bodies.Chat) and body.stream:
-                events = _events(http, key, body, inbox, limits, request_bodies.Stream(model))
+                raise Refusal(404, problem, "model_not_found", param="model")
+            if isinstance(body, bodies.Chat) and body.stream:
+                events = _events(http, key, body, inbox, limits, bodies.Stream(model))
                 first = await anext(events)  # a refusal before the first token is no stream, and has its status
                 return StreamingResponse(_with_first(first, events), media_type="text/event-stream")
             request = Request(key=key, body=body)
@@ -113,59 +114,56 @@ def make_app(
 
     async def list_models(http: HttpRequest) -> Response:
         key_of(http)
-        models, name = request_bodies.list_of_models(model, most_tokens), http.path_params.get("name")
+        models, name = bodies.list_of_models(model, most_tokens), http.path_params.get("name")
         if name not in (None, model):
-            raise request_bodies.Refusal(404, f"there is no such model; there is {model!r}", "model_not_found")
+            raise Refusal(404, f"there is no such model; there is {model!r}", "model_not_found")
         return JSONResponse(models if name is None else models["data"][0])
 
     async def healthy(http: HttpRequest) -> Response:
         return JSONResponse({})
 
     async def not_served(http: HttpRequest, error: Exception) -> Response:
-        if isinstance(error, request_bodies.Refusal):
+        if isinstance(error, Refusal):
             return refused(error)
         if not isinstance(error, HTTPException):
             problem = f"an error of the server: {type(error).__name__}"
-            return refused(request_bodies.Refusal(500, problem, "server_error"))
+            return refused(Refusal(500, problem, "server_error"))
         status, reasons = error.status_code, {404: "there is no such path here", 405: "this path takes another method"}
         problem = f"{reasons.get(status, 'an error')}: {http.method} {http.url.path}"
-        return refused(request_bodies.Refusal(status, problem, "not_found"), error.headers)
+        return refused(Refusal(status, problem, "not_found"), error.headers)
 
-    bodies = {
-        "/v1/chat/completions": request_bodies.Chat,
-        "/inference/v1/generate": request_bodies.Generate,
-        "/tokenize": request_bodies.Tokenize,
+    kinds = {
+        "/v1/chat/completions": bodies.Chat,
+        "/inference/v1/generate": bodies.Generate,
+        "/tokenize": bodies.Tokenize,
     }
-    bodies |= {"/v1/completions": request_bodies.Complete} if completes else {}
+    kinds |= {"/v1/completions": bodies.Complete} if completes else {}
     return Starlette(
         routes=[
             Route("/health", healthy),
             limited("/v1/models", list_models),
             limited("/v1/models/{name:path}", list_models),
-            *(limited(path, answering(kind), methods=["POST"]) for path, kind in bodies.items()),
+            *(limited(path, answering(kind), methods=["POST"]) for path, kind in kinds.items()),
         ],
-        exception_handlers=dict.fromkeys((request_bodies.Refusal, HTTPException, Exception), not_served),
+        exception_handlers=dict.fromkeys((Refusal, HTTPException, Exception), not_served),
     )
 
 
 def _check_plain(http: HttpRequest) -> None:
     """Raises Refusal: the request says something outside of its body, or in another encoding."""
     for name in http.query_params:
-        raise request_bodies.unfit(name, "stands in the URL, where nothing is read; send it in the body")
+        raise bodies.unfit(name, "stands in the URL, where nothing is read; send it in the body")
     if http.headers.get("content-encoding", "identity") != "identity":
         problem = "content-encoding: bodies are read as they are; send it uncompressed"
-        raise request_bodies.Refusal(415, problem, "unsupported_encoding")
+        raise Refusal(415, problem, "unsupported_encoding")
 
 
 async def _body(http: HttpRequest, limits: Limits) -> bytes:
     """The body, of which no more is read than allowed. Raises Refusal if it is longer, or does not come in time."""
     from starlette.requests import ClientDisconnect
 
-    too_long = request_bodies.Refusal(
-        413,
-        f"the body has more than {limits.body_bytes} bytes; send less, or raise {limits.section}.body_bytes",
-        "body_too_large",
-    )
+    problem = f"the body has more than {limits.body_bytes} bytes; send less, or raise {limits.section}.body_bytes"
+    too_long = Refusal(413, problem, "body_too_large")
     if int(http.headers.get("content-length") or 0) > limits.body_bytes:
         raise too_long
     parts, size = [], 0
@@ -178,9 +176,9 @@ async def _body(http: HttpRequest, limits: Limits) -> bytes:
                 parts.append(part)
     except TimeoutError:
         problem = f"the client has not sent the whole body within {limits.section}.timeout={limits.timeout:g} s"
-        raise request_bodies.Refusal(408, problem, "timeout") from None
+        raise Refusal(408, problem, "timeout") from None
     except ClientDisconnect:
-        raise request_bodies.Refusal(499, "the client has gone", "client_gone") from None
+        raise Refusal(499, "the client has gone", "client_gone") from None
     return b"".join(parts)
 
 
@@ -196,16 +194,16 @@ async def _reply(http: HttpRequest, request: Request, limits: Limits) -> dict[st
         if reply.done():
             return reply.result()
         if gone.done():
-            raise request_bodies.Refusal(499, "the client has gone", "client_gone")
+            raise Refusal(499, "the client has gone", "client_gone")
         problem = f"the engine has not answered within {limits.section}.timeout={limits.timeout:g} s"
-        raise request_bodies.Refusal(504, f"{problem}; ask for fewer tokens, or raise it", "timeout")
+        raise Refusal(504, f"{problem}; ask for fewer tokens, or raise it", "timeout")
     finally:
         gone.cancel()
         reply.cancel()  # and with it the request, unless it is being sampled
 
 
 async def _events(
-    http: HttpRequest, key: str, body: request_bodies.Chat, inbox: Inbox, limits: Limits, stream: request_bodies.Stream
+    http: HttpRequest, key: str, body: bodies.Chat, inbox: Inbox, limits: Limits, stream: bodies.Stream
 ) -> AsyncGenerator[bytes]:
     """The reply as events, of which the first is sent with the first token.
 
@@ -223,19 +221,15 @@ async def _events(
     reply.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
         while (piece := await pieces.get()) is not None:
-            if not stream.sent:
-                yield stream.start()
             yield stream.piece(piece)
         try:
             whole = reply.result()
-        except request_bodies.Refusal as refusal:
+        except Refusal as refusal:
             if not stream.sent:
                 raise
             for event in stream.failed(refusal):
                 yield event
             return
-        if not stream.sent:
-            yield stream.start()
         for event in stream.end(whole, with_usage=bool(body.stream_options and body.stream_options.include_usage)):
             yield event
     finally:

@@ -20,6 +20,7 @@ from rlft.types import Completion, Sampling
 
 VARIABLES = "chat_template_kwargs."
 LEAST_LOGPROB = -9999.0  # what stands for minus infinity in JSON, as in vLLM
+OPENING = {"role": "assistant", "content": ""}  # what a stream begins with
 Scored = tuple[str, float | None, dict[str, float] | None]
 """A token, its log-prob (None: nothing stands before it), and those that are known of its place, by text."""
 
@@ -341,15 +342,15 @@ class Stream:
     def __init__(self, model: str) -> None:
         self._common, self.sent = head("chatcmpl", "chat.completion.chunk", model), ""
 
-    def start(self) -> bytes:
-        return self._delta({"role": "assistant", "content": ""})
-
     def piece(self, text: str) -> bytes:
+        start = b"" if self.sent else self._delta(OPENING)
         self.sent += text
-        return self._delta({"content": text})
+        return start + self._delta({"content": text})
 
     def end(self, reply: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
         """The rest of the text, calls, log-probs, and the reason of the end."""
+        if not self.sent:
+            yield self._delta(OPENING)
         [choice] = reply["choices"]
         message = choice["message"]
         calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
