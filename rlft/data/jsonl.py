@@ -2,18 +2,18 @@
 
 The rows of large files are not held: each is read again whenever it is used. A first pass parses every row, so that a
 bad one is refused at the start, as with small data. Memory holds where each row starts, the number of its line,
-64 bits of its question's identity and a checksum: 28 bytes per row.
+64 bits of its question's identity and a checksum: 32 bytes per row.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, compress
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple
 
@@ -106,7 +106,8 @@ def rows(found: Sequence[Table], parse: Parse[Made], key: str) -> Sequence[Recor
 class Index(NamedTuple):
     """Columns with one entry per row of streamed tables."""
 
-    starts: array[int]  # where the row's record starts in its table, after all of the tables before it
+    tables: array[int]  # number of the row's table
+    starts: array[int]  # where the row's record starts in its table
     identities: array[int]  # the first 64 bits
     numbers: array[int]  # of the records
     checks: array[int]  # checksums of the records
@@ -116,27 +117,23 @@ class Index(NamedTuple):
 @lru_cache(maxsize=2)
 def _index_of(found: tuple[Table, ...], parse: Callable[..., Any], key: str) -> Index:
     """The index of tables, all of which is parsed once for both splits. Raises UserError for the first bad row."""
-    index = Index(array("Q"), array("Q"), array("I"), array("I"), array("I"))
-    for table, base in zip(found, _bases(found), strict=False):
+    index = Index(array("I"), array("Q"), array("Q"), array("I"), array("I"), array("I"))
+    for table_number, table in enumerate(found):
         what = f"{key}: reading {table.name}"
         for record in with_progress(table.records(), what, table.extent, lambda record: record.size):
             for part, row in enumerate(rows_of(record, table, parse, key)):
-                entry = (base + record.start, number_of(row.identity), record.number, record.checksum, part)
+                of_record = record.number, record.checksum, part
+                entry = (table_number, record.start, number_of(row.identity), *of_record)
                 for column, value in zip(index, entry, strict=True):
                     column.append(value)
     return index
-
-
-def _bases(found: Sequence[Table]) -> list[int]:
-    """What is added to the starts in each table, and where another table would begin."""
-    return [0, *accumulate(table.extent for table in found)]
 
 
 class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
     """The rows that `parse` makes of tables' records, in order; a record may become several rows, or none."""
 
     def __init__(self, found: Sequence[Table], key: str, parse: Parse[Made], index: Index) -> None:
-        self._tables, self._bases, self._key, self._parse, self._index = found, _bases(found), key, parse, index
+        self._tables, self._key, self._parse, self._index = found, key, parse, index
 
     @property
     def identities(self) -> Sequence[int]:
@@ -152,15 +149,13 @@ class StreamedRows(Lazy[RecordRow[Made]], Generic[Made]):
         return len(self._index.starts)
 
     def between(self, start: int, stop: int) -> Iterator[RecordRow[Made]]:
-        starts = self._index.starts
         while start < stop:
-            number = bisect_right(self._bases, starts[start]) - 1
-            table, base = self._tables[number], self._bases[number]
-            end = bisect_left(starts, self._bases[number + 1], start, stop)
-            positions = range(start, end)
-            for i, record in zip(positions, table.again(starts[j] - base for j in positions), strict=True):
+            number = self._index.tables[start]
+            positions = range(start, bisect_right(self._index.tables, number, start, stop))
+            table = self._tables[number]
+            for i, record in zip(positions, table.again(self._index.starts[j] for j in positions), strict=True):
                 yield self._row(table, i, record)
-            start = end
+            start = positions.stop
 
     def _row(self, table: Table, i: int, record: Record) -> RecordRow[Made]:
         if record.checksum != self._index.checks[i]:  # it was valid when the run began
