@@ -711,7 +711,7 @@ TABLE = [
     ("train model.path=mixture generation=scripted generation.scripted.answers='{*: [yes]}' snapshot.routing=engine",
      "snapshot.routing", "the scripted engine does not say which experts it chooses, got engine; use old, or gen"),
     ("train snapshot.routing=r3", "snapshot.routing", "r3"),
-    ("train model.path=mixture generation=vllm model.device=cpu",
+    ("train model.path=mixture generation=vllm generation.vllm.weights=adapter model.device=cpu",
      "generation.engine", "vLLM on a cpu computes no adapters on a model with experts, got vLLM; use generation=trans"),
     # Packages that are not installed (the last column)
     ("train generation=vllm", "generation.engine", "vLLM is not installed", "vllm"),

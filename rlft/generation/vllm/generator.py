@@ -189,9 +189,10 @@ class VLLMGenerator(Generator):
         return EngineFacts(rows=rows if not self._on_cpu else rows[:2], notes=() if is_v2 or self._on_cpu else (OF_V1,))
 
     def _copied_weights(self) -> CopiedWeights:
+        llm = self._awake()
         if self._copied is None:
             assert self._slot is not None, "only an engine in the process of the trainer's base copies it"
-            [engine] = self._awake().apply_model(_itself)
+            [engine] = llm.apply_model(_itself)
             self._copied = CopiedWeights(parameters_of(self._slot.backbone.model), engine, self._written)
         return self._copied
 
