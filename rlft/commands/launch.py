@@ -134,8 +134,6 @@ def launch(
         run_folder.claim(folder, plain, plan.fingerprints, plan.num_steps)
     elif _is_left_alone(command, plan, folder, may_be_finished):
         return False
-    if is_shown:
-        show_rows(plan.planned_rows())
     if disk_note := note_of_disk(plan.disk_bytes(), folder):
         say(f"note: {disk_note}")
     try:
@@ -148,6 +146,8 @@ def launch(
             stack.enter_context(recorded_in(folder))
             stack.enter_context(disk.explained(resuming(folder), folder))  # so that status.json has this message, too
             engines = shared_engines if shared_engines is not None else stack.enter_context(Engines())
+            if is_shown:
+                show_rows(plan.planned_rows())
             outcome = command.run(plan, folder, engines, say)
             ending.interrupted = outcome.interrupted
     except KeyboardInterrupt:
