@@ -478,6 +478,13 @@ class Sampling:
     # Whether the completion's text includes the stop; otherwise it ends before it.
     include_stop_str_in_output: bool = False
     notes_experts: bool = False  # whether the completion says which experts its tokens went to (`Completion.experts`)
+    # A `rlft.generation.drafts.Drafts`, from which an engine may take drafts of tokens, and to which it then adds.
+    drafts: Any = field(default=None, compare=False)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that decides what is drawn: drafts do not."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "drafts"}
 
     def tokens_of(self, prompt: Prompt) -> int:
         """The most tokens of a completion of this prompt."""

@@ -25,7 +25,7 @@ SAMPLED = ("generation.max_tokens=24", "data.size=16", "data.held_out_size=8", "
 TRAIN = ("train", *SMALL, *SAMPLED, "prompts_per_step=2", "group_size=2")
 RUNS = [
     (*TRAIN, "algorithm=grpo", "algorithm.entropy_coef=0.01", "algorithm.dual_clip=3", "alarms.constant_reward=1",
-     "token_values.every=1"),
+     "token_values.every=1", "generation.drafts=history"),
     (*TRAIN, "algorithm=ppo_ptx", "critic.kind=adapter", "snapshot.reference=base", "eval.kl_base=true",
      "pretrain.path=embedded:arithmetic-text"),
     (*TRAIN, "algorithm=grpo", "algorithm.kl_coef=0.1", "snapshot.reference=base", "algorithm.kl_controller=adaptive",

@@ -32,6 +32,7 @@ from rlft.config.trainer import CheckpointConfig, ClusterConfig, StopConfig, Tra
 from rlft.types import Sampling, UserError, require
 
 AUTO = "auto"
+HISTORY = "history"  # of `generation.drafts`
 ENGINE = "rlft.generation.engine.Engine"  # by name: this package is below the one of the engines
 ON_A_GPU, ANYWHERE = "vllm", "transformers"
 """What `auto` chooses on a GPU, if that engine can run and serves the adapters, and what it chooses otherwise."""
@@ -174,6 +175,8 @@ class GenerationConfig:
     min_p: bounds.Decay
     stop: Sequence[str | int]
     include_stop_str_in_output: bool
+    drafts: Annotated[typing.Literal["off", "history", "auto"], Key(before="off")]
+    draft_rows: Annotated[bounds.PositiveInt | typing.Literal["auto"], Key(before="auto")]
 
     def __post_init__(self) -> None:
         problem = "holds an empty string, which is in every completion"

@@ -280,6 +280,8 @@ class Engine(ABC):
     at_once_key: ClassVar[str | None] = None  # its key that sets `at_once`, if there is one
     notes_experts: ClassVar[bool] = False
     """Whether its completions can say to which experts their tokens went (`Sampling.notes_experts`)."""
+    why_no_drafts: ClassVar[str | None] = "samples without drafts"
+    """Why it samples without drafts of tokens (`generation.drafts`), such as "it ..."; None if it can use them."""
     rewards_turns: ClassVar[bool] = False
     """Whether the turns of its completions may have rewards (`Turn.reward`), which count as rewards of steps."""
     teaches: ClassVar[bool] = False

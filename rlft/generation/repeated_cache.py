@@ -64,6 +64,12 @@ class RepeatedCache:
         positions = self.mask.sum(1, keepdim=True) - 1 + self.shifts[:, None]
         return self._forward({"input_ids": token_R[:, None]}, positions)
 
+    def checks(self) -> bool:
+        return False  # recurrent states and sliding windows cannot take tokens back
+
+    def check(self, token_N: Tensor, row_N: Tensor, place_N: Tensor) -> Tensor:
+        raise NotImplementedError
+
     def keep(self, rows: Tensor) -> None:
         """Drops every other row from the batch."""
         rows = rows.to(self.device)

@@ -7,15 +7,16 @@ stream of random numbers, so it depends on its seed alone.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from rlft.config.bounds import PositiveInt
-from rlft.generation.engine import Engine, EngineArgs, Generator, Missing, TokenCallback
+from rlft.generation.decoding import AT_ONCE, Decoder, NotingDecoder, Sampled, decode, draw, uniforms
+from rlft.generation.drafts import MOST
+from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.repeated_cache import RepeatedCache
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
@@ -44,17 +45,6 @@ if TYPE_CHECKING:
 
 FLOAT32 = 4  # bytes
 
-BLOCK = 64
-"""Number of tokens in a block of the vocabulary: to draw a token, a block is drawn first, then a token inside it."""
-
-AT_ONCE = 2**17  # the most probabilities that are turned into float64 at a time
-COMPACT_AT = 0.25  # finished rows are dropped from the cache once they are this share of it: dropping copies the others
-NOTES_AT_ONCE = 64  # number of tokens after which the experts that they went to leave the device
-
-READ_EVERY = 8
-"""Number of tokens after which the host reads what a GPU has sampled, for which it has to wait; each one if somebody
-else is told of it at once. Rows that end in between are computed until then."""
-
 
 class Weights(StrEnum):
     """Which weights decoding multiplies with."""
@@ -72,6 +62,7 @@ class Transformers(Engine):
     on_trainers_base: ClassVar[bool] = True
     serves_whole_models: ClassVar[bool] = True
     notes_experts: ClassVar[bool] = True
+    why_no_drafts: ClassVar[str | None] = None
     in_graphs: ClassVar[bool | None] = False
     divisible: ClassVar[bool] = False  # products of other shapes may differ in their last bits
     at_once_key: ClassVar[str | None] = "batch_size"
@@ -133,7 +124,8 @@ class Transformers(Engine):
         rows = prompts * decoding.samples
         tokens = prompts * longest + rows * load.max_tokens
         prefill = prompts * longest * model.layer_width * model.itemsize
-        logits = rows * model.vocabulary * FLOAT32 * 3 + AT_ONCE * 8
+        together = max(rows, min(load.draft_tokens, rows * (1 + MOST)))
+        logits = together * model.vocabulary * FLOAT32 * 3 + AT_ONCE * 8
         return [
             MemoryPart(name="base and policy added up", bytes=sums, when=When.always, key="weights"),
             MemoryPart(
@@ -144,20 +136,6 @@ class Transformers(Engine):
             ),
             MemoryPart(name="decoding", bytes=max(prefill, logits), when=When.sampling, key="batch_size"),
         ]
-
-
-class Decoder(Protocol):
-    """The forward passes of one chunk: prompts once, then one token a row. Holds the keys and values."""
-
-    def prefill(self, n: int) -> Tensor: ...
-
-    def step(self, token_R: Tensor) -> Tensor: ...
-
-    def keep(self, rows: Tensor) -> None:
-        """Drops every other row from the batch. The rows to keep, int64 in ascending order, are on the host."""
-        ...
-
-    def fill(self) -> None: ...
 
 
 class AdapterSlot(Protocol):
@@ -183,64 +161,6 @@ class AdapterSlot(Protocol):
     def routing(self) -> Any:
         """`rlft.model.routing.Routing`, which notes experts."""
         ...
-
-
-class NotingDecoder:
-    """A decoder that keeps the experts to which tokens go, `[tokens, layers, k]`, in main memory.
-
-    noted: gives the experts of the tokens of its last pass.
-    lengths: number of tokens of each prompt.
-    """
-
-    def __init__(self, decoder: Decoder, noted: Callable[[], Tensor], lengths: Sequence[int]) -> None:
-        self._decoder, self._noted, self._lengths = decoder, noted, lengths
-        self._prompts: Sequence[Tensor] = ()
-        self._steps: list[tuple[Tensor, Tensor]] = []  # (rows, the experts of their tokens `[R, layers, k]`)
-        self._rows = torch.empty(0, dtype=torch.int64)
-
-    def prefill(self, n: int) -> Tensor:
-        logits, experts = self._decoder.prefill(n), self._noted().cpu()
-        width = len(experts) // len(self._lengths)
-        if len(experts) == sum(self._lengths):  # one after the other; else padded on the left
-            self._prompts = experts.split(list(self._lengths))
-        else:
-            rows = zip(experts.split(width), self._lengths, strict=True)
-            self._prompts = [row[width - length :] for row, length in rows]
-        self._rows = torch.arange(n * len(self._lengths))
-        return logits
-
-    def step(self, token_R: Tensor) -> Tensor:
-        logits = self._decoder.step(token_R)
-        self._steps.append((self._rows, self._noted()))
-        if len(self._steps) % NOTES_AT_ONCE == 0:
-            self._fetch()
-        return logits
-
-    def keep(self, rows: Tensor) -> None:
-        self._decoder.keep(rows)
-        self._rows = self._rows[rows]
-
-    def fill(self) -> None:
-        self._decoder.fill()
-
-    def _fetch(self) -> None:
-        """Moves what was noted to main memory, for which a GPU has to be waited for."""
-        self._steps = [(rows, experts.cpu()) for rows, experts in self._steps]
-
-    def experts(self, lengths: Sequence[int]) -> list[Tensor]:
-        """The experts of each row's prompt and of its completion of this many tokens; those of the last token, which
-        nothing was sampled after, are unknown."""
-        from rlft.batch import unknown_expert
-
-        self._fetch()
-        each, n = self._prompts[0].shape[1:], len(lengths) // len(self._lengths)
-        unknown = unknown_expert(self._prompts[0].dtype)
-        shape = (len(lengths), max(len(self._steps), *lengths), *each)
-        completions = self._prompts[0].new_full(shape, unknown)
-        for t, (rows, experts) in enumerate(self._steps):
-            completions[rows, t] = experts
-        completions[range(len(lengths)), [length - 1 for length in lengths]] = unknown
-        return [torch.cat([self._prompts[r // n], completions[r, :length]]) for r, length in enumerate(lengths)]
 
 
 @dataclass(eq=False)
@@ -275,6 +195,8 @@ class TransformersGenerator(Generator):
             for start in range(0, len(prompts), at_once):
                 chunk = slice(start, start + at_once)
                 groups += self._sample_chunk(model, prompts[chunk], n, seeds[chunk], sampling, start * n)
+                if sampling.drafts is not None:
+                    sampling.drafts.add(groups[chunk])
         return groups
 
     def loaded_adapter(self) -> LoadedAdapter:
@@ -294,8 +216,8 @@ class TransformersGenerator(Generator):
         with torch.no_grad(), self._active() as model:
             decoder = self._decoder(model, prompts[:at_once], max_tokens)
             logits = decoder.prefill(n)
-            uniforms = torch.full((len(logits),), 0.5, dtype=widest(logits.device), device=logits.device)
-            token, _ = draw(logits, uniforms, Sampling(max_tokens=max_tokens, temperature=1.0))
+            uniform_R = torch.full((len(logits),), 0.5, dtype=widest(logits.device), device=logits.device)
+            token, _ = draw(logits, uniform_R, Sampling(max_tokens=max_tokens, temperature=1.0))
             decoder.step(token)
             decoder.fill()
 
@@ -324,7 +246,7 @@ class TransformersGenerator(Generator):
         self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling, first: int
     ) -> list[Group]:
         """Groups of a chunk of prompts, whose first completion is number `first` of the whole call."""
-        uniforms = _uniforms(seeds, n, sampling.max_tokens)
+        uniforms_RT = uniforms(seeds, n, sampling.max_tokens)
         limits = torch.tensor([sampling.tokens_of(prompt) for prompt in prompts]).repeat_interleave(n)
         own_ends = end_tokens(model, self.tokenizer) if self.ends is None else frozenset(self.ends)
         ends = own_ends | frozenset(sampling.stop_token_ids)
@@ -339,8 +261,9 @@ class TransformersGenerator(Generator):
         with self.slot.routing.noting() if sampling.notes_experts else nullcontext() as noted:
             if noted is not None:
                 decoder = NotingDecoder(decoder, noted, [len(prompt.token_ids) for prompt in prompts])
-            tokens_RT, logprobs_RT = _decode(decoder, n, uniforms, ends, sampling, watch, limits, report)
-        rows = [[token for token in row if token >= 0] for row in tokens_RT.tolist()]
+            sampled = Sampled(uniforms_RT.shape, ends, watch, limits, report)
+            decode(decoder, ids, n, uniforms_RT, sampling, sampled)
+        rows = [[token for token in row if token >= 0] for row in sampled.tokens_RT.tolist()]
         if isinstance(decoder, NotingDecoder):
             experts = decoder.experts([len(row) for row in rows])
         stopped = [row[-1] in ends or (watch is not None and r in watch.stopped) for r, row in enumerate(rows)]
@@ -352,7 +275,7 @@ class TransformersGenerator(Generator):
                 completion = Completion(
                     text=texts[r],
                     token_ids=tuple(rows[r]),
-                    logprobs=tuple(logprobs_RT[r, : len(rows[r])].tolist()),
+                    logprobs=tuple(sampled.logprobs_RT[r, : len(rows[r])].tolist()),
                     finish_reason=FinishReason.stop if stopped[r] else FinishReason.length,
                     experts=None if experts is None else experts[r].numpy(),
                 )
@@ -364,131 +287,3 @@ class TransformersGenerator(Generator):
 def end_tokens(model: Any, tokenizer: RunTokenizer) -> frozenset[int]:
     """Every token that ends a completion of a model without turns: the generation config's and the tokenizer's."""
     return frozenset(turn_ends(tokenizer, "raw", model.generation_config.eos_token_id).ids)
-
-
-def _uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
-    """float64 `[P * n, max_tokens]` in [0, 1): row r is drawn from its own seed, whatever else is in the batch."""
-    rows = [
-        torch.rand(max_tokens, generator=torch.Generator().manual_seed(seed + i), dtype=torch.float64)
-        for seed in seeds
-        for i in range(n)
-    ]
-    return torch.stack(rows)
-
-
-def _decode(
-    decoder: Decoder,
-    n: int,
-    uniforms_RT: Tensor,
-    ends: frozenset[int],
-    sampling: Sampling,
-    watch: StopStrings | None,
-    limits_R: Tensor,
-    callback: TokenCallback | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(token ids int64, log-probs float32), both `[P * n, max_tokens]`; after a row's end they hold -1 and 0.
-
-    A row ends with one of the tokens in `ends`, where `watch` says so, or with its own limit.
-    """
-    tokens_RT = torch.full(uniforms_RT.shape, -1, dtype=torch.int64)
-    logprobs_RT = torch.zeros(uniforms_RT.shape)
-    rows, last = torch.arange(len(uniforms_RT)), int(limits_R.max())  # the completions that are still in the batch
-    live = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not ended, as far as is known
-    logits = decoder.prefill(n)
-    device, end_ids = logits.device, torch.tensor(sorted(ends), dtype=torch.int64)
-    every = 1 if device.type == "cpu" or callback is not None else READ_EVERY
-    uniforms_RT = uniforms_RT.to(device, widest(device))
-    unread: list[tuple[Tensor, Tensor]] = []
-    for t in range(last):
-        token, logprob = draw(logits, uniforms_RT[:, t], sampling)
-        unread.append((token, logprob))
-        if len(unread) == every or t + 1 == last:
-            for i, (token_R, logprob_R) in enumerate(_on_host(unread), t + 1 - len(unread)):
-                tokens_RT[rows[live], i], logprobs_RT[rows[live], i] = token_R[live], logprob_R[live]
-                if callback is not None:
-                    for row in rows[live].tolist():
-                        callback(row, int(tokens_RT[row, i]))
-                live = live & ~torch.isin(token_R, end_ids)
-                if watch is not None:
-                    live = live & ~_complete_a_stop(watch, rows, token_R, live)
-                live = live & (limits_R[rows] > i + 1)
-            unread = []
-            if not live.any():
-                break
-            if (~live).float().mean() >= COMPACT_AT:
-                kept = live.nonzero()[:, 0]
-                decoder.keep(kept)
-                rows, live, there = rows[kept], live[kept], kept.to(device)
-                uniforms_RT, token = uniforms_RT.index_select(0, there), token.index_select(0, there)
-        logits = decoder.step(token)
-    return tokens_RT, logprobs_RT
-
-
-def _on_host(sampled: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """(token ids int64 `[R]`, their log-probs float32 `[R]`), one pair after the other; the host waits once for all."""
-    tokens, logprobs = map(torch.stack, zip(*sampled, strict=True))
-    both = torch.stack([tokens.int(), logprobs.view(torch.int32)], 1).cpu()
-    return ((token_R.long(), logprob_R.view(torch.float32)) for token_R, logprob_R in both)
-
-
-def _complete_a_stop(watch: StopStrings, rows_R: Tensor, token_R: Tensor, unfinished_R: Tensor) -> Tensor:
-    """bool `[R]`: which of the unfinished rows complete a stop string with this token."""
-    steps = zip(rows_R.tolist(), token_R.tolist(), unfinished_R.tolist(), strict=True)
-    return torch.tensor([unfinished and watch.completes(row, token) for row, token, unfinished in steps])
-
-
-def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(token int64 `[R]`, its log-prob float32 `[R]`), by inverting the cumulative distribution at `uniform_R`.
-
-    Temperature 0 takes the most likely token and gives its log-prob at temperature 1.
-    """
-    logits_RV = logits_RV.float()
-    if sampling.temperature == 0:
-        most_likely = logits_RV.max(-1)
-        return most_likely.indices, most_likely.values - logits_RV.logsumexp(-1)
-    scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
-    logits_RV = _keep_most_likely(scaled_RV, sampling)
-    top_R1 = logits_RV.amax(-1, keepdim=True)
-    weights_RV = (logits_RV - top_R1).exp_()
-    token_R1, total_R1 = _invert(weights_RV, uniform_R[:, None])
-    shifted_R1 = logits_RV.gather(-1, token_R1) - top_R1
-    return token_R1[:, 0], (shifted_R1 - total_R1.log().float())[:, 0]
-
-
-def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """(the first index whose cumulative weight exceeds the uniform's share of the total `[R, 1]`, the totals `[R, 1]`).
-
-    Its block of 64 weights is found first, by the blocks' sums, then the index inside: so no running sum goes over the
-    whole vocabulary. The sums are in float64 where the device has it (the dtype of `uniform`), because float32 loses
-    the tail of a vocabulary of 150,000. On a CPU they are of a few rows at a time, because torch makes a float64 copy
-    for them there, which has to stay in the processor's cache.
-    """
-    blocks_RKB = torch.nn.functional.pad(weights_RV, (0, -weights_RV.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    rows = max(1, AT_ONCE // weights_RV.shape[-1]) if weights_RV.device.type == "cpu" else len(weights_RV)
-    sums_RK = torch.cat([part.sum(-1, dtype=uniform_R1.dtype) for part in blocks_RKB.split(rows)])
-    until_RK = sums_RK.cumsum(-1)
-    total_R1 = until_RK[:, -1:]
-    threshold_R1 = uniform_R1 * total_R1
-    block_R1 = (until_RK <= threshold_R1).sum(-1, keepdim=True).clamp(max=until_RK.shape[-1] - 1)
-    inside_RB = blocks_RKB.gather(1, block_R1[..., None].expand(-1, -1, BLOCK))[:, 0].to(uniform_R1.dtype)
-    before_R1 = (until_RK - sums_RK).gather(-1, block_R1)
-    place_R1 = (inside_RB.cumsum(-1) + before_R1 <= threshold_R1).sum(-1, keepdim=True)
-    # Where rounding leaves no such index, it is the last one with a weight.
-    last_R1 = BLOCK - 1 - (inside_RB.flip(-1) > 0).int().argmax(-1, keepdim=True)
-    return block_R1 * BLOCK + torch.minimum(place_R1, last_R1), total_R1
-
-
-def _keep_most_likely(logits_RV: Tensor, sampling: Sampling) -> Tensor:
-    """Sets logits outside min_p, top_k and top_p, in this order, to -inf; the most likely token always stays."""
-    if sampling.min_p > 0:
-        least_R1 = logits_RV.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
-    if sampling.top_k > 0:
-        kth = logits_RV.topk(min(sampling.top_k, logits_RV.shape[-1])).values[:, -1:]
-        logits_RV = logits_RV.masked_fill(logits_RV < kth, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits_RV.sort(descending=True)
-        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        drop = torch.zeros_like(mass_before, dtype=torch.bool).scatter(-1, order, mass_before >= sampling.top_p)
-        logits_RV = logits_RV.masked_fill(drop, -torch.inf)
-    return logits_RV

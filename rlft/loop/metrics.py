@@ -20,6 +20,7 @@ from rlft.algorithm.objective import Objective
 from rlft.algorithm.ops.aggregate import row_sum
 from rlft.algorithm.ops.kl import k3
 from rlft.environment.protocol import Cause
+from rlft.generation.drafts import Drafts
 from rlft.generation.engine import Generator
 from rlft.loop.evaluations import METRICS, filled
 from rlft.model.adapter_folder import POLICY
@@ -124,13 +125,18 @@ def explained_variance(values: Tensor, earned: Tensor, mask: Tensor) -> float:
 
 # -- evaluations -------------------------------------------------------------------------------------------------------
 def evaluate(
-    generator: Generator, scorer: Callable[[Sequence[Group]], Scores], prompts: Sequence[Prompt], config: Any, step: int
+    generator: Generator,
+    scorer: Callable[[Sequence[Group]], Scores],
+    prompts: Sequence[Prompt],
+    config: Any,
+    step: int,
+    drafts: Drafts | None = None,
 ) -> tuple[Evaluation, list[Group], Scores]:
     """Samples and scores the prompts, always with the same seeds, as the sections `eval` and `generation` say.
 
     A completion is right if its first reward is `eval.correct_at` or more.
     """
-    settings, sampling = config.eval, config.generation.sampling
+    settings, sampling = config.eval, replace(config.generation.sampling, drafts=drafts)
     if settings.temperature is not None:
         sampling = replace(sampling, temperature=settings.temperature)
     seeds = sampling_seeds(config.seed, 0, len(prompts), settings.num_samples, "evaluate")

@@ -218,5 +218,5 @@ def derived_from(sampler: StepSampler, step: int) -> str:
     """The sha256 of everything besides the policy that the groups of that step derive from, which a fork may change."""
     run = sampler.config
     prompts = [(prompt.id, list(prompt.token_ids)) for prompt in sampler.prompts_at(step)]
-    values = [run.seed, run.group_size, asdict(sampler.sampling), run.overlap.lag, prompts]
+    values = [run.seed, run.group_size, sampler.sampling.settings, run.overlap.lag, prompts]
     return digests.of_bytes(json.dumps(values).encode())

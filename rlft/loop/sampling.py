@@ -18,6 +18,7 @@ from rlft.config.model import RoutingSource
 from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
 from rlft.data.prompts import permutation, prompts_for_step
+from rlft.generation.drafts import Drafts
 from rlft.generation.engine import Generator
 from rlft.loop.metrics import Clock
 from rlft.system.seeds import derive, sampling_seeds
@@ -31,13 +32,14 @@ class StepSampler:
         self, generator: Generator, prompts: Sequence[Prompt], config: RunConfig, curriculum: Curriculum | None = None
     ) -> None:
         self.generator, self.prompts, self.config, self.curriculum = generator, prompts, config, curriculum
+        self.drafts: Drafts | None = None
         self._index_of: dict[str, int] = {}  # with a curriculum, of each prompt that was taken: {id: index}
 
     @property
     def sampling(self) -> Sampling:
         """How the completions of a step are drawn."""
         notes_experts = self.config.snapshot.routing is RoutingSource.engine
-        return replace(self.config.generation.sampling, notes_experts=notes_experts)
+        return replace(self.config.generation.sampling, notes_experts=notes_experts, drafts=self.drafts)
 
     def prompts_at(self, step: int) -> list[Prompt]:
         """The prompts of the step that follows `step` finished steps; no cursor is needed.

@@ -17,6 +17,7 @@ from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
 from rlft.data.texts import teacher_prompts
 from rlft.environment.endpoint.played import Traces
+from rlft.generation.drafts import Drafts
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms, Hints
@@ -38,7 +39,7 @@ from rlft.plan.sizes import of_training, rehearse_decoding
 from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
-from rlft.runs.checkpoint import SAMPLED, Checkpoint
+from rlft.runs.checkpoint import DRAFTS, EVALUATION_DRAFTS, SAMPLED, Checkpoint
 from rlft.runs.lines import StepRecord, TokenValues
 from rlft.trainer.local import TrainerState
 from rlft.trainer.ranked_trainer import Trainer
@@ -79,7 +80,13 @@ class Session(RunDriver):
         self._unknown = ids_without_token(roles.backbone.tokenizer, rows)
         prompts, seed = self.plan.train_prompts.prompts, self.config.seed
         curriculum = Curriculum.of(self.config.curriculum, self.plan.pass_rates, len(prompts), seed)
+        # Evaluations have their own, so that training does not depend on how often there are any.
+        evaluated, here = self.config.eval.num_prompts * self.config.eval.num_samples, self.config.cluster.engines == 0
+        rows = {DRAFTS: self.config.completions_per_step, EVALUATION_DRAFTS: evaluated}
+        asked = (self.config.generation, self.plan.engine, self.backbone.device.type)
+        self.drafts = {name: Drafts.of(*asked, number, in_process=here) for name, number in rows.items()}
         self.sampler = StepSampler(generator, prompts, self.config, curriculum)
+        self.sampler.drafts = self.drafts[DRAFTS]
         engine = self.config.generation.named(self.plan.engine)
         self.freshness = open_freshness(
             self.config.freshness, self.plan.train_prompts, roles.backbone, engine, self.logger.note
@@ -103,6 +110,9 @@ class Session(RunDriver):
         if self.alarms is not None and "alarms" in state:
             self.alarms.restore(state["alarms"])
         self._restore_curriculum(saved)
+        for name, drafts in self.drafts.items():
+            if drafts is not None and name in saved.tensors:
+                drafts.restore(saved.tensors[name])
         self.next.restore(saved, self.roles.adapter_config())
 
     def _restore_curriculum(self, saved: Checkpoint) -> None:
@@ -206,8 +216,9 @@ class Session(RunDriver):
             groups, scores = rollouts.groups, rollouts.scores
             self.chain.add_batch(batch)
             metrics |= unknown_token_metrics(groups, self._unknown) | self.generator.metrics
-            if self.sampler.curriculum is not None:
-                metrics |= self.sampler.curriculum.metrics()
+            # With a lag this step's groups were counted in the step before, or in this one after a resume.
+            for more in (self.sampler.curriculum, None if self.config.overlap.lag else self.sampler.drafts):
+                metrics |= {} if more is None else more.metrics()
             shape = scores.total.shape
             advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
             mean_B = advantages.where(batch.loss_mask, 0.0).sum(1) / batch.loss_mask.sum(1).clamp(min=1)
@@ -253,7 +264,7 @@ class Session(RunDriver):
         return replace(evaluation, metrics={**evaluation.metrics, **extra}, alarms=alarms)
 
     def evaluate(self, prompts: Sequence[Prompt], step: int) -> tuple[Evaluation, list[Group], Scores]:
-        return evaluate(self.generator, self.scorer, prompts, self.config, step)
+        return evaluate(self.generator, self.scorer, prompts, self.config, step, self.drafts[EVALUATION_DRAFTS])
 
     def checkpoint(self, state: State, *, for_chain: bool = False) -> Checkpoint:
         """The state after a step. Raises BrokenRunError: log-probs are not finite, which the chain's part may be."""
@@ -271,6 +282,8 @@ class Session(RunDriver):
         if self.sampler.curriculum is not None:
             counts, values[CURRICULUM] = self.sampler.curriculum.state(state.step)
             tensors[CURRICULUM] = {name: torch.from_numpy(array) for name, array in counts.items()}
+        if not for_chain:
+            tensors |= {name: drafts.state() for name, drafts in self.drafts.items() if drafts is not None}
         return Checkpoint(
             step=state.step,
             adapters=trainer.adapters,

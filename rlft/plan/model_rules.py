@@ -28,7 +28,7 @@ from rlft.config.model import (
     SnapshotConfig,
     check_local,
 )
-from rlft.config.schema import ANYWHERE, AUTO, ON_A_GPU, GenerationConfig, RunConfig, own_engines, section_of
+from rlft.config.schema import ANYWHERE, AUTO, HISTORY, ON_A_GPU, GenerationConfig, RunConfig, own_engines, section_of
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
 from rlft.model.adapter_folder import POLICY, Shapes, adapted_modules
@@ -206,6 +206,10 @@ def choose_engine(
         device = resolve_device(model.device)
         itemsize = resolve_dtype(model.dtype, device).itemsize
         check_engine_on(generation, name, str(device), itemsize=itemsize, quantized=quantized)
+    why_no_drafts = generation.named(name).why_no_drafts
+    if generation.drafts == HISTORY and why_no_drafts is not None:
+        problem, remedy = f"{generation.named(name).title} {why_no_drafts}", "use off, or generation=transformers"
+        raise UserError("generation.drafts", problem, got=HISTORY, remedy=remedy)
     return name, reason
 
 
@@ -242,6 +246,8 @@ def check_apart(config: RunConfig, engine: str) -> None:
     """Checks that this engine can run in processes of its own, with `cluster.gpus_per_engine` GPUs each."""
     with _keys_of(engine):
         separate = config.generation.named(engine).standalone()
+    drafts, problem = config.generation.drafts, "needs the engine in the run's own process, where its history is"
+    require(drafts != HISTORY, "generation.drafts", problem, got=drafts, remedy="use off, or cluster.engines=0")
     separate.with_gpus(config.cluster.gpus_per_engine)
     if config.lora is not None:
         _refuse_unserved(separate, config.lora)

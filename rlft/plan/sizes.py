@@ -15,6 +15,7 @@ from rlft.config.model import KernelChoice, LoraSettings, ModelConfig, is_adapte
 from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, section_of
 from rlft.config.trainer import CheckpointConfig
 from rlft.data.prompts import PromptSet
+from rlft.generation.drafts import ROWS, Drafts
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_modules, layer_sizes
@@ -108,11 +109,13 @@ def sampling_of(run: SamplingRoot, name: str | None, decodings: Sequence[Decodin
     if name is None:
         return {}
     engine = run.generation.named(name)
+    drafts = (Drafts.of(run.generation, name, device, 1, in_process=not apart) for device in ROWS)
     work = EngineWork(
         section=section_of(name),
         decodings=tuple(decodings),
         max_tokens=run.generation.max_tokens,
         max_sequence_tokens=run.prompts.max_tokens + run.generation.max_tokens,
+        draft_tokens=2 * max(0 if each is None else each.rows for each in drafts),
         apart=apart,
     )
     return {"engine": engine.standalone() if apart else engine, "work": work}

@@ -6,6 +6,8 @@
       model/ reference/       complete Hugging Face models, where the model's own weights are trained
       sampled.safetensors     token ids and log-probs of the groups that are sampled ahead (overlap.lag=1), whose texts
                               are in state.json; or sampler.safetensors: the adapter that samples them
+      drafts.safetensors, evaluation_drafts.safetensors  the newest completions, from which drafts come
+                              (generation.drafts)
       curriculum.safetensors  right and wrong completions of the prompts so far, where a curriculum counts them
       reference_logprobs.safetensors  for preference optimisation: the reference's log-probs of the rankings so far
       optimizer.safetensors   moments by parameter name, for every role that learns; the reward model's pairs of tokens
@@ -43,6 +45,8 @@ WRITING = ".writing_"
 RECORD = "rlft.json"
 SAMPLED, SAMPLER = "sampled", "sampler"
 """Names of what was sampled ahead for the next step, and of the adapter that would sample it."""
+DRAFTS, EVALUATION_DRAFTS = "drafts", "evaluation_drafts"
+"""Names of the completions from which drafts come, in training and in evaluations."""
 CHECKSUMS = "base_checksums"
 """Key in state.json of the checksums by which a resume notices that a base shared with the engine has changed."""
 
@@ -132,13 +136,14 @@ def record_of(checkpoint: Checkpoint, role: str) -> dict[str, Any]:
 def parts_of(checkpoint: Checkpoint) -> dict[str, str]:
     """{part: its sha256} of all that the checkpoint holds but `write_folders`, the checksums of a shared base, and what
     was sampled ahead: a run that is made longer has not sampled ahead after what was its last step, and the completions
-    of the step after it have a digest of their own."""
+    of the step after it have a digest of their own, as have those that drafts come from."""
     return digests.of_each(tensors_of_parts(checkpoint)) | plain_parts(checkpoint)
 
 
 def tensors_of_parts(checkpoint: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
     """{part: its tensors} of those parts that have tensors."""
-    tensors = {name: of_name for name, of_name in checkpoint.tensors.items() if name not in (SAMPLED, SAMPLER)}
+    apart = (SAMPLED, SAMPLER, DRAFTS, EVALUATION_DRAFTS)
+    tensors = {name: of_name for name, of_name in checkpoint.tensors.items() if name not in apart}
     named = {"adapters": checkpoint.adapters, "tensors": tensors}
     heads = {f"{role}/{n}": t for role, of_role in checkpoint.heads.items() for n, t in of_role.items()}
     return {

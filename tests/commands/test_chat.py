@@ -292,7 +292,7 @@ def test_what_is_interrupted_was_never_said(open_chat: Callable[..., Talk], monk
     first = talk.ask("one")
     turns = talk.turns
     with monkeypatch.context() as patched:
-        patched.setattr("rlft.generation.transformers.draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("rlft.generation.decoding.draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             talk.ask("two")
     assert (talk.turns, talk.last) == (turns, first)

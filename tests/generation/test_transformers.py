@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from rlft.generation.decoding import draw
 from rlft.generation.repeated_cache import cache_argument
-from rlft.generation.transformers import TransformersGenerator, Weights, draw, end_tokens
+from rlft.generation.transformers import TransformersGenerator, Weights, end_tokens
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.types import FinishReason, NextTurn, Sampling

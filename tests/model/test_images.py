@@ -11,6 +11,7 @@ import flash_stand_in
 import pytest
 import torch
 import vision_folders
+from given_drafts import GivenDrafts, anything
 from image_batches import of_two, prompts
 from model_folders import settings, with_noise
 from peft import PeftModel
@@ -127,7 +128,13 @@ def test_decoding_gives_the_log_probs_of_the_trainers_forward(
             patch.setattr(flash_attention, "takes", lambda *_, **__: True)
         if decoder == "transformers' cache":
             patch.setattr(type(roles), "prefix_cache", lambda *_: None)
-        groups = generator.sample(asked, 3, [10, 20, 30, 40], Sampling(max_tokens=12, temperature=1.0))
+        sampling = Sampling(max_tokens=12, temperature=1.0)
+        groups = generator.sample(asked, 3, [10, 20, 30, 40], sampling)
+        drafts = replace(sampling, drafts=GivenDrafts(anything(50)))
+        for drafted, group in zip(generator.sample(asked, 3, [10, 20, 30, 40], drafts), groups, strict=True):
+            for one, other in zip(drafted.rollouts, group.rollouts, strict=True):
+                assert one.completion.token_ids == other.completion.token_ids
+                assert one.completion.logprobs == pytest.approx(other.completion.logprobs, abs=1e-5, rel=1e-5)
     assert bool(flash_stand_in.CALLS) == (decoder == "flash calls")
     batch = backbone.collated(groups, Scores(total=torch.zeros(4, 3), by_reward={}))
     found = roles.forward.logprobs(batch, 4096)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from given_drafts import GivenDrafts, anything
 from mixtures import FAMILIES, LATENT, ROUTED
 from torch import Tensor
 
@@ -173,7 +174,13 @@ def test_what_the_engine_notes_is_what_the_trainer_chooses_for_the_same_tokens(m
         engine.load(roles.publish(1))
         sampling = Sampling(max_tokens=6, temperature=1.0, notes_experts=True)
         groups = engine.sample(prompts, 3, [1, 4], sampling)
-        batch = collate(groups, Scores(total=torch.zeros(2, 3), by_reward={}), backbone.decode)
+        drafts = GivenDrafts(anything(60))
+        batch, drafted = (
+            collate(each, Scores(total=torch.zeros(2, 3), by_reward={}), backbone.decode)
+            for each in (groups, engine.sample(prompts, 3, [1, 4], replace(sampling, drafts=drafts)))
+        )
+        assert torch.equal(batch.experts, drafted.experts)
+        assert bool(drafts.counts["offered"]) != plain, "transformers' own cache takes no tokens back"
         assert len({len(r.completion.token_ids) for group in groups for r in group.rollouts}) > 1
         [micro] = roles.forward.placed([batch])
         with torch.no_grad(), roles.routing.noting() as noted:

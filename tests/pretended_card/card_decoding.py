@@ -12,8 +12,9 @@ from typing import Any
 from card_peaks import CONVOLUTIONS, MOE, Case, planned
 from pretended_card import COUNTS
 
+from rlft.generation.decoding import READ_EVERY
 from rlft.generation.loaded_adapter import difference, published
-from rlft.generation.transformers import READ_EVERY, TransformersGenerator
+from rlft.generation.transformers import TransformersGenerator
 from rlft.loop.parts import open_roles
 from rlft.model.backbone import load_backbone
 from rlft.model.roles import Roles

@@ -39,7 +39,7 @@ from slow_cases import slow
 Event = dict[str, Any]
 
 SAMPLING = "rlft.loop.session:Session.sample"
-DECODE = "rlft.generation.transformers:_decode"
+DECODE = "rlft.generation.transformers:decode"
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 PUBLISHED = "rlft.loop.session:Session.publish"
 RECORD = "rlft.loop.session:Session.record"

@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class AgentGenerator(GeneratorOver):
 
         EnvironmentFailure: workers cannot start, or no agent has sent a request. UserError: the record is damaged.
         """
+        sampling = replace(sampling, drafts=None)  # their history would depend on the order of agents' requests
 
         def play() -> list[Group]:
             groups = unbegun(self.environment, self._keys, prompts, n, seeds, sampling)
@@ -178,7 +179,7 @@ class Traces:
         written.
         """
         asked = [[prompt.id, list(prompt.token_ids)] for prompt in prompts]
-        inputs = json.dumps([version, asked, n, list(seeds), asdict(sampling)]).encode()
+        inputs = json.dumps([version, asked, n, list(seeds), sampling.settings]).encode()
         file = self.folder / f"version_{version or 0:06d}-{digests.of_bytes(inputs)[:16]}.json"
         if file.is_file():
             return [_group_of(values, prompt) for values, prompt in zip(_read(file), prompts, strict=True)]

@@ -95,6 +95,9 @@ class VLLM(VLLMKeys, Engine):
     in_graphs: ClassVar[bool | None] = True
     shared: ClassVar[bool] = True
     teaches: ClassVar[bool] = True
+    why_no_drafts: ClassVar[str | None] = (
+        "accepts drafts by chance and draws anew where it rejects one, so that what is sampled would depend on them"
+    )
     dead: ClassVar[str | None] = DEAD_ENGINE
     may_change: ClassVar[tuple[str, ...]] = (
         "gpu_memory_utilization",

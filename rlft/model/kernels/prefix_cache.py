@@ -21,7 +21,7 @@ from rlft.model.kernels import flash_attention, split_attention
 from rlft.model.kernels.block_attention import Scoring, flash
 from rlft.model.kernels.elementwise import Heads, as_written, fused, normed, turned
 from rlft.model.kernels.flash_attention import RowLengths, Runs, one_call, row_lengths, runs_of
-from rlft.model.kernels.layer_attention import hidden_states
+from rlft.model.kernels.layer_attention import attention_of_layers, hidden_states
 from rlft.model.kernels.lm_head import head_of
 from rlft.model.kernels.row_attention import with_sinks
 from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded, places_of
@@ -68,7 +68,11 @@ class PrefixCache:
         self._own: list[tuple[Tensor, Tensor]] = []
         self._calls = 0
         self._owner = torch.empty(0, dtype=torch.int64)  # the prompt of each row; on the host, as _lengths
-        self._decoded = 0
+        self._decoded = 0  # of how many of a row's own tokens the buffers hold keys and values
+        # In `check`: row and place of each token that comes in, among the rows' own tokens; and where it goes when the
+        # tokens of a row are padded to the most of any row.
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._columns, self._width = torch.empty(0, dtype=torch.int64), 1
         self._prepare(spans)
 
     def _prepare(self, spans: Sequence[Span]) -> None:
@@ -89,6 +93,29 @@ class PrefixCache:
         positions_R = self._after_prompt + self._decoded
         self._decoded += 1
         return self._logits(self._forward(token_R, positions_R))
+
+    def checks(self) -> bool:
+        """Whether `check` is right for these prompts: no row may exceed a sliding window."""
+        most = self._longest + self.max_tokens
+        return all(layer.window is None or layer.window >= most for layer in attention_of_layers(self.model))
+
+    def check(self, token_N: Tensor, row_N: Tensor, place_N: Tensor) -> Tensor:
+        """Logits `[N, V]` after each of these tokens, which go through the network together.
+
+        row_N, place_N: each token's row, ascending, and its place among the row's own tokens, int64 on the host. The
+            places of a row, at least one, follow each other; what the row had from the first of them on is forgotten.
+        """
+        lengths_R = torch.bincount(row_N)
+        if self._places is None:
+            self._places = row_N, place_N
+            self.keep(torch.arange(len(lengths_R)))  # to buffers of zeros, since what is masked must be numbers
+        self._arrange_tokens(lengths_R)
+        self._decoded = int(place_N.max()) + 1
+        self._width, first_R = int(lengths_R.max()), lengths_R.cumsum(0) - lengths_R
+        self._columns = row_N * self._width + torch.arange(len(row_N)) - first_R[row_N]
+        row_N, place_N = torch.stack([row_N, place_N]).to(self._token_ids.device)
+        self._places = row_N, place_N
+        return self._logits(self._forward(token_N, self._after_prompt[row_N] + place_N))
 
     def fill(self) -> None:
         """Takes all the memory that the longest completions would take, for a rehearsal; later results are wrong."""
@@ -119,8 +146,10 @@ class PrefixCache:
             out, lse = self._attend_to_prompts(query, key, value, scoring, window)
         else:
             layer, self._calls = self._calls, self._calls + 1
-            for slot, new in zip(self._slots(layer, key, value), (key, value), strict=True):
+            slots = self._slots(layer, key, value)
+            for slot, new in zip(slots, (key, value), strict=True):
                 slot.copy_(new)
+            self._put(layer, slots)
             first = 0 if window is None else max(0, self._decoded - window)
             # How many of a prompt's last tokens the window reaches.
             reach = self._longest if window is None else window - self._decoded
@@ -157,11 +186,25 @@ class PrefixCache:
         """(attention `[R, H, D]`, its log-sum-exp `[R, H, 1]`) of each row's new token over the row's own tokens, from
         number `first` on.
 
-        A token sees all of them, so the query heads that share a key head can be passed as a run of queries.
+        A single token sees all of them, so the query heads that share a key head can be passed as a run of queries.
         """
         keys, values = (self._filled(x)[:, :, first:] for x in self._own[layer])
+        if self._places is not None:
+            rows, bias = len(keys) * self._width, self._once_a_step("own", self._bias_of_own)
+            padded = query.new_zeros(rows, *query.shape[1:]).index_copy_(0, self._columns, query)
+            own, lse = flash(padded.unflatten(0, (len(keys), -1)).transpose(1, 2), keys, values, bias, scoring)
+            own, lse = (x.transpose(1, 2).flatten(0, 1).index_select(0, self._columns) for x in (own, lse[..., None]))
+            return own, lse
         own, lse = flash(query.unflatten(1, (keys.shape[1], -1)), keys, values, None, scoring)
         return own.flatten(1, 2), lse.flatten(1)[..., None]
+
+    def _bias_of_own(self) -> Tensor:
+        """`[R, 1, W, T]`, 0 for the own tokens of a row that each of its new ones sees, and -inf for others."""
+        assert self._places is not None
+        place_RW = torch.zeros(len(self._owner) * self._width, dtype=torch.int64)
+        place_RW[self._columns] = self._places[1]
+        hidden = torch.arange(self._decoded) > place_RW.view(-1, 1, self._width, 1)
+        return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
     def _merge_prompts(self, layer: int, query: Tensor, scoring: Scoring, reach: int, out: Tensor, lse: Tensor) -> None:
         """Adds attention over the last `reach` tokens of each prompt to that over the rows' own."""
@@ -201,18 +244,27 @@ class PrefixCache:
         rows = x_NKD.index_select(0, self._prompt_index).view(len(self._lengths), -1, *x_NKD.shape[1:])
         return rows.transpose(1, 2).contiguous()
 
-    def _slots(self, layer: int, key_RKD: Tensor, value_RKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Where these keys and values are to be written, among the completions' own."""
+    def _slots(self, layer: int, key_NKD: Tensor, value_NKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Where these keys and values are to be written: among the completions' own, or for `_put` to take them
+        there."""
         if layer == len(self._own):
-            self._own.append((self._buffer(key_RKD), self._buffer(value_RKD)))
+            self._own.append((self._buffer(key_NKD[: len(self._owner)]), self._buffer(value_NKD[: len(self._owner)])))
+        if self._places is not None:
+            return torch.empty_like(key_NKD), torch.empty_like(value_NKD)
         keys, values = (buffer.select(self.token_axis, self._decoded - 1) for buffer in self._own[layer])
         return keys, values
+
+    def _put(self, layer: int, slots: tuple[Tensor, Tensor]) -> None:
+        """Brings what was written to `_slots` to the places of its tokens."""
+        if self._places is not None:
+            for buffer, new in zip(self._own[layer], slots, strict=True):
+                buffer.movedim(self.token_axis, 1)[self._places] = new
 
     def _buffer(self, x_RKD: Tensor) -> Tensor:
         """A buffer for all tokens that may come; its pages take no memory until something is written to them."""
         shape = list(x_RKD.shape)
         shape.insert(self.token_axis, self.max_tokens)
-        return x_RKD.new_empty(shape)
+        return (x_RKD.new_empty if self._places is None else x_RKD.new_zeros)(shape)
 
     def _filled(self, buffer: Tensor) -> Tensor:
         return buffer.narrow(self.token_axis, 0, self._decoded)
@@ -222,20 +274,22 @@ class PrefixCache:
         self._filled(buffer).copy_(self._filled(old).index_select(0, rows))
         return buffer
 
-    def _set_owner(self, owner_R: Tensor) -> None:
+    def _arrange(self, owner_R: Tensor) -> None:
         self._owner = owner_R
         self._after_prompt = self._ends[owner_R].to(self._token_ids.device)
+        self._arrange_tokens(torch.ones_like(owner_R))
 
-    def _arrange(self, owner_R: Tensor) -> None:
-        """Computes where each row goes when siblings are put side by side, padded to the most siblings of a prompt."""
-        self._set_owner(owner_R)
-        counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
+    def _arrange_tokens(self, lengths_R: Tensor) -> None:
+        """Computes where each row's tokens, as many as this, go when siblings are put side by side, padded to the most
+        that a prompt has."""
+        owner_N = self._owner.repeat_interleave(lengths_R)
+        counts_U = torch.bincount(owner_N, minlength=len(self._lengths))
         self._siblings = int(counts_U.max())
         start_U = counts_U.cumsum(0) - counts_U
-        self._back = owner_R * self._siblings + torch.arange(len(owner_R)) - start_U[owner_R]
+        self._back = owner_N * self._siblings + torch.arange(len(owner_N)) - start_U[owner_N]
         self._arranged = torch.zeros(len(counts_U) * self._siblings, dtype=torch.int64)
-        self._arranged[self._back] = torch.arange(len(owner_R))
-        self._in_order = torch.equal(self._arranged, torch.arange(len(owner_R)))
+        self._arranged[self._back] = torch.arange(len(owner_N))
+        self._in_order = torch.equal(self._arranged, torch.arange(len(owner_N)))
 
 
 class FlashPrefixCache(PrefixCache):
@@ -266,7 +320,9 @@ class FlashPrefixCache(PrefixCache):
             return super().attend(query, key, value, scoring, window, sinks)
         layer, self._calls = self._calls, self._calls + 1
         rows, shared = len(query), query.shape[1] // key.shape[1]
-        query, folded = _arrive(query, key, value, *self._slots(layer, key, value), heads)
+        slots = self._slots(layer, key, value)
+        query, folded = _arrive(query, key, value, *slots, heads)
+        self._put(layer, slots)
         number = self._decoded if window is None else min(self._decoded, window)
         reach = self._longest if window is None else min(window - self._decoded, self._longest)
         keys, values = (x.flatten(0, 1)[self._decoded - number :] for x in self._own[layer])
@@ -288,7 +344,13 @@ class FlashPrefixCache(PrefixCache):
         return out, lse.t()[..., None]
 
     def _own_runs(self, shared: int, number: int) -> tuple[Runs, Runs, Tensor]:
-        """(queries, keys, how many keys are used) of each row's last `number` own tokens."""
+        """(queries, keys, how many keys are used) of each row's last `number` own tokens, or of those up to each new
+        token's place."""
+        if self._places is not None:
+            row_N, place_N = (x.int() for x in self._places)
+            starts, used = F.pad(row_N * self.max_tokens, (0, 1)), place_N + 1
+            queries = torch.arange(len(row_N) + 1, dtype=torch.int32, device=row_N.device) * shared
+            return Runs(starts=queries, longest=shared), Runs(starts=starts, longest=number), used
         starts = torch.arange(len(self._owner) + 1, dtype=torch.int32, device=self._token_ids.device)
         keys = Runs(starts=starts * self.max_tokens, longest=number)
         return Runs(starts=starts * shared, longest=shared), keys, torch.full_like(starts[1:], number)
@@ -315,10 +377,9 @@ class FlashPrefixCache(PrefixCache):
     def _longest(self) -> int:
         return self._row.prompts.longest
 
-    def _arrange(self, owner_R: Tensor) -> None:
-        """Notes which rows belong to which prompt; they stay in the order of prompts, so that siblings are a run."""
-        self._set_owner(owner_R)
-        counts_U = torch.bincount(owner_R, minlength=len(self._lengths))
+    def _arrange_tokens(self, lengths_R: Tensor) -> None:
+        """Notes which tokens belong to which prompt; rows stay in the order of prompts, so that siblings are a run."""
+        counts_U = torch.bincount(self._owner.repeat_interleave(lengths_R), minlength=len(self._lengths))
         self._siblings_of = runs_of(counts_U.tolist(), self._token_ids.device)
 
 

@@ -38,9 +38,9 @@ import rlft
 from rlft.config.schema import RunConfig
 from rlft.environment.conversations import Conversations
 from rlft.environment.game import Game
+from rlft.generation.decoding import _keep_most_likely
 from rlft.generation.shared_base import Rows, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
-from rlft.generation.transformers import _keep_most_likely
 from rlft.generation.vllm import generator as vllm_generator
 from rlft.generation.vllm.generator import VLLMGenerator, _start
 from rlft.generation.vllm.guest import VLLMError, answers, of_tokens

@@ -56,6 +56,44 @@ def test_logits_are_those_of_the_whole_row_at_every_step_and_after_rows_have_lef
             assert bool(flash_stand_in.CALLS) == (kind_of_cache is FlashPrefixCache)
 
 
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama_one_kv_head", "qwen3", "gemma", "gpt_oss", "granite", "diffllama", "mistral_window"]
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_tokens_that_go_through_together_have_the_logits_of_their_rows_whatever_was_there_before(
+    kind, steps, random_model, kind_of_cache
+):
+    model, dice = random_model(kind).double(), torch.Generator().manual_seed(steps)
+    model.set_experts_implementation("eager")
+    cache = open_prefix_cache(choose(model), PROMPTS, 9)
+    rows = [list(p) for p in PROMPTS for _ in range(2)]
+    with torch.no_grad():
+        cache.prefill(2)
+        for _ in range(steps):
+            tokens = torch.randint(1, 100, (len(rows),), generator=dice)
+            rows, _ = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)], cache.step(tokens)
+        assert cache.checks() == (kind != "mistral_window")
+        if not cache.checks():  # its window is shorter than these rows
+            return
+        held = torch.full((len(rows),), steps)
+        for width in (3, 1, 4, 2, 2):
+            lengths = torch.randint(1, width + 1, held.shape, generator=dice).minimum(9 - held)
+            row_N = torch.arange(len(rows)).repeat_interleave(lengths)
+            place_N = torch.cat([torch.arange(first, first + n) for first, n in zip(held, lengths, strict=True)])
+            together = torch.randint(1, 100, row_N.shape, generator=dice)
+            found = cache.check(together, row_N, place_N).split(lengths.tolist())
+            drafts = [draft.tolist() for draft in together.split(lengths.tolist())]
+            for row, draft, logits in zip(rows, drafts, found, strict=True):
+                expected = torch.stack([whole_logits(model, row + draft[: i + 1]) for i in range(len(draft))])
+                torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+            kept = (torch.rand(held.shape, generator=dice) * lengths).long().add(1).minimum(8 - held)
+            rows = [row + draft[:n] for row, draft, n in zip(rows, drafts, kept.tolist(), strict=True)]
+            held = held + kept  # tokens after these are forgotten
+            if width == 4:
+                cache.keep(torch.tensor([1, 2, 5]))
+                rows, held = [rows[i] for i in (1, 2, 5)], held[[1, 2, 5]]
+
+
 ADAPTERS = {
     "none": None,
     "all": {"target_modules": "all-linear"},
