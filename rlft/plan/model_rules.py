@@ -179,6 +179,7 @@ def check_engine(generation: GenerationConfig, model: ModelConfig) -> None:
         raise UserError("generation.engine", "is not an engine", got=engine, remedy=remedy)
     with _keys_of(engine):
         generation.named(engine).check(plain_kernels=model.kernels == "plain")
+    _check_drafts(generation, engine)
 
 
 def choose_engine(
@@ -206,11 +207,15 @@ def choose_engine(
         device = resolve_device(model.device)
         itemsize = resolve_dtype(model.dtype, device).itemsize
         check_engine_on(generation, name, str(device), itemsize=itemsize, quantized=quantized)
-    why_no_drafts = generation.named(name).why_no_drafts
-    if generation.drafts == HISTORY and why_no_drafts is not None:
-        problem, remedy = f"{generation.named(name).title} {why_no_drafts}", "use off, or generation=transformers"
-        raise UserError("generation.drafts", problem, got=HISTORY, remedy=remedy)
+    _check_drafts(generation, name)
     return name, reason
+
+
+def _check_drafts(generation: GenerationConfig, engine: str) -> None:
+    chosen = generation.named(engine)
+    if generation.drafts == HISTORY and chosen.why_no_drafts is not None:
+        problem, remedy = f"{chosen.title} {chosen.why_no_drafts}", "use off, or generation=transformers"
+        raise UserError("generation.drafts", problem, got=HISTORY, remedy=remedy)
 
 
 def why_not_on_a_gpu(
