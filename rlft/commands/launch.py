@@ -12,9 +12,11 @@ from typing import Any
 
 from rlft.commands.next_steps import more_steps
 from rlft.config.command import Command
+from rlft.config.keys import flatten, with_values
 from rlft.config.model import check_whole
 from rlft.config.overrides import Arguments
 from rlft.config.resolved import AUTO, Resolved, resolve
+from rlft.config.schema import ANYWHERE, FASTEST, WEIGHTS
 from rlft.logger.interface import Logger
 from rlft.runs import changed_since, checkpoint, fork as forks, run_folder, run_status
 from rlft.runs.find import one_run, with_named_runs
@@ -124,6 +126,8 @@ def launch(
     plan = fit_to_device(plan or resolved.plan())
     plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
     plain = plan.plain
+    if flatten(plain).get(WEIGHTS) == FASTEST:
+        plain = with_values(plain, {WEIGHTS: str(plan.config.generation.named(ANYWHERE).weights)})
     if fork is not None:
         forks.check(fork, plain, plan.fingerprints, plan.num_steps)
     run_folder.check_writable(folder)
@@ -177,7 +181,7 @@ def _is_left_alone(command: Command, plan: Any, folder: Path, may_be_finished: b
     schedule = getattr(getattr(plan.config, "trainer", None), "schedule", None)
     done = command.steps_done(folder, plan) if command.steps_done else check_steps(folder, plan.num_steps, schedule)
     run_folder.check_same_inputs(run_folder.read(folder)[run_folder.ORIGIN], plan.fingerprints)
-    for note in changed_since.notes(folder):
+    for note in filter(None, (*changed_since.notes(folder), changed_since.other_processor(folder))):
         say(f"note: {note}")
     if done < plan.num_steps or may_be_finished:
         return done >= plan.num_steps

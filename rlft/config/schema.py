@@ -33,6 +33,8 @@ from rlft.types import Sampling, UserError, require
 
 AUTO = "auto"
 HISTORY = "history"  # of `generation.drafts`
+WEIGHTS, FASTEST = "generation.transformers.weights", "fastest"
+"""A key, and its value for what is measured when a run starts, and what its resumes keep."""
 ENGINE = "rlft.generation.engine.Engine"  # by name: this package is below the one of the engines
 ON_A_GPU, ANYWHERE = "vllm", "transformers"
 """What `auto` chooses on a GPU, if that engine can run and serves the adapters, and what it chooses otherwise."""

@@ -7,6 +7,7 @@ stream of random numbers, so it depends on its seed alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from rlft.config.bounds import PositiveInt
+from rlft.config.schema import FASTEST
 from rlft.generation.decoding import AT_ONCE, Decoder, NotingDecoder, Sampled, decode, draw, uniforms
 from rlft.generation.drafts import MOST
 from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
@@ -22,6 +24,9 @@ from rlft.generation.repeated_cache import RepeatedCache
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.system.device import widest
 from rlft.system.lazy import torch
+from rlft.system.machine import processor
+from rlft.system.products import fastest_dtype
+from rlft.system.terminal import say
 from rlft.tokens.ends import turn_ends
 from rlft.tokens.text import RunTokenizer
 from rlft.types import (
@@ -51,7 +56,12 @@ class Weights(StrEnum):
 
     merged = "merged"
     merged_bfloat16 = "merged_bfloat16"
+    merged_int8 = "merged_int8"
     apart = "apart"
+    fastest = FASTEST  # of the three that are merged; it is measured when a config is read
+
+
+ITEMSIZE = {Weights.merged_bfloat16: 2, Weights.merged_int8: 1}  # bytes of a weight that is rounded for decoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +85,10 @@ class Transformers(Engine):
     batch_size: PositiveInt
     weights: Weights
 
+    def __post_init__(self) -> None:
+        if self.weights is Weights.fastest:
+            object.__setattr__(self, "weights", _fastest())
+
     def check(self, *, plain_kernels: bool) -> None:
         """Refuses rounded sums of base and adapter where there are no sums, without rlft's LoRA layers."""
         if plain_kernels and self.rounds:
@@ -83,7 +97,7 @@ class Transformers(Engine):
 
     @property
     def rounds(self) -> bool:
-        return self.weights == Weights.merged_bfloat16
+        return self.weights in ITEMSIZE
 
     @property
     def at_once(self) -> int:
@@ -118,8 +132,9 @@ class Transformers(Engine):
         return min(decoding.num_prompts, max(1, self.batch_size // decoding.samples))
 
     def _parts(self, model: ModelSizes, load: Load, decoding: Decoding) -> list[MemoryPart]:
-        size = {"merged": model.itemsize if model.itemsize > 2 else 0, "merged_bfloat16": 2, "apart": 0}[self.weights]
-        sums = 0 if model.plain else model.adapted * size
+        weights = model.linear + model.vocabulary * model.hidden if self.rounds else model.adapted
+        has_sums = self.weights is not Weights.apart and model.itemsize > 2 and not model.plain
+        sums = weights * ITEMSIZE.get(self.weights, model.itemsize) if has_sums else 0
         prompts, longest = self._prompts_at_once(decoding), len(decoding.longest)
         rows = prompts * decoding.samples
         tokens = prompts * longest + rows * load.max_tokens
@@ -136,6 +151,17 @@ class Transformers(Engine):
             ),
             MemoryPart(name="decoding", bytes=max(prefill, logits), when=When.sampling, key="batch_size"),
         ]
+
+
+@functools.cache
+def _fastest() -> Weights:
+    """The weights that this processor decodes fastest with; on a GPU, whose base has 16 bits, none are rounded."""
+    if torch.cuda.is_available():
+        return Weights.merged
+    dtype = fastest_dtype()
+    weights = Weights.merged if dtype == "float32" else Weights(f"merged_{dtype}")
+    say(f"generation.transformers.weights: {weights} is fastest on {processor()}")
+    return weights
 
 
 class AdapterSlot(Protocol):

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -76,6 +77,14 @@ def without_adapter(model: PreTrainedModel, lora: LoraSettings) -> Mapping[str, 
     mixture = mixture_of(model)
     routers = {} if lora.router else dict.fromkeys(mixture.routers, ROUTER)
     return {**routers, **left_out(model), **dict.fromkeys(mixture.linear, ONE_EXPERT)}
+
+
+def unadapted(model: PreTrainedModel, lora: LoraSettings) -> list[nn.Linear]:
+    """The linear layers and the head that have no adapter and whose weights only their own products read; no router."""
+    left, head = without_adapter(model, replace(lora, router=False)), model.get_output_embeddings()
+    inside = re.compile(r"\.(base_layer|lora_\w+)(\.|$)")  # a layer with an adapter
+    layers = [each for name, each in linear_layers(model).items() if name not in left and not inside.search(name)]
+    return [layer for layer in (*layers, head) if type(layer) is nn.Linear]
 
 
 def exclusion(model: PreTrainedModel, lora: LoraSettings) -> str | None:

@@ -12,11 +12,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from peft import LoraConfig, LoraModel, PeftModel
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, SnapshotConfig
@@ -35,12 +36,13 @@ from rlft.model.critic import CRITIC
 from rlft.model.experts import mixture_of
 from rlft.model.forward import Forward
 from rlft.model.kernels.lora_linear import LoraLinear
-from rlft.model.lora_config import as_configured, folder_config, folder_fields, lora_config, named_inside
+from rlft.model.lora_config import as_configured, folder_config, folder_fields, lora_config, named_inside, unadapted
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
 from rlft.model.routing import Routing
 from rlft.model.teacher import TeacherEngine
 from rlft.model.text_model import names_of
 from rlft.system.device import copied, copy_each
+from rlft.system.products import Weight
 from rlft.system.seeds import derive
 from rlft.types import Adapter, UserError, counted
 
@@ -71,6 +73,8 @@ class Roles(Networks):
         self.lora = lora_config(lora, backbone.model)
         self._base = BaseWeights(backbone.model)
         mixture = mixture_of(backbone.model)
+        self._settings = lora
+        self._rounded: dict[nn.Linear, Weight] = {}  # copies of weights without adapters, for the sampler's passes
         backbone.kernels.choose_layers(self.lora, backbone.model)
         with torch.random.fork_rng(devices=[]), as_configured():
             torch.manual_seed(seed)
@@ -159,17 +163,23 @@ class Roles(Networks):
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None:
         """Copies a published version into the engine's own slot, so that the engine samples with what was published.
 
-        With weights `merged` or `merged_bfloat16` it is also added to a copy of the base's linear weights, for faster
-        decoding (`LoraLinear.add_up`), unless kernels are plain.
+        With weights `merged`, or `merged_<dtype>`, it is also added to a copy of the base's linear weights, for faster
+        decoding (`LoraLinear.add_up`), unless kernels are plain. With a dtype that is rounded, and so are copies of
+        layers without an adapter and of the LM head.
         """
         if SAMPLER not in self.model.peft_config:
             self._add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
             self._activate(POLICY)
             self.model.eval()
         self.restore_role(SAMPLER, adapter.weights)
-        if weights != "apart":
-            for layer in self._lora_layers.values():
-                layer.add_up(SAMPLER, torch.bfloat16 if weights == "merged_bfloat16" else None)
+        if weights == "apart":
+            return
+        dtype = getattr(torch, weights.removeprefix("merged").removeprefix("_"), None)  # of merged: None
+        for layer in self._lora_layers.values():
+            layer.add_up(SAMPLER, dtype)
+        if dtype is None or all(copy.dtype != dtype for copy in self._rounded.values()):
+            layers = [] if dtype is None else unadapted(self.backbone.model, self._settings)
+            self._rounded = {each: Weight.of(each.weight.t(), dtype) for each in layers if each.weight.itemsize > 2}
 
     def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]:
         """(the sampler's slot, each B times its layer's scale; layers that would compute with something else)."""
@@ -209,7 +219,11 @@ class Roles(Networks):
         else:
             self._activate(role)
         try:
-            yield self.model
+            with ExitStack() as stack:
+                for layer, weight in self._rounded.items() if role == SAMPLER else ():
+                    product = functools.partial(weight.times, bias=layer.bias)
+                    stack.enter_context(mock.patch.object(layer, "forward", product))
+                yield self.model
         finally:
             if role is None:
                 self.tuner.enable_adapter_layers()

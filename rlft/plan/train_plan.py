@@ -146,7 +146,7 @@ class TrainPlan(Plan):
         keys = self.config.algorithm
         reason = "as configured"
         if keys.get("mismatch") == AUTO:
-            reason = "engine and trainer compute log-probs in 16 bits, each with its own roundings"
+            reason = "engine and trainer compute log-probs in 16 bits or fewer, each with its own roundings"
             if getattr(self.config.generation.named(self.engine), "weights", None) == "copy":
                 reason += ", vLLM also of the policy's weights"
         return [("mismatch", str(getattr(self.algorithm, "mismatch", "corrected")), reason)]

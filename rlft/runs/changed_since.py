@@ -11,6 +11,7 @@ from rlft.runs.config_file import files_of_code
 from rlft.runs.fork import FORKED_FROM
 from rlft.runs.lines import read_lines, silent
 from rlft.system import digests
+from rlft.system.machine import processor
 
 
 def notes(run: Path) -> list[str]:
@@ -39,6 +40,14 @@ def other_code(run: Path) -> str | None:
     }
     listed = ", ".join(f"{file} (as it was: {copied})" for file, copied in changed.items())
     return f"code of your own changed since the run began, and is used as it is now: {listed}" if changed else None
+
+
+def other_processor(run: Path) -> str | None:
+    """That another processor than this, and no GPU, made the run's last step, in a sentence for whoever resumes it."""
+    made = (read_lines(run / CHAIN, silent) or [{}])[-1].get("machine", {})
+    if made.get("device") != "cpu" or made["processor"] == processor():
+        return None
+    return f"the processor is {processor()}, and was {made['processor']}: numbers may have other last bits from here on"
 
 
 def _other_config(run: Path) -> str | None:

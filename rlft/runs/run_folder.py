@@ -18,7 +18,7 @@ import rlft
 from rlft.config import command as commands
 from rlft.config.keys import ABSENT, flatten, is_below, known
 from rlft.config.older import completed
-from rlft.config.schema import free_keys, packages
+from rlft.config.schema import FASTEST, free_keys, packages
 from rlft.config.trainer import kept_lanes
 from rlft.runs import checkpoint, run_status
 from rlft.runs.config_file import (
@@ -199,7 +199,7 @@ def read(folder: Path, key: str = "resume") -> dict[str, Any]:
 
 def with_kept_values(config: Mapping[str, Any], resumed: Path | None) -> dict[str, Any]:
     """The config with values in place of `model.date: auto`, `cluster.lanes: auto`, and `model.revision: null` of a hub
-    id, which a resumed run keeps: what is pushed later is another base. So is an engine's `weights: auto` kept."""
+    id, which a resumed run keeps: what is pushed later is another base. So are an engine's weights that were chosen."""
     before = None if resumed is None else read(resumed)
     kept = dict(config)
     if isinstance(model := config.get("model"), Mapping):
@@ -218,7 +218,8 @@ def with_kept_values(config: Mapping[str, Any], resumed: Path | None) -> dict[st
 
 
 def _kept_weights(keys: Any, then: Any) -> Any:
-    if isinstance(keys, Mapping) and isinstance(then, Mapping) and keys.get("weights") == "auto" and "weights" in then:
+    is_chosen = isinstance(keys, Mapping) and keys.get("weights") in ("auto", FASTEST)
+    if is_chosen and isinstance(then, Mapping) and "weights" in then:
         return {**keys, "weights": then["weights"]}
     return keys
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from rlft.generation.decoding import draw
 from rlft.generation.repeated_cache import cache_argument
-from rlft.generation.transformers import TransformersGenerator, Weights, end_tokens
+from rlft.generation.transformers import Transformers, TransformersGenerator, Weights, _fastest, end_tokens
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.types import FinishReason, NextTurn, Sampling
@@ -407,22 +407,75 @@ def test_a_sliding_window_shorter_than_the_prompt_is_sampled_exactly(backbone, m
 
 
 # -- what is multiplied with -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("weights", ["apart", "merged", "merged_bfloat16"])
-def test_whatever_is_multiplied_with_it_samples_the_policy(weights, roles, backbone, prompts):
+BOUNDS = {"apart": 1e-5, "merged": 1e-5, "merged_bfloat16": 0.02, "merged_int8": 0.02}  # nats, in the mean
+HELD = {"merged": torch.float64, "merged_bfloat16": torch.bfloat16, "merged_int8": torch.int8}
+
+
+@pytest.mark.parametrize("weights", BOUNDS)
+@pytest.mark.parametrize(
+    ("targets", "copied"),  # the modules with an adapter; number of linear layers and heads without one
+    [("all-linear", 1), (["q_proj", "v_proj"], 21), (["down_proj", "lm_head"], 24)],
+    ids=str,
+)
+def test_whatever_is_multiplied_with_it_samples_the_policy(targets, copied, weights, make_roles, backbone, prompts):
+    roles = make_roles(noise=0.02, target_modules=targets)
+    sequence = [*prompts[0].token_ids, 5, 6, 7]
+    policys = roles.score([sequence])
     generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64, weights=Weights(weights))
-    generator.load(roles.publish(1))
-    gaps = []
-    for rollout in (r for g in generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT) for r in g.rollouts):
-        prompt, ids = rollout.prompt.token_ids, rollout.completion.token_ids
-        with torch.no_grad():
-            logits = backbone.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        gaps.append((torch.tensor(rollout.completion.logprobs) - logits.log_softmax(-1)[range(len(ids)), ids]).abs())
-    mean, largest = float(torch.cat(gaps).mean()), float(torch.cat(gaps).max())
-    assert mean < 0.01 if weights == "merged_bfloat16" else largest < 1e-5
-    layers = [m for m in roles.model.modules() if isinstance(m, LoraLinear)]
-    assert {layer.sums["sampler"].dtype for layer in layers if layer.sums} == {
-        "apart": set(), "merged": {torch.float64}, "merged_bfloat16": {torch.bfloat16},
-    }[weights]  # fmt: skip
+    for version in (1, 2):  # the second one is written over the first
+        generator.load(roles.publish(version))
+        gaps = []
+        for rollout in (r for g in generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT) for r in g.rollouts):
+            prompt, ids = rollout.prompt.token_ids, rollout.completion.token_ids
+            with torch.no_grad():
+                logits = backbone.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1)[range(len(ids)), ids]
+            gaps.append((torch.tensor(rollout.completion.logprobs) - expected).abs())
+        assert float(torch.cat(gaps).mean()) < BOUNDS[weights]
+        assert roles.score([sequence]) == policys  # the trainer's stay what they were, to the bit
+        layers = [m for m in roles.model.modules() if isinstance(m, LoraLinear)]
+        assert {layer.sums["sampler"].values.dtype for layer in layers if layer.sums} == {
+            HELD[name] for name in [weights] if name != "apart"
+        }
+        assert len(roles._rounded) == (copied if weights in ("merged_bfloat16", "merged_int8") else 0)
+        assert {copy.values.dtype for copy in roles._rounded.values()} <= {HELD.get(weights)}
+        for parameter in (parameter for _, parameter in roles.named_parameters()):
+            parameter.data *= 1.1
+        policys = roles.score([sequence])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_of_a_head_the_copy_alone_is_rounded_and_only_while_the_sampler_is_in_use(tied, roles, backbone):
+    head, embeddings = backbone.model.get_output_embeddings(), backbone.model.get_input_embeddings()
+    own = head.weight
+    assert own is embeddings.weight
+    try:
+        if not tied:
+            head.weight = torch.nn.Parameter(own.detach().clone() * 1.01, requires_grad=False)
+        before, x = head.weight.detach().clone(), torch.ones(1, head.in_features, dtype=own.dtype)
+        roles.load_sampler(roles.publish(1), weights="merged_int8")
+        exact = head(x)
+        with torch.no_grad(), roles.using("sampler"):
+            rounded = head(x)
+        assert not torch.equal(rounded, exact)
+        torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.02)
+        assert torch.equal(head(x), exact)
+        assert torch.equal(head.weight, before)
+        roles.load_sampler(roles.publish(2), weights="merged")
+        with torch.no_grad(), roles.using("sampler"):
+            assert torch.equal(head(x), exact)
+    finally:
+        head.weight = own
+
+
+def test_fastest_is_what_the_processor_decodes_fastest_with(monkeypatch, capsys):
+    for dtype, weights in {"float32": "merged", "bfloat16": "merged_bfloat16", "int8": "merged_int8"}.items():
+        monkeypatch.setattr("rlft.generation.transformers.fastest_dtype", lambda dtype=dtype: dtype)
+        monkeypatch.setattr("rlft.generation.transformers._fastest", _fastest.__wrapped__)
+        assert Transformers(batch_size=8, weights=Weights.fastest) == Transformers(batch_size=8, weights=weights)
+        assert f"generation.transformers.weights: {weights} is fastest on " in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Transformers(batch_size=8, weights=Weights.fastest).weights is Weights.merged
 
 
 # -- other releases of transformers ------------------------------------------------------------------------------------

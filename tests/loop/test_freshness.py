@@ -28,6 +28,7 @@ from rlft.loop.freshness import (
 )
 from rlft.model.backbone import load_backbone
 from rlft.model.kernels.lora_linear import LoraLinear
+from rlft.system.products import Weight
 from rlft.types import Adapter, Prompt
 
 SEQUENCES = [[5, 6, 7, 8], [9, 10, 11]]
@@ -156,7 +157,7 @@ def test_a_sum_that_is_not_the_policys_is_found_though_the_policy_learns_on_it(p
     layers = [layer for layer in policy.model.modules() if isinstance(layer, LoraLinear)]
     assert all(layer.lent for layer in layers)
     for layer in layers:
-        layer.sums["sampler"].mul_(1.1)
+        layer.sums["sampler"].values.mul_(1.1)
     with pytest.raises(StaleAdapterError):
         freshness.check(1, engine, policy)
 
@@ -223,7 +224,7 @@ def wrong_scale(policy, engine, new):
 
 
 def old_sum(policy, engine, new):
-    sums = [layer.sums["sampler"].clone() for layer in layers_of(policy)]
+    sums = [Weight(layer.sums["sampler"].values.clone()) for layer in layers_of(policy)]
     engine.load(new)
     for layer, total in zip(layers_of(policy), sums, strict=True):
         layer.sums["sampler"] = total
@@ -239,6 +240,7 @@ def old_sum(policy, engine, new):
         ),
         (Weights.merged, lose, "it still holds version 2"),
         (Weights.merged_bfloat16, lose, "it still holds version 2"),
+        (Weights.merged_int8, lose, "it still holds version 2"),
         (Weights.apart, lambda p, e, new: e.load(replace(new, weights=exchanged(new.weights))), "which is that of mod"),
         (Weights.apart, wrong_scale, r"1 of the \d+ tensors .*lora_B with a norm of .* instead of .*, 1\.5 times"),
         (Weights.merged, old_sum, r"version 3: base_model.* computes with another sum or copy of it"),

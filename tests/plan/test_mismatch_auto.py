@@ -36,6 +36,9 @@ def test_each_algorithm_corrects_what_vllm_rounds_in_16_bits_by_token_where_it_c
         ([], "vllm", 8, "off"),
         (["+generation.vllm.options.kv_cache_dtype=fp8"], "vllm", 4, "token_truncate"),
         ([], "transformers", 2, "off"),  # the trainer's own base
+        (["generation.transformers.weights=merged"], "transformers", 4, "off"),
+        (["generation.transformers.weights=merged_bfloat16"], "transformers", 4, "token_truncate"),
+        (["generation.transformers.weights=merged_int8"], "transformers", 4, "token_truncate"),
         ([], "scripted", 2, "off"),  # canned log-probs
         (["generation.top_p=0.9"], "vllm", 2, "off"),  # a correction needs undistorted sampling
         (["generation.top_k=50"], "vllm", 2, "off"),
@@ -63,7 +66,7 @@ def test_the_plan_of_a_16_bit_run_has_the_row_and_that_of_a_float32_run_has_none
             (
                 "mismatch",
                 "token_truncate",
-                "engine and trainer compute log-probs in 16 bits, each with its own roundings",
+                "engine and trainer compute log-probs in 16 bits or fewer, each with its own roundings",
             )
         ],
     }

@@ -24,6 +24,8 @@ from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from rlft.system.products import Weight
+
 
 def install(config: LoraConfig) -> None:
     """Makes adapters of this config use `LoraLinear` instead of PEFT's own layer, except where a base computes more."""
@@ -75,30 +77,32 @@ class Layers(NamedTuple):
 class LoraLinear(Linear):
     """A linear layer of the base with adapters, of which one at most is active here.
 
-    `sums` is {role: (W + s B A)' `[in, out]`, with DoRA's magnitudes if it has them}, for passes without gradient by a
-    role that does not change for long (sampling); this form multiplies a few rows a sixth faster than its transpose.
+    `sums` is {role: (W + s B A)' `[in, out]`, with DoRA's magnitudes if it has them, perhaps rounded}, for passes
+    without gradient by a role that does not change for long (sampling); this form multiplies a few rows a sixth faster
+    than its transpose.
     `lent` is {role: (another role's sum, the role's own matrices, their versions when the sum was lent)}; `copies`
     is {role: (its matrices in the base's dtype, the matrices themselves, their versions when they were copied)}.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.sums: dict[str, Tensor] = {}
+        self.sums: dict[str, Weight] = {}
         self.lent: dict[str, tuple[Tensor, tuple[Tensor, Tensor], tuple[int, ...]]] = {}
         self.copies: dict[str, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[int, ...]]] = {}
 
     def add_up(self, role: str, dtype: torch.dtype | None = None) -> None:
         """Makes the role's sum, and leaves the base as it is. A 16-bit base gets no sum, since B A would be lost.
 
-        The sum, and x for the product, are rounded to `dtype`; None: that of the base.
+        The sum, and x for the product, are rounded to `dtype` (`rlft.system.products`); None: that of the base.
         """
         weight = cast(nn.Linear, self.base_layer).weight
         if weight.dtype not in (torch.float32, torch.float64) or role not in self.lora_A:
             return
-        rounded = dtype not in (None, weight.dtype)
-        old_sum = None if rounded else self.sums.get(role)
+        dtype = weight.dtype if dtype is None else dtype
+        old_sum = self.sums.get(role)
+        reused = old_sum.values if old_sum is not None and dtype == old_sum.dtype == weight.dtype else None
         self.lent.clear()  # the new sum overwrites what was lent
-        self.sums[role] = self._sum(role, weight.dtype if dtype is None else dtype, old_sum)
+        self.sums[role] = self._sum(role, dtype, reused)
 
     def differs(self, role: str) -> Tensor | None:
         """Bool `[]`: whether a sum or copies that the role's passes would use here are not what its matrices give now.
@@ -107,20 +111,20 @@ class LoraLinear(Linear):
         """
         matrices, total = self._matrices(role), self.sums.get(role)
         copies, copied, versions = self.copies.get(role, ((), (), ()))
-        wrong = [] if total is None else [(total != self._sum(role, total.dtype)).any()]
+        wrong = [] if total is None else [total.differs(self._sum(role, total.dtype))]
         if copies and _unchanged(matrices, copied, versions):
             wrong += [(copy != matrix.to(copy.dtype)).any() for copy, matrix in zip(copies, matrices, strict=True)]
         return torch.stack(wrong).any() if wrong else None
 
     @torch.no_grad()
-    def _sum(self, role: str, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    def _sum(self, role: str, dtype: torch.dtype, out: Tensor | None = None) -> Weight:
         weight, (down, up) = cast(nn.Linear, self.base_layer).weight, self._matrices(role)
         total = torch.addmm(weight.t(), down.t(), up.t(), alpha=self.scaling[role], out=out)
         if role in self.lora_variant:
             # The weights of each output, a column of `[in, out]`, get the length that the role has learned for it
             # (DoRA, arXiv 2402.09353, equation 5).
             total.mul_(cast(Tensor, self.lora_magnitude_vector[role].weight) / torch.linalg.norm(total, dim=0))
-        return total.to(dtype)
+        return Weight.of(total, dtype)
 
     def lend(self, lender: str, role: str) -> None:
         """Lets `role` use the lender's sum in passes with gradient, until one of its two matrices changes.
@@ -136,7 +140,7 @@ class LoraLinear(Linear):
         if self.scaling[lender] == self.scaling[role] and all(
             torch.equal(a, b) for a, b in zip(lender_matrices, own, strict=True)
         ):
-            self.lent[role] = (self.sums[lender], own, tuple(matrix._version for matrix in own))
+            self.lent[role] = (self.sums[lender].values, own, tuple(matrix._version for matrix in own))
 
     def _matrices(self, role: str) -> tuple[Tensor, Tensor]:
         return cast(nn.Linear, self.lora_A[role]).weight, cast(nn.Linear, self.lora_B[role]).weight
@@ -162,9 +166,7 @@ class LoraLinear(Linear):
             return base(x)
         role = self._lone_role()
         if role in self.sums and not torch.is_grad_enabled():
-            total = self.sums[role]
-            y = (x.to(total.dtype) @ total).to(x.dtype)
-            return y if base.bias is None else y.add_(base.bias)
+            return self.sums[role].times(x, base.bias)
         layers = None if args or kwargs else layers_of(x, [self])
         if layers is None:
             return super().forward(x, *args, **kwargs)
@@ -227,7 +229,8 @@ def layers_of(x: Tensor, modules: Iterable[nn.Module]) -> Layers | None:
             operands.append(adapted[0])
             learned += adapted[1]
             continue
-        is_linear = type(module) is nn.Linear or is_4bit(module)
+        is_own = "forward" not in vars(module)  # else it multiplies with a rounded copy of its weight
+        is_linear = (type(module) is nn.Linear and is_own) or is_4bit(module)
         is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
         base = _of_base(cast(nn.Linear, module), x) if is_linear and is_frozen else None
         if base is None:
