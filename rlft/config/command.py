@@ -88,10 +88,17 @@ def named(name: str) -> Command:
     """The command of this name. Raises UnknownCommandError: there is none, or its package cannot be loaded."""
     if name in OWN:
         return importlib.import_module(f"rlft.commands.{name}").COMMAND
-    if name not in plugins():
+    points = plugins().get(name, ())
+    if not points:
         remedy = f"{choice_remedy(name, names())}, or install the package that provides it"
         raise UnknownCommandError("command", "there is no such command", got=name, remedy=remedy)
-    return _loaded(plugins()[name])
+    point, *duplicates = points
+    if duplicates:
+        packages = " and ".join(sorted(package_of(provider) for provider in points))
+        raise UnknownCommandError(
+            "command", f"is provided by {packages}", got=name, remedy="remove one of these packages"
+        )
+    return _loaded(point)
 
 
 def names() -> list[str]:
@@ -109,14 +116,21 @@ def working() -> list[Command]:
 
 
 @cache
-def plugins() -> Mapping[str, EntryPoint]:
-    """{command: its entry point} of the commands that installed packages provide; they cannot replace rlft's own."""
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in OWN}
+def plugins() -> Mapping[str, list[EntryPoint]]:
+    """{command: its entry points} of the commands that installed packages provide; they cannot replace rlft's own."""
+    by_name: dict[str, list[EntryPoint]] = {}
+    for point in dict.fromkeys(entry_points(group=GROUP)):
+        if point.name not in OWN:
+            by_name.setdefault(point.name, []).append(point)
+    return by_name
+
+
+def package_of(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value
 
 
 def _loaded(point: EntryPoint) -> Command:
-    package = f"its package {point.dist.name if point.dist is not None else point.value}"
-    command, cause = None, None
+    package, command, cause = f"its package {package_of(point)}", None, None
     try:
         command = point.load()
     except Exception as error:  # the package's own code runs at its import, and may raise anything

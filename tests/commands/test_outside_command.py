@@ -206,10 +206,13 @@ def test_packages_that_bring_no_command_are_named_and_disturb_no_other(tmp_path:
     install(tmp_path, "broken", {"broken": "not_there:COMMAND"})
     install(tmp_path, "odd", {"odd": "json:dumps"})
     install(tmp_path, "greedy", {"train": "json:dumps"})
+    for package in ("one", "two"):
+        install(tmp_path, package, {"twice": f"{package}:COMMAND"})
     (_, page, _), (code, _, err) = light(tmp_path, tmp_path, "--help", "broken seed=1")
     lines = dict(line[9:].split(maxsplit=1) for line in page.splitlines() if line[9:].strip())
     missing = "its package broken cannot be imported (ModuleNotFoundError: No module named 'not_there')"
     assert lines["broken"] == missing
     assert lines["odd"] == "json:dumps of its package odd is no rlft.config.command.Command of that name"
+    assert lines["twice"] == "is provided by one and two"
     assert lines["train"].startswith("reinforcement learning"), "a name of rlft's own is not taken"
     assert (code, err) == (2, f"rlft: command: {missing}, got broken; repair that package, or remove it\n")

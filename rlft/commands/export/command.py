@@ -7,6 +7,7 @@ export is written to a temporary folder next to `out` and renamed when it is com
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from rlft.runs.chain import CHAIN, lines_until
 from rlft.runs.checkpoint import saved_step, set_usual_mode
 from rlft.runs.find import CheckpointKind
 from rlft.runs.lines import encode
-from rlft.system import interrupt
+from rlft.system import interrupt, locks
 from rlft.system.disk import blame_key, writing
 from rlft.system.files import atomic_folder, size_of
 from rlft.system.terminal import say
@@ -126,9 +127,18 @@ def run(request: Export, pushing: push.Push | None, say: Callable[[str], None]) 
 def _becoming(out: Path) -> Iterator[Path]:
     """Yields an empty folder, which is flushed to disk and renamed to `out` at the end, or removed after a failure."""
     temporary = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a kill
-    with blame_key("out"), atomic_folder(out, temporary):
-        yield temporary
-        for path in temporary.rglob("*"):
-            set_usual_mode(path, temporary)
-    interrupt.set_interrupt_message(f"exported to {out}")
+    with blame_key("out"), writing(out):
+        temporary.mkdir(parents=True, exist_ok=True)
+        handle = os.open(temporary, os.O_RDONLY)
+    try:
+        if locks.take(handle) is locks.Taken.no:
+            raise UserError("out", "another export is being written there", got=out, remedy="wait for that one")
+        for leftover in temporary.iterdir():
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        with blame_key("out"), atomic_folder(out, temporary):
+            yield temporary
+            for path in temporary.rglob("*"):
+                set_usual_mode(path, temporary)
+        interrupt.set_interrupt_message(f"exported to {out}")
+    finally:
+        os.close(handle)
