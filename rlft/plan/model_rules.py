@@ -218,6 +218,12 @@ def _check_drafts(generation: GenerationConfig, engine: str) -> None:
         raise UserError("generation.drafts", problem, got=HISTORY, remedy=remedy)
 
 
+def notes_of_drafts(generation: GenerationConfig) -> list[str]:
+    """That drafts have no effect in this command, which has no history."""
+    unused = "generation.drafts: only rlft train and its evaluations use drafts, so that history has no effect here"
+    return [unused] if generation.drafts == HISTORY else []
+
+
 def why_not_on_a_gpu(
     generation: GenerationConfig,
     lora: LoraSettings | None,

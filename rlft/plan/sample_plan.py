@@ -14,7 +14,15 @@ from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.plan.demand import Demand, Networks, Rows
 from rlft.plan.inputs import read_base, read_tokenizer, scan_prompts
-from rlft.plan.model_rules import check_adapted, check_machine, check_row, check_served, choose_engine, unserved
+from rlft.plan.model_rules import (
+    check_adapted,
+    check_machine,
+    check_row,
+    check_served,
+    choose_engine,
+    notes_of_drafts,
+    unserved,
+)
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork
@@ -154,6 +162,12 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
         environment=environment,
         tower=tower_demand(model_config, dtype, [prompts], num_chosen, tokenizer),
         ends=ends,
-        notes=(*prompts.notes, *data_notes, *notes_of_adapters(used, config.model, base), *ends.notes),
+        notes=(
+            *prompts.notes,
+            *data_notes,
+            *notes_of_adapters(used, config.model, base),
+            *ends.notes,
+            *notes_of_drafts(config.generation),
+        ),
         fingerprints={"data_fingerprint": prompts.fingerprint, **base, **classifiers, **fingerprints_of(used)},
     )

@@ -16,7 +16,14 @@ from rlft.generation.memory import ModelSizes
 from rlft.plan import roles, sizes
 from rlft.plan.demand import Demand, Networks, Rows
 from rlft.plan.inputs import read_base, read_tokenizer, scan_prompts
-from rlft.plan.model_rules import check_machine, check_optimizer, check_row, choose_engine, notes_of_tiles
+from rlft.plan.model_rules import (
+    check_machine,
+    check_optimizer,
+    check_row,
+    choose_engine,
+    notes_of_drafts,
+    notes_of_tiles,
+)
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roofline import StepWork, Work
 from rlft.plan.rules import check_classifiers, check_enough
@@ -176,5 +183,6 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
             *(() if held_out is None else held_out.notes),
             *ends.notes,
             *data_notes,
+            *notes_of_drafts(config.generation),
         ),
     )

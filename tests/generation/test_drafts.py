@@ -10,6 +10,8 @@ import torch
 from given_drafts import GivenDrafts, anything, nothing, right
 from in_one_test import each
 
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.generation.drafts import MOST, Drafts, key_of
 from rlft.generation.transformers import TransformersGenerator
 from rlft.types import Completion, FinishReason, Group, NextTurn, Prompt, Rollout, Sampling
@@ -185,3 +187,15 @@ def test_what_is_remembered_is_bounded_and_a_restored_copy_offers_the_same(monke
         copy.add(groups)
         drafts.add(groups)
     assert all(torch.equal(values, copy.state()[name]) for name, values in drafts.state().items())
+
+
+@pytest.mark.parametrize("drafts", ["off", "history"])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("sample", []), ("sft", ["demonstrations.path=embedded:arithmetic-demonstrations", "data=arithmetic"])],
+)
+def test_commands_that_use_no_drafts_say_so(command, words, drafts):
+    words = [*words, "generation=transformers", f"generation.drafts={drafts}", "max_completion_tokens=64"]
+    words = [word for word in words if command == "sft" or not word.startswith("max_")]
+    notes = resolve(compose([*words, "prompts.max_tokens=64"], None, command)).plan().notes
+    assert any("only rlft train and its evaluations use drafts" in note for note in notes) is (drafts == "history")
