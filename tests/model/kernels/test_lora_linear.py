@@ -103,9 +103,9 @@ def test_a_sum_gives_the_same_and_is_used_without_gradient_only():
         layer.lora_B["default"].weight.mul_(2)
         torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)  # until it is added up again
     assert not torch.allclose(layer(x), expected), "with gradient the matrices themselves count"
-    room = layer.sums["default"]
+    room = layer.sums["default"].values
     layer.add_up("default")
-    assert layer.sums["default"] is room
+    assert layer.sums["default"].values is room
     with torch.no_grad():
         torch.testing.assert_close(layer(x), layer.forward(x), rtol=0, atol=0)
         assert not torch.allclose(layer(x), expected)
@@ -118,7 +118,7 @@ def test_a_rounded_sum_is_that_of_the_rounded_operands():
     layer.add_up("default", torch.bfloat16)
     with torch.no_grad():
         rounded = torch.addmm(layer.base_layer.weight, up, down, alpha=3.0).bfloat16()  # lora_alpha / r
-        assert torch.equal(layer.sums["default"].t(), rounded)
+        assert torch.equal(layer.sums["default"].values.t(), rounded)
         expected = nn.functional.linear(x.bfloat16(), rounded).float() + layer.base_layer.bias
         found = layer(x)
     assert found.dtype == torch.float32
@@ -255,7 +255,7 @@ def test_a_lent_sum_gives_the_same_outputs_and_gradients(run):
     layers = lent(siblings())
     torch.testing.assert_close(of_both(layers, run), expected, rtol=1e-12, atol=1e-12)
     for layer in (layers.wide, layers.narrow):
-        layer.sums["sampler"].zero_()
+        layer.sums["sampler"].values.zero_()
     with pytest.raises(AssertionError):  # so it is what was multiplied with
         torch.testing.assert_close(of_both(layers, run), expected, rtol=1e-12, atol=1e-12)
 
