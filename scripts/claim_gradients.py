@@ -38,7 +38,8 @@ def gradients(advantages: Mapping[str, tuple[str, Mapping[str, Any]]], folder: P
     learned, measured = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     weights_H = critic(model, learned)
     algorithms = {arm: rlft.load_algorithm(name, **keys) for arm, (name, keys) in advantages.items()}
-    squares, halves = dict.fromkeys(algorithms, 0.0), {arm: [0.0, 0.0] for arm in algorithms}
+    squares = dict.fromkeys(algorithms, 0.0)
+    halves: dict[str, list[Any]] = {arm: [0.0, 0.0] for arm in algorithms}
     for i, plain in enumerate(measured):
         logprobs_BT, hidden_BTH = forward(model, plain)
         values_BT = torch.where(plain.loss_mask, hidden_BTH.detach() @ weights_H, 0.0)

@@ -14,6 +14,7 @@ import argparse
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -53,7 +54,7 @@ def model(start: int, end: int) -> Qwen2ForCausalLM:
         num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=False, eos_token_id=end,
         pad_token_id=0,
     )  # fmt: skip
-    made = Qwen2ForCausalLM(config)
+    made: Any = Qwen2ForCausalLM(config)
     embeddings, head, layer = made.model.embed_tokens.weight.data, made.lm_head.weight.data, made.model.layers[0]
     for weight in (embeddings, head, layer.self_attn.o_proj.weight.data, layer.mlp.down_proj.weight.data):
         weight.zero_()

@@ -215,7 +215,7 @@ class Session(RunDriver):
         with self.clock("log"):
             groups, scores = rollouts.groups, rollouts.scores
             self.chain.add_batch(batch)
-            metrics |= unknown_token_metrics(groups, self._unknown) | self.generator.metrics
+            metrics |= {**unknown_token_metrics(groups, self._unknown), **self.generator.metrics}
             # With a lag this step's groups were counted in the step before, or in this one after a resume.
             for more in (self.sampler.curriculum, None if self.config.overlap.lag else self.sampler.drafts):
                 metrics |= {} if more is None else more.metrics()

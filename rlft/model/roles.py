@@ -177,8 +177,10 @@ class Roles(Networks):
         dtype = getattr(torch, weights.removeprefix("merged").removeprefix("_"), None)  # of merged: None
         for layer in self._lora_layers.values():
             layer.add_up(SAMPLER, dtype)
-        if dtype is None or all(copy.dtype != dtype for copy in self._rounded.values()):
-            layers = [] if dtype is None else unadapted(self.backbone.model, self._settings)
+        if dtype is None:
+            self._rounded = {}
+        elif all(copy.dtype != dtype for copy in self._rounded.values()):
+            layers = unadapted(self.backbone.model, self._settings)
             self._rounded = {each: Weight.of(each.weight.t(), dtype) for each in layers if each.weight.itemsize > 2}
 
     def sampler_tensors(self) -> tuple[dict[str, Tensor], list[str]]:

@@ -29,7 +29,7 @@ TableRow = tuple[str, str, str]  # (name, value, explanation)
 
 def config_rows(config: Any) -> list[TableRow]:
     """The rows that the config alone decides; it is any command's."""
-    lora = getattr(config, "lora", ABSENT)
+    lora: Any = getattr(config, "lora", ABSENT)
     learner = "trains all weights" if lora is None else "" if lora is ABSENT else f"trains {lora.kind} rank {lora.rank}"
     rows = [("model", config.model.path, learner + " and a scalar head" * isinstance(config, RmConfig))]
     if isinstance(config, RunConfig):

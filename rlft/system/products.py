@@ -51,7 +51,7 @@ class Weight(NamedTuple):
             rest = flat / scale
             coarse = rest.round()
             rows = torch.cat([coarse, rest.sub_(coarse).mul_(FINER).round_()]).to(self.values.dtype)
-            sums = torch._int_mm(rows, self.values) if rows.dtype == torch.int8 else rows @ self.values
+            sums = integer_product(rows, self.values) if rows.dtype == torch.int8 else rows @ self.values
             y = sums[: len(flat)] * scale
             y = y.add_(sums[len(flat) :] * (scale / FINER)).mul_(self.scale).view(*x.shape[:-1], -1)
         return y if bias is None else y.add_(bias)
@@ -60,6 +60,11 @@ class Weight(NamedTuple):
         """Bool `[]`; it is not waited for."""
         wrong = (self.values != other.values).any()
         return wrong if self.scale is None or other.scale is None else wrong | (self.scale != other.scale).any()
+
+
+def integer_product(first: Tensor, second: Tensor) -> Tensor:
+    """The product of two matrices of int8, in int32."""
+    return torch._int_mm(first, second)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _scale(exact: Tensor, dim: int) -> Tensor:
@@ -71,7 +76,7 @@ def _scale(exact: Tensor, dim: int) -> Tensor:
 def adds_exactly(device: Device) -> bool:
     """Whether sums of products of integers in 8 bits are exact on this device: it has to show it with the largest."""
     largest = torch.full((64, 64), 127, dtype=torch.int8)
-    return device.type == "cpu" and bool((torch._int_mm(largest, -largest) == -64 * 127**2).all())
+    return device.type == "cpu" and bool((integer_product(largest, -largest) == -64 * 127**2).all())
 
 
 @no_grad

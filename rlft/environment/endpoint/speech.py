@@ -29,7 +29,8 @@ class Speech:
     """
 
     def __init__(self, tokenizer: RunTokenizer, syntax: Syntax, key: str) -> None:
-        self.tokenizer, self._syntax, self._key = tokenizer, syntax, key
+        self.tokenizer, self._key = tokenizer, key
+        self._syntax: Syntax = syntax
         self._cached = lru_cache(maxsize=REMEMBERED)(self._make)
 
     def of(self, body: Chat | Tokenize) -> Spoken:
