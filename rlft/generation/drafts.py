@@ -92,8 +92,8 @@ class Drafts:
                 self._add(key, rollout.completion.token_ids)
 
     def _add(self, key: int, token_ids: Sequence[int]) -> None:
-        if self._num_tokens >= KEPT:
-            self._remember(self._rows[len(self._rows) // 2 :])
+        while self._num_tokens >= KEPT:  # also if the newer half has most tokens: what is kept is kept by a resume
+            self._remember(self._rows[(len(self._rows) + 1) // 2 :])
         self._rows.append((key, token_ids))
         self._num_tokens += len(token_ids)
         for place, token in enumerate(token_ids[:-1]):  # a draft of a row's last token would save no pass

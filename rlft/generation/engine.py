@@ -90,7 +90,7 @@ class Generator(ABC):
     facts: EngineFacts = NO_FACTS
     """What it says of itself; that of engines in other processes is not asked for."""
     metrics: Mapping[str, float] = {}
-    """Numbers of the version in use, which are in the metrics of the step that is sampled with it."""
+    """Numbers of the version in use, which are in the metrics of the step at whose end it was published."""
 
     loads_parts: bool = False
     """Whether it takes all weights of a model in parts (`load_parts`); else it is given them together (`load`)."""

@@ -109,7 +109,8 @@ def sampling_of(run: SamplingRoot, name: str | None, decodings: Sequence[Decodin
     if name is None:
         return {}
     engine = run.generation.named(name)
-    drafts = (Drafts.of(run.generation, name, device, 1, in_process=not apart) for device in ROWS)
+    here = isinstance(run, RunConfig) and not apart  # other commands use none
+    drafts = (Drafts.of(run.generation, name, device, 1, in_process=here) for device in ROWS)
     work = EngineWork(
         section=section_of(name),
         decodings=tuple(decodings),

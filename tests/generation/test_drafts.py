@@ -189,6 +189,18 @@ def test_what_is_remembered_is_bounded_and_a_restored_copy_offers_the_same(monke
     assert all(torch.equal(values, copy.state()[name]) for name, values in drafts.state().items())
 
 
+@pytest.mark.parametrize("lengths", [[1] * 19 + [190] * 12, [1500], [3, 1500, 1500], [999, 1, 1], [190] * 6 + [1] * 99])
+def test_a_restored_copy_remembers_the_same_whatever_the_lengths(lengths, monkeypatch):
+    monkeypatch.setattr("rlft.generation.drafts.KEPT", 1000)
+    drafts = Drafts(16)
+    for length in lengths:
+        drafts.add([group("a", [0] * length)])
+        copy = Drafts(16)
+        copy.restore(drafts.state())
+        assert copy._leading == drafts._leading
+        assert all(torch.equal(values, copy.state()[name]) for name, values in drafts.state().items())
+
+
 @pytest.mark.parametrize("drafts", ["off", "history"])
 @pytest.mark.parametrize(
     ("command", "words"),
