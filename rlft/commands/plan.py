@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from rlft.plan.run_plan import Schedule
 
 BINS, BAR_WIDTH = 8, 40
+SIZE = re.compile(r"[0-9]+(\.[0-9]+)? ?(([kmgt]i?)?b)?", re.IGNORECASE)
 MAX_TURN_CHARACTERS = 200
 
 
@@ -104,12 +106,11 @@ def read_bytes(text: str) -> int:
 
     Raises UserError: the text is not a size, or is one below 1 MiB.
     """
-    from pydantic import ByteSize, TypeAdapter, ValidationError
+    from pydantic import ByteSize, TypeAdapter
 
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        raise UserError("device_memory", "must be a size", got=text, remedy="write it as 24GiB") from None
+    is_size = SIZE.fullmatch(text.strip())  # of which pydantic reads the beginning alone
+    require(is_size, "device_memory", "must be a size", got=text, remedy="write it as 24GiB")
+    size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
     remedy = f"write {text}GiB" if text.isdecimal() else "write it as 24GiB"
     require(size >= 2**20, "device_memory", "no device has so few bytes", got=text, remedy=remedy)
     return size

@@ -30,15 +30,19 @@ class Checker:
     """
 
     def __init__(self, schemas: Sequence[Schema]) -> None:
-        from jsonschema.validators import Draft202012Validator, validator_for
+        from jsonschema.validators import Draft202012Validator, extend, validator_for
         from referencing.jsonschema import EMPTY_REGISTRY
 
         self._validators = {}
+        self._strict_validators = {}  # for which 1.0 is no integer
         for schema in (schema["function"] for schema in schemas):
             parameters = strict(schema["parameters"])
             kind = validator_for(parameters, default=Draft202012Validator)
             _check(schema["name"], kind, parameters)
             self._validators[schema["name"]] = kind(parameters, registry=EMPTY_REGISTRY)  # which loads nothing
+            types = kind.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+            strict_kind = extend(kind, type_checker=types)
+            self._strict_validators[schema["name"]] = strict_kind(parameters, registry=EMPTY_REGISTRY)
 
     def checked(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments, with whole numbers as int where an integer is due. Malformed: they are not the tool's."""
@@ -49,7 +53,9 @@ class Checker:
         validator = self._validators[name]
         try:
             found = [best_match([error]) for error in islice(validator.iter_errors(dict(arguments)), MAX_TOLD)]
-            made = dict(arguments) if found else _with_whole_numbers(dict(arguments), validator)
+            made = dict(arguments)
+            if not found and _has_whole_float(made):
+                made = _with_whole_numbers(made, self._strict_validators[name])
         except (RecursionError, OverflowError) as error:
             raise Malformed(f"{name}: the arguments are nested too deep or too large ({error!s:.80})") from None
         if found:
@@ -106,17 +112,18 @@ def strict(schema: Any) -> Any:
     return made
 
 
-def _with_whole_numbers(arguments: dict[str, Any], validator: Any) -> dict[str, Any]:
+def _has_whole_float(value: Any) -> bool:
+    if isinstance(value, Mapping | list):
+        return any(map(_has_whole_float, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, float) and value.is_integer()
+
+
+def _with_whole_numbers(arguments: dict[str, Any], strict_validator: Any) -> dict[str, Any]:
     """The valid arguments, in which numbers such as 1.0 are int where the schema wants integers and no other numbers.
 
     Those are the errors that a validator finds for which 1.0 is no integer.
     """
-    from jsonschema.validators import extend
-    from referencing.jsonschema import EMPTY_REGISTRY
-
-    checker = validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-    strict_about_integers = extend(type(validator), type_checker=checker)(validator.schema, registry=EMPTY_REGISTRY)
-    made, errors = copy.deepcopy(arguments), [*strict_about_integers.iter_errors(arguments)]
+    made, errors = copy.deepcopy(arguments), [*strict_validator.iter_errors(arguments)]
     while errors:
         error = errors.pop()
         errors += error.context  # of the branches, where schemas are combined

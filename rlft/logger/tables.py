@@ -24,7 +24,9 @@ class Column:
     style: str = ""
     right: bool = False  # its cells are numbers: they are aligned to the right and stay on one line
     folds: bool = False  # its words may be cut, as those of completions
-    width: int = 0  # its cells of the terminal, so that tables below each other are aligned; 0: as its cells need
+    # Its cells of the terminal, so that tables below each other are aligned; a longer word moves what follows it.
+    # 0: as its cells need.
+    width: int = 0
 
 
 class WordTable:
@@ -55,9 +57,10 @@ class WordTable:
         if any(titles):
             yield from self._lines(console, titles[: len(widths)], widths)
         for row in self.rows:
-            long = (n for n, cell in enumerate(row) if n and not self._holds(n, cell, widths))
+            own_widths = self._moved(row, widths, options.max_width)
+            long = (n for n, cell in enumerate(row) if n and not self._holds(n, cell, own_widths))
             apart = next(long, len(row))
-            yield from self._lines(console, row[:apart], widths)
+            yield from self._lines(console, row[:apart], own_widths)
             named = zip(self.columns[apart:], row[apart:], strict=True)
             below = Text(GAP).join(Text(f"{c.title} " * c.right) + cell for c, cell in named if cell)
             width = max(options.max_width - len(INDENT), _longest_word(below))
@@ -84,6 +87,17 @@ class WordTable:
         while sum(widths) + len(GAP) * (len(widths) - 1) > room and widths != least:
             widths[max(range(len(widths)), key=lambda n: (widths[n] > least[n], widths[n]))] -= 1
         return widths
+
+    def _moved(self, row: Sequence[Text], widths: Sequence[int], room: int) -> Sequence[int]:
+        """The widths for this row, whose long words move its last cell to the right, or below if it had no room."""
+        if len(widths) == 1:
+            return widths
+        moved = [
+            max(width, _longest_word(cell)) if column.width else width
+            for column, cell, width in zip(self.columns, row, widths, strict=False)
+        ]
+        moved[-1] -= max(0, sum(moved) + len(GAP) * (len(moved) - 1) - room)
+        return moved if moved[-1] >= min(widths[-1], NARROW) else [*moved[:-1], 0]
 
     def _lines(self, console: Console, row: Sequence[Text], widths: Sequence[int]) -> Iterator[Text]:
         """The lines of cells that stand next to each other."""

@@ -112,6 +112,8 @@ def has_account(environ: Mapping[str, str]) -> bool:
         return True
     try:
         host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-        return netrc.netrc(environ.get("NETRC", Path.home() / ".netrc")).authenticators(host) is not None
+        places = [environ["NETRC"]] if "NETRC" in environ else [Path.home() / name for name in (".netrc", "_netrc")]
+        path = next(filter(os.path.exists, places), None)
+        return path is not None and netrc.netrc(path).authenticators(host) is not None
     except (netrc.NetrcParseError, OSError, ValueError, RuntimeError):  # not a URL, not text, no home: as good as none
         return False

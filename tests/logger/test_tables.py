@@ -12,7 +12,7 @@ import pytest
 from rich.text import Text
 
 from rlft.commands.tables import rows_table, wrapped
-from rlft.logger.console import StandardOutput, grid
+from rlft.logger.console import StandardOutput, grid, show_rows
 from rlft.logger.summary import print_commands, print_facts
 from rlft.logger.tables import Column, WordTable
 from rlft.system.check_rows import CheckRow, Status
@@ -65,3 +65,17 @@ def test_what_prints_on_a_terminal_is_this_console() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in consoles
     ]
     assert sorted(made) == [("chat.py", "Terminal"), ("console.py", "StandardOutput")]  # chat's reads lines
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("model", ["tiny", "Qwen/Qwen2.5-Math-1.5B-Instruct", "HuggingFaceTB/SmolLM2-360M-Instruct"])
+def test_a_long_value_stands_next_to_its_key_and_moves_what_explains_it(
+    model: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    show_rows([("model", model, "on cpu with words that are wrapped and more of them"), ("rank", "8", "of adapters")])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith(f"{'model':20}{model}")
+    assert (f"{model:26}  on cpu" in lines[0]) == (width > 60)
+    assert f"{'rank':20}8" in "\n".join(lines), "other rows stay aligned"

@@ -239,6 +239,19 @@ def test_the_mode_follows_the_key_then_the_environment_then_the_account():
     assert choose_mode("auto", {"NETRC": "/nowhere"}) == ("offline", "no account is set up")
 
 
+@each(("name", "found"), [(".netrc", True), ("_netrc", True), ("netrc", False)])
+def test_an_account_is_found_in_the_home_folder_unless_another_file_is_named(name, found, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / name).write_text("machine api.wandb.ai login user password secret\n")
+    (tmp_path / name).chmod(0o600)
+    assert has_account({}) == found
+    with monkeypatch.context() as no_home:
+        no_home.setattr(Path, "home", lambda: pytest.fail("the home folder is not needed"))
+        assert has_account({"NETRC": str(tmp_path / name)})
+        assert not has_account({"NETRC": str(tmp_path / "none")})
+    (tmp_path / name).unlink()
+
+
 def test_an_account_is_found_where_wandb_login_puts_it(tmp_path):
     path = tmp_path / "netrc"
     assert not has_account({"NETRC": str(path)})

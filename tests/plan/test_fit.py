@@ -45,7 +45,23 @@ def test_sizes_are_read_as_they_are_written(text, expected):
     assert read_bytes(text) == expected
 
 
-@each("text", ["", "GiB", "24 gigs", "-3GB", "1e9"])
+@each(
+    "text",
+    [
+        "",
+        "GiB",
+        "24 gigs",
+        "-3GB",
+        "1e9",
+        "24GiB/h",
+        "24GiB x 2",
+        "80GB,80GB",
+        "24gbit",
+        "24,5GiB",
+        "24.5.6GiB",
+        "1_000GB",
+    ],
+)
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UserError, match=r"^device_memory: must be a size, .*write it as 24GiB"):
         read_bytes(text)

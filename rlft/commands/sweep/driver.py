@@ -240,6 +240,7 @@ class InThisProcess(Place):
         resolved, plan = run.resolved, run.plan
         if resolved is not None and not run_folder.config_file(run.folder).exists():
             resolved = replace(resolved, plain=run_folder.with_kept_values(resolved.plain, None))
+            plan = plan and replace(plan, plain=resolved.plain)
         else:
             plain = resolved.plain if resolved else configs.compose(run.words, self._config_dir, self._command)
             resolved, plan = resolve_in(run.folder, {**plain, "resume": AUTO}, self._command), None

@@ -13,15 +13,17 @@ from fake_studies import RANK, RATE, STEPS, FakeRuns, by_number, keys, line, mak
 from in_one_test import each
 
 from rlft.commands.sweep import study as studies
-from rlft.commands.sweep.checks import curve
+from rlft.commands.sweep.checks import check, curve
 from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, PrunedError, Run
 from rlft.commands.sweep.study import Study
+from rlft.config.keys import flatten
+from rlft.config.overrides import parse
 from rlft.config.schema import ConsoleConfig
 from rlft.logger.console import PRINTED, Console, show_rows
 from rlft.logger.interface import RunInfo
 from rlft.loop.driver import BrokenRunError
 from rlft.loop.engines import Engines
-from rlft.runs import run_status
+from rlft.runs import run_folder, run_status
 from rlft.runs.lines import METRICS, read_lines, silent
 from rlft.runs.run_folder import read
 from rlft.system.disk import DiskError
@@ -258,6 +260,23 @@ def test_an_error_of_a_run_is_how_it_ended(tmp_path: Path) -> None:
         place.start(run, lambda: False)
         assert place.ending(run) == expected
         assert engines.closed == 1
+
+
+def test_jobs_record_the_same_values_whether_they_were_planned_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "commit_of", lambda path: "0123abcd")
+    checked = check("train", parse(["-m", *SMALL, "trainer.lr=0.001,0.002"]), tmp_path)
+    place = here(Broken(BrokenRunError("no engines")))
+    configs = []
+    for number, resolved in enumerate(checked.configs):
+        run = Run(number=number, name="", words=(), folder=tmp_path / str(number), resolved=resolved,
+                  plan=checked.plans.get(number))  # fmt: skip
+        place.start(run, lambda: False)
+        configs.append({key: value for key, value in flatten(read(run.folder)).items() if key != "trainer.lr"})
+    assert [*checked.plans] == [0]
+    assert configs[0] == configs[1]
+    assert configs[0]["model.revision"] == "0123abcd"
 
 
 def test_a_disk_that_is_full_is_no_ending_of_a_run_but_of_the_sweep(tmp_path: Path) -> None:
