@@ -45,7 +45,7 @@ def command(arguments: list[str]) -> None:
 
 
 def group_of(recipe: Path) -> str:
-    match = GROUP.search(recipe.read_text(encoding="utf-8"))
+    match = GROUP.search(catalog.text_of(recipe))
     return match[1] if match else YOURS
 
 

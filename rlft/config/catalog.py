@@ -83,7 +83,7 @@ def command_of(recipe: str) -> str | None:
     """
     if Path(recipe).suffix in (".yaml", ".yml"):
         file = Path(recipe).expanduser()
-        match = _COMMAND.search(file.read_text(errors="replace")) if file.is_file() else None
+        match = _COMMAND.search(text_of(file)) if file.is_file() else None
         return match[1] if match else None
     file = files("recipe").get(recipe)
     return None if file is None else _command_in(file)
@@ -117,9 +117,17 @@ def sections() -> set[str]:
     return {"", *(key for keys_of_file in entries_of_files for key, entry in keys_of_file.items() if not entry.default)}
 
 
+def text_of(file: Path) -> str:
+    """The text of a YAML file, which may be the user's. Raises UserError: it cannot be read, or is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise not_yaml(str(file), error) from None
+
+
 def first_comment(file: Path) -> str:
     """The first comment line of a YAML file, except its package line: it says what the file is."""
-    comments = (line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#"))
+    comments = (line.lstrip("# ") for line in text_of(file).splitlines() if line.startswith("#"))
     return next((line for line in comments if not line.startswith("@")), "")
 
 
@@ -181,7 +189,7 @@ def _add_lineage(file: Path, rlfts_group: Path, result: list[Path], ancestors: t
     from yaml import YAMLError, safe_load
 
     try:
-        content = safe_load(file.read_text(encoding="utf-8"))
+        content = safe_load(text_of(file))
     except (ValueError, YAMLError) as error:
         raise not_yaml(str(file), error) from None
     defaults = content.get("defaults") if isinstance(content, dict) else None
@@ -199,8 +207,11 @@ def not_yaml(path: str, error: Exception) -> UserError:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1} " if mark else ""
         return UserError(path, f"{line}is not YAML ({problem})", remedy="fix that line")
-    cause = getattr(error, "strerror", None) or getattr(error, "reason", None) or type(error).__name__
-    return UserError(path, f"cannot be read as UTF-8 text in YAML ({cause})", remedy="save it as UTF-8")
+    if isinstance(error, OSError):
+        return UserError(path, f"cannot be read ({error.strerror or error})", remedy="name a file that you may read")
+    cause = getattr(error, "reason", None) or type(error).__name__
+    remedy = "save it as UTF-8, without control characters"
+    return UserError(path, f"cannot be read as UTF-8 text in YAML ({cause})", remedy=remedy)
 
 
 def family(files_of_choice: list[Path]) -> str:

@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -134,7 +135,7 @@ def _has_a_file_of_data(composed: Any, keys: Iterable[Any]) -> bool:
     path = typed or OmegaConf.select(composed, "data.path", throw_on_missing=False)
     choice = OmegaConf.select(composed, "hydra.runtime.choices.data")
     if not choice:
-        return isinstance(path, str) and recipe_file.is_local(path) and "_target_" not in composed.get("data", ())
+        return isinstance(path, str) and recipe_file.is_local(path) and "_target_" not in (composed.get("data") or ())
     file = catalog.files("data").get(choice)
     is_read = file is None or any("path" in catalog.entries(source) for source in (file, *catalog.bases(file)))
     return isinstance(path, str) and not is_read and recipe_file.is_local(path)
@@ -157,9 +158,7 @@ def _choice(override: Any, command: str) -> str:
     """The override for Hydra, in which files have names that Hydra reads as one word."""
     value, group = None if override.is_delete() else override.value(), override.key_or_group
     if group == "recipe" and str(value).endswith(recipe_file.SUFFIXES):
-        left_out = [key for key in recipe_file.lines_of(str(value)) if suggest.is_of_others(key, command)]
-        if left_out:
-            logger.warning("%s has keys that rlft %s does not read: %s", value, command, ", ".join(left_out))
+        recipe_file.lines_of(str(value))  # refuses a file that is not there, with all other mistakes
         return f"+recipe={recipe_file.encoded(str(value))}"
     if group != "reward" or not isinstance(value, str | list):
         return override.input_line
@@ -242,6 +241,7 @@ def extend_hydra(*, requires: bool = True, command: str = USUAL) -> None:
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult
     from omegaconf import DictConfig, OmegaConf
+    from yaml import YAMLError
 
     groups = catalog.groups()
 
@@ -253,10 +253,12 @@ def extend_hydra(*, requires: bool = True, command: str = USUAL) -> None:
             return bool(own) or super().is_config(config_path)
 
         def load_config(self, config_path: str) -> ConfigResult:
+            named = recipe_file.decoded(config_path)
             try:
                 loaded = self._of_the_user(config_path) or super().load_config(config_path)
-            except UnicodeDecodeError as error:
-                raise catalog.not_yaml(str(Path(self.path, self._normalize_file_name(config_path))), error) from None
+            except (UnicodeDecodeError, YAMLError, OSError) as error:
+                path = named[1] if named else str(Path(self.path, self._normalize_file_name(config_path)))
+                raise catalog.not_yaml(path, error) from None
             if not self.requires_keys:
                 return loaded
             for key in loaded.config if isinstance(loaded.config, DictConfig) else ():
@@ -270,7 +272,9 @@ def extend_hydra(*, requires: bool = True, command: str = USUAL) -> None:
             """The content of a recipe's file, or the section of a reward without YAML; None for another config."""
             content, named = recipe_file.reward_in(config_path), recipe_file.decoded(config_path)
             if named is not None:
-                recipe_file.lines_of(named[1])
+                left_out = [key for key in recipe_file.lines_of(named[1]) if suggest.is_of_others(key, command)]
+                if left_out:
+                    _warn_once(f"{named[1]} has keys that rlft {command} does not read: {', '.join(left_out)}")
                 read: Any = OmegaConf.to_container(OmegaConf.load(recipe_file.located(named[1])), resolve=False)
                 read = recipe_file.without(read, lambda key: suggest.is_of_others(key, command))
                 content = recipe_file.as_recipe(read, *named)
@@ -298,6 +302,12 @@ def extend_hydra(*, requires: bool = True, command: str = USUAL) -> None:
     OmegaConf.register_new_resolver("rlft_help", lambda command: commands.named(command).help, replace=True)
     OmegaConf.register_new_resolver("rlft_usage", lambda command: commands.named(command).usage, replace=True)
     OmegaConf.register_new_resolver("rlft_run_dir", run_dir, replace=True, use_cache=True)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Logs a warning once per process: a file is read for each composition of each job of a sweep."""
+    logger.warning(text)
 
 
 MISSING, REQUIRED = "???", "??? (required)"
@@ -394,11 +404,8 @@ def refusal(error: BaseException, command: str = USUAL, key: str = "command line
     """
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
-    from yaml import MarkedYAMLError
 
     text = str(error)
-    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        return catalog.not_yaml(error.problem_mark.name, error)
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
         frames = traceback.extract_tb(error.__traceback__)
         if not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1]):

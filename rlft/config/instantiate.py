@@ -10,7 +10,7 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -173,10 +173,10 @@ def convert(hint: Any, value: Any, key: str, command: str = "train") -> Any:
     from pydantic.errors import PydanticSchemaGenerationError
 
     enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
+    texts = [*_literals(kinds), *(member.value for kind in enums for member in kind)]
+    value = "off" if value is False and "off" in texts and bool not in kinds else value  # a bare off is YAML's false
     for kind in enums:
-        values = [member.value for member in kind]
-        value = "off" if value is False and "off" in values else value  # a bare off is YAML's false
-        if value in values:
+        if value in [member.value for member in kind]:
             return kind(value)
     try:
         validated = _adapter(hint).validate_python(value, strict=True)
@@ -218,6 +218,10 @@ def _either(problems: Sequence[str]) -> str:
     return "; ".join(problems)
 
 
+def _literals(kinds: Iterable[Any]) -> list[Any]:
+    return [v for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
+
+
 def _remedy(hint: Any, value: Any, key: str, command: str) -> str:
     kinds = [
         typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in options(hint)
@@ -227,8 +231,7 @@ def _remedy(hint: Any, value: Any, key: str, command: str) -> str:
             return f"write {key}=[]"
         if isinstance(value, str | int | float):
             return f"write {key}=[{as_typed(value)}]"
-    literals = [str(v) for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
-    if literals:
+    if literals := [str(literal) for literal in _literals(kinds)]:
         close = closest(value, literals)
         meant = f"did you mean {close}? " if close else ""
         return f"{meant}use {' or '.join(literals)}" + (" or a number" if float in kinds else "")

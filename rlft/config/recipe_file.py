@@ -171,7 +171,8 @@ def as_recipe(content: Mapping[Any, Any], kind: str, path: str) -> dict[str, Any
     for group, value in chosen.items():
         names = [value] if isinstance(value, str) else value or []
         names = reward_choices(names, folder) if group == "reward" else names
-        defaults.append({f"override /{group}": names[0] if isinstance(value, str) else names})
+        is_several = isinstance(value, list) or (group in SEVERAL and value is None)
+        defaults.append({f"override /{group}": names if is_several else next(iter(names), None)})
     keys = {str(key): value for key, value in content.items() if key != "defaults" and key not in chosen}
     name = {"name": name_of(path)} if kind == GIVEN else {}
     return {"defaults": defaults, **name, **_with_paths(keys, folder)}
@@ -187,7 +188,7 @@ def _with_paths(value: Any, folder: Path, key: str = "") -> Any:
 
 
 def _is_choice(group: str, value: Any) -> bool:
-    return isinstance(value, str) or (group in SEVERAL and (value is None or isinstance(value, list)))
+    return value is None or isinstance(value, str) or (group in SEVERAL and isinstance(value, list))
 
 
 def _found(entry: Any, folder: Path) -> Any:

@@ -81,11 +81,11 @@ def _guessed(values: Mapping[str, Any], section: str) -> dict[str, str | None]:
         component: Any = instantiate(values, section)
         first = next(_first_records(tables(files_at(path, key), key, values.get("rows"))), None)
         row_id, fields = next(first[1].rows(first[0]), ("", {})) if first is not None else ("", {})
-        guessed = _names_in(fields, values, section) if fields else {}
+        if first is None or not fields or _can_be_read(component, row_id, fields):
+            return {}
+        guessed = _names_in(fields, values, section)
         with_guess: Any = instantiate({**values, **guessed}, section)
     except (UserError, RowError):  # reading the data says what is wrong
-        return {}
-    if first is None or not fields or _can_be_read(component, row_id, fields):
         return {}
     if _can_be_read(with_guess, row_id, fields):
         words = " ".join(f"{section}.{key}={'null' if name is None else name}" for key, name in guessed.items())
@@ -123,16 +123,16 @@ def _refuse_own_names(fields: Mapping[str, Any], values: Mapping[str, Any], sect
 def _names_in(fields: Mapping[str, Any], values: Mapping[str, Any], section: str) -> dict[str, str | None]:
     chats = [name for name in CHATS if has(fields, name)]
     is_usual = {key: _is_usual(values, section, key) for key in ("messages_field", *NAMES[section])}
-    is_chat = len(chats) == 1 and not has(fields, values["prompt_field"])
-    if is_chat and is_usual["prompt_field"] and is_usual["messages_field"]:
+    lacks = {key: (name := values[key]) is not None and not has(fields, name) for key in NAMES[section]}  # null: none
+    if len(chats) == 1 and lacks["prompt_field"] and is_usual["prompt_field"] and is_usual["messages_field"]:
         guessed: dict[str, str | None] = {"messages_field": chats[0]}
-        if section == "data" and is_usual["answer_field"] and not has(fields, values["answer_field"]):
+        if section == "data" and is_usual["answer_field"] and lacks["answer_field"]:
             guessed["answer_field"] = None  # the chat's last message
         return guessed
     guessed = {}
     for key, others in NAMES[section].items():
         found = [name for name in others if has(fields, name)]
         needs_input = found == ["instruction"] and has(fields, "input")  # Alpaca's second half of the question
-        if len(found) == 1 and is_usual[key] and not needs_input and not has(fields, values[key]):
+        if len(found) == 1 and is_usual[key] and not needs_input and lacks[key]:
             guessed[key] = found[0]
     return guessed

@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 from rlft.config.instantiate import instantiate
+from rlft.config.older import NOT_TRACKERS
 from rlft.logger.interface import Logger, RunInfo
 from rlft.logger.jsonl import Jsonl, Rollouts
 from rlft.runs.lines import StepRecord
 from rlft.system.crash import described
 from rlft.system.terminal import say
-from rlft.types import Evaluation
+from rlft.types import Evaluation, require
 
 
 def own_loggers(config: Any) -> tuple[Logger, ...]:
@@ -31,6 +32,9 @@ def loggers_of(sections: Mapping[str, Any]) -> tuple[Any, ...]:
     for name, section in sections.items():
         if section not in distinct.values():
             distinct[name] = section
+    for name, target in ((name, keys.get("_target_")) for name, keys in distinct.items() if isinstance(keys, Mapping)):
+        problem, remedy = "every run has it already, and it is no tracker", f"leave out logger.{name}"
+        require(target not in NOT_TRACKERS.values(), f"logger.{name}._target_", problem, got=target, remedy=remedy)
     return tuple(Tracker(f"logger.{name}", instantiate(keys, f"logger.{name}")) for name, keys in distinct.items())
 
 

@@ -221,6 +221,17 @@ def test_keys_of_other_commands_are_left_out_of_a_file_and_said(
     assert "lorra" in refused
 
 
+def test_keys_that_are_left_out_of_a_file_that_another_builds_on_are_said_once(
+    workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(workplace / "below.yaml", "group_size: 2\ndata.path: rows.jsonl\n")
+    written(workplace / "above.yaml", "defaults: [below]\nalgorithm.gamma: 1\n")
+    for _ in range(2):  # jobs of a sweep
+        composed("above.yaml", *OWN_WORDS["sft"], command="sft")
+    said = "{}.yaml has keys that rlft sft does not read: {}"
+    assert sorted(caplog.messages) == [said.format("above", "algorithm.gamma"), said.format("below", "group_size")]
+
+
 def flat(config: Any, section: str = "") -> list[tuple[str, Any]]:
     """(key, value) of all that is no section."""
     if not isinstance(config, dict) or not config:
@@ -253,8 +264,14 @@ def test_a_path_to_a_file_of_data_needs_no_source(words: list[str], source: str,
 
 
 def test_a_path_to_a_file_of_data_chooses_the_source_where_a_command_has_none_otherwise(workplace: Path) -> None:
-    written(workplace / "run.yaml", "data.path: rows.jsonl\n")
-    assert composed("run.yaml", *OWN_WORDS["sft"], command="sft")["data"]["_target_"].startswith("rlft.data.jsonl.")
+    for text, words in (
+        ("data.path: rows.jsonl\n", ()),
+        ("data: null\n", ("data.path=rows.jsonl",)),
+        ("data: null\n", ("data=jsonl", "data.path=rows.jsonl")),
+    ):
+        written(workplace / "run.yaml", text)
+        data = composed("run.yaml", *words, *OWN_WORDS["sft"], command="sft")["data"]
+        assert data["_target_"].startswith("rlft.data.jsonl.")
     assert not composed(*OWN_WORDS["sft"], command="sft").get("data")
 
 
