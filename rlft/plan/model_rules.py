@@ -189,6 +189,7 @@ def choose_engine(
     *,
     runs_here: bool = True,  # False if the run is only planned, which needs no engine
     whole: bool = False,  # whether a whole model is trained
+    apart: bool = False,  # whether the engine runs in processes of its own
 ) -> tuple[str, str]:
     """(engine, reason), with `auto` resolved: vLLM if it is installed and there is a GPU, else transformers."""
     name, reason, quantized = generation.engine, "as configured", model.quantization is not None
@@ -197,7 +198,7 @@ def choose_engine(
 
         why_not = "no GPU here"
         if torch.cuda.is_available():
-            why_not = why_not_on_a_gpu(generation, lora, whole=whole, quantized=quantized)
+            why_not = why_not_on_a_gpu(generation, lora, model, whole=whole, apart=apart)
         name, reason = (ANYWHERE, why_not) if why_not else (ON_A_GPU, "installed, with a GPU")
     elif runs_here and (missing := generation.named(name).missing()) is not None:
         raise UserError("generation.engine", missing.problem, got=name, remedy=missing.remedy)
@@ -227,24 +228,46 @@ def notes_of_drafts(generation: GenerationConfig) -> list[str]:
 def why_not_on_a_gpu(
     generation: GenerationConfig,
     lora: LoraSettings | None,
+    model: ModelConfig,
     *,
     whole: bool = False,
-    quantized: bool = False,
+    apart: bool = False,
     is_absent: bool = False,
+    device: str | None = None,
 ) -> str | None:
     """Why `auto` does not choose the engine for GPUs on a GPU; None if it does.
 
-    With `is_absent`, the GPU is in another machine, on which that engine is assumed to be installed.
+    Args:
+        whole, apart: as in `choose_engine`.
+        is_absent: whether the GPU is in another machine, on which that engine is assumed to be installed.
+        device: as in `settle_engine`.
     """
     engine = generation.named(ON_A_GPU)
     if whole:
         return f"{engine.title} would hold all weights a second time"
-    if lora is not None and (problems := unserved(engine, lora)):
-        return next(iter(problems.values()))
-    if quantized and (problem := engine.quantization_obstacle()) is not None:
-        return problem
-    missing = None if is_absent else engine.missing()
-    return None if missing is None else missing.problem
+    if not is_absent and (missing := engine.missing()) is not None:
+        return missing.problem
+    if lora is not None:
+        with _keys_of(ON_A_GPU):
+            would_run = engine.standalone() if apart else _settled_for(engine, lora, model, device)
+        if problems := unserved(would_run, lora):
+            return next(iter(problems.values()))
+    return None if model.quantization is None else engine.quantization_obstacle()
+
+
+def _settled_for(engine: Engine, lora: LoraSettings, model: ModelConfig, device: str | None) -> Engine:
+    """The engine as `settle_engine` makes it for these adapters, if nothing else asks for more memory."""
+    from rlft.model.backbone import read_config
+    from rlft.system.device import resolve_device
+
+    def modules() -> set[str]:
+        try:
+            return modules_to_adapt(lora, model, read_config(model))
+        except ValueError:  # PEFT's, where the adapter is not one of this model, which is refused later
+            return {""}
+
+    device = device or str(resolve_device(model.device))
+    return engine.settled(lora, modules, lambda engine: False, device, model.quantization is not None)
 
 
 def check_engine_on(generation: GenerationConfig, engine: str, device: str, *, itemsize: int, quantized: bool) -> None:

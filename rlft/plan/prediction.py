@@ -169,6 +169,7 @@ def predict(resolved: Resolved, limit: int | None, card: str | None = None, *, t
         problem = "this machine has no such GPU, so its memory cannot be read"
         remedy = "name it as card=4090, or its memory as device_memory=24GiB"
         raise UserError("model.device", problem, got=settings.device, remedy=remedy)
+    where = settings.device if on_another else str(resolve_device(settings.device))  # as a run would name it
     plan: Plan = (without_gpu(resolved) if on_another else resolved).plan(runs_here=False)
     settings = plan.config.model
     if not on_another:
@@ -187,10 +188,10 @@ def predict(resolved: Resolved, limit: int | None, card: str | None = None, *, t
         raise UserError("plan", problem, got=f"rlft {resolved.command.name}", remedy="plan a command that does")
     memory = total_bytes(device) if on_gpus and limit is None else limit or 0
     if on_gpus:
-        demand = on_a_gpu(demand, plan, memory, absent=on_another)
+        demand = on_a_gpu(demand, plan, memory, absent=on_another, where=where)
     if demand.engine is not None:
         planned = (model, demand, memory) if on_gpus else None
-        plan = settled(plan, demand.work.section, lambda: planned, demand.load.device)
+        plan = settled(plan, demand.work.section, lambda: planned, where)
         if not demand.work.apart:
             demand = replace(demand, engine=plan.config.generation.named(demand.work.section))
     if on_gpus:
@@ -200,7 +201,7 @@ def predict(resolved: Resolved, limit: int | None, card: str | None = None, *, t
     if demand.engine is not None:
         quantized = settings.quantization is not None
         generation, itemsize = plan.config.generation, model.itemsize
-        check_engine_on(generation, demand.work.section, demand.load.device, itemsize=itemsize, quantized=quantized)
+        check_engine_on(generation, demand.work.section, where, itemsize=itemsize, quantized=quantized)
     recompute = plan.config.model.gradient_checkpointing
     if recompute == AUTO:  # on a CPU
         room = free if limit is None else max(0, limit - process - model.base_bytes)

@@ -88,20 +88,23 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
     )
 
 
-def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool) -> Demand:
-    """The demand on a GPU with `device_memory` bytes; if it is in another machine, `auto` may choose another engine."""
+def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool, where: str = "cuda") -> Demand:
+    """The demand on a GPU with `device_memory` bytes; on one in another machine (`where`, such as "cuda:1")
+    `auto` may choose another engine."""
     demand = replace(demand, device="cuda" if demand.device == "cpu" else demand.device, device_memory=device_memory)
     if not absent and (device := resolve_device(plan.config.model.device)).type == "cuda":
         demand = replace(demand, multiprocessors=multiprocessors(device))
     if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
         return demand
-    generation, lora = plan.config.generation, plan.lora_settings
-    quantized = plan.config.model.quantization is not None
-    if why_not_on_a_gpu(generation, lora, whole=lora is None, quantized=quantized, is_absent=True) is not None:
+    generation, lora, apart = plan.config.generation, plan.lora_settings, demand.work.apart > 0
+    why_not = why_not_on_a_gpu(
+        generation, lora, plan.config.model, whole=lora is None, apart=apart, is_absent=True, device=where
+    )
+    if why_not is not None:
         return demand
     engine = generation.named(ON_A_GPU)
     work = replace(demand.work, section=ON_A_GPU)
-    return replace(demand, engine=engine.standalone() if work.apart else engine, work=work)
+    return replace(demand, engine=engine.standalone() if apart else engine, work=work)
 
 
 def sampling_of(run: SamplingRoot, name: str | None, decodings: Sequence[Decoding], apart: int = 0) -> dict[str, Any]:

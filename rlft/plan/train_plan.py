@@ -458,7 +458,7 @@ def _choose_engine(config: RunConfig, *, runs_here: bool, trains: bool) -> tuple
     """(engine, reason), once it can run where the config says; a Ray cluster is asked for."""
     whole = config.lora is None
     engine, reason = model_rules.choose_engine(
-        config.generation, config.model, config.lora, runs_here=runs_here, whole=whole
+        config.generation, config.model, config.lora, runs_here=runs_here, whole=whole, apart=config.cluster.engines > 0
     )
     if trains:
         roles.check_teacher_engine(config, engine, str(resolve_device(config.model.device)), runs_here=runs_here)

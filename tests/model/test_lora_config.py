@@ -127,7 +127,7 @@ def test_the_sampler_says_what_the_policy_says(kind, weights, make_roles):
 
 
 def test_an_adapter_of_the_output_layer_is_known_by_its_name_and_not_given_to_vllm_on_a_gpu():
-    generation = build(compose([])).generation
+    config = build(compose([]))
     for targets, adapts in (
         ("all-linear", False),
         (["q_proj"], False),
@@ -137,7 +137,7 @@ def test_an_adapter_of_the_output_layer_is_known_by_its_name_and_not_given_to_vl
     ):
         lora = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules=targets, path=None)
         assert lora.adapts_head is adapts
-        reason = why_not_on_a_gpu(generation, lora, is_absent=True)
+        reason = why_not_on_a_gpu(config.generation, lora, config.model, is_absent=True)
         assert reason == ("vLLM serves no adapters of lm_head" if adapts else None)
 
 

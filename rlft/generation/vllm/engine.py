@@ -194,8 +194,8 @@ class VLLM(VLLMKeys, Engine):
         if lora is None or self.copy_obstacle(device, quantized=quantized) is not None:
             return adding
         only_way = lora.use_dora or lora.rank > ENGINE_RANKS[-1]
-        is_known = {name.rpartition(".")[2] for name in modules()} <= COPIED
-        return copying if is_known and (only_way or fits(copying)) else adding
+        is_copy = (only_way or fits(copying)) and {name.rpartition(".")[2] for name in modules()} <= COPIED
+        return copying if is_copy else adding
 
     @property
     def at_once(self) -> int:

@@ -107,7 +107,7 @@ def test_vllm_beside_versions_that_it_is_not_built_for_is_refused_with_those_tha
         with pytest.raises(UserError) as raised:
             choose_engine(config.generation, config.model)
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        reason = why_not_on_a_gpu(run_config().generation, None)
+        reason = why_not_on_a_gpu(config.generation, None, config.model)
     here = {name: metadata.version(name) for name in ("torch", "transformers")}
     words = f"vllm 0.99.0 needs {problem.format(**here)}"
     assert (raised.value.key, raised.value.problem, reason) == ("generation.engine", words, words)

@@ -17,6 +17,8 @@ from real_engines import open_vllm, vllm_engine
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
 from rlft.generation.memory import Load, ModelSizes, When
 from rlft.generation.shared_base import SharedBaseError, checksum
@@ -26,9 +28,10 @@ from rlft.generation.vllm import (
     guest as vllm_guest,
     memory as vllm_memory,
 )
-from rlft.generation.vllm.engine import VLLM
+from rlft.generation.vllm.engine import COPIED, VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.model.activations import LayerModules
+from rlft.plan.fit import settled
 from rlft.plan.model_rules import choose_engine
 from rlft.plan.roles import check_teacher_engine
 from rlft.types import Adapter, UserError
@@ -142,6 +145,40 @@ def test_a_base_in_4_bits_is_refused_where_vllm_has_none_and_auto_chooses_anothe
                 choose_engine(config.generation, config.model, config.lora)
             continue
         assert choose_engine(config.generation, config.model, config.lora)[0] == chosen, words
+
+
+def test_auto_chooses_vllm_only_where_it_serves_the_adapter_as_it_would_be_settled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(vllm_module, "reads_bitsandbytes", lambda: True)
+    dora, apart, usual = "lora.use_dora=true", "cluster.engines=1", COPIED
+    for copied, words, chosen in (
+        (usual, (), "vllm"),
+        (usual, (apart,), "vllm"),
+        (usual, (dora,), "vllm"),
+        (usual, ("lora.rank=600",), "vllm"),
+        (usual, ("model.device=cuda:1",), "vllm"),
+        (usual, (dora, apart), "transformers"),
+        (usual, ("lora.rank=600", apart), "transformers"),
+        (usual, (dora, "model.quantization=4bit"), "transformers"),
+        (usual, (dora, "+generation.vllm.options.quantization=fp8"), "transformers"),
+        (usual, (dora, "generation.vllm.share_base=true"), "transformers"),
+        (usual, (dora, "model.device=cuda:1"), "transformers"),
+        ({"q_proj"}, (dora,), "transformers"),
+        ({"q_proj"}, (dora, "lora.target_modules=[q_proj]"), "vllm"),
+        ({"q_proj"}, ("lora.rank=600",), "transformers"),
+    ):
+        monkeypatch.setattr(vllm_module, "COPIED", copied)
+        asked = ["+recipe=grpo_arithmetic", "model.device=cuda", "model.dtype=bfloat16", *words]
+        plan = resolve(compose(asked)).plan(runs_here=False)
+        assert plan.engine == chosen, words
+        settled(plan, chosen, lambda: None)  # without a refusal
+        if chosen == "transformers":
+            with pytest.raises(UserError, match=r"^lora\.(use_dora|rank): vLLM "):
+                settled(resolve(compose([*asked, "generation=vllm"])).plan(runs_here=False), "vllm", lambda: None)
 
 
 def test_a_teacher_in_4_bits_is_refused_where_vllm_has_none(
