@@ -323,6 +323,11 @@ class Engine(ABC):
         """Whether its log-probs are off by hundredths even where the trainer computes in float32."""
         return False
 
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether it rounds the sums of the base's weights and the adapter to the base's dtype."""
+        return False
+
     def base_sharing_obstacle(self, *, device: str, itemsize: int, quantized: bool) -> str | None:
         """Why it holds a base of its own next to the trainer's; None where one copy serves both, "" where it has none.
 

@@ -67,6 +67,7 @@ class ModelSizes:
     itemsize: int  # bytes of a weight and of an activation
     lora: int  # number of one adapter's parameters
     adapted: int  # number of weights in the linear layers that the adapter lies on
+    largest_adapted: int = 0  # number of weights in the largest of these
     adapter: Any  # what these layers keep of a token (rlft.model.activations.AdapterLayers)
     key_size: int  # elements of one token's keys and values in all layers
     config: Any  # transformers' config of the text model

@@ -367,7 +367,8 @@ def open_freshness(
     settings: FreshnessConfig, prompts: PromptSet, backbone: Backbone, engine: Engine, note: Callable[[str], None]
 ) -> Freshness:
     """The freshness check of this run, which in 16 bits compares more tokens, by mean and 99th percentile."""
-    limits = limits_of(backbone.model.dtype, rounds=engine.rounds)
+    dtype = backbone.model.dtype
+    limits = limits_of(dtype, rounds=engine.rounds or (engine.rounds_sums and dtype.itemsize <= 2))
     sequences = fixed_sequences(prompts, backbone, 0 if limits == LIMITS_IN_32_BITS else FIXED_TOKENS)
     threshold = limits if settings.threshold == "auto" else settings.threshold
     return Freshness(sequences, threshold, settings.every, note, read_back=settings.read_back)

@@ -65,6 +65,7 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         adapter = AdapterLayers.of(shapes, dropout=lora.dropout > 0, dora=lora.use_dora)
     outputs = {name: shape[0] for name, shape in shapes.items() if ".lora_B" in name}
     inputs = {name.replace(".lora_A", ".lora_B"): shape[1] for name, shape in shapes.items() if ".lora_A" in name}
+    adapted = [inputs[name] * outputs[name] for name in outputs]
     trained = shapes if lora is not None else {name: tuple(p.shape) for name, p in empty.named_parameters()}
     return ModelSizes(
         parameters=parameters,
@@ -72,7 +73,8 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
         base_bytes=int(quantized * 0.516) + (parameters - quantized) * itemsize,
         itemsize=itemsize,
         lora=sum(math.prod(shape) for shape in shapes.values()),
-        adapted=sum(inputs[name] * outputs[name] for name in outputs),
+        adapted=sum(adapted),
+        largest_adapted=max(adapted, default=0),
         adapter=adapter,
         key_size=2 * sum(layer.keys for layer in of_layers),
         config=config.get_text_config(),

@@ -18,6 +18,7 @@ from rlft.loop.freshness import (
     FIXED_TOKENS,
     LIMITS_IN_16_BITS,
     LIMITS_IN_32_BITS,
+    LIMITS_IN_FLOAT16,
     Freshness,
     Gap,
     StaleAdapterError,
@@ -417,8 +418,8 @@ def test_a_percentile_is_what_99_of_100_tokens_do_not_exceed():
 
 
 class _Rounds:
-    def __init__(self, rounds):
-        self.rounds = rounds
+    def __init__(self, rounds, sums=False):
+        self.rounds, self.rounds_sums = rounds, sums
 
 
 def test_float32_is_judged_as_ever_by_the_largest_gap_of_two_prompts(backbone, arithmetic_prompts, settings_of):
@@ -432,6 +433,22 @@ def test_float32_is_judged_as_ever_by_the_largest_gap_of_two_prompts(backbone, a
     assert rounded.sequences[:2] == exact.sequences
     asked = open_freshness(settings_of(2.0), arithmetic_prompts, backbone, _Rounds(True), print)
     assert (asked.limits.largest, asked.limits.mean) == (2.0, math.inf)
+
+
+@each(
+    ("dtype", "sums", "limits"),
+    [
+        (torch.float16, False, LIMITS_IN_FLOAT16),
+        (torch.float16, True, LIMITS_IN_16_BITS),
+        (torch.bfloat16, True, LIMITS_IN_16_BITS),
+        (torch.float32, True, LIMITS_IN_32_BITS),
+    ],
+)
+def test_sums_of_base_and_adapter_that_are_rounded_to_16_bits_have_their_limits(
+    dtype, sums, limits, backbone, arithmetic_prompts, settings_of
+):
+    based = SimpleNamespace(model=SimpleNamespace(dtype=dtype), tokenizer=backbone.tokenizer)
+    assert open_freshness(settings_of("auto"), arithmetic_prompts, based, _Rounds(False, sums), print).limits == limits
 
 
 @pytest.fixture

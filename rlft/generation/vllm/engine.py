@@ -141,6 +141,10 @@ class VLLM(VLLMKeys, Engine):
         return self.weights != "adapter" or device != "cpu"  # with adapters its experts are Triton's
 
     @property
+    def rounds_sums(self) -> bool:
+        return self.weights == "copy"
+
+    @property
     def rounds(self) -> bool:
         return any(name in self.options for name in ROUNDING)
 
@@ -279,9 +283,13 @@ class VLLM(VLLMKeys, Engine):
         when = When.sampling if self.sleep else When.always
         if not self._shares_base(model, load):
             whole = _part("vLLM, its base and KV cache", size, "gpu_memory_utilization", when)
-            block = min(COPY_BLOCK, model.adapted) * (FLOAT32 + model.itemsize)
+            if self.weights != "copy":
+                return EngineMemory(parts=(whole,), lacks=lacks)
+            elements = max(model.largest_adapted, min(COPY_BLOCK, model.adapted))  # at least one matrix
+            block = elements * (FLOAT32 + model.itemsize)
             sums = _part("a block of the policy's weights", block, "weights", When.publishing)
-            return EngineMemory(parts=(whole, sums) if self.weights == "copy" else (whole,), lacks=lacks)
+            awake = _part("vLLM, awake while it gets weights", size, "gpu_memory_utilization", When.publishing)
+            return EngineMemory(parts=(whole, awake, sums) if self.sleep else (whole, sums), lacks=lacks)
         size = max(0, size - model.base_bytes)
         graphs = min(GRAPHS, size) if self.sleep and not self.enforce_eager else 0
         cache = _part("vLLM, its KV cache (it shares the base)", size - graphs, "gpu_memory_utilization", when)

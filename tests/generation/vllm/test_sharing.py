@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
-from rlft.generation.memory import Load, ModelSizes, When
+from rlft.generation.memory import Load, ModelSizes, When, peak
 from rlft.generation.shared_base import SharedBaseError, checksum
 from rlft.generation.vllm import (
     engine as vllm_module,
@@ -369,6 +369,7 @@ def test_a_copy_needs_no_slot_for_adapters_and_keeps_nothing_of_a_job_that_is_ov
 # -- what it takes ---------------------------------------------------------------------------------------------------
 MODEL = ModelSizes(
     parameters=7_600_000_000, base_bytes=15_200_000_000, itemsize=2, lora=40_000_000, adapted=6_500_000_000,
+    largest_adapted=3584 * 18944,
     adapter=None, key_size=2 * 4 * 128 * 28, padded="", kernels=None, linear=6_500_000_000,
     config=SimpleNamespace(vocab_size=152_064, hidden_size=3584, intermediate_size=18944),
     modules=LayerModules(),
@@ -376,8 +377,8 @@ MODEL = ModelSizes(
 LOAD = Load(decodings=(), max_tokens=512, max_sequence_tokens=1024, device="cuda", device_memory=24 * GIB)
 
 
-def sizes(**keys: Any) -> dict[str, tuple[int, When]]:
-    return {part.name: (part.bytes, part.when) for part in engine(**keys).memory(MODEL, LOAD).parts}
+def sizes(model: ModelSizes = MODEL, **keys: Any) -> dict[str, tuple[int, When]]:
+    return {part.name: (part.bytes, part.when) for part in engine(**keys).memory(model, LOAD).parts}
 
 
 def test_a_shared_base_is_counted_once_and_stays_while_the_cache_sleeps() -> None:
@@ -390,8 +391,16 @@ def test_a_shared_base_is_counted_once_and_stays_while_the_cache_sleeps() -> Non
     }
     apart = {"vLLM, its base and KV cache": (whole, When.sampling)}
     assert sizes(gpu_memory_utilization=0.85, share_base=False, sleep=True) == apart
-    sums = {"a block of the policy's weights": (2**26 * (4 + 2), When.publishing)}
-    assert sizes(gpu_memory_utilization=0.85, weights="copy", sleep=True) == apart | sums, "the base counts twice"
+    awake = {"vLLM, awake while it gets weights": (whole, When.publishing)}
+    for largest, elements in ((2**20, 2**26), (5120 * 27648, 5120 * 27648)):  # the latter an MLP's of Qwen2.5-32B
+        model = replace(MODEL, largest_adapted=largest)
+        sums = {"a block of the policy's weights": (elements * (4 + 2), When.publishing)}
+        assert sizes(model, gpu_memory_utilization=0.85, weights="copy", sleep=True) == apart | awake | sums
+        lasting = {"vLLM, its base and KV cache": (whole, When.always)}
+        assert sizes(model, gpu_memory_utilization=0.85, weights="copy") == lasting | sums, "the base counts twice"
+    copying = engine(gpu_memory_utilization=0.85, weights="copy", sleep=True)
+    assert peak(copying.memory(MODEL, LOAD).parts) == whole + 3584 * 18944 * (4 + 2), "load wakes it"
+    assert [engine(weights=way).rounds_sums for way in ("copy", "adapter")] == [True, False]
 
 
 def test_a_share_in_which_it_does_not_start_is_told_and_so_is_the_smallest_in_which_it_does() -> None:
