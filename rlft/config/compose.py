@@ -272,11 +272,14 @@ def extend_hydra(*, requires: bool = True, command: str = USUAL) -> None:
             """The content of a recipe's file, or the section of a reward without YAML; None for another config."""
             content, named = recipe_file.reward_in(config_path), recipe_file.decoded(config_path)
             if named is not None:
-                left_out = [key for key in recipe_file.lines_of(named[1]) if suggest.is_of_others(key, command)]
-                if left_out:
-                    _warn_once(f"{named[1]} has keys that rlft {command} does not read: {', '.join(left_out)}")
+                recipe_file.lines_of(named[1])
                 read: Any = OmegaConf.to_container(OmegaConf.load(recipe_file.located(named[1])), resolve=False)
-                read = recipe_file.without(read, lambda key: suggest.is_of_others(key, command))
+                left_out: list[str] = []
+                read = recipe_file.without(read, lambda key: suggest.is_of_others(key, command), left_out)
+                if left_out:
+                    _warn_once(
+                        f"{named[1]} has keys that rlft {command} does not read: {', '.join(dict.fromkeys(left_out))}"
+                    )
                 content = recipe_file.as_recipe(read, *named)
             elif not content:
                 return None

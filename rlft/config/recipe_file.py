@@ -146,15 +146,21 @@ def located_target(target: str, folder: Path) -> str:
     return f"{beside(folder, path)}:{name}" if colon == ":" else target
 
 
-def without(content: Mapping[Any, Any], is_left_out: Callable[[str], bool], section: str = "") -> dict[Any, Any]:
-    """The content of a file, or of a section of it, without the keys that are left out, and choices in such groups."""
+def without(
+    content: Mapping[Any, Any], is_left_out: Callable[[str], bool], left_out: list[str], section: str = ""
+) -> dict[Any, Any]:
+    """The content of a file, or of a section of it, without keys that are left out and choices in such groups, which
+    are added to `left_out`."""
     kept: dict[Any, Any] = {}
     for key, value in content.items():
-        if is_left_out(joined(section, key)):
+        if is_left_out(name := joined(section, key)):
+            left_out.append(name)
             continue
         if key == "defaults" and isinstance(value, list):
-            value = [one for one in value if not (isinstance(one, dict) and any(is_left_out(_group(k)) for k in one))]
-        kept[key] = without(value, is_left_out, joined(section, key)) if isinstance(value, dict) else value
+            groups = [[_group(group) for group in one] if isinstance(one, dict) else [] for one in value]
+            left_out += [group for names in groups for group in names if is_left_out(group)]
+            value = [one for one, names in zip(value, groups, strict=True) if not any(map(is_left_out, names))]
+        kept[key] = without(value, is_left_out, left_out, name) if isinstance(value, dict) else value
     return kept
 
 
