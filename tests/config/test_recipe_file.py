@@ -215,9 +215,9 @@ def test_keys_of_other_commands_are_left_out_of_a_file_and_said(
     assert {"group_size", "algorithm" if form == "sections" else "algorithm.gamma"} <= {*noted}
     assert not {*noted} & {*shared}
     caplog.clear()
-    (workplace / "only.yaml").write_text("defaults:\n- override /algorithm: ppo\n")
-    composed("only.yaml", *OWN_WORDS[command], command=command)
-    assert f"only.yaml has keys that rlft {command} does not read: algorithm" in caplog.text
+    (workplace / f"{form}.yaml").write_text("defaults:\n- override /algorithm: ppo\n")
+    composed(f"{form}.yaml", *OWN_WORDS[command], command=command)
+    assert f"{form}.yaml has keys that rlft {command} does not read: algorithm" in caplog.text
     (workplace / "run.yaml").write_text("group_size: 2\ngroup_sise: 2\nlorra.rank: 3\n")
     assert cli.run([command, "run.yaml", *OWN_WORDS[command]]) == 2
     refused = capsys.readouterr().err
