@@ -27,7 +27,7 @@ from rlft.data.texts import (
 )
 from rlft.loop.metrics import text_loss
 from rlft.model.backbone import Backbone
-from rlft.model.forward import choose, packed_forward, padded_forward
+from rlft.model.forward import Forward, choose, packed_forward, padded_forward
 from rlft.model.packing import micro_batches
 from rlft.types import Batch, Completion, FinishReason, Group, Outputs, Rollout, UserError
 
@@ -262,6 +262,8 @@ class Known:
 
     def micro_batches(self, batch: Batch, chosen: Tensor, token_budget: int) -> list[Tensor]:
         return micro_batches(batch, chosen, token_budget)
+
+    parts = Forward.parts
 
     def placed(self, batches: list[Batch]) -> list[Any]:
         return [SimpleNamespace(batch=self.on_device(batch), layout="its layout") for batch in batches]
