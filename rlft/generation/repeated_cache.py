@@ -68,7 +68,7 @@ class RepeatedCache:
         return False  # recurrent states and sliding windows cannot take tokens back
 
     def check(self, token_N: Tensor, row_N: Tensor, place_N: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError("`checks` says that it does not")
 
     def keep(self, rows: Tensor) -> None:
         """Drops every other row from the batch."""

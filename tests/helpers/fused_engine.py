@@ -118,14 +118,8 @@ class FusedGenerator(Generator):
         )
         return Rollout(prompt=prompt, completion=completion, policy_version=self.version)
 
-    @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        rows = []
-        for ids in sequences:
-            tokens = torch.tensor([list(ids)])
-            logprobs = self.model(tokens).logits[0, :-1].float().log_softmax(-1)
-            rows.append(logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
-        return rows
+        return logprobs_of(self.model, sequences)
 
     def sleep(self) -> None:
         self._check()
@@ -137,3 +131,14 @@ class FusedGenerator(Generator):
     def close(self) -> None:
         if self.shared_base is not None:
             self.shared_base.release()
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The log-probs of every token but the first, each sequence by itself in the model's own forward."""
+    rows = []
+    for ids in sequences:
+        tokens = torch.tensor([list(ids)])
+        logprobs = model(tokens).logits[0, :-1].float().log_softmax(-1)
+        rows.append(logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+    return rows

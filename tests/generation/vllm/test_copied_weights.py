@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_engine import logprobs_of
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from real_engines import open_vllm, vllm_engine
 from torch import Tensor
@@ -55,14 +56,8 @@ class Trainer:
         state = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
         return Adapter(version=version, weights=state, config=self.model.peft_config["default"].to_dict())
 
-    @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]], *, rounded: bool = False) -> list[list[float]]:
-        rows = []
-        for ids in sequences:
-            tokens = torch.tensor([list(ids)])
-            logprobs = self.model(tokens).logits[0, :-1].float().log_softmax(-1)
-            rows.append(logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
-        return rows
+        return logprobs_of(self.model, sequences)
 
     def expected(self, name: str) -> Tensor:
         """What a matrix of the engine has to be, made for one matrix after the other by what PEFT says of each."""
