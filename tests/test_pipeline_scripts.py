@@ -23,7 +23,7 @@ from rlft.config.compose import compose
 from rlft.config.instantiate import from_mapping
 from rlft.config.resolved import build, resolve
 from rlft.config.trainer import TrainerConfig
-from rlft.loop.preference_task import open_task
+from rlft.loop.supervised import open_preferences
 from rlft.trainer.optimizer import Optimizer, learning_rate
 
 pytestmark = pytest.mark.slow
@@ -222,7 +222,7 @@ def test_a_reward_models_first_updates_keep_a_last_bit_small() -> None:
 
     def scores(perturbation: float) -> torch.Tensor:
         with ExitStack() as stack:
-            task = open_task(plan, stack)
+            task = open_preferences(plan, stack)
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
                 for _, parameter in task.parameters():

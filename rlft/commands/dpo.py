@@ -11,7 +11,7 @@ COMMAND = Command(
     root=DpoConfig,
     check=lazy("rlft.plan.rules:check_preferences"),
     make_plan=lazy("rlft.plan.preference_plan:make_plan"),
-    run=lazy("rlft.loop.preference_task:run"),
+    run=lazy("rlft.loop.supervised:run_preferences"),
     print_summary=print_policy_page,
     has_policy=True,
 )

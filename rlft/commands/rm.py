@@ -28,6 +28,6 @@ COMMAND = Command(
     root=RmConfig,
     check=lazy("rlft.plan.rules:check_preferences"),
     make_plan=lazy("rlft.plan.preference_plan:make_plan"),
-    run=lazy("rlft.loop.preference_task:run"),
+    run=lazy("rlft.loop.supervised:run_preferences"),
     print_summary=print_summary,
 )

@@ -11,7 +11,7 @@ COMMAND = Command(
     root=SftConfig,
     check=lazy("rlft.plan.rules:check_sft"),
     make_plan=lazy("rlft.plan.sft_plan:make_plan"),
-    run=lazy("rlft.loop.demonstration_task:run"),
+    run=lazy("rlft.loop.supervised:run_demonstrations"),
     print_summary=print_policy_page,
     has_policy=True,
 )

@@ -17,8 +17,8 @@ import numpy as np
 from rlft.data.lazy import Derived, Lazy, chosen, mapped
 from rlft.system.terminal import with_progress
 from rlft.tokens.images import in_parts, processor_of
+from rlft.tokens.messages import Unread, unread
 from rlft.tokens.plain import PlainText, Tally
-from rlft.tokens.said import Unread, unread
 from rlft.tokens.text import RunTokenizer, rendered, tail
 from rlft.types import NOTHING, Prompt, Shown, Split, UserError, counted, require
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlft.environment import template_calls
 from rlft.environment.protocol import Call
-from rlft.tokens.reasoning import search_outside, without_reasoning
+from rlft.tokens.answers import search_outside, without_reasoning
 from rlft.tokens.text import RunTokenizer
 from rlft.types import NOTHING, Schema, Shown, UserError, well_formed
 

@@ -30,8 +30,8 @@ from typing import Any
 
 from rlft.environment.arguments import is_text
 from rlft.environment.protocol import Call
+from rlft.tokens.answers import search_outside, without_reasoning
 from rlft.tokens.ends import num_common, special_pattern, special_tokens
-from rlft.tokens.reasoning import search_outside, without_reasoning
 from rlft.tokens.text import CALL_ID, RunTokenizer, rendered_if_taken
 from rlft.types import Schema, well_formed
 

@@ -18,8 +18,8 @@ from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.data.examples import RankedTokens
 from rlft.loop.engines import Engines
-from rlft.loop.preference_task import REFERENCE_LOGPROBS, REWARD, open_task
 from rlft.loop.session import open_session
+from rlft.loop.supervised import REFERENCE_LOGPROBS, REWARD, open_preferences
 from rlft.model.roles import Roles
 from rlft.runs import checkpoint
 from rlft.runs.checkpoint import Checkpoint
@@ -140,7 +140,7 @@ def test_a_reward_model_may_begin_as_a_policys_adapter_with_a_head_of_zeros(
     words = [*SMALL, "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64"]
     words.append(f"lora.path={folder}")
     with ExitStack() as stack:
-        task = open_task(resolve(compose(words, command="rm")).plan(), stack)
+        task = open_preferences(resolve(compose(words, command="rm")).plan(), stack)
         for name, tensor in task.roles.weights(REWARD).items():
             assert torch.equal(tensor, weights[name]), name
         assert task.roles.heads[REWARD].weight.abs().max() == 0
@@ -168,7 +168,7 @@ def test_three_updates_move_the_pairs_apart(optimised: Path) -> None:
 def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(optimised: Path) -> None:
     """lora.path=<run> is the policy's start and, by snapshot.reference=auto, the reference: their log-ratios are 0."""
     with ExitStack() as stack:
-        task = open_task(
+        task = open_preferences(
             resolve(with_named_runs(compose([*DPO, f"lora.path={optimised}"], command="dpo"))).plan(), stack
         )
         assert task.plan.reference == str(optimised / "checkpoints" / "step_000003" / "policy")
@@ -179,7 +179,9 @@ def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(opti
         )
     with ExitStack() as stack:  # held to the base, it begins where the first round ended
         words = [*DPO, f"lora.path={optimised}", "snapshot.reference=base"]
-        metrics = open_task(resolve(with_named_runs(compose(words, command="dpo"))).plan(), stack).evaluate(0).metrics
+        metrics = (
+            open_preferences(resolve(with_named_runs(compose(words, command="dpo"))).plan(), stack).evaluate(0).metrics
+        )
         assert metrics["eval/margin"] == pytest.approx(evaluations(optimised)[-1]["eval/margin"], rel=1e-4)
 
 

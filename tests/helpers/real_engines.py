@@ -18,10 +18,10 @@ from rlft.generation.loaded_adapter import difference, published
 from rlft.generation.pool import EnginePool
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
-from rlft.loop.cluster import open_engines
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.engines import engine_args
 from rlft.loop.freshness import Freshness
+from rlft.loop.workers import open_engines
 from rlft.model.backbone import Backbone
 from rlft.model.networks import Networks
 from rlft.system.process.placement import place

@@ -29,9 +29,9 @@ from rlft.commands.doctor.work import Size, Workload, make_model, write_prompts
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.generation.memory import MemoryPart, When
-from rlft.loop.demonstration_task import open_task
 from rlft.loop.engines import Engines, load_teacher
 from rlft.loop.parts import open_roles, open_trainer
+from rlft.loop.supervised import open_demonstrations
 from rlft.model.backbone import load_backbone
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
@@ -264,7 +264,7 @@ def updates(plan: Any, case: Case) -> Iterator[Any]:
     """What makes an update of the longest rows on the card."""
     with ExitStack() as stack:
         if case.command == "sft":
-            task = open_task(plan, stack.enter_context(Engines()), stack, print)
+            task = open_demonstrations(plan, stack.enter_context(Engines()), stack, print)
             optimizer = Optimizer(task.parameters(), plan.config.trainer)
 
             def update() -> None:

@@ -215,11 +215,11 @@ LOSSES = (
     [
         (
             ("rm", "preferences.path=embedded:arithmetic-preferences"),
-            "rlft.loop.preference_task.PreferenceTask.evaluate",
+            "rlft.loop.supervised.PreferenceTask.evaluate",
         ),
         (
             ("sft", "demonstrations.path=embedded:arithmetic-demonstrations"),
-            "rlft.loop.demonstration_task.DemonstrationTask.evaluate",
+            "rlft.loop.supervised.DemonstrationTask.evaluate",
         ),
     ],
     ids=["rm", "sft"],

@@ -101,7 +101,7 @@ COMMANDS = {
         stages={
             "update": UPDATE,
             "metrics": at("rlft.logger.jsonl:Jsonl.step"),
-            "sampling": at("rlft.loop.demonstration_task:evaluate"),
+            "sampling": at("rlft.loop.supervised:evaluate"),
             "scoring": SCORING,
             "evaluation": at("rlft.loop.metrics:summarise"),
             "checkpoint": CHECKPOINT,

@@ -316,7 +316,7 @@ CASES = {
     # While an engine of its own samples step 3; in the update next to it; then in the process that does both in turn.
     "sampling next to the update": Case(
         words=tiny("overlap.lag=1", "algorithm.mismatch=token_truncate", "steps=4", "eval.every=0"),
-        kills=[killed("rlft.loop.next_samples:NextSamples.wait", 2), killed(UPDATE, 2), killed(UPDATE, 1)],
+        kills=[killed("rlft.loop.sampling:NextSamples.wait", 2), killed(UPDATE, 2), killed(UPDATE, 1)],
         told=[("cluster.engines=1",), (), ("cluster.engines=0",), ("cluster.engines=1",)],
     ),
     # Three updates a step: in the second step.

@@ -12,7 +12,7 @@ from rlft.environment.calls import Syntax, reader_of, shown_by, written
 from rlft.environment.endpoint.bodies import Chat, Refusal, Said, Tokenize, unfit
 from rlft.environment.template_calls import CallTemplate
 from rlft.environment.turn_template import OPENING, TurnTemplate
-from rlft.tokens.said import unread
+from rlft.tokens.messages import unread
 from rlft.tokens.text import RunTokenizer
 from rlft.types import UserError
 
