@@ -17,7 +17,7 @@ from rlft.batch import collate, score_sequences
 from rlft.commands.export import weights as exported
 from rlft.config.model import LoraSettings, ModelConfig
 from rlft.data.prompts import PromptSet
-from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.sending import AdapterFiles
 from rlft.generation.transformers import TransformersGenerator, Weights
 from rlft.loop.freshness import Limits, check_decoding
 from rlft.model import backbone as backbones

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.sending import AdapterFiles
 from rlft.model import roles as roles_module
 from rlft.model.backbone import (
     BaseWeights,

@@ -13,7 +13,7 @@ from slow_cases import slow, slow_but
 
 from rlft.batch import score_sequences
 from rlft.config.model import LoraSettings
-from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.sending import AdapterFiles
 from rlft.model.adapter_folder import adapted_modules, layers_of, switches_of
 from rlft.model.backbone import Backbone
 from rlft.model.kernels import selection

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from rlft.config.model import LoraSettings
-from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.sending import AdapterFiles
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.forward import packed_forward, padded_forward

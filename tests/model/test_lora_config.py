@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
 from rlft.config.resolved import build
-from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.sending import AdapterFiles
 from rlft.model import lora_config as module
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels import elementwise

@@ -12,7 +12,7 @@ from in_one_test import each
 from safetensors.torch import save_file
 
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old
-from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.sending import AdapterFiles
 from rlft.model import forward, roles as roles_module
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.critic import CRITIC

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rlft.batch import score_sequences
 from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
-from rlft.generation.adapter_files import AdapterFiles
+from rlft.generation.sending import AdapterFiles
 from rlft.model.backbone import Backbone, read_backbone, read_config, source
 from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone
 from rlft.model.text_model import INSIDE, causal_class, empty_model, load_model, names_of, own_class

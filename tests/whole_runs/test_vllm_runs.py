@@ -11,7 +11,7 @@ import pytest
 from run_folders import metrics, tiny
 from run_processes import Started, happens, marked, start_fresh
 
-from rlft.generation.adapter_files import PREFIX, memory_folder
+from rlft.generation.sending import PREFIX, memory_folder
 from rlft.runs import run_folder
 
 TOLERANCE = 1e-4  # nats; vLLM gives no promise to the bit

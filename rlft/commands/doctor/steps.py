@@ -18,8 +18,8 @@ from rlft.commands.doctor.supervise import NotReadyError, judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.commands.doctor.work import Shape, step_flops
 from rlft.config.schema import AUTO
-from rlft.generation.adapter_files import memory_folder
 from rlft.generation.memory import in_words, peak
+from rlft.generation.sending import memory_folder
 from rlft.loop.freshness import Freshness, Gap, Limits, StaleAdapterError, flatten
 from rlft.model.activations import is_checkpointed
 from rlft.model.roles import POLICY, Roles

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rlft.generation.adapter_files import PREFIX, memory_folder
+from rlft.generation.sending import PREFIX, memory_folder
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.crash import debugging, described, one_line, shortened
 from rlft.system.locks import sweep

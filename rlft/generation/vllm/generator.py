@@ -1,6 +1,6 @@
 """Sampling with vLLM, in this process: nothing is started that could outlive the run.
 
-The first adapter reaches the engine as a folder (`adapter_files`), under an id and a path never used before; later
+The first adapter reaches the engine as a folder (`sending`), under an id and a path never used before; later
 versions of the same shape are written into the tensors that its kernels multiply with (`slots`), where those are known.
 vLLM finds its prefix cache by the adapter's name, which is never used twice. With `weights: copy` its own matrices are
 those of the policy (`copied_weights`). All weights of a model are loaded in place (`whole_model`). What vLLM does to
@@ -14,9 +14,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft.generation.adapter_files import AdapterFiles
 from rlft.generation.engine import NO_FACTS, EngineArgs, EngineFacts, Generator, TokenCallback
 from rlft.generation.loaded_adapter import DOWN, UP, LoadedAdapter, scale_of
+from rlft.generation.sending import AdapterFiles
 from rlft.generation.stops import shown_texts
 from rlft.generation.vllm.copied_weights import CopiedWeights, parameters_of
 from rlft.generation.vllm.experts import of_experts, one_by_one

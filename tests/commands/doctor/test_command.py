@@ -24,8 +24,8 @@ from rlft.commands.doctor.supervise import Check, Settings, run_checks
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.compose import compose
 from rlft.config.keys import with_values
-from rlft.generation.adapter_files import PREFIX, memory_folder
 from rlft.generation.engine import Generator
+from rlft.generation.sending import PREFIX, memory_folder
 from rlft.loop.freshness import Freshness, Gap, Limits
 from rlft.system import versions
 from rlft.system.check_rows import CheckRow, Status
