@@ -1,4 +1,4 @@
-"""A published version on its way to engines: in buckets to those in other processes, as a folder to those reading files.
+"""A published version on its way to engines: in buckets to other processes, as a folder to engines that read files.
 
 No process holds a second copy of a model, and no folder is written twice: an engine that has seen a path may answer
 from what it has cached.
