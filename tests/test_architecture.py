@@ -64,7 +64,7 @@ LIGHT_COMMANDS = (
 SEEN_IN_USE = {
     "commands": {"dpo", "html_page", "rm", "sft"},
     "environment": {"endpoint/trajectory"},
-    "plan": {"inputs", "sample_plan"},
+    "plan": {"sample_plan"},
 }  # fmt: skip
 
 

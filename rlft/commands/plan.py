@@ -33,10 +33,9 @@ from rlft.system.terminal import command_line
 from rlft.types import Mistakes, UserError, require
 
 if TYPE_CHECKING:
-    from rlft.plan.conversation import EnvironmentTrial
     from rlft.plan.duration import Duration
-    from rlft.plan.prediction import Prediction
-    from rlft.plan.rewards.brief import RewardTrial
+    from rlft.plan.prediction import EnvironmentTrial, Prediction
+    from rlft.plan.rewards.tester import RewardTrial
     from rlft.plan.run_plan import Schedule
 
 BINS, BAR_WIDTH = 8, 40

@@ -108,8 +108,7 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     from rlft.data.prompts import scan
     from rlft.plan.prediction import notes_of
     from rlft.plan.rewards.references import check_servers
-    from rlft.plan.rewards.tester import RewardTester
-    from rlft.plan.rewards.writer import Writer
+    from rlft.plan.rewards.tester import RewardTester, Writer
     from rlft.reward.workers.reward_spec import reported
     from rlft.types import Split
 

@@ -11,7 +11,7 @@ from rlft.config.schema import RmConfig
 from rlft.system.terminal import override, overrides
 
 if TYPE_CHECKING:
-    from rlft.plan.preference_plan import PreferencePlan
+    from rlft.plan.supervised_plan import PreferencePlan
 
 
 def print_summary(plan: PreferencePlan, folder: Path) -> None:
@@ -27,7 +27,7 @@ COMMAND = Command(
     help="train a reward model on preferences",
     root=RmConfig,
     check=lazy("rlft.plan.rules:check_preferences"),
-    make_plan=lazy("rlft.plan.preference_plan:make_plan"),
+    make_plan=lazy("rlft.plan.supervised_plan:plan_rankings"),
     run=lazy("rlft.loop.supervised:run_preferences"),
     print_summary=print_summary,
 )

@@ -12,8 +12,7 @@ from rlft.config.schema import AUTO, GenerationConfig, SampleConfig
 from rlft.data.prompts import PromptSet, tokenizer_fingerprint
 from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import Decoding, ModelSizes
-from rlft.plan.demand import Demand, Networks, Rows
-from rlft.plan.inputs import read_base, read_tokenizer, scan_prompts
+from rlft.plan.demand import Demand, Networks, Rows, TowerDemand, tower_demand
 from rlft.plan.model_rules import (
     check_adapted,
     check_machine,
@@ -28,8 +27,17 @@ from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork
 from rlft.plan.rules import check_classifiers, check_images, lora_of, prompt_additions, uses_of_sample
 from rlft.plan.run_plan import Plan
-from rlft.plan.sizes import TOKEN_ID, completion_bytes, learned_rewards, of_a_later_round, rows_of, sampling_of
-from rlft.plan.tower import TowerDemand, tower_demand
+from rlft.plan.sizes import (
+    TOKEN_ID,
+    completion_bytes,
+    learned_rewards,
+    of_a_later_round,
+    read_base,
+    read_tokenizer,
+    rows_of,
+    sampling_of,
+    scan_prompts,
+)
 from rlft.reward.workers.reward_spec import reported, specs
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.types import Prompt, Split, require

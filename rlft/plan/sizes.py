@@ -1,4 +1,4 @@
-"""Reads from a run's config the sizes that a plan needs: of its model, of what an engine decodes, of files on disk."""
+"""Reads what a config names (base, tokenizer, prompts), and sizes of its model, of decoding and of files on disk."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rlft.config.model import KernelChoice, LoraSettings, ModelConfig, is_adapter, resolve_path
 from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, section_of
 from rlft.config.trainer import CheckpointConfig
-from rlft.data.prompts import PromptSet
+from rlft.data.prompts import PromptSet, scan
 from rlft.generation.drafts import ROWS, Drafts
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding, ModelSizes
+from rlft.generation.stops import check_stops
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_modules, layer_sizes
-from rlft.model.backbone import decoder_layers, layer_weights, read_config
+from rlft.model.backbone import check_weights, decoder_layers, ends_of, layer_weights, load_tokenizer, read_config
 from rlft.model.forward import known_refusal
 from rlft.model.kernels.selection import decide
 from rlft.model.lora_config import adapted_words
 from rlft.plan.demand import Demand, EngineWork
+from rlft.plan.identity import fingerprints
 from rlft.plan.memory_parts import FLOAT32, averages_bytes
 from rlft.plan.model_rules import empty_model, fresh_shapes, why_not_on_a_gpu
 from rlft.plan.roofline import Work
@@ -32,7 +34,38 @@ from rlft.reward.workers.reward_spec import specs
 from rlft.system.device import multiprocessors, resolve_device, resolve_dtype
 from rlft.system.disk import room, size_text
 from rlft.system.files import size_of
+from rlft.tokens.ends import TurnEnds
+from rlft.tokens.text import RunTokenizer
 from rlft.trainer.optimizer import is_matrix
+from rlft.types import NOTHING, Prompt, Shown, Split
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def read_base(settings: ModelConfig) -> tuple[PreTrainedConfig, dict[str, str]]:
+    """(its config, its fingerprints); its weights are found and not read."""
+    model, base = read_config(settings), fingerprints(settings)
+    check_weights(settings)
+    return model, base
+
+
+def read_tokenizer(config: Any, model: PreTrainedConfig) -> tuple[RunTokenizer, TurnEnds]:
+    """(its tokenizer, what ends a turn) of a root with `model` and `prompts`; the stops of a root that samples fit."""
+    tokenizer = load_tokenizer(config.model, config.prompts.template_variables)
+    ends = ends_of(config.model, config.prompts.style, tokenizer)
+    if hasattr(config, "generation"):
+        check_stops(config.generation, tokenizer, model.get_text_config().vocab_size, ends.ids)
+    return tokenizer, ends
+
+
+def scan_prompts(
+    config: Any, prompts: Sequence[Prompt], tokenizer: RunTokenizer, split: Split, shown: Shown = NOTHING
+) -> PromptSet:
+    """The prompts of a split, within the limits of the root's `prompts`; `shown`: what they show of an environment."""
+    limits = config.prompts
+    return scan(prompts, tokenizer, limits.max_tokens, limits.over_limit, split, limits.style, shown)
+
 
 CUDA_CONTEXT = 2**29  # an allowance for a CUDA context and the kernels of its libraries; not measured
 

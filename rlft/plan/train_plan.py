@@ -26,8 +26,7 @@ from rlft.model.full_weights import copied_roles
 from rlft.model.positions import limit_of
 from rlft.model.routing import bytes_of_choice
 from rlft.plan import model_rules, roles, rules
-from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand
-from rlft.plan.inputs import read_base, read_tokenizer, scan_prompts
+from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand, TowerDemand, tower_demand
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roofline import StepWork
 from rlft.plan.run_plan import Plan
@@ -38,12 +37,14 @@ from rlft.plan.sizes import (
     completion_bytes,
     learned_rewards,
     of_training,
+    read_base,
+    read_tokenizer,
     rows_of,
     sampling_of,
+    scan_prompts,
     sizes_of,
 )
 from rlft.plan.startup_table import Facts, TableRow
-from rlft.plan.tower import TowerDemand, tower_demand
 from rlft.reward.workers.reward_spec import reported, specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.buckets import BUCKET

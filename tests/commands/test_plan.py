@@ -28,7 +28,7 @@ from rlft.logger.console import grid
 from rlft.logger.tables import Column, WordTable
 from rlft.plan import prediction
 from rlft.plan.cards import CARDS, read_card
-from rlft.plan.rewards.brief import RewardTrial
+from rlft.plan.rewards.tester import RewardTrial
 from rlft.system.check_rows import CheckRow, Status
 from rlft.system.terminal import pip_install
 

@@ -16,7 +16,7 @@ from rlft.environment.game import Game
 from rlft.environment.tool_class import ToolClass
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
-from rlft.plan.conversation import try_environment
+from rlft.plan.prediction import try_environment
 from rlft.types import Group, Prompt, Sampling
 from tests.environment.test_conversations import LIMITS, TOKENIZER, prompt, tools
 

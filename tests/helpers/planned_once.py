@@ -14,8 +14,8 @@ import pytest
 
 from rlft.data import prompts as data_prompts
 from rlft.data.arithmetic import Arithmetic
-from rlft.plan.rewards import brief, references
-from rlft.plan.rewards.writer import Writer
+from rlft.plan.rewards import references, tester
+from rlft.plan.rewards.tester import Writer
 from rlft.types import Split
 
 MANY, SMALL = 100, 1000
@@ -29,8 +29,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arithmetic, "load", once(Arithmetic.load, of_task))
     patch.setattr(data_prompts, "_tokenise", once(data_prompts._tokenise, of_tokens))
     patch.setattr(references, "_scored", once(references._scored, of_scores))
-    patch.setattr(brief, "try_rewards", once(brief.try_rewards, of_trials))
-    patch.setattr(brief, "paid_for", once(brief.paid_for, of_paid))
+    patch.setattr(tester, "try_rewards", once(tester.try_rewards, of_trials))
+    patch.setattr(tester, "paid_for", once(tester.paid_for, of_paid))
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:

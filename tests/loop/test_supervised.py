@@ -38,8 +38,7 @@ from rlft.model.forward import Forward
 from rlft.model.full_weights import WholeModel
 from rlft.model.reward_model import rows_of
 from rlft.model.roles import POLICY, REFERENCE, Roles
-from rlft.plan.preference_plan import PreferencePlan
-from rlft.plan.sft_plan import SftPlan
+from rlft.plan.supervised_plan import PreferencePlan, SftPlan
 from rlft.runs import checkpoint
 
 # (prompt, completion), ids under 60; two share their prompt, lengths differ.

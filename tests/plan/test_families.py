@@ -21,7 +21,7 @@ from rlft.config.model import resolve_path
 from rlft.config.resolved import resolve
 from rlft.plan import prediction
 from rlft.plan.prediction import predict
-from rlft.plan.rewards.brief import Brief
+from rlft.plan.rewards.tester import Brief
 from rlft.types import UserError
 
 pytestmark = pytest.mark.slow

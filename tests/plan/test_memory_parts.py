@@ -21,7 +21,7 @@ from rlft.model.activations import LayerModules, logit_rows
 from rlft.model.backbone import load_backbone
 from rlft.model.forward import Forward, padded_forward
 from rlft.model.kernels.lm_head import Head, anchor_of, head_kl, top_k_logprobs
-from rlft.plan.demand import Demand, Networks, Rows, TeacherDemand
+from rlft.plan.demand import Demand, LiveBytes, Networks, Rows, TeacherDemand
 from rlft.plan.fit import remedies
 from rlft.plan.memory_parts import (
     KL_LOGITS,
@@ -39,7 +39,6 @@ from rlft.plan.memory_parts import (
 )
 from rlft.plan.roles import check_teacher_engine, missing_engine
 from rlft.plan.sizes import sizes_of
-from rlft.plan.tower import LiveBytes
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
 

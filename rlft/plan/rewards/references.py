@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rlft.config.schema import SamplingRoot
 from rlft.data.lazy import joined
 from rlft.data.prompts import PromptSet, untokenised
-from rlft.plan.rewards.writer import Writer, group_of
+from rlft.plan.rewards.tester import Writer, group_of
 from rlft.plan.rules import check_metadata
 from rlft.reward.answer import AnswerIn, AnswerKeys, composed, plain_number
 from rlft.reward.exact_match import ExactMatch

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from scripted_server import Reply, ScriptedServer, chat, rated, scores
 from tokenizers import AddedToken
 from tokenizers.normalizers import NFC
 
@@ -15,8 +18,8 @@ from rlft.config.instantiate import from_mapping, instantiate
 from rlft.config.resolved import with_token_budget
 from rlft.config.schema import RunConfig
 from rlft.plan.rewards import references
-from rlft.plan.rewards.references import check_references
-from rlft.plan.rewards.writer import Writer
+from rlft.plan.rewards.references import check_references, check_servers
+from rlft.plan.rewards.tester import Writer
 from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
 from rlft.reward.workers.reward_spec import reported, specs
@@ -190,3 +193,62 @@ def test_references_are_read_as_the_policy_would_write_them():
 def test_rewards_that_compare_with_nothing_and_rewards_with_sandboxes_take_no_part():
     words = ["reward=[format,length]", "reward.length.mode=limit", "reward.length.limit=9"]
     assert notes(rows("", "", ""), *words) == []
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+ONE = Prompt(id="p", messages=({"role": "user", "content": "1 + 1?"},), answer="2")
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as running:
+        yield running
+
+
+def asked(name: str, url: str, *overrides: str) -> None:
+    words = [
+        f"reward=[{name}]",
+        f"reward.{name}.url={url}/chat/completions",
+        *(f"reward.{name}.{key}" for key in overrides),
+    ]
+    check_servers(specs(compose(words)["reward"]), ONE)
+
+
+@pytest.mark.parametrize(("name", "reply"), [("http", scores(1.0)), ("judge", rated(7))])
+def test_a_server_that_scores_is_asked_once(name: str, reply: Reply, server: ScriptedServer) -> None:
+    server.script = [reply]
+    asked(name, server.address)
+    assert len(server.bodies) == 1
+    assert "2" in json.dumps(server.bodies[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "reply", "problem"),
+    [
+        ("http", Reply(status=401, text="no such key"), "401"),
+        ("http", Reply(status=503, text="busy"), "503"),
+        ("http", Reply(delay_s=5.0), "no answer within 0.2 s"),
+        ("judge", chat("it is good"), "the judge's reply is not JSON"),
+    ],
+)
+def test_a_server_that_gives_no_score_is_refused_by_its_key(
+    name: str, reply: Reply, problem: str, server: ScriptedServer
+) -> None:
+    server.script = [reply]
+    with pytest.raises(UserError) as refused:
+        asked(name, server.address, "timeout=0.2" if reply.delay_s else "retries=3")
+    assert str(refused.value).startswith(
+        f"reward.{name}.url: was asked for one score before the start, and got no score"
+    )
+    assert problem in refused.value.problem
+    assert f"reward.{name}.try_first=false" in refused.value.remedy
+    assert len(server.bodies) == 1, "no further attempts"
+
+
+def test_a_server_that_is_away_is_refused_or_left_for_later() -> None:
+    away = "http://127.0.0.1:9"
+    with pytest.raises(
+        UserError, match=r"^reward.http.url: was asked .* got http://127.0.0.1:9/chat/completions; start"
+    ):
+        asked("http", away)
+    asked("http", away, "try_first=false")

@@ -11,8 +11,7 @@ import pytest
 from family_tokenizers import family_tokenizer
 from in_one_test import each
 
-from rlft.plan.rewards.brief import try_rewards
-from rlft.plan.rewards.writer import Writer
+from rlft.plan.rewards.tester import Writer, try_rewards
 from rlft.plan.rules import check_metadata
 from rlft.reward.workers.reward_spec import RewardSpec, is_trl, messages_of, specs
 from rlft.reward.workers.scorer import RewardError, Scorer

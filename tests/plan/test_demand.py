@@ -17,9 +17,9 @@ from rlft.data.shapes import drawing
 from rlft.generation.memory import When
 from rlft.model.backbone import read_backbone
 from rlft.model.images import KEPT_BYTES, read_image
+from rlft.plan.demand import LiveBytes, TowerDemand
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import sizes_of
-from rlft.plan.tower import LiveBytes, TowerDemand
 from rlft.tokens.images import EXACT, processor_of
 
 
