@@ -34,18 +34,19 @@ TRAIN, INSPECT, USE, HELP, PACKAGES = PARTS = ("Train", "Inspect", "Use", "Help"
 class Tool:
     """A command that makes no run. What it does and takes is in assets/usage/<its name>.txt."""
 
-    module: str  # in rlft.commands, with `command(arguments)`, which returns an exit code, or None for 0
+    target: str  # `module:function` in rlft.commands, called with the arguments; returns an exit code, or None for 0
     part: str  # where `rlft --help` lists it
     interrupted: str = "nothing was changed"  # said of an interruption before the command has set a more precise text
 
     def __call__(self, arguments: list[str]) -> int:
-        return importlib.import_module(f"rlft.commands.{self.module}").command(arguments) or 0
+        module, _, function = self.target.partition(":")
+        return getattr(importlib.import_module(f"rlft.commands.{module}"), function or "command")(arguments) or 0
 
 
 TOOLS = {
     "init": Tool("init", TRAIN, "the folder may lack a file"),
     "resume": Tool("resume", TRAIN, "the run is as it was"),
-    "rank": Tool("rank.command", TRAIN, "nothing was ranked"),
+    "rank": Tool("rank", TRAIN, "nothing was ranked"),
     "plan": Tool("plan", INSPECT, "nothing was begun"),
     "reward": Tool("reward", INSPECT),
     "runs": Tool("watch.runs", INSPECT),
@@ -57,12 +58,12 @@ TOOLS = {
     "chat": Tool("chat", USE, "the conversation has ended"),
     "serve": Tool("serve", USE, "the server has ended"),
     "export": Tool("export.command", USE, "nothing was exported"),
-    "translate": Tool("translate.command", HELP),
-    "recipes": Tool("recipes", HELP),
-    "keys": Tool("keys", HELP),
-    "completion": Tool("completion.command", HELP),
-    "algorithms": Tool("algorithms", HELP),
-    "models": Tool("models", HELP),
+    "translate": Tool("translate", HELP),
+    "recipes": Tool("lists:recipes", HELP),
+    "keys": Tool("lists:keys", HELP),
+    "completion": Tool("completion", HELP),
+    "algorithms": Tool("lists:algorithms", HELP),
+    "models": Tool("lists:models", HELP),
     "doctor": Tool("doctor.command", HELP, "no results were saved"),
 }
 

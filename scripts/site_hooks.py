@@ -18,7 +18,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from rlft import cli
-from rlft.commands.keys import Listed, all_keys
+from rlft.commands.lists import Listed, all_keys
 from rlft.config import command as commands
 
 ROOT = Path(__file__).resolve().parents[1]

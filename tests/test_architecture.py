@@ -46,7 +46,7 @@ PLACES = {
     "datasets": {"data/hub"},
     "py3langid": {"reward/language"},
     "httpx2": {"reward/http"},
-    "optuna": {"commands/sweep/trials"},
+    "optuna": {"commands/sweep/study"},
     "PIL": {"data/shapes", "tokens/images"},
     "matplotlib": {"commands/sweep/page"},
 }
@@ -54,15 +54,15 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "re
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
 HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
 LIGHT_COMMANDS = (
-    "algorithms", "audit/command", "chat", "doctor/command", "dpo", "eval", "export/command", "init", "keys", "launch",
-    "models", "next_steps", "plan", "policy", "rank/command", "recipes", "resume", "reward", "rm", "sample", "serve",
-    "sft", "sweep/command", "tables", "train", "translate/command",
+    "audit/command", "chat", "doctor/command", "eval", "export/command", "init", "launch", "lists",
+    "plan", "policy", "rank", "resume", "reward", "sample", "serve",
+    "sweep/command", "tables", "training", "translate",
 )  # fmt: skip
 """Workers, refusals and `rlft --help` import these: they import no heavy library, not even by way of others."""
 
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
-    "commands": {"dpo", "html_page", "rm", "sft"},
+    "commands": {"html_page"},
     "environment": {"endpoint/trajectory"},
     "plan": {"sample_plan"},
 }  # fmt: skip

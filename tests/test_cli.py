@@ -18,8 +18,8 @@ from slow_cases import slow
 
 import rlft as package
 from rlft import cli
-from rlft.commands.recipes import GROUPS, group_of
-from rlft.commands.translate.command import LIBRARIES
+from rlft.commands.lists import GROUPS, group_of
+from rlft.commands.translate import LIBRARIES
 from rlft.config import catalog, command as commands
 from rlft.config.suggest import translated_peers
 from rlft.plan.cards import CARDS

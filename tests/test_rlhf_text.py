@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from in_one_test import each
 
-from rlft.commands.rank.rankings import read_rows
+from rlft.commands.rank import read_rows
 
 FOLDER = Path(__file__).parents[1] / "scripts" / "rlhf_text"
 spec = importlib.util.spec_from_file_location("taste", FOLDER / "taste.py")

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import pytest
 
 from rlft import cli
-from rlft.commands.keys import all_keys
+from rlft.commands.lists import all_keys
 from rlft.config import command as commands
 
 REPOSITORY = Path(__file__).parents[1]

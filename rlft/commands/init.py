@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from rlft.commands.translate.command import LIBRARIES, arguments_of, translated
+from rlft.commands.translate import LIBRARIES, arguments_of, translated
 from rlft.config.keys import is_path_key
 from rlft.config.recipe_file import is_local
 from rlft.config.suggest import ASSETS

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.next_steps import more_steps
+from rlft.commands.training import more_steps
 from rlft.config.command import Command
 from rlft.config.keys import flatten, with_values
 from rlft.config.model import check_whole
@@ -18,8 +18,8 @@ from rlft.config.overrides import Arguments
 from rlft.config.resolved import AUTO, Resolved, resolve
 from rlft.config.schema import ANYWHERE, FASTEST, WEIGHTS
 from rlft.logger.interface import Logger
-from rlft.runs import changed_since, checkpoint, fork as forks, run_folder, run_status
-from rlft.runs.find import one_run, with_named_runs
+from rlft.runs import checkpoint, fork as forks, run_folder, run_status
+from rlft.runs.find import changes_since, one_run, other_processor, with_named_runs
 from rlft.runs.fork import Fork, forking
 from rlft.system import disk, interrupt
 from rlft.system.crash import recorded_in
@@ -181,7 +181,7 @@ def _is_left_alone(command: Command, plan: Any, folder: Path, may_be_finished: b
     schedule = getattr(getattr(plan.config, "trainer", None), "schedule", None)
     done = command.steps_done(folder, plan) if command.steps_done else check_steps(folder, plan.num_steps, schedule)
     run_folder.check_same_inputs(run_folder.read(folder)[run_folder.ORIGIN], plan.fingerprints)
-    for note in filter(None, (*changed_since.notes(folder), changed_since.other_processor(folder))):
+    for note in filter(None, (*changes_since(folder), other_processor(folder))):
         say(f"note: {note}")
     if done < plan.num_steps or may_be_finished:
         return done >= plan.num_steps

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from rlft.commands.launch import begin, launch
-from rlft.commands.sweep.record import is_study
+from rlft.commands.sweep.space import is_study
 from rlft.config import compose as configs
 from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve

@@ -278,7 +278,7 @@ def held_out_fraction(questions: Sequence[str]) -> float:
     return round((numbers[num_held_out - 1] + numbers[num_held_out]) / 2, 9)
 
 
-COMMAND = Command(
+SAMPLE = Command(
     name="sample",
     usage="[run=<run>] [...]",
     help="write scored completions of a data set to a JSONL file",

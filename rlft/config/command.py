@@ -1,8 +1,8 @@
 """The commands that make runs: rlft's own, and those that installed packages provide.
 
-A command is one object. rlft's own are `rlft.commands.<name>.COMMAND`; a package provides one by an entry point of the
-group `rlft.commands`, `<name> = "<module>:<Command>"`. Its module is imported when the command is used, or listed by
-`rlft --help`; so it must import torch only inside functions, or name them with `lazy`.
+A command is one object. rlft's own are in `rlft.commands.training` and `sample`; a package provides one by an entry
+point of the group `rlft.commands`, `<name> = "<module>:<Command>"`. Its module is imported when the command is used,
+or listed by `rlft --help`; so it must import torch only inside functions, or name them with `lazy`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def lazy(target: str) -> Step:
 def named(name: str) -> Command:
     """The command of this name. Raises UnknownCommandError: there is none, or its package cannot be loaded."""
     if name in OWN:
-        return importlib.import_module(f"rlft.commands.{name}").COMMAND
+        module = importlib.import_module(f"rlft.commands.{'sample' if name == 'sample' else 'training'}")
+        return getattr(module, name.upper())
     points = plugins().get(name, ())
     if not points:
         remedy = f"{choice_remedy(name, names())}, or install the package that provides it"

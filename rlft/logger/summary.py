@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlft.logger.console import open_terminal
-from rlft.logger.flat import trend_of
-from rlft.logger.forecast import seconds_of
+from rlft.logger.forecast import seconds_of, trend_of
 from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import ASCII, Glyphs, duration, glyphs_for, one_line, visible
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines

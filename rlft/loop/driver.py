@@ -24,7 +24,7 @@ from rlft.config.trainer import FLAT, CheckpointConfig
 from rlft.generation.engine import Generator
 from rlft.generation.memory import in_words
 from rlft.logger.alarms import Hint
-from rlft.logger.flat import newly_flat, trend_of
+from rlft.logger.forecast import newly_flat, trend_of
 from rlft.logger.interface import RunInfo
 from rlft.logger.loggers import Loggers, own_loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of

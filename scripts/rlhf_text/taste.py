@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from rlft.commands.rank.rankings import Rankings, questions_of
+from rlft.commands.rank import Rankings, questions_of
 from rlft.types import Group
 
 WORDS = """

@@ -16,7 +16,7 @@ from in_one_test import each
 
 import rlft
 from rlft import cli
-from rlft.commands import algorithms
+from rlft.commands.lists import algorithm_page, algorithm_text
 from rlft.config import catalog
 
 NAMES = catalog.choices("algorithm")
@@ -67,8 +67,8 @@ def as_json(shown: Shown) -> Callable[..., Any]:
 def pages() -> Pages:
     """(as JSON, as text) of every algorithm."""
     files = catalog.files("algorithm")
-    made = {name: algorithms.page_of(name, files, (), None) for name in NAMES}
-    return {name: (page, algorithms.text_of(page)) for name, page in made.items()}
+    made = {name: algorithm_page(name, files, (), None) for name in NAMES}
+    return {name: (page, algorithm_text(page)) for name, page in made.items()}
 
 
 def test_every_yaml_is_listed_with_family_and_paper(shown: Shown, pages: Pages) -> None:

@@ -6,7 +6,7 @@ import pytest
 from in_one_test import each
 
 from rlft import cli
-from rlft.commands.keys import all_keys
+from rlft.commands.lists import all_keys
 from rlft.config import command as commands
 from rlft.config.compose import compose
 from rlft.config.keys import flatten, is_below

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from rlft.commands.doctor.supervise import NotReadyError
+from rlft.commands.doctor.command import NotReadyError
 from rlft.system.check_rows import CheckRow, Status
 from rlft.types import UserError
 

@@ -13,8 +13,7 @@ from typing import Any
 from rlft.commands.sweep.checks import Checked
 from rlft.commands.sweep.driver import Driver, InThisProcess, PrunedError, Run
 from rlft.commands.sweep.space import Choice, Interval, Space, StudyConfig
-from rlft.commands.sweep.study import Study, TrialRun
-from rlft.commands.sweep.trials import Trial, Trials
+from rlft.commands.sweep.study import Study, Trial, TrialRun, Trials
 from rlft.config.overrides import parse
 from rlft.runs.lines import silent
 

@@ -24,7 +24,7 @@ from family_models import class_of, families, tiny_config
 from family_probe import probe
 from jinja2 import Environment, StrictUndefined
 
-from rlft.commands.models import vllm_of, why_not
+from rlft.commands.lists import vllm_of, why_not
 from rlft.model.families import FILE, Family, known
 from rlft.tokens.images import EXACT
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from in_one_test import each
 
-from rlft.logger.flat import newly_flat, trend_of
+from rlft.logger.forecast import newly_flat, trend_of
 
 CHAINS = Path(__file__).parents[2] / "recipes" / "chains.json"
 NOISE = (0.5, 0.51, 0.49, 0.5, 0.51, 0.49)

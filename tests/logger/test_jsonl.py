@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlft.logger import jsonl
-from rlft.logger.jsonl import Jsonl
+from rlft.logger.loggers import Jsonl
 from rlft.runs import lines
 from rlft.runs.lines import evaluation_line, read_lines
 from rlft.types import Turn
@@ -164,7 +163,7 @@ def test_lines_that_a_power_cut_took_are_missed(make_run, make_step, make_evalua
 def test_what_a_checkpoint_comes_after_is_on_disk_before_it(make_run, make_step, make_evaluation, monkeypatch):
     logger = play(make_run(), make_step, make_evaluation, 1)
     flushed = []
-    monkeypatch.setattr("rlft.logger.jsonl.flush", flushed.append)
+    monkeypatch.setattr("rlft.logger.loggers.flush", flushed.append)
     logger.stage("evaluate")
     assert flushed == []
     logger.stage("checkpoint")
@@ -175,9 +174,7 @@ def test_what_a_checkpoint_comes_after_is_on_disk_before_it(make_run, make_step,
 def test_evaluations_of_later_steps_do_not_read_the_file_again(make_run, make_step, make_evaluation, monkeypatch):
     read = []
     before = lines.open_after
-    monkeypatch.setattr(
-        jsonl.run_lines, "open_after", lambda path, *rest: read.append(path.name) or before(path, *rest)
-    )
+    monkeypatch.setattr(lines, "open_after", lambda path, *rest: read.append(path.name) or before(path, *rest))
     play(make_run(), make_step, make_evaluation, 8).finish("finished")
     # The three files at the start, and the evaluation before the first step, which a run that starts again repeats.
     assert read == ["metrics.jsonl", "eval.jsonl", "alarms.jsonl", "eval.jsonl"]

@@ -6,8 +6,7 @@ from in_one_test import each
 
 from rlft.config.compose import compose
 from rlft.config.resolved import build
-from rlft.logger.jsonl import Jsonl
-from rlft.logger.loggers import Loggers, Tracker, loggers_of, own_loggers
+from rlft.logger.loggers import Jsonl, Loggers, Tracker, loggers_of, own_loggers
 
 
 class Diary:

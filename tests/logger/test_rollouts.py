@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlft.config.schema import RolloutsConfig
-from rlft.logger.jsonl import Rollouts
+from rlft.logger.loggers import Rollouts
 from rlft.runs.lines import completion_of, read_lines
 from rlft.system import files
 from rlft.types import Branch, ToolCall, Turn

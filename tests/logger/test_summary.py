@@ -8,7 +8,7 @@ import pytest
 from in_one_test import each
 
 from rlft.logger.console import StandardOutput as Terminal
-from rlft.logger.jsonl import Jsonl
+from rlft.logger.loggers import Jsonl
 from rlft.logger.summary import curve, print_summary
 
 COMMANDS = [("score it", "rlft eval run=runs/x " + "key=value " * 12)]

@@ -14,7 +14,7 @@ from family_models import TOKENIZER, families, tiny_config
 from family_probe import DECODES_OTHERWISE, WRONG_FORWARD, probe, settings
 
 from rlft import cli
-from rlft.commands import models
+from rlft.commands import lists
 from rlft.model import families as data
 from rlft.model.backbone import read_config
 from rlft.model.families import Family, known
@@ -137,5 +137,5 @@ def test_a_word_that_names_no_family_is_refused_with_the_one_that_was_meant() ->
         (["--yaml"], "models: has no such option, got --yaml; use --json"),
     ):
         with pytest.raises(UserError) as refusal:
-            models.command(words)
+            lists.models(words)
         assert str(refusal.value) == message

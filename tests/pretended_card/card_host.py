@@ -90,7 +90,7 @@ def of_trl(*names: str) -> Any:
 
 def checked_here(checks: Any, opens: str, settings: Any, folder: Path, tell: Any) -> Iterator[Any]:
     """The doctor's rows from this process, for those that it asks elsewhere know of no card."""
-    from rlft.commands.doctor.supervise import function_of, row_of
+    from rlft.commands.doctor.command import function_of, row_of
 
     opened = function_of(opens)(settings, folder, ())
     for check in (check for check in checks if check.name not in NOT_OF_THE_CARD):

@@ -90,7 +90,7 @@ COMMANDS = {
             "publish": at(
                 "rlft.loop.session:Session.publish", 2
             ),  # the first one is of the policy that it goes on with
-            "metrics": at("rlft.logger.jsonl:Jsonl.step"),
+            "metrics": at("rlft.logger.loggers:Jsonl.step"),
             "evaluation": at("rlft.loop.metrics:summarise"),
             "checkpoint": CHECKPOINT,
         },
@@ -100,7 +100,7 @@ COMMANDS = {
         words=("sft", "+recipe=sft_arithmetic", *TINY, *DATA, *TRAINS, *EVALUATES, *SLOW, "examples_per_step=4"),
         stages={
             "update": UPDATE,
-            "metrics": at("rlft.logger.jsonl:Jsonl.step"),
+            "metrics": at("rlft.logger.loggers:Jsonl.step"),
             "sampling": at("rlft.loop.supervised:evaluate"),
             "scoring": SCORING,
             "evaluation": at("rlft.loop.metrics:summarise"),
@@ -114,8 +114,8 @@ COMMANDS = {
         ),
         stages={
             "update": UPDATE,
-            "metrics": at("rlft.logger.jsonl:Jsonl.step"),
-            "evaluation": at("rlft.logger.jsonl:Jsonl.evaluation"),
+            "metrics": at("rlft.logger.loggers:Jsonl.step"),
+            "evaluation": at("rlft.logger.loggers:Jsonl.evaluation"),
             "checkpoint": CHECKPOINT,
         },
         next_step=at("rlft.loop.supervised:SupervisedRun.update", 2),

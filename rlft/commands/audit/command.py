@@ -14,9 +14,9 @@ from rlft.commands.tables import print_rows
 from rlft.commands.watch.runs import read_words
 from rlft.config.compose import USUAL
 from rlft.config.overrides import make_importable
-from rlft.runs import changed_since, run_folder, run_status
+from rlft.runs import run_folder, run_status
 from rlft.runs.config_file import CONFIG
-from rlft.runs.find import one_run
+from rlft.runs.find import one_run, other_code, other_libraries
 from rlft.runs.run_folder import ORIGIN
 from rlft.runs.run_status import Status
 from rlft.system import interrupt
@@ -58,7 +58,7 @@ def audit_run(folder: Path, findings: Findings, recompute: int, replay: int) -> 
     config = run_folder.read(folder, "run")
     run = Audited(folder=folder, config=config, lines=read_chain(folder, findings), findings=findings)
     check_files(run)
-    for what, changed in (("libraries", changed_since.other_libraries), ("code", changed_since.other_code)):
+    for what, changed in (("libraries", other_libraries), ("code", other_code)):
         if (sentence := changed(folder)) is not None:
             findings.leave_open(what, sentence)
     if not (recompute or replay):

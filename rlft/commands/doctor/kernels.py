@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlft.commands.doctor.steps import with_noise
-from rlft.commands.doctor.supervise import NotReadyError, judged
-from rlft.commands.doctor.trial import MachineTrial
+from rlft.commands.doctor.command import NotReadyError, judged
+from rlft.commands.doctor.trial import MachineTrial, with_noise
 from rlft.config.model import KernelChoice
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.selection import decide

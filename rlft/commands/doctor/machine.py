@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from rlft.commands.doctor.supervise import judged
+from rlft.commands.doctor.command import judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model import resolve_path
 from rlft.system.check_rows import CheckRow, Status

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 import rlft
-from rlft.commands.export import gguf
+from rlft.commands.export import request as requests
 from rlft.commands.export.request import Export
 from rlft.config.instantiate import component_name
 from rlft.config.keys import PATH_NAMES
@@ -108,7 +108,7 @@ class Card:
             with_stops=bool(generation.get("include_stop_str_in_output")),
             engine_rank=engine_rank,
             base_id=base if is_hub_id(base) else None,
-            gguf=gguf,
+            gguf=requests,
         )
 
 

@@ -1,18 +1,73 @@
-"""What an export is asked for, validated before torch is imported and anything is written."""
+"""What is to be exported, checked before anything is computed; and the commands that make a GGUF file of the folder.
+
+Those are of llama.cpp's two scripts; rlft itself writes no GGUF."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rlft.commands.export import gguf
 from rlft.config.choices import choice_remedy
 from rlft.config.model import DTYPES
 from rlft.config.resolved import AUTO
+from rlft.model.adapter_folder import switches_of
 from rlft.runs import run_folder
 from rlft.runs.find import CheckpointKind, NamedRun, find_checkpoint, kind_of_checkpoint
+from rlft.system.terminal import command_line
 from rlft.types import UserError, require
+
+REPOSITORY = "https://github.com/ggml-org/llama.cpp"
+MODEL_SCRIPT, ADAPTER_SCRIPT = "llama.cpp/convert_hf_to_gguf.py", "llama.cpp/convert_lora_to_gguf.py"
+
+
+def model_command(folder: str) -> str:
+    """The command that converts a model folder into <folder>.gguf, in the model's 16-bit format.
+
+    >>> model_command("exports/mine")
+    'python llama.cpp/convert_hf_to_gguf.py exports/mine --outfile exports/mine.gguf --outtype auto'
+    """
+    return command_line("python", MODEL_SCRIPT, folder, "--outfile", f"{folder}.gguf", "--outtype", "auto")
+
+
+def adapter_command(folder: str, base: str, *, base_is_folder: bool) -> str:
+    """The command that converts an adapter folder into <folder>.
+
+    `base` is a folder with the base's config, or its hub id.
+
+    >>> adapter_command("mine", "Qwen/Qwen2.5-0.5B", base_is_folder=False)  # doctest: +ELLIPSIS
+    'python llama.cpp/convert_lora_to_gguf.py mine --base-model-id Qwen/Qwen2.5-0.5B --outfile mine.gguf --outtype f32'
+    """
+    option = "--base" if base_is_folder else "--base-model-id"
+    return command_line(
+        "python", ADAPTER_SCRIPT, folder, option, base, "--outfile", f"{folder}.gguf", "--outtype", "f32"
+    )
+
+
+def why_no_adapter(adapter: Mapping[str, Any]) -> str | None:
+    """Why the converter cannot take an adapter with this adapter_config.json; None if it can.
+
+    The converter stores only A, B and `lora_alpha`, because llama.cpp scales every adapter by alpha / rank.
+    """
+    if adapter.get("use_dora"):
+        return "llama.cpp has no DoRA"
+    if adapter.get("use_rslora"):
+        return "llama.cpp scales adapters by alpha / rank, not by rsLoRA's alpha / sqrt(rank)"
+    if switches_of(adapter)["experts"]:
+        return "its converter does not read adapters of stacked experts"
+    return None
+
+
+def gguf_line(folder: Path, adapter: Mapping[str, Any] | None) -> str:
+    """The line printed after an export; `adapter` is the folder's adapter_config.json, or None for a model."""
+    if adapter is None:
+        return f"as GGUF, with {REPOSITORY}: {model_command(str(folder))}"
+    if (problem := why_no_adapter(adapter)) is not None:
+        return f"as GGUF: {problem}; export as=model and convert that"
+    base = str(adapter["base_model_name_or_path"])
+    return f"as GGUF, with {REPOSITORY}: {adapter_command(str(folder), base, base_is_folder=Path(base).is_dir())}"
+
 
 FORMS = ("model", "adapter")
 
@@ -37,7 +92,7 @@ def prepare(
     require(out, "out", "is missing" if out is None else "is empty", remedy="write out=<new folder>")
     folder = Path(out or "").expanduser()
     if kind == "gguf":
-        remedy = f"use as=model, then `{gguf.model_command(str(folder))}`"
+        remedy = f"use as=model, then `{model_command(str(folder))}`"
         raise UserError("as", "is written by llama.cpp's converter, not by rlft", got=kind, remedy=remedy)
     remedy = choice_remedy(kind, FORMS)
     require(kind in (None, *FORMS), "as", "is not a form that rlft writes", got=kind or "nothing", remedy=remedy)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.commands.launch import import_libraries, settled
-from rlft.commands.sweep import record, space as spaces
+from rlft.commands.sweep import space as spaces
 from rlft.config import command as commands
 from rlft.config.choices import choice_remedy
 from rlft.config.compose import compose
@@ -231,8 +231,8 @@ def date_word(plains: Sequence[Mapping[str, Any]], folder: Path | None) -> str |
     if any(plain.get("model", {}).get("date") != AUTO_DATE for plain in plains):
         return None
     dates: list[str] = []
-    if folder is not None and record.is_study(folder):
-        dates = [word.partition("=")[2] for word in record.read_record(folder).words if key_of(word) == spaces.DATE]
+    if folder is not None and spaces.is_study(folder):
+        dates = [word.partition("=")[2] for word in spaces.read_record(folder).words if key_of(word) == spaces.DATE]
     elif folder is not None:
         runs = sorted(file.parent for file in folder.glob("*/config.yaml"))
         dates = [run_folder.read(run)["model"].get("date", AUTO_DATE) for run in runs]

@@ -8,12 +8,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlft.commands.sweep import record
 from rlft.commands.sweep.checks import Checked, check, gpus_of, is_finished
-from rlft.commands.sweep.driver import Driver, Ending, How, InThisProcess, JobsFailedError, Run, Source
-from rlft.commands.sweep.jobs import SideBySide, threads_of_a_job
+from rlft.commands.sweep.driver import (
+    Driver,
+    Ending,
+    How,
+    InThisProcess,
+    JobsFailedError,
+    Run,
+    SideBySide,
+    Source,
+    threads_of_a_job,
+)
 from rlft.commands.sweep.page import TABLE, show_jobs
-from rlft.commands.sweep.space import is_own
+from rlft.commands.sweep.space import MAY_CHANGE, is_own, is_study, read_record
 from rlft.config import compose as configs
 from rlft.config.overrides import SWEEPING, Arguments, key_of, make_importable, parse
 from rlft.runs import run_folder
@@ -80,15 +88,15 @@ class Grid(Source[Run]):
 
 def resume(folder: Path, changes: Sequence[str]) -> None:
     """Resumes the study in this folder with overrides of what may change, such as sweep.trials=40."""
-    before = record.read_record(folder)
+    before = read_record(folder)
     mistakes = Mistakes()
     for word in changes:
         key, got = key_of(word), word.partition("=")[2]
         problem = "cannot change when a sweep is resumed: its trials would no longer be comparable"
-        others = ", ".join(other for other in record.MAY_CHANGE if other != "hydra.sweep.dir")
+        others = ", ".join(other for other in MAY_CHANGE if other != "hydra.sweep.dir")
         remedy = f"begin another sweep, or change only {others}"
         with mistakes:
-            require(key in record.MAY_CHANGE, key, problem, got=got, remedy=remedy)
+            require(key in MAY_CHANGE, key, problem, got=got, remedy=remedy)
             is_own_folder, problem = key != "hydra.sweep.dir", "a sweep is resumed in its own folder"
             require(is_own_folder, key, problem, got=got, remedy="leave it out")
     mistakes.refuse()
@@ -154,12 +162,12 @@ def check_folder(folder: Path, *, is_chosen: bool) -> None:
     """
     run_folder.check_can_be_made(folder, "hydra.sweep.dir")
     problem, remedy = "", "name another folder, or leave it out"
-    if not is_chosen and record.is_study(folder):
+    if not is_chosen and is_study(folder):
         problem = "there is a sweep in that folder whose values Optuna chooses"
         remedy = f"resume that one with {resuming(folder)}, or name another folder"
     elif is_chosen and run_folder.config_file(folder).exists():
         problem = "there is a run in that folder"
-    elif is_chosen and not record.is_study(folder) and ((folder / TABLE).exists() or any(folder.glob(f"*/{CONFIG}"))):
+    elif is_chosen and not is_study(folder) and ((folder / TABLE).exists() or any(folder.glob(f"*/{CONFIG}"))):
         problem = "there are runs in that folder that are not of such a sweep"
     require(not problem, "hydra.sweep.dir", problem, got=folder, remedy=remedy)
 

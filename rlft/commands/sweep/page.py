@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
-from rlft.commands.next_steps import after_a_sweep
 from rlft.commands.sweep.space import Interval, Space
+from rlft.commands.training import after_a_sweep
 from rlft.commands.watch.report import SWEEP as TABLE
 from rlft.logger.forecast import seconds_of
 from rlft.loop.evaluations import metric_of
@@ -27,8 +27,6 @@ from rlft.types import counted
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from rlft.commands.sweep.trials import Trial, Trials
 
 PICTURE = "sweep.png"
 KEYS, STATE, PLUS_MINUS = "keys", "state", "±"
@@ -69,52 +67,70 @@ class Result:
         return self.evaluation_error if len(self.values) == 1 else standard_error(self.values)
 
 
-class Page:
-    def __init__(self, folder: Path, trials: Trials, space: Space, metric: str, seeds: Sequence[int]) -> None:
-        self._folder, self._trials, self._space, self._metric, self._seeds = folder, trials, space, metric, seeds
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A trial of a study, and what has become of it."""
 
-    def write_table(self) -> None:
+    number: int  # counts from 0 in the order in which trials were drawn
+    params: Mapping[str, Any]
+    state: str = "unfinished"  # complete, pruned, failed or unfinished
+    value: float | None = None  # of the metric: at the end, or where it was pruned; None if it has none
+    values: Sequence[float] = ()
+    same_as: int | None = None  # the number of the trial whose result it has, or None
+    why: str = ""  # why it failed, or what pruned it and where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """The results of a study."""
+
+    folder: Path
+    space: Space
+    metric: str
+    lower_is_better: bool
+    seeds: Sequence[int]
+
+    def write_table(self, trials: Iterable[Trial]) -> None:
         """Writes sweep.csv with a line a trial, the best first: its values, its metric, and where its runs are."""
-        keys = [one.key for one in self._space.varied]
-        columns = ["trial", "state", *keys, self._metric, "standard_error", "by_seed", "same_as", "why", "folder"]
+        keys = [one.key for one in self.space.varied]
+        columns = ["trial", "state", *keys, self.metric, "standard_error", "by_seed", "same_as", "why", "folder"]
         rows: list[list[Any]] = []
-        for row in self._trials.rows():
-            folder = self._folder / str(row.number if row.same_as is None else row.same_as)
+        for row in trials:
+            folder = self.folder / str(row.number if row.same_as is None else row.same_as)
             by_seed = " ".join(map(repr, row.values))
             results = [row.value, standard_error(row.values), by_seed, row.same_as, row.why, str(folder)]
             rows.append([row.number, row.state, *(row.params[key] for key in keys), *results])
-        write_csv(self._folder, columns, rows)
+        write_csv(self.folder, columns, rows)
 
-    def show(self) -> None:
-        """Writes sweep.csv and sweep.png, and prints the table; does nothing without trials."""
-        rows, importance = self._trials.rows(), self._trials.importance()
+    def show(self, rows: Sequence[Trial], importance: Mapping[str, float]) -> None:
+        """Writes sweep.csv and sweep.png, and prints the table; does nothing without trials, which are sorted."""
         if not rows:
             return
-        self.write_table()
-        columns = ["trial", KEYS, "seeds", self._metric]
+        self.write_table(rows)
+        columns = ["trial", KEYS, "seeds", self.metric]
         lines = [
-            [str(row.number), self._space.name(row.params), str(len(row.values) or "-"), value_of(row)] for row in rows
+            [str(row.number), self.space.name(row.params), str(len(row.values) or "-"), value_of(row)] for row in rows
         ]
         if any(states := [state_of(row) for row in rows]):
             columns, lines = [*columns, STATE], [[*line, state] for line, state in zip(lines, states, strict=True)]
-        best = f", best {self._metric} first" if any(row.value is not None for row in rows) else ""
+        best = f", best {self.metric} first" if any(row.value is not None for row in rows) else ""
         print_table(f"sweep of {counted(len(rows), 'trial')}{best}", columns, lines)
         for key, share in importance.items():
             print(f"importance of {key}: {share:.2f}")
-        lower, picture = self._trials.lower_is_better, io.BytesIO()
-        drawn = figure(rows, self._space, self._metric, importance, lower=lower)
+        picture = io.BytesIO()
+        drawn = figure(rows, self.space, self.metric, importance, lower=self.lower_is_better)
         drawn.savefig(picture, dpi=120, metadata={"Software": None})
-        write_atomically(self._folder / PICTURE, picture.getvalue())
-        print(f"written to {self._folder / TABLE} and {self._folder / PICTURE}")
+        write_atomically(self.folder / PICTURE, picture.getvalue())
+        print(f"written to {self.folder / TABLE} and {self.folder / PICTURE}")
         complete = [row for row in rows if row.state == "complete" and row.same_as is None and row.values]
-        print_best([self._result(row) for row in complete], self._metric)
+        print_best([self._result(row) for row in complete], self.metric)
 
     def _result(self, row: Trial) -> Result:
-        best = (min if self._trials.lower_is_better else max)(row.values)
-        run = self._folder / str(row.number) / f"seed_{self._seeds[list(row.values).index(best)]}"
-        metric, lines = metric_of(self._metric), read_lines(run / EVALUATIONS, silent)
-        error = lines[-1].get(f"{self._metric}_se") if lines and metric is not None and metric.has_error else None
-        return Result(name=self._space.name(row.params), values=row.values, folder=run, evaluation_error=error)
+        best = (min if self.lower_is_better else max)(row.values)
+        run = self.folder / str(row.number) / f"seed_{self.seeds[list(row.values).index(best)]}"
+        metric, lines = metric_of(self.metric), read_lines(run / EVALUATIONS, silent)
+        error = lines[-1].get(f"{self.metric}_se") if lines and metric is not None and metric.has_error else None
+        return Result(name=self.space.name(row.params), values=row.values, folder=run, evaluation_error=error)
 
 
 def show_jobs(folder: Path, space: Space, failed: Mapping[int, str]) -> None:

@@ -1,4 +1,8 @@
-"""A study: which trials are begun and resumed, and what the evaluations of their runs mean for them.
+"""A study: trials whose values Optuna draws and judges, which are begun and resumed, and what they have measured.
+
+Whatever is decided is kept in the sweep's folder whole or not at all, so that a study that was killed resumes what
+was being done, to the same end: a trial and all its values, an evaluation and what it means for the trial. Each trial
+is drawn with a seed of its own, from (sweep.seed, number), because Optuna does not keep the state of its generators.
 
 A trial has a run for each seed, in <sweep>/<trial>/seed_<seed>. These are ordinary runs, whose evaluations are read
 from eval.jsonl alone, so that it makes no difference in which process they are done.
@@ -6,23 +10,321 @@ from eval.jsonl alone, so that it makes no difference in which process they are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from rlft.commands.sweep import record
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.exceptions import ExperimentalWarning, OptunaError
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import BaseJournalBackend
+from optuna.trial import FrozenTrial, TrialState
+
 from rlft.commands.sweep.checks import Checked, check_possible, curve, lower_is_better
 from rlft.commands.sweep.driver import Ending, How, JobsFailedError, PrunedError, Run, Source, why_pruned
-from rlft.commands.sweep.page import TABLE, Page
-from rlft.commands.sweep.space import Interval, Space, StudyConfig, number_of_trials
-from rlft.commands.sweep.trials import Trial, Trials
+from rlft.commands.sweep.page import TABLE, Page, Trial
+from rlft.commands.sweep.space import (
+    Choice,
+    Interval,
+    Space,
+    StudyConfig,
+    check_same_study,
+    number_of_trials,
+    record_of,
+    write_record,
+)
 from rlft.config.overrides import key_of
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.lines import EVALUATIONS
 from rlft.runs.run_status import Status
+from rlft.system.files import write_atomically
+from rlft.system.interrupt import Deferred
+from rlft.system.seeds import derive
 from rlft.system.terminal import resuming, say
-from rlft.types import counted, require
+from rlft.types import UserError, counted, require
+
+JOURNAL = "optuna.log"
+"""The file in the sweep's folder, in the format of Optuna's JournalFileBackend, which optuna-dashboard reads."""
+NAME = "sweep"
+REDUCTION = 3  # Hyperband lets one of so many trials continue at each rung
+FEWEST_TO_COMPARE = 4  # complete trials without which the importance of a key is not told
+
+SAME_AS, VALUES, WHY, ATTEMPTS = "same_as", "values", "why", "attempts"
+"""Attributes of a trial: the number of the trial whose result it has; its value by seed; why it failed or was pruned;
+[how far its runs were when they were last begun, how often they were begun or resumed since they were there]."""
+
+
+class Journal(BaseJournalBackend):
+    """Optuna's records, which the file holds as they were at the end of the last transaction.
+
+    Optuna's own backends write each record by itself, so that a kill leaves half of a decision.
+
+    file: is replaced as a whole: a kill leaves it as it was before or after. One process uses it at a time.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._is_whole = file, True
+        self._lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+        self._records: list[dict[str, Any]] = [json.loads(line) for line in self._lines]
+
+    def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
+        return self._records[log_number_from:]
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        self._records += logs
+        self._lines += [json.dumps(log, separators=(",", ":")) + "\n" for log in logs]
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Writes all records at its end; after an exception inside neither then nor ever after."""
+        try:
+            yield
+        except BaseException:
+            self._is_whole = False  # Optuna remembers half of a change, which would be written with the next one
+            raise
+        if self._is_whole:
+            self._write()
+
+    def _write(self) -> None:
+        write_atomically(self._file, (line.encode() for line in self._lines))
+
+
+STATES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "unfinished",
+}
+
+
+class Trials:
+    """The trials of one study. first_evaluation: the step of a run's first evaluation after some training.
+
+    `parallel`: whether trials run concurrently, so that values near those of running ones are avoided.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: StudyConfig,
+        space: Space,
+        *,
+        lower: bool,
+        steps: int,
+        first_evaluation: int,
+        parallel: bool,
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._config, self._space, self._parallel, self._steps = config, space, parallel, steps
+        self.lower_is_better = lower
+        self._distributions = {one.key: distribution(one) for one in space.varied}
+        try:
+            self._journal = Journal(folder / JOURNAL)
+            storage = JournalStorage(self._journal)
+        except (ValueError, TypeError, LookupError, AttributeError, AssertionError, OptunaError) as error:
+            problem = f"{JOURNAL} in that folder is damaged ({type(error).__name__})"
+            remedy = "restore it from a copy, or begin another sweep"
+            raise UserError("hydra.sweep.dir", problem, got=folder, remedy=remedy) from None
+        with self._changing():
+            self._study = optuna.create_study(
+                storage=storage,
+                study_name=NAME,
+                direction="minimize" if lower else "maximize",
+                pruner=pruner(config, first_evaluation, steps),
+                load_if_exists=True,
+            )
+
+    @property
+    def number_drawn(self) -> int:
+        return len(self._all())
+
+    def unfinished(self) -> list[Trial]:
+        """The trials that have begun and not ended, in their order."""
+        return [trial_of(trial) for trial in self._all((TrialState.RUNNING,))]
+
+    def draw(self) -> Trial:
+        """Begins another trial; one with the values of a trial that has ended gets its result at once."""
+        number = self.number_drawn
+        self._study.sampler = sampler(self._config, number, parallel=self._parallel)
+        with self._changing():
+            if self._config.sampler == "grid":
+                self._study.enqueue_trial(next(itertools.islice(self._space.combinations(), number, None)))
+            drawn = self._study.ask(self._distributions)
+            ended = self._all((TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
+            same = next((t for t in ended if t.params == drawn.params), None)
+            if same is not None:
+                self._end_like(drawn, same)
+        return trial_of(self._all()[number])
+
+    def attempt(self, number: int, progress: Sequence[int]) -> int:
+        """Records that the runs of a trial are begun or resumed; returns how often they were since the last progress.
+
+        `progress` is how far its runs are, in numbers that grow.
+        """
+        with self._changing():
+            trial = self._handle(number)
+            before, count = trial.user_attrs.get(ATTEMPTS, ([-1] * len(progress), 0))
+            furthest = [max(pair) for pair in zip(before, progress, strict=True)]
+            count = count + 1 if furthest == before else 1
+            trial.set_user_attr(ATTEMPTS, [furthest, count])
+        return count
+
+    def withdraw_attempt(self, number: int) -> None:
+        """The newest attempt no longer counts; nothing if the trial has ended."""
+        if self._all()[number].state.is_finished():
+            return
+        with self._changing():
+            trial = self._handle(number)
+            furthest, count = trial.user_attrs[ATTEMPTS]
+            trial.set_user_attr(ATTEMPTS, [furthest, count - 1])
+
+    def reported(self, number: int) -> Mapping[int, float]:
+        """{point: value} that was reported of a trial."""
+        return self._all()[number].intermediate_values
+
+    def report(self, number: int, point: int, value: float, *, may_end: bool) -> bool:
+        """Reports the value of a trial at a point, once; returns whether the trial is thereby pruned.
+
+        Args:
+            point: how far it is, in steps, those of its earlier runs included.
+            value: of its first run within that; at the end of a run the mean over all that have come so far.
+            may_end: whether it can be pruned here.
+        """
+        with self._changing():
+            trial = self._handle(number)
+            trial.report(value, point)
+            ends = may_end and trial.should_prune()
+            if ends:
+                where = f"at step {point}" if point <= self._steps else f"after {counted(point // self._steps, 'seed')}"
+                trial.set_user_attr(WHY, f"{self._config.pruner} {where}")
+                self._study.tell(number, state=TrialState.PRUNED)
+        return ends
+
+    def complete(self, number: int, values: Sequence[float]) -> None:
+        """Ends a trial with its value by seed. One that is not finite makes it fail."""
+        if not all(map(math.isfinite, values)):
+            self.fail(number, "its metric is not finite")
+            return
+        with self._changing():
+            self._handle(number).set_user_attr(VALUES, list(values))
+            self._study.tell(number, sum(values) / len(values))
+
+    def fail(self, number: int, why: str) -> None:
+        with self._changing():
+            self._handle(number).set_user_attr(WHY, why)
+            self._study.tell(number, state=TrialState.FAIL)
+
+    def rows(self) -> list[Trial]:
+        """The trials, the best first; then those that were pruned, failed, and are unfinished."""
+        order, sign = list(STATES.values()), 1.0 if self.lower_is_better else -1.0
+        rows = [trial_of(trial) for trial in self._all()]
+        return sorted(rows, key=lambda row: (order.index(row.state), sign * (row.value or 0.0), row.number))
+
+    def importance(self) -> dict[str, float]:
+        """{key: its share, of 1, in what sets the best tenth of the complete trials apart}; {} of too few trials.
+
+        By PED-ANOVA (arXiv 2304.10255), of Optuna's evaluators the one that needs no scikit-learn.
+        """
+        complete = self._all((TrialState.COMPLETE,))
+        varied = [key for key in self._distributions if len({trial.params[key] for trial in complete}) > 1]
+        if len(complete) < FEWEST_TO_COMPARE or not varied or len({trial.value for trial in complete}) == 1:
+            return {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shares = get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator(), params=varied)
+        return {key: float(share) for key, share in shares.items()}
+
+    def _all(self, states: tuple[TrialState, ...] | None = None) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False, states=states)
+
+    def _handle(self, number: int) -> optuna.Trial:
+        return optuna.Trial(self._study, self._all()[number]._trial_id)
+
+    def _end_like(self, drawn: optuna.Trial, same: FrozenTrial) -> None:
+        for point, value in same.intermediate_values.items():
+            drawn.report(value, point)
+        for name in (name for name in (VALUES, WHY) if name in same.user_attrs):
+            drawn.set_user_attr(name, same.user_attrs[name])
+        drawn.set_user_attr(SAME_AS, same.number)
+        self._study.tell(drawn, same.value if same.state is TrialState.COMPLETE else None, same.state)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A change, which a signal does not interrupt: it is kept whole, and the signal is delivered behind it."""
+        with Deferred(), warnings.catch_warnings(), self._journal.transaction():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            yield
+
+
+def trial_of(trial: FrozenTrial) -> Trial:
+    return Trial(
+        number=trial.number,
+        params=trial.params,
+        state=STATES[trial.state],
+        value=trial.value,
+        values=trial.user_attrs.get(VALUES, ()),
+        same_as=trial.user_attrs.get(SAME_AS),
+        why=trial.user_attrs.get(WHY, ""),
+    )
+
+
+def distribution(one: Choice | Interval) -> BaseDistribution:
+    if isinstance(one, Choice):
+        return CategoricalDistribution(one.values)
+    if one.whole:
+        return IntDistribution(int(one.low), int(one.high), log=one.log)
+    return FloatDistribution(one.low, one.high, log=one.log)
+
+
+def sampler(config: StudyConfig, number: int, *, parallel: bool) -> BaseSampler:
+    seed = derive(config.seed, number, "sweep") % 2**32
+    if config.sampler == "random":
+        return RandomSampler(seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return TPESampler(seed=seed, n_startup_trials=config.startup, constant_liar=parallel)
+
+
+def pruner(config: StudyConfig, first_evaluation: int, steps: int) -> BasePruner:
+    """What prunes trials. steps: of one run; Hyperband counts those of all runs of a trial."""
+    if config.pruner == "median":
+        return Median(config.startup, steps)
+    if config.pruner == "hyperband":
+        all_steps = steps * config.seeds
+        return HyperbandPruner(min_resource=first_evaluation, max_resource=all_steps, reduction_factor=REDUCTION)
+    return NopPruner()
+
+
+class Median(MedianPruner):
+    """Prunes a trial that is worse than the median of the complete ones at the same point.
+
+    Before the last step of the first run its best value so far counts, as Optuna has it: an evaluation is noisy, and a
+    run may still recover. At the end of a run the value there counts, which is what trials are compared by.
+    """
+
+    def __init__(self, startup: int, steps: int) -> None:
+        super().__init__(n_startup_trials=startup)
+        self._steps = steps
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        point = trial.last_step
+        if point is not None and point >= self._steps:
+            trial = copy.copy(trial)
+            trial.intermediate_values = {point: trial.intermediate_values[point]}
+        return super().prune(study, trial)
+
 
 MOST_CRASHES = 2  # attempts in a row that end without an explanation and without progress; the next makes a trial fail
 
@@ -44,7 +346,13 @@ class Study(Source[TrialRun]):
         self.seeds = [int(checked.plains[0]["seed"]) + i for i in range(keys.seeds)]
         self._space, self._steps, self._metric = checked.space, checked.plans[0].num_steps, keys.metric
         self._check_possible = partial(check_possible, checked.space, checked.parsed.config_dir, checked.command)
-        self._page = Page(folder, trials, checked.space, keys.metric, self.seeds)
+        self._page = Page(
+            folder=folder,
+            space=checked.space,
+            metric=keys.metric,
+            lower_is_better=trials.lower_is_better,
+            seeds=self.seeds,
+        )
         unfinished = trials.unfinished()
         self._waiting = [self.run(trial, 0) for trial in unfinished]
         done = trials.number_drawn - len(unfinished)
@@ -61,13 +369,13 @@ class Study(Source[TrialRun]):
             say(f"trial {trial.number}: {self._space.name(trial.params)}" if run.index == 0 else run.name)
             if trial.same_as is not None:
                 say(f"trial {trial.number} has the values of trial {trial.same_as}, and so its result")
-                self._page.write_table()
+                self._page.write_table(self.trials.rows())
             elif self.trials.attempt(trial.number, self._progress(trial)) > MOST_CRASHES:
                 why = f"{MOST_CRASHES} attempts in a row ended without an explanation and without a new evaluation"
                 self._has_failed(trial, f"{why} or checkpoint: its process was killed or crashed")
             else:
                 if run.index == 0:
-                    self._page.write_table()
+                    self._page.write_table(self.trials.rows())
                 return run
         return None
 
@@ -131,7 +439,7 @@ class Study(Source[TrialRun]):
             say(f"note: {len(failed)} of {counted(len(rows), 'trial')} failed; {TABLE} says why")
 
     def show(self) -> None:
-        self._page.show()
+        self._page.show(self.trials.rows(), self.trials.importance())
 
     def _complete(self, trial: Trial) -> None:
         """All runs of a trial are done. It fails if the last step of one was not evaluated."""
@@ -147,14 +455,14 @@ class Study(Source[TrialRun]):
     def _has_failed(self, trial: Trial, why: str) -> None:
         self.trials.fail(trial.number, why)
         say(f"trial {trial.number} failed: {why}")
-        self._page.write_table()
+        self._page.write_table(self.trials.rows())
 
     def _has_ended(self, trial: Trial) -> None:
         row = next(row for row in self.trials.rows() if row.number == trial.number)
         value = "without a value" if row.value is None else f"{self._metric} {row.value:.4g}"
         how = f"pruned by {row.why}" if row.state == "pruned" else row.state
         say(f"trial {trial.number} is {how}: {value}")
-        self._page.write_table()
+        self._page.write_table(self.trials.rows())
 
     def _points(self, run: TrialRun) -> Mapping[int, float]:
         """{steps of a trial, those of earlier runs included: the metric there} that a run adds to its trial."""
@@ -179,8 +487,8 @@ class Study(Source[TrialRun]):
 def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) -> Study:
     """The study in this folder, recorded there if it is new; a `resumed` one must have something left to do."""
     fingerprints = [plan.fingerprints for plan in checked.plans.values()]
-    now = record.record_of(checked.command, checked.parsed, checked.plains, fingerprints)
-    record.check_same_study(folder, now)
+    now = record_of(checked.command, checked.parsed, checked.plains, fingerprints)
+    check_same_study(folder, now)
     steps, total = checked.plans[0].num_steps, number_of_trials(keys, checked.space)
     trials = Trials(
         folder,
@@ -196,7 +504,7 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
     if keys.sampler == "grid":
         problem, remedy = "the grid's combinations are all done", "begin another sweep, with other values"
     require(not resumed or done < total, "sweep.trials", problem, got=total, remedy=remedy)
-    record.write_record(folder, now)
+    write_record(folder, now)
     return Study(trials, folder, checked, keys)
 
 

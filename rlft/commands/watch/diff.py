@@ -12,8 +12,7 @@ from typing import Any
 from rich.console import Console as Terminal
 from rich.text import Text
 
-from rlft.commands.watch.names import differing
-from rlft.commands.watch.runs import read_words
+from rlft.commands.watch.runs import differing, read_words
 from rlft.config.choices import choice_remedy
 from rlft.logger.console import open_terminal
 from rlft.logger.summary import points

@@ -14,9 +14,8 @@ from typing import Any
 import rlft
 from rlft.commands.html_page import html_page
 from rlft.commands.watch import runs as runs_command
-from rlft.commands.watch.names import differing, names_of, same_settings, text_of
 from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, safe, shown_images
-from rlft.commands.watch.runs import REPORT, read_words
+from rlft.commands.watch.runs import REPORT, differing, names_of, read_words, same_settings, text_of
 from rlft.config import command as commands
 from rlft.logger.forecast import seconds_of
 from rlft.runs.chain import CHAIN

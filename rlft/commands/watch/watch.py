@@ -14,8 +14,7 @@ from rlft.commands.watch.runs import read_words
 from rlft.config import command as commands
 from rlft.config.command import LOSS
 from rlft.logger.console import LiveView, PlainView, Progress, evaluation_of, open_terminal
-from rlft.logger.flat import newly_flat
-from rlft.logger.forecast import Price, read_price, seconds_of
+from rlft.logger.forecast import Price, newly_flat, read_price, seconds_of
 from rlft.logger.interface import RunInfo
 from rlft.logger.summary import print_summary
 from rlft.logger.text import glyphs_for, visible

@@ -15,8 +15,8 @@ import pytest
 from in_one_test import each
 
 from rlft import cli
-from rlft.commands.completion import command, tab
-from rlft.commands.completion.listed import listed
+from rlft.commands import completion, tab
+from rlft.commands.completion import listed
 from rlft.config import catalog
 
 LINES = {  # {what is typed before TAB: what the line is then}
@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@each("shell", command.SHELLS)
+@each("shell", completion.SHELLS)
 def test_a_shell_completes_lines_as_they_are_typed(
     shell: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

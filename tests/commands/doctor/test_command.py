@@ -18,9 +18,8 @@ from slow_cases import slow
 from torch import Tensor
 
 from rlft import cli
-from rlft.commands.doctor import command as doctor, kernels, machine, steps
-from rlft.commands.doctor.command import CHECKS
-from rlft.commands.doctor.supervise import Check, Settings, run_checks
+from rlft.commands.doctor import command as doctor, kernels, machine, trial
+from rlft.commands.doctor.command import CHECKS, Check, Settings, run_checks
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.compose import compose
 from rlft.config.keys import with_values
@@ -78,7 +77,7 @@ def test_on_this_machine_all_works(tmp_path: Path) -> None:
 def test_ctrl_c_ends_it_soon_and_leaves_nothing(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    event = {"at": "rlft.commands.doctor.supervise:rows_of", "call": 1, "do": "interrupt", "later": 0.5}
+    event = {"at": "rlft.commands.doctor.command:rows_of", "call": 1, "do": "interrupt", "later": 0.5}
     started = start_fresh("doctor", cwd=tmp_path, events=[event], variables={**OFFLINE, "TMPDIR": str(temporary)})
     assert happens(lambda: any(temporary.iterdir()), within_s=60)
     begin = time.monotonic()
@@ -349,7 +348,7 @@ def swap(engine: Follower, trainer: Any = None, threshold: float = 1e-3) -> Chec
         engine.load(trainer.publish(version))
         freshness.check(version, engine, trainer)
 
-    row = steps.swap_row(publish, freshness, trainer)
+    row = trial.swap_row(publish, freshness, trainer)
     assert trainer.held[NAMES[1]] is before[NAMES[1]], "the policy is as it was"
     return row
 
@@ -383,7 +382,7 @@ def test_an_adapter_without_effect_in_the_trainer_is_told() -> None:
 def test_a_gap_above_what_runs_allow_is_wrong() -> None:
     def status(fixed: float, sampled: float, threshold: float, alarm: float | None = 0.05) -> Status:
         gaps = Gap(mean=fixed / 2, largest=fixed), Gap(mean=sampled, largest=10 * sampled)
-        return steps.gap_row(*gaps, Limits(largest=threshold), alarm).status
+        return trial.gap_row(*gaps, Limits(largest=threshold), alarm).status
 
     assert status(1e-6, 1e-6, 1e-3) is Status.ok
     assert status(2e-3, 1e-6, 1e-3) is Status.wrong
@@ -392,7 +391,7 @@ def test_a_gap_above_what_runs_allow_is_wrong() -> None:
     assert status(0.4, 0.06, 0.5) is Status.wrong, "which raises the run's alarm"
     assert status(0.4, 0.06, 0.5, None) is Status.ok
     assert status(math.inf, 1e-6, 0.5) is Status.wrong
-    stopped = steps.gap_row(Gap(mean=1e-3, largest=2e-3), None, Limits(largest=1e-3), 0.05)
+    stopped = trial.gap_row(Gap(mean=1e-3, largest=2e-3), None, Limits(largest=1e-3), 0.05)
     assert (stopped.status, "sampled" in stopped.value) == (Status.wrong, False), "stopped before its first step"
     assert status(1e-6, math.nan, 0.5) is Status.wrong
     assert Gap.between([0.0, 1.0], [0.0, 3.0]) == Gap(mean=1.0, largest=2.0)
@@ -400,22 +399,22 @@ def test_a_gap_above_what_runs_allow_is_wrong() -> None:
 
 # -- speed and memory ------------------------------------------------------------------------------------------------
 def test_slow_steps_are_told() -> None:
-    assert steps.sampling_row(1000, 10.0, 1.0, "vllm").status is Status.ok
-    slow = steps.sampling_row(1000, 25.0, 1.0, "vllm")
+    assert trial.sampling_row(1000, 10.0, 1.0, "vllm").status is Status.ok
+    slow = trial.sampling_row(1000, 25.0, 1.0, "vllm")
     assert (slow.status, slow.numbers["tokens_per_s"]) == (Status.slow, 40.0)
-    half = steps.update_row(1000, 2.0, 1e12, 1e12, 0.2)
+    half = trial.update_row(1000, 2.0, 1e12, 1e12, 0.2)
     assert (half.status, half.numbers["share"], half.numbers["tokens_per_s"]) == (Status.ok, 0.5, 500.0)
-    assert steps.update_row(1000, 10.0, 1e12, 1e12, 0.2).status is Status.slow
-    assert steps.publish_row(2.0, 100.0).status is Status.ok
-    assert steps.publish_row(0.5, 1.0).status is Status.ok
-    assert steps.publish_row(2.0, 10.0).status is Status.slow
+    assert trial.update_row(1000, 10.0, 1e12, 1e12, 0.2).status is Status.slow
+    assert trial.publish_row(2.0, 100.0).status is Status.ok
+    assert trial.publish_row(0.5, 1.0).status is Status.ok
+    assert trial.publish_row(2.0, 10.0).status is Status.slow
 
 
 def test_a_plan_that_is_off_is_wrong() -> None:
-    assert steps.memory_row(1140, 1000).status is Status.ok
-    assert steps.memory_row(860, 1000).status is Status.ok
+    assert trial.memory_row(1140, 1000).status is Status.ok
+    assert trial.memory_row(860, 1000).status is Status.ok
     for planned in (1160, 840, 2000, 500):
-        assert steps.memory_row(planned, 1000).status is Status.wrong
+        assert trial.memory_row(planned, 1000).status is Status.wrong
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

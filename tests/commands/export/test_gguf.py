@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from rlft import cli
-from rlft.commands.export import gguf
 from rlft.commands.export.command import export
 from rlft.commands.export.model_card import Card
-from rlft.commands.export.request import Export, prepare
+from rlft.commands.export.request import Export, gguf_line, prepare
 from rlft.model.roles import Roles
 from rlft.runs.find import CheckpointKind, NamedRun
 from rlft.tokens.ends import TurnEnds
@@ -85,7 +84,7 @@ def card_of(place: NamedRun, base: str, **kind: bool) -> str:
 def test_a_base_on_the_hub_is_named_by_its_id(policy_run: Callable[..., NamedRun]) -> None:
     options = "--base-model-id Qwen/Qwen2.5-0.5B-Instruct --outfile mine.gguf --outtype f32"
     command = f"python llama.cpp/convert_lora_to_gguf.py mine {options}"
-    assert gguf.instructions(Path("mine"), HUB_BASE).endswith(f": {command}")
+    assert gguf_line(Path("mine"), HUB_BASE).endswith(f": {command}")
     card = card_of(policy_run(), HUB_BASE["base_model_name_or_path"])
     assert f"\n{command}\n```\n\n## Licence" in card, "and no note on a folder"
 
@@ -95,10 +94,10 @@ def test_an_adapter_that_would_become_another_one_is_not_converted(
     kind: str, problem: str, policy_run: Callable[..., NamedRun]
 ) -> None:
     adapter = {**HUB_BASE, kind: True}
-    for text in (gguf.instructions(Path("mine"), adapter), card_of(policy_run(), "a/b", **{kind: True})):
+    for text in (gguf_line(Path("mine"), adapter), card_of(policy_run(), "a/b", **{kind: True})):
         assert f"llama.cpp {problem}" in text
         assert "convert_lora_to_gguf" not in text
-    assert gguf.instructions(Path("mine"), adapter).endswith("; export as=model and convert that")
+    assert gguf_line(Path("mine"), adapter).endswith("; export as=model and convert that")
 
 
 def test_a_reward_model_is_nothing_for_llama_cpp(

@@ -17,8 +17,8 @@ from huggingface_hub import constants
 from in_one_test import each
 
 from rlft import cli
-from rlft.commands.export import push
-from rlft.commands.export.push import Push, limited_waits, read_target
+from rlft.commands.export import command as export_command
+from rlft.commands.export.command import Push, limited_waits, read_target
 from rlft.runs.find import NamedRun
 from rlft.system import interrupt
 from rlft.system.hub import hub_answers
@@ -267,7 +267,7 @@ def test_a_hub_that_is_broken_or_silent_does_not_keep_the_export_from_being_writ
     assert cli.run(["export", f"run={run}", f"out={tmp_path / 'broken'}", "as=adapter", f"push={ID}"]) == 1
     assert "not pushed: HfHubHTTPError: " in capsys.readouterr().err
     hub.wrong, hub.seconds = {}, 60.0
-    monkeypatch.setattr(push, "QUESTION_SECONDS", 0.2)
+    monkeypatch.setattr(export_command, "QUESTION_SECONDS", 0.2)
     began = time.monotonic()
     assert cli.run(["export", f"run={run}", f"out={tmp_path / 'silent'}", "as=adapter", f"push={ID}"]) == 1
     assert time.monotonic() - began < 50

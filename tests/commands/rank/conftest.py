@@ -10,8 +10,7 @@ from threading import Thread
 
 import pytest
 
-from rlft.commands.rank.rankings import Rankings, questions_of
-from rlft.commands.rank.server import RankServer
+from rlft.commands.rank import Rankings, RankServer, questions_of
 
 Served = Callable[..., RankServer]
 

@@ -17,7 +17,7 @@ import pytest
 from in_one_test import each
 
 from rlft import cli
-from rlft.commands.rank.command import kappa, verdicts_of
+from rlft.commands.rank import kappa, verdicts_of
 
 
 def start(*words: str) -> tuple[subprocess.Popen[str], str]:

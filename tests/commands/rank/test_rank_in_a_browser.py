@@ -17,7 +17,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from rlft.commands.rank.server import RankServer
+from rlft.commands.rank import RankServer
 
 pytestmark = pytest.mark.slow
 

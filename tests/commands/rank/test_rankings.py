@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from in_one_test import each
 
-from rlft.commands.rank.rankings import MOST_ANSWERS, Rankings, questions_of
+from rlft.commands.rank import MOST_ANSWERS, Rankings, questions_of
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import resolve

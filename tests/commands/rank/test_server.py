@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from in_one_test import each
 
-from rlft.commands.rank.server import MAX_BODY_BYTES, RankServer
+from rlft.commands.rank import MAX_BODY_BYTES, RankServer
 from rlft.system.disk import DiskError
 
 Served = Callable[..., RankServer]

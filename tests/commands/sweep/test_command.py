@@ -15,7 +15,7 @@ import pytest
 from fake_studies import STEPS, FakeRuns, accuracy, do_all
 from matplotlib.figure import Figure
 
-from rlft.commands.sweep import checks, command, page, record
+from rlft.commands.sweep import checks, command, page, space
 from rlft.commands.sweep.study import Study, TrialRun
 from rlft.commands.watch.report import sweep_of
 from rlft.config.overrides import parse
@@ -134,9 +134,9 @@ def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(
 
 def test_a_resume_that_is_refused_changes_nothing(begin: Begin) -> None:
     begin(*RATES, "sweep.trials=3")
-    before = Path("sweep", record.RECORD).read_text()
+    before = Path("sweep", space.RECORD).read_text()
     assert refusal(lambda: begin("sweep.trials=2", again="sweep")).startswith("sweep.trials: the sweep has all its")
-    assert Path("sweep", record.RECORD).read_text() == before
+    assert Path("sweep", space.RECORD).read_text() == before
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_what_would_change_a_sweeps_runs_cannot_change_when_it_goes_on(begin: Be
         said = refusal(lambda change=change: begin("sweep.trials=4", change, again="sweep"))
         assert said.startswith(problem)
         if "cannot change" in said:
-            assert all(key in said for key in record.MAY_CHANGE if key != "hydra.sweep.dir")
+            assert all(key in said for key in space.MAY_CHANGE if key != "hydra.sweep.dir")
 
 
 def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
@@ -241,14 +241,14 @@ def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def begun(**config: Any) -> record.StudyRecord:
+def begun(**config: Any) -> space.StudyRecord:
     configs = [{"trainer.lr": 1e-4, **config}]
-    return record.StudyRecord(command="train", options=(), words=(), start=".", configs=configs, fingerprints=())
+    return space.StudyRecord(command="train", options=(), words=(), start=".", configs=configs, fingerprints=())
 
 
-def keep(folder: Path, now: record.StudyRecord) -> None:
-    record.check_same_study(folder, now)
-    record.write_record(folder, now)
+def keep(folder: Path, now: space.StudyRecord) -> None:
+    space.check_same_study(folder, now)
+    space.write_record(folder, now)
 
 
 def test_how_often_a_run_saves_is_no_change_and_another_checkpoint_of_a_run_is(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_how_often_a_run_saves_is_no_change_and_another_checkpoint_of_a_run_is(t
 
 def test_a_study_whose_record_is_damaged_does_not_go_on(begin: Begin) -> None:
     begin(*RATES)
-    Path("sweep", record.RECORD).write_text("[torn")
+    Path("sweep", space.RECORD).write_text("[torn")
     assert refusal(lambda: begin(again="sweep")).startswith("resume: sweep.yaml in that folder cannot be read")
 
 

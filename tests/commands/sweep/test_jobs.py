@@ -20,8 +20,7 @@ from run_processes import Nursery, happens
 import rlft
 from rlft.commands.sweep.checks import cluster_of, gpus_of, is_finished
 from rlft.commands.sweep.command import Grid
-from rlft.commands.sweep.driver import Driver, Ending, How, JobsFailedError, Run
-from rlft.commands.sweep.jobs import SideBySide, threads_of_a_job
+from rlft.commands.sweep.driver import Driver, Ending, How, JobsFailedError, Run, SideBySide, threads_of_a_job
 from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.config.trainer import ClusterConfig
@@ -82,7 +81,7 @@ def said() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlft.commands.sweep.jobs.POLL_S", 0.001)
+    monkeypatch.setattr("rlft.commands.sweep.driver.POLL_S", 0.001)
 
 
 def side_by_side(launcher: Any, said: list[str], **keys: Any) -> SideBySide:

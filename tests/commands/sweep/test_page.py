@@ -19,7 +19,7 @@ from rlft.commands.sweep.checks import Checked
 from rlft.commands.sweep.command import Grid
 from rlft.commands.sweep.page import rows, write_csv
 from rlft.commands.sweep.space import Space, read_grid
-from rlft.commands.sweep.trials import Trial
+from rlft.commands.sweep.study import Trial
 from rlft.config.overrides import parse
 from rlft.runs import run_status
 

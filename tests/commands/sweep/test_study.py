@@ -30,8 +30,7 @@ from fake_studies import (
 from rlft.commands.sweep import study as studies
 from rlft.commands.sweep.driver import Ending, How
 from rlft.commands.sweep.space import Choice
-from rlft.commands.sweep.study import Study, TrialRun
-from rlft.commands.sweep.trials import Journal
+from rlft.commands.sweep.study import Journal, Study, TrialRun
 from rlft.loop.driver import BrokenRunError
 from rlft.runs import run_status
 from rlft.system.disk import DiskError
@@ -204,11 +203,11 @@ def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -
     assert (run_status.error(run.folder), run_status.num_steps(run.folder)) == ("PrunedError", STEPS)
 
 
-def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path) -> None:
+def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trial 1 cannot be done and fails, the others go on; of four combinations six trials repeat some."""
     told: list[list[str]] = []
     study = make_study(tmp_path, keys(trials=6, startup=6), RANK, ALGORITHM)
-    study._page.write_table = lambda: told.append(states(study))
+    monkeypatch.setattr(studies.Page, "write_table", lambda page, trials: told.append(states(study)))
 
     def before(run: TrialRun, step: int) -> None:
         if run.trial.number == 1:

@@ -14,7 +14,7 @@ import pytest
 from fake_studies import ALGORITHM, RANK, RATE, STEPS, accuracy, keys, make_trials
 
 from rlft.commands.sweep.space import Interval, Space
-from rlft.commands.sweep.trials import JOURNAL, Journal, Trials, pruner
+from rlft.commands.sweep.study import JOURNAL, Journal, Trials, pruner
 from rlft.types import UserError
 
 SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))

@@ -12,9 +12,7 @@ from in_one_test import each
 
 from rlft import cli
 from rlft.commands.init import EXAMPLE
-from rlft.commands.translate.command import translated
-from rlft.commands.translate.files import read
-from rlft.commands.translate.rules import _peer
+from rlft.commands.translate import _peer, read, translated
 from rlft.config.compose import compose
 from rlft.config.overrides import parse
 from rlft.config.resolved import resolve

@@ -18,9 +18,9 @@ import pytest
 
 from rlft import cli
 from rlft.commands.watch import report, report_completions
-from rlft.commands.watch.names import same_settings
 from rlft.commands.watch.report import MAX_POINTS, report_of, thinned
 from rlft.commands.watch.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose, fitting
+from rlft.commands.watch.runs import same_settings
 from rlft.config.compose import compose
 from rlft.config.keys import keys_of
 from rlft.config.schema import RunConfig

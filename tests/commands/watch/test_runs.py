@@ -19,7 +19,7 @@ from in_one_test import each
 
 from rlft import cli
 from rlft.commands.watch import runs, watch
-from rlft.commands.watch.names import names_of
+from rlft.commands.watch.runs import names_of
 from rlft.logger.console import StandardOutput as Terminal
 from rlft.logger.forecast import Price
 from rlft.runs import run_folder, run_status

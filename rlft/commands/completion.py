@@ -1,29 +1,33 @@
-"""Makes the list that completion reads: commands, their keys with choices, recipes, and the files it is made of.
+"""`rlft completion bash|zsh|fish`: prints the script that a shell sources, and makes the list that the script reads.
 
-What a command takes is what its usage line names: `<key>=<value>`, `+recipe=<name>`, `<run>`, `at=common|last`. Values
-that it leaves out are in `CHOICES`. A choice in angle brackets is a kind of path (`tab.offered`).
-"""
+The list has commands, their keys with choices, recipes, and the files it is made of. What a command takes is what its
+usage line names: `<key>=<value>`, `+recipe=<name>`, `<run>`, `at=common|last`. Values that it leaves out are in
+`CHOICES`. A choice in angle brackets is a kind of path (`tab.offered`)."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import rlft
-from rlft.commands.keys import OF_SERVE, OF_SWEEPS, all_keys
+from rlft.commands import tab
+from rlft.commands.lists import OF_SERVE, OF_SWEEPS, all_keys
 from rlft.commands.watch import runs
 from rlft.config import catalog, command as commands
+from rlft.config.choices import choice_remedy
 from rlft.config.keys import is_path_key
 from rlft.config.model import DTYPES
 from rlft.config.overrides import OPTIONS
 from rlft.config.resolved import AUTO
 from rlft.config.suggest import ASSETS
 from rlft.plan.cards import CARDS
+from rlft.types import require
 
 ROOT = Path(rlft.__file__).parent
 WORD = re.compile(r"[\s\[]((?:<[^>]+>|[^\s\[\]<>])+)")  # of a usage line, without its brackets
@@ -97,3 +101,15 @@ def _keys_of(command: str) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     json.dump(listed(), sys.stdout)
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def command(arguments: list[str]) -> None:
+    shell = " ".join(arguments)
+    remedy = choice_remedy(shell, SHELLS)
+    require(shell in SHELLS, "completion", "takes the name of your shell", got=shell or "nothing", remedy=remedy)
+    tab.cached()  # so that the first TAB need not wait
+    script = (ASSETS / "completion" / f"rlft.{shell}").read_text(encoding="utf-8")
+    print(script.replace("PYTHON TAB", shlex.join([sys.executable, "-I", "-S", tab.__file__])), end="")

@@ -1,6 +1,6 @@
 """What a shell's script runs at each TAB: `python -I -S tab.py <shell> <line up to the cursor> [<word breaks>]`.
 
-It has 150 ms, so it imports nothing of rlft, and reads the list that `rlft.commands.completion.listed` has made: from
+It has 150 ms, so it imports nothing of rlft, and reads the list that `rlft.commands.completion` has made: from
 the user's cache folder, until one of the files that it was made of changes.
 """
 
@@ -28,7 +28,7 @@ def cached() -> dict:
             return listed
     import subprocess
 
-    maker = [sys.executable, "-P", "-m", "rlft.commands.completion.listed"]
+    maker = [sys.executable, "-P", "-m", "rlft.commands.completion"]
     made = subprocess.run(maker, capture_output=True, text=True, check=True).stdout
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

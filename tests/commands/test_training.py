@@ -12,9 +12,8 @@ from typing import Any, cast
 import pytest
 from in_one_test import each
 
-from rlft.commands import train
-from rlft.commands.next_steps import print_policy_page
 from rlft.commands.sample import HELD_OUT, after_sampling, held_out_fraction
+from rlft.commands.training import print_policy_page, print_train_page
 from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.data.records import identity, split_of
@@ -85,9 +84,8 @@ def test_what_follows_a_training_is_of_that_run(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))
     plain = compose(["+recipe=grpo_arithmetic", *words])
     prompts = SimpleNamespace(prompts=[SimpleNamespace(images=())])
-    train.print_summary(
-        cast("Any", SimpleNamespace(config=build(plain), plain=plain, train_prompts=prompts)), Path("a")
-    )
+    plan = cast("Any", SimpleNamespace(config=build(plain), plain=plain, train_prompts=prompts))
+    print_train_page(plan, Path("a"))
     found = [shlex.split(command)[1:] for _, command in said]
     assert [command[0] for command in found] == ["eval", "chat", "resume", "train", last]
     assert "run=a" in found[-1] or last == "plan"

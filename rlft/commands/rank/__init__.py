@@ -1,1 +1,0 @@
-"""`rlft rank`: a person ranks answers in a browser."""

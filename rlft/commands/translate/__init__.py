@@ -1,1 +1,0 @@
-"""What `rlft translate` reads of other libraries, and how it says the same here."""
