@@ -199,6 +199,7 @@ def decode(
                 uniforms_RT, token = uniforms_RT.index_select(0, there), token.index_select(0, there)
             if is_tail:
                 keys = [key_of(prompts[row // n]) for row in rows.tolist()]
+                del logits
                 _decode_with_drafts(decoder, keys, rows, t, uniforms_RT, sampling, into)
                 break
         logits = decoder.step(token)

@@ -7,6 +7,7 @@ that is drafted in vain costs its share of a pass, while a right one saves the l
 
 from __future__ import annotations
 
+import math
 import zlib
 from array import array
 from collections import Counter
@@ -46,7 +47,8 @@ class Drafts:
         self._rows: list[tuple[int, Sequence[int]]] = []  # (key of the prompt, token ids) of what is remembered
         self._num_tokens = 0  # of them
         self._leading: dict[int, tuple[int, int]] = {}  # {context: (the token that leads after it, by how many votes)}
-        self.counts: Counter[str] = Counter()  # of drafts offered and accepted, tokens, and the rows of all passes
+        # Of drafts offered and accepted, tokens, and the rows of all passes: since the last call of `taken`.
+        self.counts: Counter[str] = Counter()
 
     @classmethod
     def of(
@@ -69,7 +71,7 @@ class Drafts:
         keys: of the rows' prompts (`key_of`); said: the last tokens of each row, all if there are not LONGEST.
         """
         lead = 1 + (LEADS - 1) * len(keys) // self.rows
-        most = min(MOST, 2 * self.rows // len(keys) - 1)
+        most = most_drafts(len(keys), self.rows)
         offers = [self._offer(key, row, min(most, left), lead) for key, row, left in zip(keys, said, room, strict=True)]
         self.counts.update(offered=sum(map(len, offers)))
         return offers
@@ -110,11 +112,10 @@ class Drafts:
         for row in rows:
             self._add(*row)
 
-    def metrics(self) -> dict[str, float]:
-        """What drafts have saved since the last call."""
+    def taken(self) -> Counter[str]:
+        """The counts since the last call."""
         counts, self.counts = self.counts, Counter()
-        share = {"drafts/accepted_share": counts["accepted"] / counts["offered"]} if counts["offered"] else {}
-        return share | ({"drafts/tokens_per_pass": counts["tokens"] / counts["rows"]} if counts["rows"] else {})
+        return counts
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Tensor]:
@@ -128,6 +129,24 @@ class Drafts:
         token_ids, lengths, keys = (state[name].tolist() for name in COLUMNS)
         tokens = iter(token_ids)
         self._remember((key, tuple(islice(tokens, n))) for n, key in zip(lengths, keys, strict=True))
+
+
+def most_drafts(rows: int, allowed: int) -> int:
+    """Of each of so many rows, where `allowed` rows at most are sampled with drafts."""
+    return min(MOST, 2 * allowed // rows - 1)
+
+
+def widest_pass(rows: int, max_tokens: int, allowed: int) -> tuple[int, int]:
+    """(rows, tokens of each) of the pass with the most tokens, of those that have drafts; (0, 0) if none has."""
+    each = range(min(rows, allowed) if max_tokens > 1 else 0, 0, -1)  # of two, the one with more rows
+    passes = ((number, min(1 + most_drafts(number, allowed), max_tokens - 1)) for number in each)
+    return max(passes, key=math.prod, default=(0, 0))
+
+
+def savings(counts: Mapping[str, int]) -> dict[str, float]:
+    """The metrics of drafts with these counts."""
+    share = {"drafts/accepted_share": counts["accepted"] / counts["offered"]} if counts.get("offered") else {}
+    return share | ({"drafts/tokens_per_pass": counts["tokens"] / counts["rows"]} if counts.get("rows") else {})
 
 
 def key_of(prompt: Sequence[int]) -> int:

@@ -148,8 +148,11 @@ class Generator(ABC):
         if now and (problem := check.problem([getattr(self, name)(*args) for name, *args in check.calls])) is not None:
             raise StaleEngineError(problem)
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:  # noqa: B027
-        """Take the most memory that completions of these prompts need, unless it is taken already."""
+    def rehearse(  # noqa: B027
+        self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0
+    ) -> None:
+        """Take the most memory that completions of these prompts need, unless it is taken already; `draft_rows` of them
+        at most are sampled with drafts."""
 
     def sleep(self) -> None:  # noqa: B027
         """Free as much of the device's memory as possible until the next use; engines without their own do nothing."""
@@ -190,8 +193,8 @@ class GeneratorOver(Generator):
     def verify(self, check: FreshnessCheck, *, now: bool) -> None:
         self.generator.verify(check, now=now)
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        self.generator.rehearse(prompts, n, max_tokens)
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0) -> None:
+        self.generator.rehearse(prompts, n, max_tokens, draft_rows)
 
     def sleep(self) -> None:
         self.generator.sleep()

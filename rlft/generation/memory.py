@@ -141,7 +141,7 @@ class Load:
     max_sequence_tokens: int  # the most tokens of a prompt and its completion together
     device: str  # torch's type of the trainer's device, such as "cpu" or "cuda"
     device_memory: int = 0  # bytes of a GPU's memory, 0 where they are not known
-    draft_tokens: int = 0  # the most tokens of a pass that are drafts, or that drafts may follow (`generation.drafts`)
+    draft_rows: int = 0  # the most rows that are sampled with drafts (`generation.drafts`)
     tower: int = 0  # bytes of the weights of a vision tower, which an engine with a base of its own holds as well
 
 

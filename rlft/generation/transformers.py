@@ -8,6 +8,7 @@ stream of random numbers, so it depends on its seed alone.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from rlft.config.bounds import PositiveInt
 from rlft.config.schema import FASTEST
 from rlft.generation.decoding import AT_ONCE, Decoder, NotingDecoder, Sampled, decode, draw, uniforms
-from rlft.generation.drafts import MOST
+from rlft.generation.drafts import widest_pass
 from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.repeated_cache import RepeatedCache
@@ -139,8 +140,9 @@ class Transformers(Engine):
         rows = prompts * decoding.samples
         tokens = prompts * longest + rows * load.max_tokens
         prefill = prompts * longest * model.layer_width * model.itemsize
-        together = max(rows, min(load.draft_tokens, rows * (1 + MOST)))
-        logits = together * model.vocabulary * FLOAT32 * 3 + AT_ONCE * 8
+        together = max(rows, math.prod(widest_pass(rows, load.max_tokens, load.draft_rows)))
+        copies = 3 * FLOAT32 + (model.itemsize if model.itemsize < FLOAT32 else 0)  # and those that the head gives
+        logits = together * model.vocabulary * copies + AT_ONCE * 8
         return [
             MemoryPart(name="base and policy added up", bytes=sums, when=When.always, key="weights"),
             MemoryPart(
@@ -236,16 +238,27 @@ class TransformersGenerator(Generator):
             return LoadedAdapter(tensors={}, is_trainers=True, faults=() if since is None else (since,))
         return LoadedAdapter.of(tensors, [f"{name} computes with another sum or copy of it" for name in outdated])
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        """Takes the most memory that a batch of these prompts can take: a prefill, and a step of the longest rows."""
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0) -> None:
+        """Takes the most memory that a batch of these prompts can take: a prefill, a step of the longest rows,
+        and a pass of the most drafts."""
         at_once = max(1, self.batch_size // n)
         with torch.no_grad(), self._active() as model:
             decoder = self._decoder(model, prompts[:at_once], max_tokens)
             logits = decoder.prefill(n)
             uniform_R = torch.full((len(logits),), 0.5, dtype=widest(logits.device), device=logits.device)
-            token, _ = draw(logits, uniform_R, Sampling(max_tokens=max_tokens, temperature=1.0))
-            decoder.step(token)
+            plain = Sampling(max_tokens=max_tokens, temperature=1.0)
+            token, _ = draw(logits, uniform_R, plain)
+            logits = decoder.step(token)
             decoder.fill()
+            draw(logits, uniform_R, plain)
+            rows, each = widest_pass(len(logits), max_tokens, draft_rows)
+            if rows and decoder.checks():
+                decoder.keep(torch.arange(rows))
+                row_N, last = torch.arange(rows).repeat_interleave(each), max_tokens - 1
+                of_row_N = row_N.to(token.device)
+                del logits
+                logits = decoder.check(token[of_row_N], row_N, torch.arange(last - each, last).repeat(rows))
+                draw(logits, uniform_R[of_row_N], plain)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         from rlft.batch import score_sequences

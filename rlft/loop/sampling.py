@@ -12,6 +12,7 @@ whatever is ready, and never loads an adapter during sampling.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -29,7 +30,7 @@ from rlft.generation.drafts import Drafts
 from rlft.generation.engine import Generator
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.loop.metrics import Clock
-from rlft.runs.checkpoint import SAMPLED, SAMPLER, Checkpoint
+from rlft.runs.checkpoint import DRAFTS, SAMPLED, SAMPLER, Checkpoint
 from rlft.runs.lines import turn_of
 from rlft.system import digests
 from rlft.system.seeds import derive, sampling_seeds
@@ -44,6 +45,8 @@ class StepSampler:
     ) -> None:
         self.generator, self.prompts, self.config, self.curriculum = generator, prompts, config, curriculum
         self.drafts: Drafts | None = None
+        # {number of finished steps: counts of drafts of the groups that follow them}, until they are logged.
+        self.draft_counts: dict[int, Counter[str]] = {}
         self._index_of: dict[str, int] = {}  # with a curriculum, of each prompt that was taken: {id: index}
 
     @property
@@ -91,6 +94,8 @@ class StepSampler:
         seeds = sampling_seeds(run.seed, step, len(prompts), run.group_size, purpose)
         groups = self.generator.sample(prompts, run.group_size, seeds, self.sampling)
         self.generator.sleep()
+        if self.drafts is not None:  # with a lag groups are sampled before those of the step before are logged
+            self.draft_counts.setdefault(step, Counter()).update(self.drafts.taken())
         return groups
 
     def fresh_prompts(self, step: int, purpose: str, num: int, used_ids: set[str]) -> list[Prompt]:
@@ -265,7 +270,8 @@ class NextSamples:
         origin = {"derived_from": derived_from(self.sampler, step)}
         if (groups := self._groups.get(step)) is not None:
             tensors, values = packed(groups, self.sampler.prompts_at(step))
-            return {SAMPLED: tensors}, values | origin
+            counts = self.sampler.draft_counts.get(step)
+            return {SAMPLED: tensors}, values | origin | ({} if counts is None else {DRAFTS: counts})
         assert self._previous is not None, "a step was published before this one"
         return {SAMPLER: self._previous.weights}, origin | {"scores": self.freshness.history.get(step - 1)}
 
@@ -276,6 +282,8 @@ class NextSamples:
             return
         if SAMPLED in saved.tensors:
             self._groups = {saved.step: unpacked(saved.tensors[SAMPLED], values, self.sampler, saved.step)}
+            if DRAFTS in values:
+                self.sampler.draft_counts[saved.step] = Counter(values[DRAFTS])
             return
         self._previous = Adapter(version=saved.step - 1, weights=saved.tensors[SAMPLER], config=adapter_config)
         if len(values["scores"] or ()) == self.freshness.num_tokens:  # another device may have compared fewer

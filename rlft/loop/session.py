@@ -17,7 +17,7 @@ from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
 from rlft.data.texts import teacher_prompts
 from rlft.environment.endpoint.played import Traces
-from rlft.generation.drafts import Drafts
+from rlft.generation.drafts import Drafts, savings
 from rlft.generation.engine import Generator
 from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms, Hints
@@ -133,7 +133,8 @@ class Session(RunDriver):
         check_decoding(self.generator, self.roles, self.plan.train_prompts, self.config, self.freshness.limits)
 
     def rehearse_sampling(self, step: int) -> None:
-        rehearse_decoding(self.generator, self._decodings(), self.config.generation.max_tokens)
+        draft_rows = max(0 if each is None else each.rows for each in self.drafts.values())
+        rehearse_decoding(self.generator, self._decodings(), self.config.generation.max_tokens, draft_rows)
 
     def rehearse_update(self) -> None:
         longest, config = self._decodings()[0].longest, self.config
@@ -215,9 +216,8 @@ class Session(RunDriver):
             groups, scores = rollouts.groups, rollouts.scores
             self.chain.add_batch(batch)
             metrics |= {**unknown_token_metrics(groups, self._unknown), **self.generator.metrics}
-            # With a lag this step's groups were counted in the step before, or in this one after a resume.
-            for more in (self.sampler.curriculum, None if self.config.overlap.lag else self.sampler.drafts):
-                metrics |= {} if more is None else more.metrics()
+            metrics |= savings(self.sampler.draft_counts.pop(step - 1, {}))
+            metrics |= {} if self.sampler.curriculum is None else self.sampler.curriculum.metrics()
             shape = scores.total.shape
             advantages = torch.zeros_like(batch.sampled_logprobs) if batch.advantages is None else batch.advantages
             mean_B = advantages.where(batch.loss_mask, 0.0).sum(1) / batch.loss_mask.sum(1).clamp(min=1)

@@ -290,8 +290,8 @@ class EngineWorker:
         with _ending_if_dead(self._dead):
             return self._engine.loaded_adapter()
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
-        self._generator.rehearse(prompts, n, max_tokens)
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0) -> None:
+        self._generator.rehearse(prompts, n, max_tokens, draft_rows)
 
     def sleep(self) -> None:
         self._generator.sleep()

@@ -206,7 +206,7 @@ class EngineWork:
     decodings: tuple[Decoding, ...] = ()  # those that happen one after the other, the first of them a step's
     max_tokens: int = 0  # the most tokens in a completion
     max_sequence_tokens: int = 0  # the most tokens in a prompt with its completion
-    draft_tokens: int = 0  # as in `Load`
+    draft_rows: int = 0  # as in `Load`
     apart: int = 0  # number of engines in other processes on this device, each with a base of its own
 
 
@@ -285,7 +285,7 @@ class Demand:
             decodings=self.work.decodings,
             max_tokens=self.work.max_tokens,
             max_sequence_tokens=self.work.max_sequence_tokens,
-            draft_tokens=self.work.draft_tokens,
+            draft_rows=self.work.draft_rows,
             device=type_of(self.device),
             device_memory=self.device_memory,
             tower=0 if self.tower is None else self.tower.weights,

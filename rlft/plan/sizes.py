@@ -154,7 +154,7 @@ def sampling_of(run: SamplingRoot, name: str | None, decodings: Sequence[Decodin
         decodings=tuple(decodings),
         max_tokens=run.generation.max_tokens,
         max_sequence_tokens=run.prompts.max_tokens + run.generation.max_tokens,
-        draft_tokens=2 * max(0 if each is None else each.rows for each in drafts),
+        draft_rows=max(0 if each is None else each.rows for each in drafts),
         apart=apart,
     )
     return {"engine": engine.standalone() if apart else engine, "work": work}
@@ -204,10 +204,12 @@ def rows_of(lengths: Sequence[int], samples: int, run: SamplingRoot, number: flo
     )
 
 
-def rehearse_decoding(generator: Generator, decodings: Iterable[Decoding], max_tokens: int) -> None:
+def rehearse_decoding(
+    generator: Generator, decodings: Iterable[Decoding], max_tokens: int, draft_rows: int = 0
+) -> None:
     """Has the engine allocate as much memory as the longest rows of each decoding need."""
     for decoding in decodings:
-        generator.rehearse([decoding.longest] * decoding.num_prompts, decoding.samples, max_tokens)
+        generator.rehearse([decoding.longest] * decoding.num_prompts, decoding.samples, max_tokens, draft_rows)
 
 
 CHECKPOINT = 64 * 2**10  # bytes of a checkpoint besides its tensors: their names, state.json, MANIFEST

@@ -12,8 +12,9 @@ from in_one_test import each
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.generation.drafts import MOST, Drafts, key_of
+from rlft.generation.drafts import MOST, Drafts, key_of, savings
 from rlft.generation.transformers import TransformersGenerator
+from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.types import Completion, FinishReason, Group, NextTurn, Prompt, Rollout, Sampling
 
 QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
@@ -86,13 +87,13 @@ def test_right_drafts_save_passes_and_wrong_ones_cost_none(generator, make_promp
     # The prefill gives a token, each pass MOST drafts and one more; the last token is never a draft.
     perfect = GivenDrafts(right(plain, backbone.model.config.vocab_size))
     assert sampled(perfect)[1] == 1 + -(-(max(lengths) - 1) // (MOST + 1))
-    numbers = perfect.metrics()
+    numbers = savings(perfect.taken())
     assert numbers["drafts/accepted_share"] == 1
     assert numbers["drafts/tokens_per_pass"] == sum(lengths) / sum(1 + -(-(n - 1) // (MOST + 1)) for n in lengths)
     wrong = GivenDrafts(lambda key, said, most: [0] * most)
     assert sampled(wrong)[1] == number
-    assert wrong.metrics() == {"drafts/accepted_share": 0, "drafts/tokens_per_pass": 1}
-    assert perfect.metrics() == {}, "they are those since the last call"
+    assert savings(wrong.taken()) == {"drafts/accepted_share": 0, "drafts/tokens_per_pass": 1}
+    assert savings(perfect.taken()) == {}, "they are those since the last call"
     hook.remove()
 
 
@@ -114,6 +115,25 @@ def test_what_is_read_late_as_on_a_gpu_is_the_same(generator, make_prompt, monke
         drafts = GivenDrafts(right(plain, vocabulary, wrong=0.3), rows)
         assert_same(generator.sample(prompts, 4, SEEDS, replace(sampling, drafts=drafts)), plain)
     assert drafts.counts["accepted"], "with as many as there are, each token is read at once"
+
+
+@each("questions, n, allowed, max_tokens", [(2, 3, 99, 12), (2, 3, 6, 12), (3, 4, 7, 20), (1, 2, 99, 3), (2, 2, 1, 9)])
+def test_the_widest_pass_with_drafts_is_rehearsed(
+    generator, make_prompt, monkeypatch, questions, n, allowed, max_tokens
+):
+    widths, check = [], PrefixCache.check
+    monkeypatch.setattr(PrefixCache, "check", lambda self, *ids: widths.append(len(ids[0])) or check(self, *ids))
+    prompts = [make_prompt(question) for question in QUESTIONS[:questions]]
+    drafts = GivenDrafts(lambda key, said, most: [0] * most, allowed)
+    generator.sample(prompts, n, SEEDS[:questions], Sampling(max_tokens=max_tokens, temperature=1.0, drafts=drafts))
+    sampled, widths[:] = max(widths), []
+    generator.rehearse([prompt.token_ids for prompt in prompts], n, max_tokens, allowed)
+    [rehearsed] = widths
+    fewer = range(1, min(questions * n, allowed) + 1)
+    assert sampled <= rehearsed == max(r * min(max_tokens - 1, 1 + MOST, 2 * allowed // r) for r in fewer)
+    assert sampled == rehearsed or allowed < 99, "with 99 all rows are alive in the widest pass"
+    generator.rehearse([prompt.token_ids for prompt in prompts], n, max_tokens)
+    assert len(widths) == 1
 
 
 # -- what is remembered ------------------------------------------------------------------------------------------------

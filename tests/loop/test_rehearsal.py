@@ -98,10 +98,10 @@ def test_an_evaluation_is_rehearsed_with_all_its_samples(
     rehearsed: list[tuple[int, int]] = []
     whole = TransformersGenerator.rehearse
 
-    def spy(self: TransformersGenerator, prompts: Sequence[Sequence[int]], n: int, max_tokens: int) -> None:
+    def spy(self: TransformersGenerator, prompts: Sequence[Sequence[int]], n: int, *how: int) -> None:
         rehearsed.append((len(prompts), n))
         assert self.version == 0, "base and adapter are added up by then"
-        whole(self, prompts, n, max_tokens)
+        whole(self, prompts, n, *how)
 
     monkeypatch.setattr(TransformersGenerator, "rehearse", spy)
     words = ["eval.every=2", "eval.num_prompts=5", "eval.num_samples=7"]

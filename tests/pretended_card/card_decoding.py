@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from card_peaks import CONVOLUTIONS, MOE, Case, planned
+from given_drafts import GivenDrafts
 from pretended_card import COUNTS
 
 from rlft.generation.decoding import READ_EVERY
 from rlft.generation.loaded_adapter import difference, published
+from rlft.generation.memory import Decoding, Load
 from rlft.generation.transformers import TransformersGenerator
 from rlft.loop.parts import open_roles
 from rlft.model.backbone import load_backbone
 from rlft.model.roles import Roles
+from rlft.plan.sizes import sizes_of
 from rlft.types import NextTurn, Prompt, Sampling
 
 TOKENS = READ_EVERY
@@ -124,3 +128,38 @@ def more_tokens(
         COUNTS.by_line = False
         counts.append((COUNTS.launches, COUNTS.waits))
     return counts[1][0] - counts[0][0], counts[1][1] - counts[0][1]
+
+
+ROWS, LENGTH = (3, 4), 12
+
+
+def widest() -> dict[int, list[int]]:
+    """{rows that are sampled with drafts: [bytes of decoding that are planned, rehearsed, and taken by completions of
+    full length whose passes have as many drafts as they may]}."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = planned(Case(completion=LENGTH, prompt=16, vocabulary=VOCABULARY, layers=2, rows=ROWS), Path(folder))
+        config, (prompts, group) = plan.config, ROWS
+        asked = plan.train_prompts.prompts[:prompts]
+        decoding = Decoding(num_prompts=prompts, samples=group, longest=asked[0].token_ids)
+        load = Load(decodings=(decoding,), max_tokens=LENGTH, max_sequence_tokens=16 + LENGTH, device="cuda")
+        settings, sizes = config.generation.named("transformers"), sizes_of(config.model, config.lora)
+        with open_roles(config, None) as roles:
+            args = (roles, roles.backbone.tokenizer, roles.backbone.device, 64)
+            engine, plain = TransformersGenerator(*args, ends=()), Sampling(max_tokens=LENGTH, temperature=1.0)
+            engine.load(roles.publish(0))
+
+            def peak_of(call: Callable[..., Any], *args: Any) -> int:
+                gc.collect()
+                before = COUNTS.peak = COUNTS.live
+                call(*args)
+                return COUNTS.peak - before
+
+            engine.sample(asked, group, [0] * prompts, plain)  # the first one warms up
+            found = {}
+            for rows in (0, 12, 96):
+                parts = settings.memory(sizes, replace(load, draft_rows=rows)).parts
+                drafts = GivenDrafts(lambda key, said, most: [0] * most, rows) if rows else None
+                rehearsed = peak_of(engine.rehearse, [decoding.longest] * prompts, group, LENGTH, rows)
+                drawn = peak_of(engine.sample, asked, group, [0] * prompts, replace(plain, drafts=drafts))
+                found[rows] = [sum(part.bytes for part in parts), rehearsed, drawn]
+            return found

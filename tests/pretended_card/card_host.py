@@ -54,6 +54,7 @@ def main() -> None:
         "copied": card_shared.copied,
         "trl": of_trl,
         "decoding": card_decoding.main,
+        "widest": card_decoding.widest,
     }
 
     def reported() -> None:

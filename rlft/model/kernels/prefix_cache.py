@@ -126,7 +126,8 @@ class PrefixCache:
     def keep(self, rows: Tensor) -> None:
         """Drops every other row from the batch. The rows to keep, int64 in ascending order, are on the host."""
         there = rows.to(self._token_ids.device)
-        self._own = [(self._kept(k, there), self._kept(v, there)) for k, v in self._own]
+        for layer, pair in enumerate(self._own):  # one after the other, so that memory holds one layer twice
+            self._own[layer] = self._kept(pair[0], there), self._kept(pair[1], there)
         self._arrange(self._owner[rows])
 
     def attend(
