@@ -126,7 +126,7 @@ def test_the_widest_pass_with_drafts_is_rehearsed(
     prompts = [make_prompt(question) for question in QUESTIONS[:questions]]
     drafts = GivenDrafts(lambda key, said, most: [0] * most, allowed)
     generator.sample(prompts, n, SEEDS[:questions], Sampling(max_tokens=max_tokens, temperature=1.0, drafts=drafts))
-    sampled, widths[:] = max(widths), []
+    sampled, widths[:] = max(widths, default=0), []
     generator.rehearse([prompt.token_ids for prompt in prompts], n, max_tokens, allowed)
     [rehearsed] = widths
     fewer = range(1, min(questions * n, allowed) + 1)
