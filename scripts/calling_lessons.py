@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlft.data.arithmetic import OPERATIONS, question
-from rlft.data.drawn import split_of
+from rlft.data.arithmetic import OPERATIONS, question, split_of
 from rlft.environment.calculator import calculate
 from rlft.environment.calls import XmlCalls
 from rlft.environment.oracle_game import HELPERS, NOBODY, RULES

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlft.data.arithmetic import OPERATIONS
+from rlft.data.arithmetic import OPERATIONS, split_of
 from rlft.data.chains import Chain, draw
-from rlft.data.drawn import split_of
 from rlft.types import Split
 
 STEPS, LARGEST = 5, 20

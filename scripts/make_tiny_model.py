@@ -12,7 +12,7 @@ knows the task but does not always answer correctly: reinforcement learning can 
 and all of it is within reach. The student is smaller and is trained for fewer steps. The caller is taught no
 arithmetic, but to write calls and to copy what it reads (scripts/calling_lessons.py). The one for chains starts from
 tiny-arithmetic's weights; it learns every sum, and is also taught to make mistakes (scripts/chain_lessons.py).
-Only problems of the training split are used (`rlft.data.drawn.split_of`), so that the
+Only problems of the training split are used (`rlft.data.arithmetic.split_of`), so that the
 held-out split is unseen.
 
 The tiny-arithmetic that ships was made at commit 135476d, before there was `rlft sft`, by a loop of the script's own on
@@ -43,8 +43,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from rlft.commands import eval
 from rlft.commands.launch import begin
 from rlft.config.compose import compose
-from rlft.data.arithmetic import question
-from rlft.data.drawn import split_of
+from rlft.data.arithmetic import question, split_of
 from rlft.types import Split
 
 ASSETS = Path(__file__).parents[1] / "rlft" / "assets"

@@ -11,8 +11,7 @@ import calling_lessons
 import pytest
 from calling_lessons import CLEAN, MIXED, Shares
 
-from rlft.data.arithmetic import OPERATIONS
-from rlft.data.drawn import split_of
+from rlft.data.arithmetic import OPERATIONS, split_of
 from rlft.environment.calculator import Calculator
 from rlft.environment.oracle_game import HELPERS, NOBODY, RULES, OracleGame
 from rlft.types import Split

@@ -9,8 +9,8 @@ from pathlib import Path
 import chain_lessons
 from chain_lessons import CLEAN, MIXED, Shares
 
+from rlft.data.arithmetic import split_of
 from rlft.data.chains import Chain, Chains
-from rlft.data.drawn import split_of
 from rlft.reward.equations import equations
 from rlft.types import Split
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from rlft.config.bounds import PositiveInt
-from rlft.data.arithmetic import OPERATIONS
-from rlft.data.drawn import Drawn
+from rlft.data.arithmetic import OPERATIONS, Drawn
 from rlft.types import require
 
 LARGEST_FACTOR = 9

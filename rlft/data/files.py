@@ -1,17 +1,40 @@
-"""Files of rows, one or a folder of them, each read as a table of records: which files, and which table."""
+"""Files of rows, one or a folder of them, each read as a table of records: which files, and which table.
+
+Sheets are tables of cells below a row with their names, as spreadsheets write them: CSV with any delimiter, and
+workbooks. Blank rows are none, and neither are columns without a name whose cells are blank. Cells that a row lacks at
+its end are blank.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
+import shlex
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, time
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import rlft
 from rlft.config.recipe_file import DATA_SUFFIXES, SHEET_SUFFIXES
-from rlft.data import opened as opening
-from rlft.data.sheets import DELIMITERS, Csv, Workbook
+from rlft.data.opened import (
+    ARROW_FILE,
+    ARROW_STREAM,
+    PARQUET,
+    ZIP,
+    check_known,
+    head,
+    is_workbook,
+    not_utf8,
+    opened,
+    suffix,
+    unpacked_name,
+)
 from rlft.data.tables import (
     SPLITS,
     Arrow,
@@ -20,12 +43,183 @@ from rlft.data.tables import (
     JsonLines,
     Made,
     Parquet,
+    Record,
     Table,
     are_columns,
     rows_of,
 )
+from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
 
+MAX_CELL = 2**31 - 1
+DELIMITERS = ",;\t|"
+_SEPARATOR = re.compile(r"[\"']?sep=(.)[\"']?,*\r?\n?", re.IGNORECASE)  # as Excel names the delimiter
+_MARKDOWN = re.compile(rb"[^\r\n]*\|[^\r\n]*\r?\n[ \t]*\|?(?:[ \t]*:?--+:?[ \t]*\|)+(?:[ \t]*:?--+:?[ \t]*)?\r?\n")
+"""The first two lines of a table of Markdown."""
+
+
+class Sheet(FileTable):
+    """Rows of cells below their names."""
+
+    hint = ", or write a first row with the names of the columns, if it has none"
+    blank: Any = ""  # what a cell holds that a row lacks
+
+    @abstractmethod
+    def _rows(self) -> Iterator[Record]:
+        """The rows that are not blank, that of the names first."""
+
+    def records(self) -> Iterator[Record]:
+        return islice(self._rows(), 1, None)
+
+    def fields(self, record: Record) -> Mapping[str, Any]:
+        names, cells = self._names, record.content
+        if len(cells) != len(names):
+            needed = _length(cells)
+            if needed > len(names):
+                raise self.bad(record.number, f"has {needed} cells, the header {len(names)}")
+            cells = [*cells[: len(names)], *[self.blank] * (len(names) - len(cells))]
+        row = dict(zip(names, cells, strict=True))
+        row.pop("", None)
+        return row
+
+    @cached_property
+    def _names(self) -> Sequence[str]:
+        first = next(self._rows(), None)
+        cells = [] if first is None else first.content[: _length(first.content)]
+        names = ["" if cell is None else str(cell).strip() for cell in cells]
+        named = list(filter(None, names))
+        problem = f"two columns have the same name, only {', '.join(map(repr, names))}"
+        require(len(set(named)) == len(named), self.key, problem, got=self.file, remedy=f"rename one{self.hint}")
+        return names
+
+
+class Csv(Sheet):
+    """Rows of texts; a cell in quotes may hold line breaks."""
+
+    unit = "line"
+
+    def __init__(self, file: Path, key: str, nested: str | None = None) -> None:
+        super().__init__(file, key, nested)
+        begin = head(file, key)
+        remedy = f"write it as CSV: sed -e 2d -e 's/^ *| *//; s/ *| *$//; s/ *| */|/g' {shlex.quote(str(file))}"
+        require(not _MARKDOWN.match(begin), key, "is a table of Markdown", got=file, remedy=remedy)
+        self.streams = self.streams and b"\n" in begin  # a file without is one line to the reader of lines
+        self._form = _form(begin.decode(errors="replace"), "\t" if suffix(file) in (".tsv", ".tab") else ",")
+
+    def again(self, starts: Iterable[int]) -> Iterator[Record]:
+        with self.opened() as opened:
+            for start in starts:
+                opened.seek(start)
+                yield next(self._cells(opened, start), Record(0, start, 0, ()))
+
+    def _rows(self) -> Iterator[Record]:
+        with self.opened() as opened:
+            yield from self._cells(opened, 0)
+
+    def _cells(self, lines: Iterable[bytes], start: int) -> Iterator[Record]:
+        """The rows in these lines of the file, of which the first starts at this offset."""
+        number, last = 0, b""
+
+        def texts() -> Iterator[str]:
+            nonlocal number, start, last
+            for last in (part for line in lines for part in line.splitlines(keepends=True)):
+                encoding = "utf-8-sig" if start == 0 else "utf-8"
+                is_separator = start == 0 and _SEPARATOR.fullmatch(last.decode(encoding, "replace"))
+                number, start = number + 1, start + len(last)
+                yield "\n" if is_separator else last.decode(encoding)
+
+        csv.field_size_limit(MAX_CELL)
+        reader = csv.reader(texts(), strict=True, **self._form)
+        while True:
+            first, begin = number + 1, start
+            try:
+                cells = next(reader, None)
+            except UnicodeDecodeError:
+                raise self.bad(number, *not_utf8(last, self.file)) from None
+            except csv.Error as error:
+                raise self.bad(first, f"is not CSV ({error})") from None
+            if cells is None:
+                return
+            if _length(cells):
+                yield Record(first, begin, start - begin, cells)
+
+
+class Workbook(Sheet):
+    """The rows of a sheet of an Excel workbook: the only one with cells, or the one that `nested` names."""
+
+    streams, nested_in_records, blank = False, False, None
+
+    def _rows(self) -> Iterator[Record]:
+        for number, cells in enumerate(self._cells):
+            if _length(cells):
+                yield Record(number + 1, number, 1, cells)
+
+    @cached_property
+    def _cells(self) -> Sequence[Sequence[Any]]:
+        values, formulas = (self._sheets(values=values) for values in (True, False))
+        named = list(values) if self.nested is None else [self.nested]
+        if len(named) != 1 or named[0] not in values:
+            problem = f"the workbook has {'the sheets' if values else 'no sheet with cells,'} {', '.join(values)}"
+            raise UserError(f"{self.key.partition('.')[0]}.rows", problem, got=self.nested, remedy="name one of them")
+        for number, (row, written) in enumerate(zip(values[named[0]], formulas[named[0]], strict=True), 1):
+            if any(a is None and isinstance(b, str) and b.startswith("=") for a, b in zip(row, written, strict=True)):
+                remedy = "open the workbook in a spreadsheet and save it"
+                raise self.bad(number, "has a formula that was never computed", remedy)
+        # Dates and times become texts in ISO 8601.
+        return [[c.isoformat() if isinstance(c, date | time) else c for c in row] for row in values[named[0]]]
+
+    def _sheets(self, *, values: bool) -> dict[str, list[tuple[Any, ...]]]:
+        """{name: rows} of the sheets with cells."""
+        try:
+            import openpyxl
+        except ImportError:
+            problem, remedy = "is not installed", f"{pip_install('rlft[xlsx]')}, or save it as CSV"
+            raise UserError(
+                self.key, f"openpyxl, which reads workbooks, {problem}", got=self.file, remedy=remedy
+            ) from None
+        try:
+            with self.opened() as opened:
+                book = openpyxl.load_workbook(io.BytesIO(opened.read()), data_only=values)
+        except Exception as error:  # openpyxl raises what the parts of a torn archive happen to raise
+            problem = f"cannot be read ({error})"
+            raise UserError(self.key, problem, got=self.file, remedy="save that workbook again") from None
+        sheets = {sheet.title: list(sheet.iter_rows(values_only=True)) for sheet in book.worksheets}
+        return {name: rows for name, rows in sheets.items() if any(map(_length, rows))}
+
+
+def _form(sample: str, default: str) -> dict[str, Any]:
+    """The delimiter of a CSV file that begins like this, and whether a space follows it, for csv.reader.
+
+    It is the one by which the most rows have as many cells as the names above them.
+    """
+    if match := _SEPARATOR.match(sample):
+        return {"delimiter": match[1]}
+    best: tuple[Any, ...] = ()
+    form: dict[str, Any] = {"delimiter": default}
+    for delimiter in dict.fromkeys((default, *DELIMITERS)):
+        try:
+            rows = [row for row in csv.reader(io.StringIO(sample, newline=""), delimiter=delimiter) if _length(row)]
+        except csv.Error:
+            continue
+        names, *others = [*rows[: max(2, len(rows) - 1)]] or [[]]  # the last row may be cut
+        number = _length(names)
+        if number < 2:
+            continue
+        fitting = sum(_length(row) == number for row in others) / max(1, len(others))
+        score = fitting, delimiter == default, number
+        if not best or score > best:
+            best = score
+            spaced = all(name[:1] == " " for name in names[1:number])
+            form = {"delimiter": delimiter, "skipinitialspace": spaced}
+    return form
+
+
+def _length(cells: Sequence[Any]) -> int:
+    """The number of cells up to the last that is not blank."""
+    return next((i for i in range(len(cells), 0, -1) if cells[i - 1] is not None and str(cells[i - 1]).strip()), 0)
+
+
+# -- sheets ------------------------------------------------------------------------------------------------------------
 EMBEDDED = "embedded:"
 HELD_OUT_SPLITS = SPLITS[1:]
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
@@ -81,8 +275,8 @@ def files_of_split(folder: Path, split: str, subset: str | None = None) -> list[
     for place in dict.fromkeys((folder / (subset or "."), folder / "data", folder)):
         named = [file for file in _data_files(place) if re.split(r"[-.]", file.name, maxsplit=1)[0] == split]
         if files := named or _data_files(place / split):
-            kind_of_rows = min(map(opening.suffix, files), key=DATA_SUFFIXES.index)
-            return [file for file in files if opening.suffix(file) == kind_of_rows]
+            kind_of_rows = min(map(suffix, files), key=DATA_SUFFIXES.index)
+            return [file for file in files if suffix(file) == kind_of_rows]
     return []
 
 
@@ -98,7 +292,7 @@ def _files_in_folder(folder: Path, key: str, splits: Sequence[str]) -> list[Path
     others = [file.name for file in files if (word := _FIRST_WORD.match(file.name)) and word[0].lower() in SPLITS]
     problem = f"the folder has no files of the split {splits[0]!r}, only {', '.join(others[:5])}"
     require(not others, key, problem, got=folder, remedy=f"name the file in it, {key}=<folder>/<file>")
-    suffixes = sorted({opening.suffix(file) for file in files})
+    suffixes = sorted({suffix(file) for file in files})
     problem = f"the folder has files of several kinds ({', '.join(suffixes)})" if suffixes else "the folder has no data"
     remedy = f"name the file in it, {key}=<folder>/<file>, one of {', '.join(DATA_SUFFIXES)}"
     require(len(suffixes) == 1, key, problem, got=folder, remedy=remedy)
@@ -111,7 +305,7 @@ def is_data_file(name: str) -> bool:
     >>> is_data_file("a/train.jsonl.gz"), is_data_file("openai/gsm8k")
     (True, False)
     """
-    return opening.suffix(Path(name)) in DATA_SUFFIXES
+    return suffix(Path(name)) in DATA_SUFFIXES
 
 
 def is_saved(folder: Path) -> bool:
@@ -127,20 +321,20 @@ def _data_files(folder: Path) -> list[Path]:
         return [folder / part["filename"] for part in state.get("_data_files", ())]
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         if is_data_file(file.name) and file.is_file() and not file.name.startswith("."):
-            found.setdefault(opening.unpacked_name(file), file)
+            found.setdefault(unpacked_name(file), file)
     return list(found.values())
 
 
 def _table(file: Path, key: str, nested: str | None) -> type[FileTable]:
     """The kind of table that the file is, by its first bytes, and where these say nothing by its name."""
-    begin, name = opening.head(file, key), opening.suffix(file)
-    if begin.startswith(opening.PARQUET):
+    begin, name = head(file, key), suffix(file)
+    if begin.startswith(PARQUET):
         return Parquet
-    if begin.startswith((opening.ARROW_FILE, opening.ARROW_STREAM)):
+    if begin.startswith((ARROW_FILE, ARROW_STREAM)):
         return Arrow
-    if begin.startswith(opening.ZIP) and opening.is_workbook(file):
+    if begin.startswith(ZIP) and is_workbook(file):
         return Workbook
-    opening.check_known(begin, file, key)
+    check_known(begin, file, key)
     if begin.lstrip()[:1] in (b"{", b"[") and (kind_of_json := _json(begin, file, key, nested)):
         return kind_of_json
     if name in NAMED:
@@ -152,10 +346,10 @@ def _table(file: Path, key: str, nested: str | None) -> type[FileTable]:
 
 def _json(begin: bytes, file: Path, key: str, nested: str | None) -> type[FileTable] | None:
     """The kind of JSON that the file is; None: its name says a table of cells, and its first line is no JSON."""
-    name = opening.suffix(file)
+    name = suffix(file)
     if begin.lstrip().startswith(b"["):
         return None if name in SHEET_SUFFIXES and not _OPEN_ARRAY.match(begin) else JsonDocument
-    with opening.opened(file, key) as content:
+    with opened(file, key) as content:
         lines = (line for line in content if line.strip())
         first, second = _object(next(lines, b"")), _object(next(lines, b""))
         alone = second is None and next(lines, None) is None

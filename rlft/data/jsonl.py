@@ -21,8 +21,7 @@ from rlft.config.bounds import PositiveFraction
 from rlft.config.keys import Key
 from rlft.data.files import HELD_OUT_SPLITS, files_at, files_of_split, tables
 from rlft.data.first_rows import check_first_rows
-from rlft.data.lazy import Lazy
-from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource, identities, number_of
+from rlft.data.records import Lazy, Made, Parse, RecordKeys, RecordRow, RowSource, identities, number_of
 from rlft.data.tables import Record, Table, rows_of
 from rlft.system.terminal import with_progress
 from rlft.types import Split, UserError, are, counted, require

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from rlft.data.lazy import Derived, Lazy, chosen, mapped
+from rlft.data.records import Derived, Lazy, chosen, mapped
 from rlft.system.terminal import with_progress
 from rlft.tokens.images import in_parts, processor_of
 from rlft.tokens.messages import Unread, unread

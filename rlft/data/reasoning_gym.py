@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlft.config.bounds import PositiveInt, Seed
-from rlft.data.drawn import HELD_OUT_SHARE, too_few
+from rlft.data.arithmetic import HELD_OUT_SHARE, too_few
 from rlft.data.records import identity, split_of
 from rlft.data.templates import check_template, prompt_of
 from rlft.system.process.child import Child

@@ -1,4 +1,7 @@
-"""Rows of data (mappings of fields) and how prompts are made of them: the part that all sources of rows share."""
+"""Rows of data (mappings of fields) and how prompts are made of them: the part that all sources of rows share.
+
+Rows may be a lazy sequence, whose items are made each time they are accessed, so that data can be larger than memory.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,16 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.keys import Key
 from rlft.data import templates
 from rlft.data.fields import TOOLS, MissingField, RowError, UselessRow, as_text, messages_of, tools_of, value_of
 from rlft.data.images import check_none_unread, with_images
-from rlft.data.lazy import mapped
 from rlft.tokens.answers import ReferenceIn, answers_in
 from rlft.types import IMAGE, Message, Prompt, Split, UserError, are, counted, require
 
@@ -34,6 +36,7 @@ _NUMBER_BEFORE = re.compile(r"[0-9][,.]?$")
 MAX_CHECKED_ANSWERS = 20_000  # rows that are looked at for cut numbers, and for other answers to the same question
 
 Made = TypeVar("Made")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,3 +348,72 @@ def _cuts_number(text: str, begin: int, end: int) -> bool:
     found = text[begin:end]
     begins_inside = found[:1].isdigit() and _NUMBER_BEFORE.search(text, 0, begin) is not None
     return begins_inside or (found[-1:].isdigit() and _NUMBER_GOES_ON.match(text, end) is not None)
+
+
+# -- lazy sequences ----------------------------------------------------------------------------------------------------
+CHUNK = 1000  # indices that are read at a time
+
+
+class Lazy(Sequence[Item], Generic[Item]):
+    """A sequence that holds none of its items. Its slices are lazy, too."""
+
+    @abstractmethod
+    def between(self, start: int, stop: int) -> Iterator[Item]:
+        """The items from `start` up to but not including `stop`, in order."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Lazy[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | Lazy[Item]:
+        selected = range(len(self))[index]
+        return next(self.between(selected, selected + 1)) if isinstance(selected, int) else chosen(self, selected)
+
+    def __iter__(self) -> Iterator[Item]:
+        return self.between(0, len(self))
+
+
+class Derived(Lazy[Item]):
+    """A lazy sequence of this length, whose items a function gives as `between` does."""
+
+    def __init__(self, length: int, between: Callable[[int, int], Iterator[Item]]) -> None:
+        self._length, self._between = length, between
+
+    def __len__(self) -> int:
+        return self._length
+
+    def between(self, start: int, stop: int) -> Iterator[Item]:
+        return self._between(start, stop)
+
+
+def chosen(items: Lazy[Item], indices: Sequence[int]) -> Lazy[Item]:
+    """The items at these indices, which ascend or are a range."""
+
+    def between(start: int, stop: int) -> Iterator[Item]:
+        for begin in range(start, stop, CHUNK):
+            chunk = indices[begin : min(stop, begin + CHUNK)]
+            are_neighbours = chunk[-1] - chunk[0] == len(chunk) - 1
+            yield from items.between(chunk[0], chunk[-1] + 1) if are_neighbours else (items[i] for i in chunk)
+
+    return Derived(len(indices), between)
+
+
+def mapped(items: Sequence[Made], make: Callable[[Made], Item]) -> Sequence[Item]:
+    """The result of the function for each item: a list, or a lazy sequence if the items are lazy."""
+    if isinstance(items, Lazy):
+        return Derived(len(items), lambda start, stop: map(make, items.between(start, stop)))
+    return [make(item) for item in items]
+
+
+def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
+    """The items of both sequences: a list, or a lazy sequence if one of them is lazy."""
+    if not isinstance(first, Lazy) and not isinstance(second, Lazy):
+        return [*first, *second]
+
+    def between(start: int, stop: int) -> Iterator[Item]:
+        yield from first[start:stop]
+        yield from second[max(0, start - len(first)) : max(0, stop - len(first))]
+
+    return Derived(len(first) + len(second), between)

@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from rlft.config.bounds import PositiveInt
-from rlft.data.drawn import Drawn
+from rlft.data.arithmetic import Drawn
 from rlft.system.terminal import pip_install
 from rlft.types import IMAGE, Image, Prompt, require
 

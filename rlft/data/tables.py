@@ -1,4 +1,4 @@
-"""Tables of records: files of JSON objects and of columns, each read by a library; sheets.py has those of cells.
+"""Tables of records: files of JSON objects and of columns, each read by a library; files.py has those of cells.
 
 A record knows where it starts in its table, so that the rows of large files need not be held: they are read again
 whenever they are used. Packed files, texts that are not UTF-8, JSON documents and workbooks cannot be read from the

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from rlft.environment.arguments import Checker
-from rlft.environment.protocol import Cause, Environment, Malformed, Play
+from rlft.environment.protocol import Cause, Checker, Environment, Malformed, Play
 from rlft.reward.workers.worker import Alarm, OutOfTime, place_of
 from rlft.system.process.child import GRACE_S, READY, Beside, Child, Children, Ended
 from rlft.types import EnvironmentFailure, Schema, counted, well_formed

@@ -12,7 +12,7 @@ from rlft.environment.tools import FunctionCalls, schema_of
 from rlft.system.sandbox import bubblewrap, trials
 from rlft.system.sandbox.bubblewrap import Limits, Reason
 from rlft.system.sandbox.trials import Required, check_isolation
-from rlft.tokens.fences import unfenced
+from rlft.tokens.answers import unfenced
 from rlft.types import UserError, well_formed
 
 SECTION = "environment"

@@ -26,9 +26,8 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
-from rlft.environment.calls import Syntax, reader_of, shown_by, written
+from rlft.environment.calls import CallTemplate, Syntax, reader_of, shown_by, written
 from rlft.environment.protocol import Call, Environment
-from rlft.environment.template_calls import CallTemplate
 from rlft.tokens.ends import closing_of, num_common, special_pattern, special_tokens
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import CALL_ID, RunTokenizer, decode, render, rendered_if_taken

@@ -31,8 +31,7 @@ from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.system.sandbox import bubblewrap, protocol, trials
 from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason
 from rlft.system.sandbox.trials import Required, check_isolation
-from rlft.tokens.answers import tagged, without_reasoning
-from rlft.tokens.fences import Block, blocks
+from rlft.tokens.answers import Block, blocks, tagged, without_reasoning
 from rlft.types import Group, Prompt, UserError, require
 
 SPARE_S = 1.0  # part of the scorer's time limit that is not for the programs themselves

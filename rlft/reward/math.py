@@ -21,9 +21,8 @@ from typing import Any
 
 from rlft.config.bounds import PositiveInt
 from rlft.reward.answer import AnswerKeys
-from rlft.reward.literal import is_difference, literal
 from rlft.reward.notation import differ, plain, spaced, words
-from rlft.reward.quantity import PERCENT, Quantity, quantities, quantity, same_number
+from rlft.reward.quantity import PERCENT, Quantity, is_difference, literal, quantities, quantity, same_number
 from rlft.system.process.running_time import OutOfProcessorTime, within_processor_time
 
 MAX_SECONDS = 0.8  # of processor time, in which an answer has to be compared

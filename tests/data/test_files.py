@@ -20,7 +20,7 @@ from in_one_test import each
 
 from rlft.data import jsonl
 from rlft.data.files import files_at, tables
-from rlft.data.lazy import Lazy
+from rlft.data.records import Lazy
 from rlft.data.tables import JsonDocument, JsonLines, Parquet
 from rlft.data.texts import load_texts
 from rlft.types import Prompt, Split, UserError

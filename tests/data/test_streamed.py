@@ -14,9 +14,8 @@ import pytest
 
 from rlft.data import jsonl
 from rlft.data.files import JsonLines
-from rlft.data.lazy import Lazy
 from rlft.data.prompts import PromptSet, scan, untokenised
-from rlft.data.records import RecordRow, first_by_identity
+from rlft.data.records import Lazy, RecordRow, first_by_identity
 from rlft.model.backbone import Backbone
 from rlft.types import Prompt, Split, UserError
 from tests.helpers.family_tokenizers import with_attributes

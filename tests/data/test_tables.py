@@ -25,9 +25,8 @@ import pyarrow.parquet
 import pytest
 
 from rlft.data.fields import text_of
-from rlft.data.files import files_at, parsed, tables
+from rlft.data.files import DELIMITERS, files_at, parsed, tables
 from rlft.data.opened import UNPACK, is_plain
-from rlft.data.sheets import DELIMITERS
 from rlft.data.tables import paths_to_rows, rows_of
 from rlft.types import Split, UserError
 

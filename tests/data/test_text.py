@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import rlft
-from rlft.data.drawn import split_of
+from rlft.data.arithmetic import split_of
 from rlft.data.files import files_at
 from rlft.data.texts import Text, load_texts
 from rlft.types import Split, UserError

@@ -11,8 +11,15 @@ from hypothesis import example, given, settings, strategies as st
 from in_one_test import each
 from slow_cases import slow
 
-from rlft.environment.calls import DescribedCalls, JsonCalls, XmlCalls, reader_of
-from rlft.environment.template_calls import CallReader, CallTemplate, TemplateCalls
+from rlft.environment.calls import (
+    CallReader,
+    CallTemplate,
+    DescribedCalls,
+    JsonCalls,
+    TemplateCalls,
+    XmlCalls,
+    reader_of,
+)
 from rlft.types import UserError
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 

@@ -14,7 +14,7 @@ from rlft.config.instantiate import instantiate
 from rlft.data.fields import RowError, messages_of
 from rlft.data.prompts import scan
 from rlft.environment.endpoint.bodies import Chat, Refusal, read
-from rlft.environment.endpoint.speech import Speech
+from rlft.environment.endpoint.service import Speech
 from rlft.tokens.messages import FIELDS, TEXT_FIELDS, TEXT_PARTS, MessageError, message_of, unread
 from rlft.tokens.text import THINKING_FIELDS, RunTokenizer, rendered_if_taken
 from rlft.types import Prompt, Split, UserError

@@ -17,8 +17,8 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from rlft.config.schema import SamplingRoot
-from rlft.data.lazy import joined
 from rlft.data.prompts import PromptSet, untokenised
+from rlft.data.records import joined
 from rlft.plan.rewards.tester import Writer, group_of
 from rlft.plan.rules import check_metadata
 from rlft.reward.answer import AnswerIn, AnswerKeys, composed, plain_number

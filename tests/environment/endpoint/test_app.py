@@ -19,8 +19,7 @@ import torch
 from run_processes import happens
 
 from rlft.environment.endpoint.app import Limits, Server, bound, make_app
-from rlft.environment.endpoint.service import Inbox, Service
-from rlft.environment.endpoint.speech import Speech
+from rlft.environment.endpoint.service import Inbox, Service, Speech
 from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator

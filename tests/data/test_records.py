@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from in_one_test import each
 
-from rlft.data.lazy import Lazy, chosen, joined, mapped
+from rlft.data.records import Lazy, chosen, joined, mapped
 
 
 class Squares(Lazy[int]):

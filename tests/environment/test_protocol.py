@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from in_one_test import each
 
-from rlft.environment.arguments import Checker
-from rlft.environment.protocol import Malformed
+from rlft.environment.protocol import Checker, Malformed
 from rlft.environment.tools import schema_of
 from rlft.types import UserError
 
