@@ -314,7 +314,7 @@ class ImageRows:
     rows: Tensor
     # int64 `[B, T, 3]`, of each token in time, height and width; None: the model has ordinary ones.
     positions: Tensor | None
-    # A `rlft.model.image_masks.ImageMasks`, which tokens see the rest of their image; None: each token sees only those
+    # A `rlft.model.images.ImageMasks`, which tokens see the rest of their image; None: each token sees only those
     # before it.
     masks: Any = None
 

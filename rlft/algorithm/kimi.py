@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Annotated
 from rlft.algorithm.objective import Objective
 from rlft.algorithm.ops.advantage import Std, group_is_equal, group_mean, group_zscore
 from rlft.algorithm.ops.aggregate import keep
-from rlft.algorithm.ops.ratio import Mismatch
-from rlft.algorithm.ops.surrogate import Surrogate, mirror_descent
+from rlft.algorithm.ops.surrogate import Mismatch, Surrogate, mirror_descent
 from rlft.config.bounds import NonNegativeFloat
 from rlft.config.keys import Key
 from rlft.system.lazy import no_grad

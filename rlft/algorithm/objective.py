@@ -69,24 +69,22 @@ from rlft.algorithm.formula import unmet
 from rlft.algorithm.ops.advantage import group_is_equal, last_of_turns, place_at_last_token, rounded, steps_are_equal
 from rlft.algorithm.ops.aggregate import Aggregate, aggregate, keep, max_abs, row_sum
 from rlft.algorithm.ops.kl import KLAnchor, KLController, KLEstimator, KLPlace, agreement, k3, kl, next_coefficient
-from rlft.algorithm.ops.ratio import (
+from rlft.algorithm.ops.surrogate import (
     Correction,
     Mismatch,
     RatioLevel,
-    far_off_policy,
-    mismatch_correction,
-    ratio,
-    token_ratio,
-)
-from rlft.algorithm.ops.surrogate import (
     Surrogate,
     SurrogateKind,
     cispo,
     clipped_surrogate,
+    far_off_policy,
     gmpo,
     importance,
+    mismatch_correction,
     policy_gradient,
+    ratio,
     sapo,
+    token_ratio,
 )
 from rlft.config.bounds import AboveOne, Fraction, NonNegativeFloat, PositiveFloat, PositiveFraction
 from rlft.config.keys import Key, fields_of

@@ -49,7 +49,7 @@ from rlft.algorithm.grpo import GRPO
 from rlft.algorithm.objective import required
 from rlft.algorithm.ops.aggregate import keep
 from rlft.algorithm.ops.kl import Divergence, teacher_advantages, top_k_divergence
-from rlft.algorithm.ops.ratio import RatioLevel
+from rlft.algorithm.ops.surrogate import RatioLevel
 from rlft.config.bounds import Decay, NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.config.keys import Key
 from rlft.system.lazy import no_grad, torch

@@ -20,8 +20,7 @@ from rlft.logger.tables import Column, WordTable
 from rlft.logger.text import one_line, visible
 from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
 from rlft.system import interrupt
-from rlft.system.check_rows import CheckRow, Status
-from rlft.system.terminal import command_line, say
+from rlft.system.terminal import CheckRow, Status, command_line, say
 from rlft.types import Mistakes, Prompt, UserError, counted, require
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from rlft.config.choices import closest
-from rlft.system.check_rows import CheckRow, Status
-from rlft.system.terminal import unbroken, with_spaces
+from rlft.system.terminal import CheckRow, Status, unbroken, with_spaces
 from rlft.types import UserError, require
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 from rlft.config.bounds import PositiveFloat, PositiveInt
 from rlft.environment.protocol import Environment
 from rlft.environment.tools import FunctionCalls, schema_of
-from rlft.system.sandbox import bubblewrap, trials
-from rlft.system.sandbox.bubblewrap import Limits, Reason
-from rlft.system.sandbox.trials import Required, check_isolation
+from rlft.system.sandbox import bubblewrap
+from rlft.system.sandbox.bubblewrap import Limits, Reason, Required, check_isolation
 from rlft.tokens.answers import unfenced
 from rlft.types import UserError, well_formed
 
@@ -64,7 +63,7 @@ class Python(Environment):
         return [schema_of(self._tool(), SECTION, "python")]
 
     def start(self) -> None:
-        trials.available()  # cached: the first call takes half a second
+        bubblewrap.available()  # cached: the first call takes half a second
 
     def make(self) -> FunctionCalls:
         return FunctionCalls({"python": self._tool()})
@@ -89,7 +88,7 @@ class Python(Environment):
 def printed(code: str, limits: Limits) -> str:
     """What a program, which may be in a fence, prints in the sandbox, what it raised, and whether a limit ended it."""
     files = {"run.py": RUNNER, "program.py": well_formed(unfenced(code))}
-    result = bubblewrap.run(files, ["run.py"], limits, trials.available()[0])
+    result = bubblewrap.run(files, ["run.py"], limits, bubblewrap.available()[0])
     if result.reason is Reason.deadline:
         return f"{result.stdout}[ended after {limits.seconds:g} s]"
     if result.reason is Reason.output:

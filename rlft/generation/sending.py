@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlft.system import locks
-from rlft.system.buckets import BUCKET, buckets
-from rlft.system.device import on_host
+from rlft.system.device import BUCKET, buckets, on_host
 from rlft.system.disk import BLOCK, writing
 from rlft.system.lazy import torch
 from rlft.types import Adapter

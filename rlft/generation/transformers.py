@@ -187,7 +187,7 @@ class AdapterSlot(Protocol):
 
     @property
     def routing(self) -> Any:
-        """`rlft.model.routing.Routing`, which notes experts."""
+        """`rlft.model.experts.Routing`, which notes experts."""
         ...
 
 

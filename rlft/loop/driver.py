@@ -35,11 +35,10 @@ from rlft.runs import checkpoint, run_folder
 from rlft.runs.chain import Chain, made_on
 from rlft.runs.checkpoint import CHECKSUMS, Checkpoint
 from rlft.runs.lines import EVALUATIONS, StepRecord, read_lines, silent
-from rlft.system.device import fork_rng, peak_memory_bytes, resolve_device, to_cpu
+from rlft.system.device import fork_rng, peak_memory_bytes, repeatable, resolve_device, to_cpu
 from rlft.system.interrupt import Interrupt, StepAbandoned
 from rlft.system.machine import machine
 from rlft.system.memory import explained, gc_frozen, keep_blocks
-from rlft.system.repeatable import repeatable
 from rlft.system.terminal import Say
 from rlft.types import Evaluation
 

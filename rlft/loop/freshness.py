@@ -39,8 +39,7 @@ from rlft.generation.engine import Engine, FreshnessCheck, Generator, StaleEngin
 from rlft.generation.loaded_adapter import Fingerprint, LoadedAdapter, difference, published
 from rlft.loop.driver import BrokenRunError
 from rlft.model.backbone import Backbone
-from rlft.model.networks import Networks
-from rlft.model.rounding import rounded_once_more
+from rlft.model.networks import Networks, rounded_once_more
 from rlft.system.device import fork_rng
 from rlft.types import Adapter, Batch, Group, NextTurn, Prompt, Sampling, Scores, UserError, counted
 

@@ -32,7 +32,7 @@ from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.loop.metrics import Clock
 from rlft.runs.checkpoint import DRAFTS, SAMPLED, SAMPLER, Checkpoint
 from rlft.runs.lines import turn_of
-from rlft.system import digests
+from rlft.system.files import digest_of_bytes
 from rlft.system.seeds import derive, sampling_seeds
 from rlft.types import Adapter, Branch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Sampling, Scores
 
@@ -384,4 +384,4 @@ def derived_from(sampler: StepSampler, step: int) -> str:
     run = sampler.config
     prompts = [(prompt.id, list(prompt.token_ids)) for prompt in sampler.prompts_at(step)]
     values = [run.seed, run.group_size, sampler.sampling.settings, run.overlap.lag, prompts]
-    return digests.of_bytes(json.dumps(values).encode())
+    return digest_of_bytes(json.dumps(values).encode())

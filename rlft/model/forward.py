@@ -28,10 +28,17 @@ from transformers import PreTrainedModel
 
 from rlft.batch import Row, batch_of_rows, to_device, unknown_expert
 from rlft.model.critic import ScalarHead
-from rlft.model.kernels import decoder_layer, flash_attention, recurrent, state_functions
-from rlft.model.kernels.attention import NAME, on_this_device, prepare
+from rlft.model.kernels import decoder_layer, flash_attention, recurrent
+from rlft.model.kernels.attention import (
+    NAME,
+    LayerAttention,
+    NotPackableError,
+    attention_of_layers,
+    hidden_states,
+    on_this_device,
+    prepare,
+)
 from rlft.model.kernels.decoder_layer import FAMILIES
-from rlft.model.kernels.layer_attention import LayerAttention, NotPackableError, attention_of_layers, hidden_states
 from rlft.model.kernels.lm_head import (
     Anchor,
     anchor_of,
@@ -431,7 +438,7 @@ def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
 
 
 def _in_torch(model: PreTrainedModel) -> str:
-    why = state_functions.obstacle(model)
+    why = recurrent.obstacle_of_functions(model)
     return "" if why is None or model.device.type == "cpu" else f"gated delta rules in torch, since {why}"
 
 

@@ -18,10 +18,9 @@ from rlft.config.model import CriticConfig, CriticKind, Old, SnapshotConfig
 from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, SAMPLER
 from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
-from rlft.model.experts import mixture_of
+from rlft.model.experts import Routing, mixture_of
 from rlft.model.forward import Forward
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
-from rlft.model.routing import Routing
 from rlft.model.teacher import TeacherEngine
 from rlft.system.device import copied
 from rlft.types import Adapter, require

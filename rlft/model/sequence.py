@@ -4,7 +4,7 @@ Everything in a decoder layer but attention concerns one token at a time. Of S r
 r + S, r + 2 S, .. of a row: neighbours are on different ranks, so that each rank has as many of the completions'
 tokens, which alone go through the LM head, as any other. Before attention, an exchange turns all heads of a rank's
 tokens into a part of the heads of all tokens, and afterwards another one turns this back; so attention itself, with
-windows, caps and sinks, is that of a whole row. So are recurrent layers (`rlft.model.kernels.shared_states`).
+windows, caps and sinks, is that of a whole row. So are recurrent layers (`rlft.model.kernels.recurrent`).
 
 Numbers of sampled tokens are added up over the ranks, on which they are 0 but for one. Each rank then computes the loss
 of the whole row, whose backward ends at the rank's own tokens: its gradients are one part of a sum over the ranks.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.config.model import TOKENIZER_FILES, WEIGHT_FILES
 from rlft.runs.fingerprints import BASE, COMMIT, PARTS, SUFFIX, WEIGHTS, name_of
-from rlft.system import digests
+from rlft.system.files import digest_of_bytes, digest_of_file, digest_of_json
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _of_files(folder: Path | None, *names: str | Path) -> str:
     if folder is None:
         return ""
     files = [folder / name for name in names if (folder / name).is_file()]
-    return _short({str(file.relative_to(folder)): digests.of_file(file) for file in files})
+    return _short({str(file.relative_to(folder)): digest_of_file(file) for file in files})
 
 
 def template_in(folder: Path) -> str | None:
@@ -130,7 +130,7 @@ def template_in(folder: Path) -> str | None:
 
 
 def _short(value: Any) -> str:
-    return digests.of_json(value)[:16]
+    return digest_of_json(value)[:16]
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def digest_of_weights(folder: Path, named: str | None = None) -> str | None:
     pieces = [piece for file in files for piece in pieces_of(file)]
     is_whole = sum(piece.length for piece in pieces) <= WHOLE
     blocks = None if is_whole else max(2, BLOCKS // len(pieces))
-    return digests.of_json(sorted([piece.label, piece.length, _content(piece, blocks)] for piece in pieces))[:16]
+    return digest_of_json(sorted([piece.label, piece.length, _content(piece, blocks)] for piece in pieces))[:16]
 
 
 def files_of_weights(folder: Path, named: str | None = None) -> list[Path] | None:
@@ -199,7 +199,7 @@ def _entries(file: Path) -> Iterator[Piece]:
     """The archive's pickle, and the numbers that it places; without the archive's name, which begins each entry's."""
     with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        pickled = digests.of_bytes(archive.read(entries["data.pkl"])) if "data.pkl" in entries else ""
+        pickled = digest_of_bytes(archive.read(entries["data.pkl"])) if "data.pkl" in entries else ""
         for name, entry in entries.items():
             if name.startswith("data"):  # the others are the version, and a number of this very file
                 stream.seek(entry.header_offset)

@@ -19,11 +19,18 @@ import torch
 from rlft.config.model import OFFLOAD, TILES
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.memory import EngineMemory, MemoryPart, ModelSizes, When
-from rlft.model.activations import FlashRows, activation_bytes, checkpointed_bytes, layer_sizes, logit_rows, mlp_bytes
-from rlft.model.checkpointing import MLP_TILE
+from rlft.model.activations import (
+    MLP_TILE,
+    FlashRows,
+    activation_bytes,
+    checkpointed_bytes,
+    layer_sizes,
+    logit_rows,
+    mlp_bytes,
+)
 from rlft.model.packing import micro_batches, num_packed_tokens, padded_micro_batches
 from rlft.plan.demand import Demand
-from rlft.system.buckets import BUCKET
+from rlft.system.device import BUCKET
 from rlft.system.memory import LARGE_MICRO_BATCH
 from rlft.types import Batch
 

@@ -343,12 +343,12 @@ def resolve_mismatch(config: RunConfig, algorithm: Objective, engine: str, *, it
 
 def check_routing(snapshot: SnapshotConfig, engine: Engine, settings: ModelConfig, model: PreTrainedConfig) -> None:
     """Checks that the model has experts whose choice can be imposed, and that the engine can say what it has chosen."""
-    from rlft.model.routing import obstacle
+    from rlft.model.experts import replay_obstacle
 
     source, key = snapshot.routing, "snapshot.routing"
     if source is RoutingSource.free:
         return
-    problem = obstacle(empty_model(settings, model))
+    problem = replay_obstacle(empty_model(settings, model))
     problem = problem or recorded_family(model.model_type, model.get_text_config().model_type).routing
     require(problem is None, key, problem or "", got=source, remedy="set it to free")
     problem, remedy = f"{engine.title} does not say which experts it chooses", "use old, or generation=transformers"

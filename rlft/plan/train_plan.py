@@ -22,9 +22,9 @@ from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import decoder_layers, read_config
+from rlft.model.experts import bytes_of_choice
 from rlft.model.full_weights import copied_roles
 from rlft.model.positions import limit_of
-from rlft.model.routing import bytes_of_choice
 from rlft.plan import model_rules, roles, rules
 from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand, TowerDemand, tower_demand
 from rlft.plan.rewards.references import check_scoring
@@ -47,14 +47,13 @@ from rlft.plan.sizes import (
 from rlft.plan.startup_table import Facts, TableRow
 from rlft.reward.workers.reward_spec import reported, specs
 from rlft.runs.fork import MOVING_REFERENCES
-from rlft.system.buckets import BUCKET
-from rlft.system.device import kind_name, resolve_device, resolve_dtype
+from rlft.system.device import BUCKET, kind_name, resolve_device, resolve_dtype
 from rlft.system.disk import size_text
 from rlft.system.process.placement import Placement
-from rlft.system.process.ray_session import check_address, check_installed
+from rlft.system.process.ray_actors import check_address, check_installed
 from rlft.tokens.text import RunTokenizer
-from rlft.trainer.gradients import most_gradients
 from rlft.trainer.optimizer import largest_share
+from rlft.trainer.update import most_gradients
 from rlft.types import Split, UserError, counted, require
 
 if TYPE_CHECKING:

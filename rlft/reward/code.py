@@ -28,9 +28,8 @@ from typing import Any, ClassVar
 from rlft.config.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
 from rlft.reward.code_tests import Call, Doubt, Pair, Tests, doubts, function_in, lines_of, names_called, parse_tests
 from rlft.system.process.running_time import TICK_S, RunningTime
-from rlft.system.sandbox import bubblewrap, protocol, trials
-from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason
-from rlft.system.sandbox.trials import Required, check_isolation
+from rlft.system.sandbox import bubblewrap, protocol
+from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason, Required, check_isolation
 from rlft.tokens.answers import Block, blocks, tagged, without_reasoning
 from rlft.types import Group, Prompt, UserError, require
 
@@ -93,12 +92,12 @@ class Code:
 
     def note(self) -> str:
         """Which isolation is active and what bounds memory, reported when a run starts."""
-        isolation, what = trials.available()
-        more = f" ({what})" if isolation is Isolation.none else f"; {trials.memory_bound()[1]}"
+        isolation, what = bubblewrap.available()
+        more = f" ({what})" if isolation is Isolation.none else f"; {bubblewrap.memory_bound()[1]}"
         return f"programs are {isolation.sentence}{more}"
 
     def __call__(self, group: Group) -> list[float]:
-        tests, isolation = self._tests(group.prompt), trials.available()[0]
+        tests, isolation = self._tests(group.prompt), bubblewrap.available()[0]
         programs = [self.program(rollout.completion.text, group.prompt, tests) for rollout in group.rollouts]
         clock, lock, to_run = RunningTime(), threading.Lock(), len(programs)
 

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from rlft.runs import lines as run_lines
 from rlft.runs.config_file import CONFIG
 from rlft.runs.run_folder import versions
-from rlft.system import digests
 from rlft.system.disk import writing
-from rlft.system.files import append, flush
+from rlft.system.files import append, digest_of_bytes, digest_of_each, digest_of_file, flush
 from rlft.types import Evaluation
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Chain:
         lines = run_lines.read_lines(path, run_lines.silent)
         self._previous = lines[-1].get("digest") if lines else None
         inputs = {name.removesuffix("_fingerprint"): value for name, value in sorted(fingerprints.items())}
-        self._always = {"config": digests.of_file(self.folder / CONFIG), **inputs}
+        self._always = {"config": digest_of_file(self.folder / CONFIG), **inputs}
 
     def add_batch(self, batch: Batch) -> None:
         self._tensors |= tensors_of_batch(batch)
@@ -74,17 +73,17 @@ class Chain:
         """The step's line of metrics, its alarms, and its completions with their scores."""
         metrics = {"step": record.step, **run_lines.numbers(record.metrics)}
         self._parts["metrics"] = metrics_part(metrics)
-        self._metrics_line = digests.of_bytes(run_lines.encode(metrics))
+        self._metrics_line = digest_of_bytes(run_lines.encode(metrics))
         self._alarms += b"".join(map(run_lines.encode, run_lines.alarm_lines(record.step, record.alarms)))
         if record.groups:
             file = run_lines.rollout_file(self.folder, record.step)
             lines = b"" if file.exists() else b"".join(map(run_lines.encode, run_lines.rollout_lines(record)))
-            self._parts["rollouts"] = digests.of_bytes(lines) if lines else digests.of_file(file)
+            self._parts["rollouts"] = digest_of_bytes(lines) if lines else digest_of_file(file)
             by_name = {name: [score for row in rows for score in row] for name, rows in record.rewards.items()}
             self._parts["scores"] = scores_part(by_name, [score for row in record.total_rewards for score in row])
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        self._parts["evaluation"] = digests.of_bytes(run_lines.encode(run_lines.evaluation_line(evaluation)))
+        self._parts["evaluation"] = digest_of_bytes(run_lines.encode(run_lines.evaluation_line(evaluation)))
         self._alarms += b"".join(map(run_lines.encode, run_lines.alarm_lines(evaluation.step, evaluation.alarms)))
 
     def seal(
@@ -100,8 +99,8 @@ class Chain:
         self._append()
         parts, in_thread = {**self._always, **self._parts, **(more or {})}, {**self._tensors, **(tensors or {})}
         if self._alarms:
-            parts["alarms"] = digests.of_bytes(self._alarms)
-        computed = self._thread.submit(digests.of_each, _in_main_memory(in_thread))
+            parts["alarms"] = digest_of_bytes(self._alarms)
+        computed = self._thread.submit(digest_of_each, _in_main_memory(in_thread))
         self._sealed = (step, parts, self._metrics_line, computed)
         self._parts, self._tensors, self._alarms, self._metrics_line = {}, {}, b"", None
         if not in_thread:
@@ -142,7 +141,7 @@ def sealed(
     step: int, previous: str | None, machine: Mapping[str, str], parts: Mapping[str, str], metrics_line: str | None
 ) -> dict[str, Any]:
     linked = {"step": step, "previous": previous, "machine": dict(machine), "sha256": dict(sorted(parts.items()))}
-    return {**linked, "metrics_line": metrics_line, "digest": digests.of_bytes(run_lines.encode(linked))}
+    return {**linked, "metrics_line": metrics_line, "digest": digest_of_bytes(run_lines.encode(linked))}
 
 
 def lines_until(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -157,7 +156,7 @@ def made_on(machine: Mapping[str, str], engine: str | None) -> dict[str, str]:
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 def metrics_part(line: Mapping[str, Any]) -> str:
-    return digests.of_bytes(
+    return digest_of_bytes(
         run_lines.encode({name: value for name, value in line.items() if not name.startswith(MEASURED)})
     )
 
@@ -165,13 +164,13 @@ def metrics_part(line: Mapping[str, Any]) -> str:
 def scores_part(by_name: Mapping[str, Sequence[float]], totals: Sequence[float]) -> str:
     """Of each reward's scores and their totals, completion by completion."""
     rewards = {name: [run_lines.number(score) for score in scores] for name, scores in sorted(by_name.items())}
-    return digests.of_bytes(
+    return digest_of_bytes(
         run_lines.encode({"rewards": rewards, "reward": [run_lines.number(score) for score in totals]})
     )
 
 
 def batch_parts(batch: Batch) -> dict[str, str]:
-    return digests.of_each(tensors_of_batch(batch))
+    return digest_of_each(tensors_of_batch(batch))
 
 
 def tensors_of_batch(batch: Batch) -> dict[str, Mapping[str, Tensor]]:

@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.runs import fingerprints
 from rlft.runs.config_file import FORMAT, KEY, NewerError, check_format
-from rlft.system import digests
 from rlft.system.disk import BLOCK, writing
-from rlft.system.files import atomic_folder
+from rlft.system.files import atomic_folder, digest_of_each, digest_of_file, digest_of_json
 from rlft.types import UserError
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def parts_of(checkpoint: Checkpoint) -> dict[str, str]:
     """{part: its sha256} of all that the checkpoint holds but `write_folders`, the checksums of a shared base, and what
     was sampled ahead: a run that is made longer has not sampled ahead after what was its last step, and the completions
     of the step after it have a digest of their own, as have those that drafts come from."""
-    return digests.of_each(tensors_of_parts(checkpoint)) | plain_parts(checkpoint)
+    return digest_of_each(tensors_of_parts(checkpoint)) | plain_parts(checkpoint)
 
 
 def tensors_of_parts(checkpoint: Checkpoint) -> dict[str, Mapping[str, Tensor]]:
@@ -161,8 +160,8 @@ def plain_parts(checkpoint: Checkpoint) -> dict[str, str]:
     # A base that has moved is told by its fingerprint, which is in the state.
     config = {key: value for key, value in checkpoint.adapter_config.items() if key != "base_model_name_or_path"}
     return {
-        "state": digests.of_json([checkpoint.step, state, config]),
-        "records": digests.of_json({role: record_of(checkpoint, role) for role in roles}),
+        "state": digest_of_json([checkpoint.step, state, config]),
+        "records": digest_of_json({role: record_of(checkpoint, role) for role in roles}),
     }
 
 
@@ -174,7 +173,7 @@ def change_state(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write_manifest(folder: Path) -> None:
-    lines = [f"{digests.of_file(f)}  {f.relative_to(folder)}" for f in _files(folder)]
+    lines = [f"{digest_of_file(f)}  {f.relative_to(folder)}" for f in _files(folder)]
     (folder / MANIFEST).write_text("\n".join(lines) + "\n")
 
 
@@ -227,7 +226,7 @@ def find_damage(folder: Path) -> str | None:
         if not file.is_file():
             return f"{name} is missing"
         try:
-            if digests.of_file(file) != digest:
+            if digest_of_file(file) != digest:
                 return f"{name} does not match its checksum"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"

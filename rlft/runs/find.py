@@ -26,7 +26,7 @@ from rlft.runs.fork import FORKED_FROM
 from rlft.runs.lines import METRICS, read_lines, silent
 from rlft.runs.run_folder import CONFIG, checkpoints, whole_config
 from rlft.runs.run_status import FILE as STATUS, PROGRESS, Status
-from rlft.system import digests
+from rlft.system.files import digest_of_file
 from rlft.system.machine import processor
 from rlft.system.terminal import Say, say
 from rlft.types import UserError
@@ -305,7 +305,7 @@ def other_code(run: Path) -> str | None:
     changed = {
         str(file): run_folder.copy_of_code(run, file, begun[key])
         for key, file in files.items()
-        if key in begun and not (file.expanduser().is_file() and digests.of_file(file.expanduser()) == begun[key])
+        if key in begun and not (file.expanduser().is_file() and digest_of_file(file.expanduser()) == begun[key])
     }
     listed = ", ".join(f"{file} (as it was: {copied})" for file, copied in changed.items())
     return f"code of your own changed since the run began, and is used as it is now: {listed}" if changed else None
@@ -322,7 +322,7 @@ def other_processor(run: Path) -> str | None:
 def _other_config(run: Path) -> str | None:
     """That config.yaml is not the file with which the run's last step was made."""
     lines = read_lines(run / CHAIN, silent)
-    if not lines or lines[-1]["sha256"].get("config") in (None, digests.of_file(run_folder.config_file(run))):
+    if not lines or lines[-1]["sha256"].get("config") in (None, digest_of_file(run_folder.config_file(run))):
         return None
     forked = (run_folder.read(run, "run")[run_folder.ORIGIN].get(FORKED_FROM) or {}).get("step", -1)
     if lines[-1]["step"] <= forked:

@@ -19,9 +19,8 @@ from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.chain import CHAIN
 from rlft.runs.config_file import same_path
 from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, ROLLOUTS, open_after, rollout_files
-from rlft.system import digests
 from rlft.system.disk import BLOCK, DiskError, writing
-from rlft.system.files import size_of
+from rlft.system.files import digest_of_file, size_of
 from rlft.system.terminal import command_line
 from rlft.types import UserError
 
@@ -128,7 +127,7 @@ def begin(fork: Fork, folder: Path, config: Mapping[str, Any], fingerprints: Map
             "run": os.path.relpath(fork.run, folder),
             "step": fork.step,
             # of the manifest, which holds the checksums of all the checkpoint's files
-            "checkpoint": digests.of_file(fork.checkpoint / checkpoint.MANIFEST),
+            "checkpoint": digest_of_file(fork.checkpoint / checkpoint.MANIFEST),
             "changed": {key: f"{before} -> {now}" for key, (before, now) in changed.items()},
         }
         with run_folder.removed_on_failure(folder, WRITTEN):

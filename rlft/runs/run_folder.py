@@ -38,12 +38,12 @@ from rlft.runs.config_file import (
 )
 from rlft.runs.fingerprints import are_of_a_model, differing, models_in
 from rlft.runs.run_status import FILE as STATUS, LOCK, Status
-from rlft.system import digests, locks
+from rlft.system import locks
 from rlft.system.disk import DiskError, writing
-from rlft.system.files import atomic_folder, write_atomically
+from rlft.system.files import atomic_folder, digest_of_file, write_atomically
 from rlft.system.hub import commit_of
+from rlft.system.machine import installed_version
 from rlft.system.terminal import command_line, override, resuming, say
-from rlft.system.versions import installed_version
 from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError, require
 
@@ -160,7 +160,7 @@ def write_config(
     }
     code = files_of_code(config)
     if code:
-        origin[CODE] = {key: digests.of_file(file.expanduser()) for key, file in code.items()}
+        origin[CODE] = {key: digest_of_file(file.expanduser()) for key, file in code.items()}
     for key, file in code.items():
         copied = copy_of_code(folder, file, origin[CODE][key])
         copied.parent.mkdir(parents=True, exist_ok=True)

@@ -8,12 +8,11 @@ rlft is measured on CPUs and on NVIDIA's GPUs. AMD's GPUs (which torch calls cud
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlft.system.buckets import BUCKET, buckets
 from rlft.system.lazy import torch
 from rlft.system.memory import free_memory, peak_resident_bytes
 from rlft.types import UserError, require
@@ -176,6 +175,28 @@ def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**tensors, **on_host({name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"})}
 
 
+BUCKET = 64 * 2**20  # bytes of tensors that are sent at a time
+
+Bucket = list[tuple[int, int, int]]
+"""Parts of tensors: (number of the tensor, its first element, the one after its last)."""
+
+
+def buckets(tensors: Sequence[Tensor], size: int) -> list[Bucket]:
+    """All elements of tensors in their order, in buckets of one dtype and at most `size` bytes each."""
+    result: list[Bucket] = []
+    room, dtype = 0, None
+    for number, tensor in enumerate(tensors):
+        start = 0
+        while start < tensor.numel():
+            if not room or tensor.dtype != dtype:
+                result.append([])
+                room, dtype = size // tensor.itemsize, tensor.dtype
+            stop = min(tensor.numel(), start + room)
+            result[-1].append((number, start, stop))
+            start, room = stop, room - (stop - start)
+    return result
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 def has_own_memory(device: Device) -> bool:
     """Whether the device's memory is not the machine's; an Apple GPU's is."""
@@ -219,3 +240,26 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
             if not (low.isfinite() & high.isfinite()):
                 return name
     return None
+
+
+# -- sums in a fixed order ---------------------------------------------------------------------------------------------
+@contextmanager
+def repeatable(*, only_warns: bool = False) -> Iterator[None]:
+    """Inside, torch adds up in a fixed order what threads would otherwise add to the same number in any order.
+
+    An operation that cannot do so raises, or warns. On a GPU the backward of flash attention has a fixed order only
+    where such operations raise (`_flash_attention_backward` of torch 2.11).
+    """
+    was_on, only_warned = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    settings: Any = torch.utils.deterministic  # a module whose attributes are properties
+    was_filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=only_warns)
+    settings.fill_uninitialized_memory = False  # that memory is never read, and filling takes time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
+        settings.fill_uninitialized_memory = was_filled

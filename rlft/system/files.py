@@ -1,17 +1,22 @@
-"""Writes files and folders completely or not at all, and flushes them to disk."""
+"""Writes files and folders completely or not at all, flushes them to disk, and has digests of what is in them."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rlft.system.disk import BLOCK, writing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOT_FLUSHED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM)
 """The errors of file systems of networks and programs (NFS, CIFS, FUSE) that cannot flush a file or a folder."""
@@ -135,3 +140,37 @@ def size_of(folder: Path) -> int:
     """The bytes that the files in this folder take, in whole blocks."""
     files = (path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return sum(-(-size // BLOCK) * BLOCK for size in files)
+
+
+# -- SHA-256, as hex digits --------------------------------------------------------------------------------------------
+def digest_of_bytes(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def digest_of_file(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def digest_of_json(value: Any) -> str:
+    """Of a value as JSON gives it back: tuples are lists and keys are text, whatever their order."""
+    plain = json.loads(json.dumps(value, default=str))
+    return digest_of_bytes(json.dumps(plain, sort_keys=True).encode())
+
+
+def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, dtypes, shapes and bits, in the order of the names."""
+    import torch
+
+    from rlft.system.device import to_cpu
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(to_cpu(tensors).items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def digest_of_each(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """{part: the digest of its tensors}."""
+    return {part: digest_of_tensors(tensors) for part, tensors in parts.items()}

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -183,3 +185,29 @@ def pip_install(*requirements: str) -> str:
     if not has_pip and shutil.which("uv"):
         return command_line("uv", "pip", "install", "--python", python, *requirements)
     return command_line(python, "-m", "pip", "install", *requirements)
+
+
+# -- rows of checks ----------------------------------------------------------------------------------------------------
+class Status(StrEnum):
+    """The verdict of a row.
+
+    `slow` works, but wastes time or leaves something unused; `limit` is not wrong by itself, but has to be known;
+    `skipped` could not be tried.
+    """
+
+    ok = "ok"
+    slow = "slow"
+    limit = "limit"
+    wrong = "wrong"
+    skipped = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """A row of the table."""
+
+    name: str
+    status: Status
+    value: str  # what was measured, in words; in a skipped row, the reason
+    remedy: str = ""  # what to do; empty if the row is ok
+    numbers: Mapping[str, float] = field(default_factory=dict)  # {name: measured number}, with the unit in the name

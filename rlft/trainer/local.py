@@ -26,16 +26,15 @@ from rlft.model.adapter_folder import POLICY
 from rlft.model.critic import CRITIC
 from rlft.model.networks import Networks
 from rlft.model.sequence import sharing_tokens
-from rlft.system import digests
 from rlft.system.device import fork_rng
+from rlft.system.files import digest_of_json, digest_of_tensors
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base, update as updates
-from rlft.trainer.gradients import LaneGradients
-from rlft.trainer.lanes import Division, divide
 from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
 from rlft.trainer.ranks import LaneShare, Shapes, Start, sent, shapes_of, take_over
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
+from rlft.trainer.update import Division, LaneGradients, divide
 from rlft.types import Batch, LossScale, Rollouts
 
 
@@ -295,7 +294,7 @@ class LocalTrainer:
     def digest(self) -> str:
         """The sha256 of what must be equal on every rank."""
         moments = {} if self.roles.is_whole else self.moments()
-        return digests.of_json([digests.of_tensors(self.weights() | moments), self.critic_statistics()])
+        return digest_of_json([digest_of_tensors(self.weights() | moments), self.critic_statistics()])
 
     def start(self, moments: Mapping[str, Tensor]) -> Start:
         """What a rank has to know that joins this one, where the optimizers have these moments in all."""

@@ -8,7 +8,7 @@ from in_one_test import each
 from rlft.algorithm.ops.advantage import Std
 from rlft.algorithm.ops.aggregate import Aggregate
 from rlft.algorithm.ops.kl import KLEstimator, KLPlace
-from rlft.algorithm.ops.ratio import Mismatch, RatioLevel
+from rlft.algorithm.ops.surrogate import Mismatch, RatioLevel
 from rlft.types import Outputs, UserError
 
 nan, inf = float("nan"), float("inf")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rlft.algorithm.ops.ratio import Mismatch
+from rlft.algorithm.ops.surrogate import Mismatch
 from rlft.config import catalog
 from rlft.config.keys import fields_of, options
 from rlft.types import UserError

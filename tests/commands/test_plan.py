@@ -29,8 +29,7 @@ from rlft.logger.tables import Column, WordTable
 from rlft.plan import prediction
 from rlft.plan.cards import CARDS, read_card
 from rlft.plan.rewards.tester import RewardTrial
-from rlft.system.check_rows import CheckRow, Status
-from rlft.system.terminal import pip_install
+from rlft.system.terminal import CheckRow, Status, pip_install
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
 SIZES = ("data.size=200", "data.held_out_size=40")

@@ -20,7 +20,7 @@ from rlft.config.resolved import resolve
 from rlft.model import network_files
 from rlft.plan.rewards import references, tester
 from rlft.plan.rewards.verdicts import verdicts_on
-from rlft.system.check_rows import Status
+from rlft.system.terminal import Status
 
 NOT_TRIED = {
     *("grpo_gsm8k", "gspo_gsm8k", "ppo_gsm8k"),  # need the hub

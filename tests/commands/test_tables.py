@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlft.commands.tables import print_rows
-from rlft.system.check_rows import CheckRow, Status
+from rlft.system.terminal import CheckRow, Status
 
 
 def test_rows_are_printed_with_what_to_do_and_counted_by_status(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from in_one_test import each
 import rlft
 from rlft import cli
 from rlft.algorithm.grpo import GRPO
-from rlft.algorithm.ops.ratio import Mismatch
+from rlft.algorithm.ops.surrogate import Mismatch
 from rlft.config import catalog, command as commands
 from rlft.config.bounds import Decay, Fraction, NonNegativeInt, PositiveFloat, PositiveInt
 from rlft.config.compose import compose, compose_run

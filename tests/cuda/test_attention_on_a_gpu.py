@@ -10,8 +10,8 @@ from dense_attention import masked
 
 from rlft.batch import to_device
 from rlft.model.kernels import flash_attention
-from rlft.model.kernels.block_attention import Scoring
-from rlft.model.kernels.row_attention import RowAttention
+from rlft.model.kernels.attention import RowAttention
+from rlft.model.kernels.split_attention import Scoring
 from rlft.model.packing import pack
 from rlft.types import Batch
 

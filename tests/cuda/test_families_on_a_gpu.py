@@ -15,7 +15,7 @@ from rlft.batch import to_device
 from rlft.config.model import KernelChoice
 from rlft.model.backbone import Backbone
 from rlft.model.forward import choose, open_prefix_cache, padded_forward
-from rlft.model.kernels import selection, state_functions
+from rlft.model.kernels import recurrent, selection
 from rlft.types import Batch
 
 ALL_EXPERTS = {"num_experts_per_tok": 4}
@@ -46,7 +46,7 @@ def batch(make_batch: Callable[..., Batch]) -> Batch:
 
 def pass_of(model: Any, batch: Batch, choice: KernelChoice) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log-probs, the embedding's gradient, log-probs of decoding if packed), in float64 on a CPU."""
-    state_functions.install(model)
+    recurrent.install_functions(model)
     weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(1)).to(model.device)
     embedding = model.get_input_embeddings().weight.requires_grad_()
     if choice is KernelChoice.plain:

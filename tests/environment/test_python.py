@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlft.environment.python import Python
-from rlft.system.sandbox.trials import Required
+from rlft.system.sandbox.bubblewrap import Required
 from rlft.types import UserError
 from tests.environment.test_conversations import LIMITS
 

@@ -16,8 +16,8 @@ from rlft.commands.audit.files import Findings
 from rlft.runs import checkpoint
 from rlft.runs.chain import metrics_part, scores_part, sealed
 from rlft.runs.lines import encode
-from rlft.system import digests
-from rlft.system.check_rows import CheckRow, Status
+from rlft.system.files import digest_of_bytes, digest_of_file
+from rlft.system.terminal import CheckRow, Status
 from rlft.types import UserError
 
 STEPS = 4
@@ -159,23 +159,23 @@ def rechained(
     """
     metrics = {line["step"]: line for line in lines_of(folder / "metrics.jsonl")}
     raw = dict(zip(metrics, (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True), strict=True))
-    evaluations = {line["step"]: digests.of_bytes(encode(line)) for line in lines_of(folder / "eval.jsonl")}
+    evaluations = {line["step"]: digest_of_bytes(encode(line)) for line in lines_of(folder / "eval.jsonl")}
     previous, made = None, []
     for line in lines_of(folder / "chain.jsonl"):
         step, parts = line["step"], line["sha256"]
-        parts["config"] = digests.of_file(folder / "config.yaml")
+        parts["config"] = digest_of_file(folder / "config.yaml")
         if step in evaluations:
             parts["evaluation"] = evaluations[step]
         if step:
             parts["metrics"] = metrics_part(metrics[step])
-            parts["rollouts"] = digests.of_file(rollouts(folder, step))
+            parts["rollouts"] = digest_of_file(rollouts(folder, step))
             said = lines_of(rollouts(folder, step))
             names = {name: [one["rewards"][name] for one in said] for name in said[0]["rewards"]}
             parts["scores"] = scores_part(names, [one["reward"] for one in said])
             if saved(folder, step).is_dir():
                 parts |= checkpoint.parts_of(checkpoint.load(saved(folder, step)))
         parts |= (more or {}).get(step, {})
-        whole = digests.of_bytes(raw[step]) if step else None
+        whole = digest_of_bytes(raw[step]) if step else None
         made.append(sealed(step, previous, {**line["machine"], **(machine or {})}, parts, whole))
         previous = made[-1]["digest"]
     write(folder / "chain.jsonl", made)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from rlft.commands.doctor.command import NotReadyError
-from rlft.system.check_rows import CheckRow, Status
+from rlft.system.terminal import CheckRow, Status
 from rlft.types import UserError
 
 

@@ -24,11 +24,10 @@ from rlft.model import backbone as backbones
 from rlft.model.activations import peft_is_quiet
 from rlft.model.adapter_folder import load_file, own_tensors
 from rlft.model.backbone import Backbone, read_backbone, read_config
-from rlft.model.experts import mixture_of
+from rlft.model.experts import mixture_of, replay_obstacle
 from rlft.model.families import Family
 from rlft.model.lora_config import adapted_words
 from rlft.model.roles import Roles, policy_alone
-from rlft.model.routing import obstacle
 from rlft.plan.model_rules import check_targets
 from rlft.plan.sizes import sizes_of
 from rlft.types import Adapter, Batch, Completion, FinishReason, Group, Prompt, Rollout, Scores, UserError
@@ -154,7 +153,7 @@ def _routing(roles: Roles) -> str | None:
     """Why no choice of experts can be imposed on the model; None if it can, or if there are none."""
     mixture = mixture_of(roles.backbone.model)
     has_experts = bool(mixture.stacked or mixture.linear)
-    return (obstacle(roles.backbone.model) or roles.routing.check()) if has_experts else None
+    return (replay_obstacle(roles.backbone.model) or roles.routing.check()) if has_experts else None
 
 
 def _decoding(backbone: Backbone, roles: Roles, adapter: Adapter) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlft.system.process import ray_session
+from rlft.system.process import ray_actors
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789" * 4}
 
@@ -22,7 +22,7 @@ def two_machines(other: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         # Ray reads them once in a process, when it is imported: they stay.
-        for name, value in {**ray_session.QUIET, **TOKEN}.items():
+        for name, value in {**ray_actors.QUIET, **TOKEN}.items():
             os.environ.setdefault(name, value)
         from ray.cluster_utils import Cluster
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from cluster_workers import SPEC
 
-from rlft.system.process.ray_actors import RayActors
-from rlft.system.process.ray_session import RaySession
+from rlft.system.process.ray_actors import RayActors, RaySession
 
 
 def main() -> None:

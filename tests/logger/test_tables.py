@@ -15,8 +15,7 @@ from rlft.commands.tables import rows_table, wrapped
 from rlft.logger.console import StandardOutput, grid, show_rows
 from rlft.logger.summary import print_commands, print_facts
 from rlft.logger.tables import Column, WordTable
-from rlft.system.check_rows import CheckRow, Status
-from rlft.system.terminal import command_line, pip_install, unbroken, with_spaces
+from rlft.system.terminal import CheckRow, Status, command_line, pip_install, unbroken, with_spaces
 
 RLFT = Path(__file__).parents[2] / "rlft"
 

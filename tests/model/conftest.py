@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlft.model import forward
-from rlft.model.kernels import attention, elementwise, flash_attention, layer_branches
+from rlft.model.kernels import attention, decoder_layer, elementwise, flash_attention
 from rlft.model.packing import pack
 from rlft.model.text_model import causal_class
 from rlft.types import Batch
@@ -59,8 +59,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Counter[str]:
         calls[name] += 1
         return branch(*args)
 
-    for name in ("attention", "mlp", "decoded_attention", "decoded_mlp"):
-        monkeypatch.setattr(layer_branches, name, partial(counted, name, getattr(layer_branches, name)))
+    for name in ("attention_branch", "mlp_branch", "decoded_attention", "decoded_mlp"):
+        monkeypatch.setattr(
+            decoder_layer, name, partial(counted, name.removesuffix("_branch"), getattr(decoder_layer, name))
+        )
     return calls
 
 

@@ -16,8 +16,8 @@ from rlft.config.model import LoraSettings
 from rlft.generation.sending import AdapterFiles
 from rlft.model.adapter_folder import adapted_modules, layers_of, switches_of
 from rlft.model.backbone import Backbone
+from rlft.model.experts import LoraExperts
 from rlft.model.kernels import selection
-from rlft.model.kernels.lora_experts import LoraExperts
 from rlft.model.lora_config import lora_config
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
 from rlft.plan.model_rules import fresh_shapes

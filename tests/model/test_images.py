@@ -33,7 +33,7 @@ from rlft.generation.sending import AdapterFiles
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.forward import packed_forward, padded_forward
-from rlft.model.image_masks import ImageMasks
+from rlft.model.images import ImageMasks
 from rlft.model.kernels import flash_attention
 from rlft.model.roles import policy_alone
 from rlft.tokens.images import picture, processor_of

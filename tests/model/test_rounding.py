@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlft.model.backbone import load_backbone
-from rlft.model.rounding import rounded_once_more
+from rlft.model.networks import rounded_once_more
 
 SEQUENCES = [[5, 6, 7, 8, 9, 12, 40], [9, 10, 11, 77]]
 

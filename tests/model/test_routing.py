@@ -18,10 +18,9 @@ from rlft.config.model import RoutingSource
 from rlft.generation.transformers import TransformersGenerator, Weights
 from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone
-from rlft.model.experts import mixture_of
+from rlft.model.experts import Routing, mixture_of
 from rlft.model.kernels import selection
 from rlft.model.roles import POLICY
-from rlft.model.routing import Routing
 from rlft.types import Batch, Prompt, Sampling, Scores
 
 ROWS = [(0, [5, 9, 11], [12, 13, 14, 30]), (0, [5, 9, 11], [7, 8]), (1, [20, 21], [40, 41, 42])]

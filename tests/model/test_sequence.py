@@ -30,11 +30,10 @@ from rlft.config.model import KernelChoice, Recompute
 from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import read_backbone
 from rlft.model.critic import ScalarHead
-from rlft.model.experts import mixture_of
+from rlft.model.experts import Routing, mixture_of
 from rlft.model.forward import Forward, choose, possible_shares
-from rlft.model.kernels import lora_linear, selection, state_functions
-from rlft.model.kernels.shared_states import parts_of
-from rlft.model.routing import Routing
+from rlft.model.kernels import lora_linear, recurrent, selection
+from rlft.model.kernels.recurrent import parts_of
 from rlft.model.sequence import TokenShare, current_share, sharing_tokens
 from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
 from rlft.types import Batch, UserError
@@ -247,7 +246,7 @@ def test_channels_and_heads_say_how_many_ranks_may_share_a_row() -> None:
 def test_a_function_that_would_see_the_tokens_of_one_rank_alone_is_an_error(
     kind, replaced, batch, on_ranks, monkeypatch
 ) -> None:
-    monkeypatch.setattr(state_functions, "is_over_tokens", lambda name: name.endswith(replaced))
+    monkeypatch.setattr(recurrent, "is_over_tokens", lambda name: name.endswith(replaced))
     with pytest.raises(AssertionError, match="another one, which would see those of this rank alone"):
         on_ranks(2, lambda: computed(hybrid_models.random_model(kind).double(), batch, None))
 

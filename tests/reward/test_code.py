@@ -17,7 +17,7 @@ from rlft.reward.code import Code, ProgramIn, Required, Score, continued, same_o
 from rlft.reward.code_tests import Call, Pair, parse_tests
 from rlft.reward.workers.reward_spec import reported
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
-from rlft.system.sandbox import bubblewrap, trials
+from rlft.system.sandbox import bubblewrap
 from rlft.system.sandbox.bubblewrap import Isolation
 from rlft.types import UserError
 
@@ -607,7 +607,7 @@ def test_a_timeout_that_leaves_no_time_is_refused():
 
 @pytest.fixture
 def nothing_isolates(monkeypatch):
-    monkeypatch.setattr(trials, "available", lambda: (Isolation.none, "bubblewrap is not installed"))
+    monkeypatch.setattr(bubblewrap, "available", lambda: (Isolation.none, "bubblewrap is not installed"))
 
 
 @pytest.mark.usefixtures("nothing_isolates")
@@ -638,10 +638,10 @@ def test_the_note_says_which_isolation_is_active_and_what_bounds_memory():
 @pytest.fixture
 def no_bound(monkeypatch):
     """No filter."""
-    trials.memory_bound.cache_clear()
+    bubblewrap.memory_bound.cache_clear()
     monkeypatch.setattr(bubblewrap, "system_call_filter", lambda: None)
     yield
-    trials.memory_bound.cache_clear()
+    bubblewrap.memory_bound.cache_clear()
 
 
 @pytest.mark.usefixtures("no_bound")

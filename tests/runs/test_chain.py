@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlft.runs.chain import CHAIN, Chain
-from rlft.system import digests
+from rlft.system.files import digest_of_each, digest_of_tensors
 
 TENSORS = {"adapters/policy": {"b": torch.arange(5.0), "a": torch.ones(2, 3)}, "optimizer": {"a": torch.zeros(4)}}
 WAITS: dict[str, Callable[[Chain], None]] = {
@@ -38,17 +38,17 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def test_a_line_with_tensors_is_appended_by_what_follows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    may_go_on, of_each = threading.Event(), digests.of_each
+    may_go_on, of_each = threading.Event(), digest_of_each
     chain = begun(tmp_path)
     assert [line["step"] for line in lines(tmp_path)] == [0], "without tensors there is nothing to wait for"
-    monkeypatch.setattr(digests, "of_each", lambda parts: of_each(parts) if may_go_on.wait(60) else {})
+    monkeypatch.setattr("rlft.runs.chain.digest_of_each", lambda parts: of_each(parts) if may_go_on.wait(60) else {})
     chain.seal(1, {"state": "3"}, TENSORS)
     assert len(lines(tmp_path)) == 1
     threading.Timer(0.05, may_go_on.set).start()
     WAITS[name](chain)
     before, line = lines(tmp_path)[:2]
     assert (line["step"], line["previous"]) == (1, before["digest"])
-    assert line["sha256"].items() > {part: digests.of_tensors(tensors) for part, tensors in TENSORS.items()}.items()
+    assert line["sha256"].items() > {part: digest_of_tensors(tensors) for part, tensors in TENSORS.items()}.items()
     chain.close()
 
 
@@ -57,7 +57,7 @@ def test_what_fails_in_the_thread_is_raised_by_what_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     chain = begun(tmp_path)
-    monkeypatch.setattr(digests, "of_tensors", lambda tensors: [][len(tensors)])
+    monkeypatch.setattr("rlft.system.files.digest_of_tensors", lambda tensors: [][len(tensors)])
     chain.seal(1, tensors=TENSORS)
     with pytest.raises(IndexError):
         WAITS[name](chain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlft.system.buckets import buckets
+from rlft.system.device import buckets
 
 
 def test_buckets_have_all_elements_in_their_order_one_dtype_and_a_limit() -> None:

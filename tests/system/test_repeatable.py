@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlft.system.repeatable import repeatable
+from rlft.system.device import repeatable
 
 
 @pytest.mark.parametrize("only_warns", [False, True])

@@ -11,9 +11,9 @@ from threaded_ranks import together
 from torch import Tensor
 from torch.nn import Parameter
 
-from rlft.trainer import gradients
-from rlft.trainer.gradients import LaneGradients
+from rlft.trainer import update
 from rlft.trainer.ranks import Exchange, LaneShare
+from rlft.trainer.update import LaneGradients
 
 LANES = 6
 SHAPES = ((7, 3), (), (40,), (2, 2, 2))
@@ -55,7 +55,7 @@ def test_the_sum_is_that_of_the_lanes_in_their_order(
     ranks: int, size: int, met: Callable[..., list[Exchange]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buckets of 5 numbers, of 13, and of all 70."""
-    monkeypatch.setattr(gradients, "BUCKET", size)
+    monkeypatch.setattr(update, "BUCKET", size)
     exchanges: Sequence[Exchange | None] = met(ranks) if ranks > 1 else [None]
     shares = [LaneShare(lanes=LANES, rank=rank, ranks=ranks, exchange=e) for rank, e in enumerate(exchanges)]
     for found, own in together([lambda share=share: added_up(share) for share in shares]):

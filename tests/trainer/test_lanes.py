@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlft.trainer import lanes
-from rlft.trainer.lanes import Costs, assign, balance, costs_of, divide
+from rlft.trainer import update
+from rlft.trainer.update import Costs, assign, balance, costs_of, divide
 from rlft.types import Batch
 
 RECORDED = json.loads(Path(__file__).with_name("row_lengths.json").read_text())
@@ -78,15 +78,15 @@ def test_one_long_group_is_shared_out() -> None:
 @pytest.mark.parametrize("num_lanes", [1, 3])
 def test_moving_rows_ends_where_none_helps(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[int] = []
-    search = lanes._Lanes.best_moves
+    search = update._Lanes.best_moves
 
-    def counted(self: lanes._Lanes) -> list[tuple[int, int, int]]:
+    def counted(self: update._Lanes) -> list[tuple[int, int, int]]:
         moves = search(self)
         searches.append(len(moves))
         return moves
 
-    monkeypatch.setattr(lanes._Lanes, "best_moves", counted)
-    lanes.assign(lanes.Costs(rows=[9.0, 7.0, 5.0, 3.0, 2.0], prompts=[1.0] * 5, groups=[0, 0, 1, 1, 2]), num_lanes)
+    monkeypatch.setattr(update._Lanes, "best_moves", counted)
+    update.assign(update.Costs(rows=[9.0, 7.0, 5.0, 3.0, 2.0], prompts=[1.0] * 5, groups=[0, 0, 1, 1, 2]), num_lanes)
     assert searches.count(0) == 1, "the search that finds nothing is the last one"
 
 

@@ -20,11 +20,10 @@ from rlft.model.forward import Forward, padded_forward
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
 from rlft.train import train
-from rlft.trainer.gradients import LaneGradients
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
 from rlft.trainer.ranks import LaneShare
-from rlft.trainer.update import backward, loss_scale, minibatches
+from rlft.trainer.update import LaneGradients, backward, loss_scale, minibatches
 from rlft.types import LossScale
 
 model_config, backbone = half_model.model_config, half_model.backbone

@@ -13,7 +13,7 @@ from run_folders import check_same, files_of, metrics, rollouts, whole_lines
 from run_processes import Nursery
 
 from rlft import cli
-from rlft.system import digests
+from rlft.system.files import digest_of_file
 
 FROM = "run/checkpoints/step_000003"
 
@@ -45,7 +45,7 @@ def test_a_fork_does_what_the_run_itself_did_and_leaves_the_run_alone(
     assert origin_of(fork)["forked_from"] == {
         "run": "../../../run",
         "step": 3,
-        "checkpoint": digests.of_file(manifest),
+        "checkpoint": digest_of_file(manifest),
         "changed": {},
     }
     assert yaml.safe_load((fork / "config.yaml").read_text())["resume"] is None

@@ -45,7 +45,7 @@ PUBLISHED = "rlft.loop.session:Session.publish"
 RECORD = "rlft.loop.session:Session.record"
 EVALUATED = "rlft.loop.metrics:summarise"
 SAVED = "rlft.runs.checkpoint:save"
-DIGESTS = "rlft.system.digests:of_each"  # in a thread, of each step that has begun
+DIGESTS = "rlft.runs.chain:digest_of_each"  # in a thread, of each step that has begun
 SEALED = "rlft.runs.chain:Chain.seal"
 REWARD_TRAINED = "rlft.trainer.reward_training:RewardRefresh.train_if_due"
 

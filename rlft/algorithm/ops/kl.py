@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from rlft.algorithm.ops.aggregate import keep
-from rlft.algorithm.ops.ratio import LOG_RATIO_LIMIT, token_ratio
+from rlft.algorithm.ops.surrogate import LOG_RATIO_LIMIT, token_ratio
 from rlft.system.lazy import torch
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from rlft.runs.fork import FORKED_FROM
 from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, encode, rollout_file, rollout_files
 from rlft.runs.run_folder import ORIGIN
 from rlft.runs.run_status import Status
-from rlft.system import digests
-from rlft.system.check_rows import CheckRow, Status as Verdict
+from rlft.system.files import digest_of_bytes, digest_of_file, digest_of_json, digest_of_tensors
+from rlft.system.terminal import CheckRow, Status as Verdict
 from rlft.types import UserError, counted, require
 
 Line = Mapping[str, Any]
@@ -163,7 +163,7 @@ def check_files(run: Audited) -> None:
 
 
 def _check_config(run: Audited) -> None:
-    digest, findings = digests.of_file(run.folder / CONFIG), run.findings
+    digest, findings = digest_of_file(run.folder / CONFIG), run.findings
     steps = [step for step, line in run.lines.items() if line["sha256"].get("config") == digest]
     with findings.checking(CONFIG, f"is the one of {steps_text(steps)}" if steps else ""):
         if run.last not in steps:
@@ -221,7 +221,7 @@ def _check_metrics(run: Audited) -> None:
                 findings.differ(METRICS, f"step {step} is not in the chain")
             elif metrics_part(values) != line["sha256"].get("metrics"):
                 findings.differ(METRICS, f"step {step}: its numbers are not those of the chain")
-            elif digests.of_bytes(raw) != line["metrics_line"]:
+            elif digest_of_bytes(raw) != line["metrics_line"]:
                 findings.differ(METRICS, f"step {step}: its times or memory are not those of the chain")
         _check_order(findings, METRICS, found, expected)
 
@@ -245,7 +245,7 @@ def _check_by_step(run: Audited, name: str, part: str, unit: str, problem: str) 
         for step in sorted(step for step in {*expected, *by_step} if not run.may_be_cut_off(step)):
             if step not in by_step or step not in expected:
                 findings.differ(name, f"step {step} is {'missing' if step in expected else 'not in the chain'}")
-            elif digests.of_bytes(by_step[step]) != expected[step]:
+            elif digest_of_bytes(by_step[step]) != expected[step]:
                 findings.differ(name, f"step {step}: {problem}")
         _check_order(findings, name, list(by_step), [])
 
@@ -262,7 +262,7 @@ def _check_rollouts(run: Audited) -> None:
             name = str(file.relative_to(run.folder))
             if step not in having and not run.may_be_cut_off(step):
                 findings.differ(name, f"step {step} is not in the chain")
-            elif step in having and digests.of_file(file) != run.lines[step]["sha256"]["rollouts"]:
+            elif step in having and digest_of_file(file) != run.lines[step]["sha256"]["rollouts"]:
                 findings.differ(name, f"step {step}: are not the completions of the chain")
         settings = from_mapping(RolloutsConfig, run.config["rollouts"], "rollouts")
         written = [step for step in having if settings.writes(step)]
@@ -331,7 +331,7 @@ def check_export(folder: Path, lines: Mapping[int, Line], findings: Findings) ->
             findings.differ(WEIGHTS, f"or {RECORD} cannot be read ({type(error).__name__})")
             return
         roles = {part.split("/")[1] for part in last["sha256"] if part.startswith(("adapters/", "heads/"))}
-        if digests.of_json({role: record}) != last["sha256"].get("records") and len(roles) == 1:
+        if digest_of_json({role: record}) != last["sha256"].get("records") and len(roles) == 1:
             findings.differ(RECORD, f"step {last['step']}: differs from the chain")
-        if digests.of_tensors(tensors) != last["sha256"].get(f"adapters/{role}"):
+        if digest_of_tensors(tensors) != last["sha256"].get(f"adapters/{role}"):
             findings.differ(WEIGHTS, f"step {last['step']}: is not the {role} of the chain")

@@ -30,13 +30,12 @@ from rlft.config.schema import RunConfig
 from rlft.generation.sending import PREFIX, memory_folder
 from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
-from rlft.system.check_rows import CheckRow, Status
 from rlft.system.crash import debugging, described, one_line, shortened
 from rlft.system.locks import owned_folder, sweep
 from rlft.system.process.child import Child, Ended, function_of, wait_for
 from rlft.system.process.running_time import RunningTime
 from rlft.system.process.worker import last_lines
-from rlft.system.terminal import say
+from rlft.system.terminal import CheckRow, Status, say
 from rlft.types import UserError, require
 
 OUTPUT = "output.txt"  # the file with the output of the checks and of the libraries they use

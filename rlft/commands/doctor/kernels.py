@@ -18,8 +18,8 @@ from rlft.model.backbone import read_backbone
 from rlft.model.kernels.selection import decide
 from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.plan.sizes import sizes_of
-from rlft.system.check_rows import CheckRow, Status
 from rlft.system.device import free_bytes
+from rlft.system.terminal import CheckRow, Status
 from rlft.types import Batch
 
 ALLOWED_DEVIATIONS = 4.0  # number of standard deviations of the rounding error that are allowed

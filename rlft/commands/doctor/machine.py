@@ -23,15 +23,14 @@ from packaging.utils import canonicalize_name
 from rlft.commands.doctor.command import judged
 from rlft.commands.doctor.trial import MachineTrial
 from rlft.config.model import resolve_path
-from rlft.system.check_rows import CheckRow, Status
 from rlft.system.device import OLDEST_WITH_BFLOAT16
 from rlft.system.disk import room, size_text
 from rlft.system.hub import hub_answers
+from rlft.system.machine import in_order, installed_version, is_within, requirements_of
 from rlft.system.memory import free_memory
-from rlft.system.sandbox import trials
+from rlft.system.sandbox import bubblewrap
 from rlft.system.sandbox.bubblewrap import Isolation
-from rlft.system.terminal import pip_install
-from rlft.system.versions import in_order, installed_version, is_within, requirements_of
+from rlft.system.terminal import CheckRow, Status, pip_install
 
 MIN_FREE_DISK = 2 * 10**9  # bytes for a few checkpoints of an adapter with its optimizer, and rollouts
 MIN_FREE_SHARE = 0.5  # of a GPU's memory: if less is free, another program uses the GPU
@@ -149,8 +148,8 @@ def hub_row(answers: bool, switched_off: bool, model: str | None) -> CheckRow:
 
 
 def sandbox_rows(trial: MachineTrial) -> list[CheckRow]:
-    isolation, sentence = trials.available()
-    bound = trials.memory_bound()[1] if isolation is not Isolation.none else ""
+    isolation, sentence = bubblewrap.available()
+    bound = bubblewrap.memory_bound()[1] if isolation is not Isolation.none else ""
     return [sandbox_row(isolation, sentence, bound, uses_code(trial.settings.rewards))]
 
 
@@ -164,8 +163,8 @@ def sandbox_row(isolation: Isolation, sentence: str, bound: str, is_used: bool) 
     if isolation is not Isolation.none:
         return CheckRow("sandbox", Status.ok, f"{sentence}; {bound}" if bound else sentence)
     if is_used:
-        return CheckRow("sandbox", Status.wrong, sentence, trials.INSTALL)
-    return CheckRow("sandbox", Status.skipped, f"{sentence}; only reward=code needs it", trials.INSTALL)
+        return CheckRow("sandbox", Status.wrong, sentence, bubblewrap.INSTALL)
+    return CheckRow("sandbox", Status.skipped, f"{sentence}; only reward=code needs it", bubblewrap.INSTALL)
 
 
 # -- installed libraries -----------------------------------------------------------------------------------------------

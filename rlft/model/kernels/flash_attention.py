@@ -29,8 +29,7 @@ from torch import Tensor
 
 from rlft.model.kernels.elementwise import fused
 from rlft.model.kernels.split_attention import Span, places_of
-from rlft.system.device import kind_of
-from rlft.system.repeatable import repeatable
+from rlft.system.device import kind_of, repeatable
 
 # The operations behind torch.nn.attention.varlen, whose public function has no gradient of a merged result.
 _FORWARD: Any = torch.ops.aten._flash_attention_forward

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rlft.model.activations import logit_rows
+from rlft.model.kernels.attention import NotPackableError
 from rlft.model.kernels.elementwise import fused
-from rlft.model.kernels.layer_attention import NotPackableError
 from rlft.system.device import widest
 
 

@@ -3,7 +3,7 @@
 PEFT computes the adapter's output, scales it and adds it to the base's, and autograd adds up two gradients of x: five
 passes over `[N, out]` and `[N, in]`. Here the products are added in place as they are made, and only x and x A' are
 kept. Layers that read the same x share its low-rank products and the sum of its gradients (`products`, `gradients`;
-`layer_branches.py` has them). Where W + s B A exists already (`LoraLinear.lend`), y and the gradient of x are one
+`decoder_layer.py` has them). Where W + s B A exists already (`LoraLinear.lend`), y and the gradient of x are one
 product each. The result is the same sum in another order; for what it does not know the layer falls back to PEFT's own
 forward, also for DoRA with gradient: only sums include its magnitudes.
 

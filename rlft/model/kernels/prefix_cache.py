@@ -16,15 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlft.model.image_masks import both_ways
+from rlft.model.images import both_ways
 from rlft.model.kernels import flash_attention, split_attention
-from rlft.model.kernels.block_attention import Scoring, flash
+from rlft.model.kernels.attention import attention_of_layers, hidden_states, with_sinks
 from rlft.model.kernels.elementwise import Heads, as_written, fused, normed, turned
 from rlft.model.kernels.flash_attention import RowLengths, Runs, one_call, row_lengths, runs_of
-from rlft.model.kernels.layer_attention import attention_of_layers, hidden_states
 from rlft.model.kernels.lm_head import head_of
-from rlft.model.kernels.row_attention import with_sinks
-from rlft.model.kernels.split_attention import Block, Span, make_blocks, padded, places_of
+from rlft.model.kernels.split_attention import Block, Scoring, Span, flash, make_blocks, padded, places_of
 
 if TYPE_CHECKING:
     from rlft.types import ImageRows

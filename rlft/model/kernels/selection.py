@@ -21,15 +21,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlft.config.model import KernelChoice
-from rlft.model.kernels import (
-    attention,
-    decoder_layer,
-    elementwise,
-    lora_experts,
-    lora_linear,
-    recurrent,
-    state_functions,
-)
+from rlft.model import experts
+from rlft.model.kernels import attention, decoder_layer, elementwise, lora_linear, recurrent
 from rlft.model.kernels.decoder_layer import FAMILIES, TESTED, Family
 
 Replaced = tuple[nn.Module, Any, Any]
@@ -116,7 +109,7 @@ class Kernels:
         if not self.are_plain:
             lora_linear.install(config)
         if not (self.are_plain and self.decision.requested):
-            lora_experts.install(config, model)
+            experts.install_adapters(config, model)
 
 
 def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: bool) -> Kernels:
@@ -124,7 +117,7 @@ def install(model: PreTrainedModel, setting: KernelChoice, *, own_attention: boo
 
     `own_attention` is False if the user has chosen another attention (`model.attn_implementation`).
     """
-    state_functions.install(model)
+    recurrent.install_functions(model)
     decision = decide(setting, model.config.model_type)
     if decision.choice is KernelChoice.plain:
         if own_attention:

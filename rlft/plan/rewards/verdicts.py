@@ -13,7 +13,7 @@ from statistics import fmean
 from rlft.logger.text import one_line
 from rlft.plan.rewards.attacks import Family, number_in, value as value_of
 from rlft.plan.rewards.scores import AGAIN, EPS, MORE_AND_MORE, SIBLINGS, WRONG, Scored, ScoredText, Tried
-from rlft.system.check_rows import CheckRow, Status
+from rlft.system.terminal import CheckRow, Status
 from rlft.types import counted
 
 SLOW_STEP_S = 10.0  # seconds of scoring in a step from which a reward is called slow

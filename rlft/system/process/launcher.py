@@ -156,8 +156,7 @@ def open_launcher(
 
 def _ray(config: Any, folder: Path, own_gpu: str | None, needs: Mapping[str, Any]) -> Launcher:
     """The launcher of Ray's actors, on a cluster that has room for `needs`, the arguments of `check_room`."""
-    from rlft.system.process.ray_actors import RayActors
-    from rlft.system.process.ray_session import RaySession
+    from rlft.system.process.ray_actors import RayActors, RaySession
 
     session = RaySession(config.joined_address, log=folder / LOGS / "ray.log")
     try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from in_one_test import each
 
-from rlft.algorithm.ops.ratio import (
+from rlft.algorithm.ops.surrogate import (
     Mismatch,
     RatioLevel,
     mismatch_correction,

@@ -13,7 +13,7 @@ from slow_cases import slow
 
 from rlft import cli
 from rlft.runs import run_status
-from rlft.system.check_rows import Status
+from rlft.system.terminal import Status
 
 
 def test_the_table_the_json_and_the_exit_code(copies: Callable[[], Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from audited_runs import (
 from in_one_test import each
 
 from rlft.runs import checkpoint
-from rlft.system.check_rows import Status
+from rlft.system.terminal import Status
 
 R2, C3 = "rollouts/step_000002.jsonl", "checkpoints/step_000003"
 M, E, C, A = "metrics.jsonl", "eval.jsonl", "chain.jsonl", "alarms.jsonl"

@@ -10,7 +10,7 @@ import yaml
 from audited_runs import audited, edited, key_set, lines_of, nested, rechained, rollouts, write, wrong
 from in_one_test import each
 
-from rlft.system.check_rows import Status
+from rlft.system.terminal import Status
 
 R2 = "rollouts/step_000002.jsonl"
 

@@ -14,7 +14,7 @@ from slow_cases import slow_but
 from rlft import cli
 from rlft.commands.audit.recomputed import largest_gap
 from rlft.generation.transformers import TransformersGenerator
-from rlft.system.check_rows import Status
+from rlft.system.terminal import Status
 
 ADAPTER = "policy/adapter_model.safetensors"
 

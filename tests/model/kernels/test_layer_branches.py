@@ -10,7 +10,7 @@ import torch
 from in_one_test import each
 from torch import Tensor, nn
 
-from rlft.model.kernels import elementwise, layer_branches
+from rlft.model.kernels import decoder_layer, elementwise
 from rlft.model.kernels.elementwise import Norm
 from rlft.model.kernels.lora_linear import Layers, Operands
 from rlft.model.kernels.split_attention import make_blocks
@@ -71,9 +71,9 @@ def branch_of(name: str, head_norms: bool = False) -> Callable[[Tensor, Layers],
     """The attention or the MLP of a layer, whose norms and positions are the same in each call."""
     if name == "mlp":
         norm = Norm(frozen(HIDDEN), 1e-5)
-        return lambda x, layers: layer_branches.mlp(x, norm, layers)
+        return lambda x, layers: decoder_layer.mlp_branch(x, norm, layers)
     heads = heads_of(head_norms)
-    return lambda x, layers: layer_branches.attention(x, heads, SPANS, SCALE, layers)
+    return lambda x, layers: decoder_layer.attention_branch(x, heads, SPANS, SCALE, layers)
 
 
 CASES = [
@@ -100,7 +100,7 @@ def test_sums_that_are_lent_and_passes_without_gradient_give_the_same(
 def test_the_gradient_that_comes_in_is_left_as_it_is() -> None:
     torch.manual_seed(0)
     x = made(1, 5, HIDDEN).requires_grad_()
-    y = layer_branches.mlp(x, Norm(made(HIDDEN), 1e-6), layers_of("mlp", "111")[0])
+    y = decoder_layer.mlp_branch(x, Norm(made(HIDDEN), 1e-6), layers_of("mlp", "111")[0])
     grad = torch.randn_like(y)
     before = grad.clone()
     y.backward(grad)
@@ -111,7 +111,7 @@ def test_an_input_without_gradient_gets_none() -> None:
     """The first layer's, which comes from a frozen embedding."""
     torch.manual_seed(0)
     x, layers = made(1, 5, HIDDEN), layers_of("mlp", "111")[0]
-    layer_branches.mlp(x, Norm(made(HIDDEN), 1e-6), layers).sum().backward()
+    decoder_layer.mlp_branch(x, Norm(made(HIDDEN), 1e-6), layers).sum().backward()
     assert x.grad is None
     assert all(down.grad.abs().sum() > 0 for down in layers.learned[::2])
 

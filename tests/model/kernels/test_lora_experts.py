@@ -11,9 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
-from rlft.model.experts import mixture_of
-from rlft.model.kernels import lora_experts
-from rlft.model.kernels.lora_experts import LoraExperts, grouped
+from rlft.model import experts
+from rlft.model.experts import LoraExperts, grouped, mixture_of
 from rlft.model.lora_config import as_configured
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -54,7 +53,7 @@ def adapted(model: Any, rank: int, *, ours: bool = True) -> PeftModel:
         init_lora_weights=False,
     )  # fmt: skip
     if ours:
-        lora_experts.install(config, model)
+        experts.install_adapters(config, model)
     with torch.random.fork_rng(devices=[]), as_configured():
         torch.manual_seed(2)
         return get_peft_model(model, config)
@@ -97,10 +96,10 @@ def test_grouped_products_are_those_of_a_loop_whatever_torch_takes(monkeypatch: 
     generator = torch.Generator().manual_seed(0)
     rows, ends = torch.randn(9, 8, generator=generator), torch.tensor([2, 2, 9], dtype=torch.int32)
     matrices = torch.randn(3, 8, 12, generator=generator)
-    assert lora_experts.has_grouped_mm(rows, matrices)
+    assert experts.has_grouped_mm(rows, matrices)
     expected = torch.cat([rows[:2] @ matrices[0], rows[2:] @ matrices[2]])
     torch.testing.assert_close(grouped(rows, matrices, ends), expected)
-    monkeypatch.setattr(lora_experts, "GROUPED", ())
+    monkeypatch.setattr(experts, "GROUPED", ())
     torch.testing.assert_close(grouped(rows, matrices, ends), expected)
 
 

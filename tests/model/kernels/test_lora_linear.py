@@ -154,7 +154,7 @@ def siblings(targets=("wide", "narrow"), **settings):
 
 
 def together(x, *layers):
-    """As a branch of a decoder layer runs layers of one input (`model/kernels/layer_branches.py`)."""
+    """As a branch of a decoder layer runs layers of one input (`model/kernels/decoder_layer.py`)."""
 
     class Fused(torch.autograd.Function):
         @staticmethod

@@ -14,7 +14,7 @@ from transformers.integrations import hub_kernels
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from rlft.config.model import KernelChoice
-from rlft.model.kernels import selection, state_functions
+from rlft.model.kernels import recurrent, selection
 
 NAME = "torch_chunk_gated_delta_rule"
 IDS = torch.tensor([[3, 17, 5, 99, 42]])
@@ -50,18 +50,18 @@ def test_on_a_cpu_a_hybrid_is_computed_in_torch_though_a_package_for_gpus_is_ins
     assert not isinstance(chosen.function, type(chosen))
     with pytest.raises(ValueError, match="cpu tensor"):  # a tensor on a GPU gets the package's
         chosen(SimpleNamespace(is_cpu=False))
-    assert state_functions.obstacle(model) is None
+    assert recurrent.obstacle_of_functions(model) is None
 
 
 def test_where_the_package_refuses_gradients_it_is_torch_and_says_why(package, monkeypatch):
     package.utils.IS_NVIDIA_HOPPER = True
     model = hybrid_models.random_model("qwen3_5_text")
-    state_functions.install(model)
+    recurrent.install_functions(model)
     chosen = getattr(modeling_qwen3_5, NAME)
     monkeypatch.setattr(chosen, "in_torch", lambda first: "in torch")
     assert chosen(SimpleNamespace(is_cpu=False)) == "in torch"
-    assert "no right gradients on Hopper GPUs with this Triton" in state_functions.obstacle(model)
-    assert state_functions.obstacle(hybrid_models.random_model("lfm2")) is None
+    assert "no right gradients on Hopper GPUs with this Triton" in recurrent.obstacle_of_functions(model)
+    assert recurrent.obstacle_of_functions(hybrid_models.random_model("lfm2")) is None
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,16 @@ def test_where_the_package_refuses_gradients_it_is_torch_and_says_why(package, m
 )
 def test_gradients_are_right_on_other_gpus_with_other_tritons_and_by_tilelang(package, is_fixed, monkeypatch):
     vars(package.utils).update(IS_NVIDIA_HOPPER=True)
-    assert state_functions.why_no_gradients() is not None
+    assert recurrent.why_no_gradients() is not None
     with monkeypatch.context() as patch:
         tilelang = ModuleType("tilelang")
         tilelang.__spec__ = importlib.machinery.ModuleSpec("tilelang", None)
         patch.setitem(sys.modules, "tilelang", tilelang)
-        assert state_functions.why_no_gradients() is None
+        assert recurrent.why_no_gradients() is None
     vars(package.utils).update(is_fixed)
-    assert state_functions.why_no_gradients() is None
+    assert recurrent.why_no_gradients() is None
 
 
 def test_a_package_that_is_not_in_use_is_no_obstacle(monkeypatch):
     monkeypatch.delitem(sys.modules, "fla.utils", raising=False)
-    assert state_functions.why_no_gradients() is None
+    assert recurrent.why_no_gradients() is None

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from rlft.model.kernels.state_rows import Runs, state_rows
+from rlft.model.packing import Runs, state_rows
 
 
 def test_each_token_is_computed_once_behind_the_tokens_that_it_continues() -> None:

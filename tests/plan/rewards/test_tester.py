@@ -34,7 +34,7 @@ from rlft.plan.rewards.tester import (
 )
 from rlft.plan.rewards.verdicts import summary_of, verdicts_on
 from rlft.reward.workers.reward_spec import RewardSpec, specs
-from rlft.system.check_rows import CheckRow, Status
+from rlft.system.terminal import CheckRow, Status
 from rlft.tokens.ends import turn_ends
 from rlft.tokens.plain import PlainText
 from rlft.types import Group, Prompt, Sampling, UserError

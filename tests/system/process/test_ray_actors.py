@@ -20,9 +20,8 @@ from cluster_workers import ANSWER_S, SPEC, check_answers, check_death, check_wh
 from ray_cluster import two_machines
 from run_processes import happens, is_alive
 
-from rlft.system.process import ray_session
-from rlft.system.process.ray_actors import RayActors, RayWorker
-from rlft.system.process.ray_session import RaySession
+from rlft.system.process import ray_actors
+from rlft.system.process.ray_actors import RayActors, RaySession, RayWorker
 from rlft.system.process.worker import WorkerError
 from rlft.types import UserError
 
@@ -106,7 +105,7 @@ def test_a_cluster_of_another_ray_is_refused(cluster: Any, launcher: RayActors) 
         with pytest.raises(
             UserError, match=r"cluster\.address: Ray cannot join a cluster there \(RuntimeError: .*Ray: 2\.1\.0"
         ) as caught:
-            ray_session.check_joinable(cluster.address)
+            ray_actors.check_joinable(cluster.address)
     finally:
         _internal_kv_put(key, before, True, namespace=space)
     assert caught.value.got == cluster.address
@@ -117,7 +116,7 @@ def test_a_cluster_of_another_ray_is_refused(cluster: Any, launcher: RayActors) 
 def test_a_cluster_with_another_token_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "9876543210" * 4)
     with pytest.raises(UserError, match=r"cluster\.address: Ray cannot join a cluster there \(.*token") as caught:
-        ray_session.check_joinable(cluster.address)
+        ray_actors.check_joinable(cluster.address)
     assert "RAY_AUTH_TOKEN" in caught.value.remedy
 
 
@@ -127,30 +126,30 @@ def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayAc
     worker.call("facts").result(ANSWER_S)
     assert worker.place is not None
     node = worker.place.node
-    holders = [ray_session.reserve("1", node)]
+    holders = [ray_actors.reserve("1", node)]
     assert holders[0] is not None
     other = launcher.start(replace(SPEC, name="calculator-5", gpus=1.0))
     assert other.call("facts").result(ANSWER_S)["gpus"] == "0"
     with pytest.raises(UserError, match=r"^cluster\.address: GPU 0 .* is not free: in 2 s Ray has given out no GPU"):
-        ray_session.reserve("0", node, 2.0)
+        ray_actors.reserve("0", node, 2.0)
     other.kill()
     # What was started for nothing has ended: the other GPU is free again.
     with pytest.raises(UserError, match=r"GPU GPU-8a .* is not free: in 12 s Ray has given out only 0 here"):
-        ray_session.reserve("GPU-8a", node, 12.0)
-    holders.append(ray_session.reserve("0", node))
+        ray_actors.reserve("GPU-8a", node, 12.0)
+    holders.append(ray_actors.reserve("0", node))
     assert holders[1] is not None
 
 
 @pytest.mark.slow
 def test_a_machine_without_gpus_for_the_cluster_keeps_its_own(launcher: RayActors) -> None:
-    assert ray_session.reserve("0", launcher._session.node) is None
+    assert ray_actors.reserve("0", launcher._session.node) is None
 
 
 def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:
-    job = {ray_session.JOB: "{}", "CUDA_VISIBLE_DEVICES": "0"}
-    assert ray_session.is_of_a_job(job)
-    assert not ray_session.is_of_a_job({**job, ray_session.SEES_ALL: "1"})
-    assert not ray_session.is_of_a_job({"CUDA_VISIBLE_DEVICES": "0"})
+    job = {ray_actors.JOB: "{}", "CUDA_VISIBLE_DEVICES": "0"}
+    assert ray_actors.is_of_a_job(job)
+    assert not ray_actors.is_of_a_job({**job, ray_actors.SEES_ALL: "1"})
+    assert not ray_actors.is_of_a_job({"CUDA_VISIBLE_DEVICES": "0"})
 
 
 @pytest.mark.slow
@@ -161,7 +160,7 @@ def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
     launcher.close()
     launcher.close()
     assert happens(lambda: not is_alive(pid), within_s=60)
-    ray_session.check_joinable(cluster.address)
+    ray_actors.check_joinable(cluster.address)
     with pytest.raises(WorkerError, match="the run is ending"):
         launcher.start(SPEC)
 
@@ -177,7 +176,7 @@ def test_nothing_is_left_of_a_run_that_was_killed(cluster: Any, tmp_path: Path) 
         os.kill(actor, signal.SIGSTOP)
         driver.kill()
     assert happens(lambda: not any(is_alive(p.pid) for p in processes), within_s=60)
-    ray_session.check_joinable(cluster.address)
+    ray_actors.check_joinable(cluster.address)
 
 
 @pytest.mark.parametrize(
@@ -191,21 +190,21 @@ def test_nothing_is_left_of_a_run_that_was_killed(cluster: Any, tmp_path: Path) 
 )
 def test_an_address_without_a_cluster_is_refused(address: str, problem: str) -> None:
     with pytest.raises(UserError) as caught:
-        ray_session.check_joinable(address)
+        ray_actors.check_joinable(address)
     assert (caught.value.key, caught.value.got) == ("cluster.address", address)
     assert caught.value.problem.startswith(problem)
 
 
 def test_an_address_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_session, "ANSWER_S", 2.0)
+    monkeypatch.setattr(ray_actors, "ANSWER_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(UserError, match=r"cluster\.address: no Ray has answered there in 2 s") as caught:
-            ray_session.check_joinable(address)
+            ray_actors.check_joinable(address)
     assert caught.value.got == address
 
 
 def test_without_ray_its_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"cluster\.kind: Ray is not installed.*pip install .*'rlft\[ray\]'"):
-        ray_session.check_installed()
+        ray_actors.check_installed()

@@ -24,7 +24,7 @@ from test_escapes import ATTEMPTS, answers
 
 from rlft.config.instantiate import convert
 from rlft.reward import code
-from rlft.system.sandbox import bubblewrap, launch, trials
+from rlft.system.sandbox import bubblewrap, launch
 from rlft.types import UserError
 
 USER = 12345
@@ -34,7 +34,7 @@ BWRAP = ["bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind
 
 def become_a_user(python: str) -> None:
     """From here on files of root's may be closed to it, modules too: all that is needed has been imported."""
-    trials.available()
+    bubblewrap.available()
     forget()
     if os.geteuid() == 0:
         os.setgroups([])
@@ -45,7 +45,7 @@ def become_a_user(python: str) -> None:
 
 def forget() -> None:
     """What is available is tried again."""
-    for cached in (trials.available, trials.memory_bound):
+    for cached in (bubblewrap.available, bubblewrap.memory_bound):
         cached.cache_clear()
 
 
@@ -65,10 +65,10 @@ def forbid_namespaces() -> None:
 
 def state(keys: dict) -> dict:
     allowed = subprocess.run(BWRAP, capture_output=True, check=False).returncode == 0
-    isolation, why = trials.available()
+    isolation, why = bubblewrap.available()
     known = {"user": os.geteuid(), "allowed": allowed, "isolation": isolation.value, "why": why}
     try:
-        return known | {"scores": rewarded(keys), "bound": trials.memory_bound()[0]}
+        return known | {"scores": rewarded(keys), "bound": bubblewrap.memory_bound()[0]}
     except UserError as error:
         return known | {"refusal": str(error)}
 
@@ -79,7 +79,7 @@ def main(python: str) -> None:
     keys = {k: convert(hints[k], v, k) if k in hints else v for k, v in keys.items() if k not in ("_target_", "weight")}
     goal = {"port": 9, "name": "nobody", "victim": os.getppid(), "secret": __file__, "key": 1}
     become_a_user(python)
-    here, isolation = state(keys), trials.available()[0]
+    here, isolation = state(keys), bubblewrap.available()[0]
     tried = {} if isolation is bubblewrap.Isolation.none else answers(list(ATTEMPTS), goal, isolation)
     print(json.dumps(here | {"attempts": tried}))
     forbid_namespaces()

@@ -15,9 +15,8 @@ import psutil
 import pytest
 
 from rlft.system.process import signals
-from rlft.system.sandbox import bubblewrap, trials
-from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason, SandboxError, run
-from rlft.system.sandbox.trials import available, trial
+from rlft.system.sandbox import bubblewrap
+from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason, SandboxError, available, run, trial
 
 MEBI = 2**20
 LIMITS = Limits(
@@ -405,7 +404,7 @@ def test_a_trial_that_a_signal_to_the_job_may_have_ended_is_repeated(monkeypatch
             signals.note(signal.SIGTERM, None)
         return problem
 
-    monkeypatch.setattr(trials, "trial", disturbed)
+    monkeypatch.setattr(bubblewrap, "trial", disturbed)
     assert available()[0] is not Isolation.none
 
 
