@@ -53,7 +53,7 @@ OWN_ROUNDINGS = 3.0
 """How many times as far as one more rounding in each layer moves log-probs an engine's may lie from the trainer's.
 
 SmolLM2-135M in bfloat16, the mean over 542 tokens in nats: one more rounding 0.079; two attentions of transformers
-0.062; vLLM on an H100 0.102, while it held the published adapter (tests/model/test_rounding.py).
+0.062; vLLM on an H100 0.102, while it held the published adapter (tests/model/test_networks.py).
 """
 MIN_TOKENS_OF_PERCENTILE = 256
 """With fewer tokens the 99th percentile is next to the largest gap, and only the mean is judged."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from in_one_test import each
 
 from rlft.model.packing import (
     BranchPart,
+    Runs,
     micro_batches,
     num_packed_tokens,
     pack,
@@ -17,6 +19,7 @@ from rlft.model.packing import (
     parts_of,
     paths_of,
     prompt_lengths,
+    state_rows,
 )
 
 
@@ -224,3 +227,30 @@ def test_gradients_of_siblings_meet_in_the_row_that_predicts_their_first_tokens(
     [found] = torch.autograd.grad((packed.predicting(hidden)[0] * weight).sum(), hidden)
     [expected] = torch.autograd.grad((hidden[0, packed.predictor] * weight).sum(), hidden)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+
+
+# -- runs of recurrent layers ------------------------------------------------------------------------------------------
+def test_each_token_is_computed_once_behind_the_tokens_that_it_continues() -> None:
+    generator = random.Random(0)
+    for _ in range(100):
+        lengths = [generator.randrange(1, 9) for _ in range(generator.randrange(1, 5))]
+        owner = [unit for unit in range(len(lengths)) for _ in range(generator.randrange(4))]
+        sizes = [*lengths, *(generator.randrange(9) for _ in owner)]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        spans = list(zip(starts, sizes, strict=True))
+        prompts, completions = spans[: len(lengths)], spans[len(lengths) :]
+        rows = state_rows(prompts, completions, owner, torch.device("cpu"))
+        columns = torch.cat([runs.index.flatten() for runs in rows.runs])
+        assert columns[rows.place].tolist() == list(range(sum(sizes)))
+        first = [runs for runs in rows.runs if runs.after is None]
+        begins = [row[mask].tolist() for runs in first for row, mask in zip(*masked(runs), strict=True)]
+        owners = {start: unit for (start, size), unit in zip(completions, owner, strict=True) if size}
+        for runs in rows.runs:
+            for row, mask, after in zip(*masked(runs), () if runs.after is None else runs.after, strict=False):
+                start, length = prompts[owners[int(row[mask][0])]]
+                assert begins[int(after)] == list(range(start, start + length))
+
+
+def masked(runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
+    index, mask = runs.index, runs.mask
+    return index, torch.ones_like(index, dtype=torch.bool) if mask is None else mask

@@ -15,6 +15,7 @@ from rlft.plan.rules import check_cluster_has_devices
 from rlft.system import device as devices
 from rlft.system.device import (
     KINDS,
+    buckets,
     copied,
     copy_each,
     fork_rng,
@@ -22,6 +23,7 @@ from rlft.system.device import (
     kind_of,
     on_host,
     peak_memory_bytes,
+    repeatable,
     resolve_device,
     resolve_dtype,
     total_bytes,
@@ -202,3 +204,43 @@ def launched(call: Callable[[], object]) -> Counter[str]:
     with Watch():
         call()
     return Counter({name: n for name, n in seen.items() if name in ("_foreach_copy_", "_to_copy", "clone", "cat")})
+
+
+# -- buckets -----------------------------------------------------------------------------------------------------------
+def test_buckets_have_all_elements_in_their_order_one_dtype_and_a_limit() -> None:
+    """20 bytes: five numbers in 32 bits, two in 64, ten in 16."""
+    sizes = ((3, torch.float32), (9, torch.float32), (1, torch.float64), (0, torch.float64), (4, torch.float64),
+             (6, torch.float16))  # fmt: skip
+    assert buckets([torch.zeros(n, dtype=dtype) for n, dtype in sizes], 20) == [
+        [(0, 0, 3), (1, 0, 2)], [(1, 2, 7)], [(1, 7, 9)],
+        [(2, 0, 1), (4, 0, 1)], [(4, 1, 3)], [(4, 3, 4)],
+        [(5, 0, 6)],
+    ]  # fmt: skip
+
+
+# -- sums in a fixed order ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("only_warns", [False, True])
+@pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
+def test_what_it_sets_is_set_inside_alone(before: tuple[bool, bool], only_warns: bool) -> None:
+    at_first = settings()
+    try:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        with pytest.raises(ValueError, match="of the block"):
+            fail_inside(only_warns)
+        assert settings() == (*before, at_first[2])
+    finally:
+        torch.use_deterministic_algorithms(at_first[0], warn_only=at_first[1])
+
+
+def settings() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+def fail_inside(only_warns: bool) -> None:
+    with repeatable(only_warns=only_warns):
+        assert settings() == (True, only_warns, False)
+        raise ValueError("of the block")
