@@ -9,7 +9,7 @@ from slow_cases import slow_but
 
 import rlft
 from rlft.config import catalog
-from rlft.types import LossScale, Outputs
+from rlft.types import LossScale, Outputs, UserError
 
 nan, inf = float("nan"), float("inf")
 
@@ -53,6 +53,123 @@ GROUP_RELATIVE = ("grpo", "grpo_process", "dr_grpo", "gspo", "gspo_token", "dapo
 def test_all_nineteen_are_there():
     with_a_critic = {"a2c", "ppo", "ppo_penalty", "ppo_ptx"}
     assert set(NAMES) == {*GROUP_RELATIVE} | with_a_critic | {"reinforce", "rloo", "reinforce_pp", "kimi", "opd"}
+
+
+PENALTY = {"kl_to": "old", "kl_in": "loss", "kl_coef": 1.0, "kl_controller": "adaptive", "kl_target": 0.01}
+
+
+@each(
+    ("name", "base", "keys"),
+    [
+        ("grpo_process", "grpo", {"supervision": "process"}),
+        ("dapo", "grpo", {"clip_high": 0.28, "aggregate": "token_mean"}),
+        ("dr_grpo", "grpo", {"std": "none", "aggregate": "constant"}),
+        ("gspo", "grpo", {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
+        ("gspo_token", "gspo", {"ratio": "sequence_token"}),
+        ("cispo", "grpo", {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregate": "token_mean"}),
+        ("sapo", "grpo", {"surrogate": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}),
+        ("gmpo", "grpo", {"surrogate": "gmpo", "clip_low": 0.4, "clip_high": 0.4}),
+        ("gdpo", "grpo", {"reward_aggregation": "normalize_then_sum"}),
+        ("rloo", "reinforce", {"reward_to_go": False, "baseline": "leave_one_out"}),
+        ("reinforce_pp", "reinforce", {"whiten": True, "surrogate": "clipped", "aggregate": "token_mean"}),
+        ("ppo_penalty", "ppo", {"surrogate": "importance", **PENALTY}),
+        ("ppo_ptx", "ppo", {"ptx_coef": 1.0}),
+        ("a2c", "ppo", {"entropy_coef": 0.01, "estimator": "n_step", "surrogate": "importance", "value_clip": None}),
+    ],
+)
+def test_each_differs_from_its_base_in_these_keys_only(make, name, base, keys):
+    assert make(name) == make(base, **keys)
+
+
+IN_REWARD, BY_STEPS = {"kl_coef": 0.1, "kl_in": "reward"}, {"supervision": "process"}
+
+
+@each(
+    ("name", "keys", "said"),
+    [
+        ("grpo", {}, {"needs_reference": False, "needs_entropy": False, "needs_old_in_credit": False}),
+        ("grpo", {"kl_coef": 0.1}, {"needs_reference": True, "needs_entropy": False, "needs_old_in_credit": False}),
+        ("grpo", IN_REWARD, {"needs_reference": True, "needs_entropy": False, "needs_old_in_credit": True}),
+        ("grpo", {"kl_in": "reward", "entropy_coef": 0.1}, {"needs_reference": False, "needs_entropy": True}),
+        ("grpo", {"kl_in": "reward"}, {"needs_old_in_credit": False, "needs_values": False, "min_group_size": 2}),
+        ("grpo_process", {"kl_coef": 0.0, "kl_in": "reward"}, {"needs_steps": True}),
+        *((name, {"kl_coef": 0.1, "kl_in": place}, {"needs_reference": True, "needs_old_in_credit": place == "reward"})
+          for name in ("reinforce", "rloo", "reinforce_pp") for place in ("reward", "loss")),
+        *(("reinforce", {"baseline": baseline}, {"min_group_size": size})
+          for baseline, size in (("none", 1), ("batch", 1), ("group", 2), ("leave_one_out", 2))),
+        *((name, {}, {"min_group_size": size})
+          for name, size in (("rloo", 2), ("reinforce_pp", 1), ("kimi", 2), ("ppo", 1), ("opd", 1))),
+        ("opd", {"teacher_in": "loss", "top_k": 5}, {"teacher_top_k": 5, "needs_old_in_credit": False}),
+        ("opd", {"reward_coef": 0.1}, {"min_group_size": 2}),
+        ("opd", BY_STEPS, {"needs_steps": False}),
+        ("opd", BY_STEPS | {"reward_coef": 1.0}, {"needs_steps": True}),
+    ],
+)  # fmt: skip
+def test_it_asks_only_for_what_its_keys_use(make, name, keys, said):
+    algorithm = make(name, **keys)
+    assert {what: getattr(algorithm, what) for what in said} == said
+
+
+@each(
+    ("name", "keys", "ask", "lacking", "said"),
+    [
+        ("grpo", {}, "loss", "advantages", "advantages is None"),
+        ("grpo", {"kl_coef": 0.1}, "loss", "reference_logprobs", "reference_logprobs is None"),
+        ("grpo", {"entropy_coef": 0.1}, "loss", "entropy", "entropy is None"),
+        ("grpo", IN_REWARD, "credit", "old_logprobs", "old_logprobs is None"),
+        ("grpo_process", {}, "credit", "token_rewards", "token_rewards is None, but supervision=process"),
+        *(("gdpo", {}, ask, "each_reward", "each_reward is None, but reward_aggregation=normalize_then_sum needs it")
+          for ask in ("credit", "zero_gradient_rows")),
+        ("ppo", {}, "credit", "old_values", "old_values is None"),
+        ("ppo", {}, "loss", "values", "values is None, but the critic's loss"),
+        ("ppo", {}, "value_loss", "returns", "returns is None"),
+    ],
+)  # fmt: skip
+def test_a_missing_tensor_is_named(make, full_step, scale_of, name, keys, ask, lacking, said):
+    algorithm, (outputs, batch) = make(name, **keys), full_step()
+    if ask in ("loss", "value_loss"):
+        batch = algorithm.credit(batch)
+    if hasattr(batch, lacking):
+        batch = replace(batch, **{lacking: None})
+    else:
+        outputs = replace(outputs, **{lacking: None})
+    arguments = {"loss": (outputs, batch, scale_of(batch)), "value_loss": (outputs.values, batch, scale_of(batch))}
+    with pytest.raises(ValueError, match=said):
+        getattr(algorithm, ask)(*arguments.get(ask, (batch,)))
+
+
+@each(
+    ("name", "keys", "key", "said"),
+    [
+        ("grpo", {"kl_to": "old", "kl_in": "reward"}, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
+        ("grpo", {"kl_to": "old", "kl_estimator": "k2"}, "kl_estimator", r".*, got k2; use .*=auto"),
+        ("grpo", {"kl_coef": 0.1, "kl_controller": "adaptive"}, "kl_target", r".*adaptive.*; set"),
+        ("grpo", {"kl_controller": "proportional", "kl_target": 0.1}, "kl_coef", r".*, got 0\.0; start"),
+        ("cispo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=cispo.*, got 7\.0; use .*null"),
+        ("sapo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=sapo.*, got 7\.0; use .*null"),
+        ("ppo", {"dual_clip": 1.1}, "dual_clip", r".* = 1\.2, got 1\.1; use 3"),
+        ("kimi", {"mismatch_low": 1.5}, "mismatch_low", r".*, got 1\.5 \.\. 2; use"),
+        ("kimi", {"mismatch": "token_mask"}, "mismatch", ".* whole completion"),
+        ("kimi", {"baseline": "soft", "tau": 0.0}, "tau", r".*, got 0\.0; use"),
+        ("grpo", {"credit_span": "turn"}, "credit_span",
+         r".*outcome has one score.*; use algorithm\.supervision=process"),
+        ("grpo", {"mismatch_high": 0.9}, "mismatch_low", r".*, got 0\.5 \.\. 0\.9; use"),
+        ("grpo_process", IN_REWARD, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
+        *(("gmpo", {"ratio": level}, "ratio", rf".*mean itself, got {level}; use algorithm\.ratio=token")
+          for level in ("sequence", "sequence_token")),
+        ("gdpo", BY_STEPS, "supervision", r".* whole completions, got process; use algorithm\.super"),
+        ("gdpo", IN_REWARD, "kl_in", r".* no one score .*, got reward; use algorithm\.kl_in=l"),
+        ("opd", {"divergence": "forward"}, "divergence", ".*only the reverse KL can be estimated"),
+        ("opd", {"teacher_in": "loss", "divergence": "jensen_shannon", "jsd_beta": 0.0}, "jsd_beta",
+         ".*the divergence is 0 there"),
+        ("opd", {"teacher_in": "loss", "off_policy_limit": 0.1}, "off_policy_limit",
+         ".*teacher_in=loss has no advantage"),
+        ("opd", IN_REWARD, "kl_in", r".*algorithm\.reward_coef=0 leaves out"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_with_key_value_and_remedy(make, name, keys, key, said):
+    with pytest.raises(UserError, match=rf"^algorithm\.{key}: {said}"):
+        make(name, **keys)
 
 
 @each("name", NAMES)

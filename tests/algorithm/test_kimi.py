@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlft.algorithm.kimi import soft_mean
-from rlft.types import Outputs, UserError
+from rlft.types import Outputs
 
 
 def test_the_soft_baseline_lies_between_mean_and_maximum_and_never_overflows(close):
@@ -49,9 +49,3 @@ def test_equal_groups_have_zero_gradient_without_tau_kl_and_entropy(make, hand_b
     assert make("kimi", tau=0.0).zero_gradient_rows(batch).tolist() == [True, True, False, False]
     assert not make("kimi", tau=0.0, kl_coef=0.1).zero_gradient_rows(batch).any()
     assert not make("kimi", tau=0.0, entropy_coef=0.1).zero_gradient_rows(batch).any()
-
-
-def test_siblings_are_needed_and_a_soft_baseline_needs_tau(make):
-    assert make("kimi").min_group_size == 2
-    with pytest.raises(UserError, match=r"^algorithm\.tau: .*, got 0\.0; use"):
-        make("kimi", baseline="soft", tau=0.0)

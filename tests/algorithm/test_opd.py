@@ -6,7 +6,7 @@ import pytest
 import torch
 from in_one_test import each
 
-from rlft.types import LossScale, Outputs, UserError
+from rlft.types import LossScale, Outputs
 
 
 def exact(values):
@@ -48,41 +48,6 @@ def test_masked_tokens_do_not_matter_to_the_divergence(make, batch, close):
     assert torch.equal(clean[0], soiled[0])
     assert torch.equal(clean[1], soiled[1])
     assert (soiled[1][outside] == 0).all()
-
-
-def test_what_it_asks_for(make):
-    assert make("opd").needs_old_in_credit
-    assert make("opd").teacher_top_k == 0
-    in_loss = make("opd", teacher_in="loss", top_k=5)
-    assert in_loss.teacher_top_k == 5
-    assert not in_loss.needs_old_in_credit
-    assert make("opd").min_group_size == 1
-    assert make("opd", reward_coef=0.1).min_group_size == 2
-    assert not make("opd", supervision="process").needs_steps
-    assert make("opd", supervision="process", reward_coef=1.0).needs_steps
-
-
-@each(
-    ("keys", "key", "problem"),
-    [
-        ({"divergence": "forward"}, "algorithm.divergence", "only the reverse KL can be estimated"),
-        (
-            {"teacher_in": "loss", "divergence": "jensen_shannon", "jsd_beta": 0.0},
-            "algorithm.jsd_beta",
-            "the divergence is 0 there",
-        ),
-        (
-            {"teacher_in": "loss", "off_policy_limit": 0.1},
-            "algorithm.off_policy_limit",
-            "teacher_in=loss has no advantage",
-        ),
-        ({"kl_coef": 0.1, "kl_in": "reward"}, "algorithm.kl_in", "algorithm.reward_coef=0 leaves out"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused(make, keys, key, problem):
-    with pytest.raises(UserError, match=problem) as refused:
-        make("opd", **keys)
-    assert refused.value.key == key
 
 
 @pytest.mark.parametrize("keys", [{}, {"teacher_in": "loss", "divergence": "jensen_shannon", "reward_coef": 0.5}])

@@ -1,6 +1,5 @@
 from dataclasses import replace
 
-import pytest
 import torch
 
 nan, inf = float("nan"), float("inf")
@@ -48,31 +47,6 @@ def test_text_adds_its_mean_negative_log_likelihood(make, close):
     assert make("ppo_ptx").needs_text
     assert not make("ppo").needs_text
     assert make("ppo").text_loss(logprobs, mask, num_tokens=5) == 0
-
-
-def test_variants_differ_from_ppo_in_the_keys_they_say(make):
-    penalty = {"kl_to": "old", "kl_in": "loss", "kl_coef": 1.0, "kl_controller": "adaptive", "kl_target": 0.01}
-    assert make("ppo_penalty") == make("ppo", surrogate="importance", **penalty)
-    assert make("ppo_ptx") == make("ppo", ptx_coef=1.0)
-    keys = {"estimator": "n_step", "surrogate": "importance", "value_clip": None}
-    assert make("a2c") == make("ppo", entropy_coef=0.01, **keys)
-
-
-def test_no_row_has_zero_gradient_and_no_siblings_are_needed(make, hand_batch):
-    assert not make("ppo").zero_gradient_rows(hand_batch([2], [0], [0])).any()
-    assert make("ppo").min_group_size == 1
-
-
-def test_a_missing_tensor_is_named(make, full_step, scale_of):
-    outputs, batch = full_step()
-    algorithm = make("ppo")
-    with pytest.raises(ValueError, match="old_values is None"):
-        algorithm.credit(replace(batch, old_values=None))
-    credited = algorithm.credit(batch)
-    with pytest.raises(ValueError, match="values is None, but the critic's loss"):
-        algorithm.loss(replace(outputs, values=None), credited, scale_of(batch))
-    with pytest.raises(ValueError, match="returns is None"):
-        algorithm.value_loss(outputs.values, replace(credited, returns=None), scale_of(batch))
 
 
 def test_bootstrapping_without_a_discount_is_warned_of(make):

@@ -24,23 +24,3 @@ def test_rows_that_have_earned_nothing_have_zero_gradient_without_a_baseline(mak
     # A step that went well and one that went badly: 0 in all, but not from the second token on.
     scores = torch.tensor([[0, 1, -1, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
     assert not make("reinforce").zero_gradient_rows(replace(batch, token_rewards=scores))[0]
-
-
-def test_only_who_compares_siblings_needs_them(make):
-    sizes = {b: make("reinforce", baseline=b).min_group_size for b in ("none", "batch", "group", "leave_one_out")}
-    assert sizes == {"none": 1, "batch": 1, "group": 2, "leave_one_out": 2}
-    assert make("rloo").min_group_size == 2
-    assert make("reinforce_pp").min_group_size == 1
-
-
-def test_kl_in_the_reward_needs_the_reference_and_the_old_policy_before_credit(make):
-    for name in ("reinforce", "rloo", "reinforce_pp"):
-        assert make(name, kl_coef=0.1).needs_reference
-        assert make(name, kl_coef=0.1).needs_old_in_credit
-        assert not make(name, kl_coef=0.1, kl_in="loss").needs_old_in_credit
-
-
-def test_variants_differ_from_reinforce_in_the_keys_they_say(make):
-    assert make("rloo") == make("reinforce", reward_to_go=False, baseline="leave_one_out")
-    keys = {"whiten": True, "surrogate": "clipped", "aggregate": "token_mean"}
-    assert make("reinforce_pp") == make("reinforce", **keys)
