@@ -210,7 +210,7 @@ class Talk:
 
     def _prompt(self, turns: Sequence[Message]) -> Prompt:
         from rlft.data.prompts import scan
-        from rlft.model.positions import limit_of
+        from rlft.model.families import limit_of
 
         style, held_out = self.config.prompts.style, Split.held_out
         prompt = Prompt(id="chat", messages=self._messages(turns), answer="")

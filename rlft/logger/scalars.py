@@ -25,7 +25,6 @@ from rlft.runs.lines import StepRecord
 from rlft.system import interrupt
 from rlft.system.crash import described, one_line
 from rlft.system.files import write_atomically
-from rlft.system.process import signals
 from rlft.system.process.running_time import within
 from rlft.system.terminal import pip_install
 from rlft.types import Evaluation, UserError
@@ -142,11 +141,11 @@ class ScalarLogger(Logger):
 
         Libraries also raise SystemExit, and KeyboardInterrupt of their own: only the user's is raised here.
         """
-        signals_before = signals.count()
+        signals_before = interrupt.signals_received()
         try:
             return call(*arguments) if call == self._begin else self.call(call, *arguments)
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and signals.count() > signals_before:
+            if isinstance(error, KeyboardInterrupt) and interrupt.signals_received() > signals_before:
                 raise
             self.run = None
             if isinstance(error, TimeoutError):

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from rlft.batch import Row, batch_of_rows, to_device, unknown_expert
 from rlft.model.critic import ScalarHead
+from rlft.model.families import SHORT, independent_limit, limit_of, probed_beginnings, windows_of
 from rlft.model.kernels import decoder_layer, flash_attention, recurrent
 from rlft.model.kernels.attention import (
     NAME,
@@ -66,7 +67,6 @@ from rlft.model.packing import (
     padded_sizes,
     paths_of,
 )
-from rlft.model.positions import SHORT, independent_limit, limit_of, probed_beginnings, windows_of
 from rlft.model.sequence import current_share
 from rlft.types import Batch, ImageRows, Outputs, UserError
 
@@ -164,7 +164,7 @@ class Forward:
         this batch and layout, and asks for the KL; `layout` is the packed form of this batch, if it exists already.
 
         Raises:
-            UserError: a row is so long that its numbers would depend on others of its batch (`rlft.model.positions`).
+            UserError: a row is so long that its numbers would depend on others of its batch (`rlft.model.families`).
         """
         self._check_lengths(batch)
         if self.packed:

@@ -25,10 +25,10 @@ from transformers import (
 
 from rlft.batch import Row, batch_of_rows
 from rlft.config.model import is_adapter, resolve_path
+from rlft.model.families import independent_limit
 from rlft.model.network_files import Network, check_files, check_quantized, load_network, source_of
 from rlft.model.networks import Networks
 from rlft.model.packing import Layout
-from rlft.model.positions import independent_limit
 from rlft.model.roles import Roles
 from rlft.system.device import resolve_dtype
 from rlft.tokens.plain import PlainText

@@ -32,8 +32,7 @@ from rlft.config.schema import ANYWHERE, AUTO, HISTORY, ON_A_GPU, GenerationConf
 from rlft.config.trainer import OptimizerKind
 from rlft.generation.engine import Engine
 from rlft.model.adapter_folder import POLICY, Shapes, adapted_modules
-from rlft.model.families import recorded_family
-from rlft.model.positions import limit_of
+from rlft.model.families import limit_of, recorded_family
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, require
 

@@ -49,7 +49,7 @@ from rlft.model.adapter_folder import (
     read_record,
     switches_of,
 )
-from rlft.model.positions import limit_of
+from rlft.model.families import limit_of
 from rlft.plan import model_rules
 from rlft.plan.identity import template_in
 from rlft.reward.workers.reward_spec import RewardSpec, specs

@@ -23,8 +23,8 @@ from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import decoder_layers, read_config
 from rlft.model.experts import bytes_of_choice
+from rlft.model.families import limit_of
 from rlft.model.full_weights import copied_roles
-from rlft.model.positions import limit_of
 from rlft.plan import model_rules, roles, rules
 from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand, TowerDemand, tower_demand
 from rlft.plan.rewards.references import check_scoring

@@ -1,27 +1,150 @@
-"""Handles the signals that ask a job to end, such as Ctrl-C, SIGTERM and SIGUSR1 (process/signals.py).
+"""The signals that ask a job to end, such as Ctrl-C, SIGTERM and SIGUSR1, and how a process ends by them.
 
 A training run saves (checkpoint.on_signal), other commands end in two seconds. All end with exit code 130 and a line
 that says what is kept. Outside a run, a signal raises KeyboardInterrupt in the main thread; if the process still lives
 some seconds later, because a library has swallowed the exception or native code does not return, a second thread prints
 the line and ends it. A SIGHUP, SIGUSR1 or SIGUSR2 that was ignored at the start of the process, as with nohup, stays
 ignored. SIGQUIT (Ctrl-\\) is not handled: it ends the process at once, like a kill.
+
+Schedulers send these signals to every process of a job. The run's own process decides what happens. Its worker
+processes only count them, and repeat work whose child processes a signal may have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from rlft.system.process import signals
+# -- signals to a whole job --------------------------------------------------------------------------------------------
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that a run handles: Ctrl-C, what schedulers send at a limit or as a warning before it, and a dropped
+connection."""
+JOB_WIDE = (*ENDING, signal.SIGQUIT)
+"""The signals that a worker process of a run survives. SIGQUIT ends the run, and with it its workers."""
 
+SKEW_S = 0.1  # seconds within which a signal to a whole job reaches all of its processes, one after another
+
+T = TypeVar("T")
+
+_count = 0
+_last_at = -math.inf
+
+
+def note_signal(number: int, frame: FrameType | None) -> None:
+    """A signal handler that only counts."""
+    global _count, _last_at
+    _count, _last_at = _count + 1, time.monotonic()
+
+
+def signals_received() -> int:
+    """The number of these signals that this process has received."""
+    return _count
+
+
+def may_have_disturbed(done_at: float) -> bool:
+    """Whether a signal may have ended programs that finished at this time of the monotonic clock.
+
+    Call it SKEW_S later: the signal may reach this process after those programs.
+    """
+    return abs(done_at - _last_at) <= SKEW_S
+
+
+def undisturbed(trial: Callable[[], T]) -> Callable[[], T]:
+    """A function that learns something from programs: it runs them again if a signal may have ended them."""
+
+    @functools.wraps(trial)
+    def repeated() -> T:
+        while True:
+            before = _count
+            try:
+                result = trial()
+            except Exception:  # a program that was ended may make the trial raise anything
+                if not _came_since(before):
+                    raise
+            else:
+                if not _came_since(before):
+                    return result
+
+    return repeated
+
+
+def _came_since(before: int) -> bool:
+    time.sleep(SKEW_S)
+    return _count != before
+
+
+def handled_signals(numbers: Iterable[signal.Signals] = ENDING) -> list[signal.Signals]:
+    """The signals to handle: all of these except what was ignored when the process started, as SIGHUP is by nohup.
+
+    SIGINT, which shells ignore for commands in the background, and SIGTERM are handled in any case.
+    """
+    always = (signal.SIGINT, signal.SIGTERM)
+    return [n for n in numbers if n in always or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+def restore_handlers(handlers: Mapping[Any, Any]) -> None:
+    """Sets these handlers {number of a signal: handler}, which `signal.signal` or `signal.getsignal` returned."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Restores the handlers of the signals to a whole job afterwards, since a library inside replaces them."""
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            restore_handlers(handlers)
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Blocks the signals of a whole job for processes and threads that this thread starts inside."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_WIDE)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def outlive_signals() -> None:
+    """Makes this process count the signals to a whole job, and survive them.
+
+    They are not ignored, because programs that it starts would ignore them, too, and SIGTERM could not end them.
+    Forked processes get the default actions back.
+    """
+    numbers = handled_signals(JOB_WIDE)
+    for number in numbers:
+        signal.signal(number, note_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_WIDE)  # its parent may have blocked them during the start
+    masks: list[set[Any]] = []
+
+    def block() -> None:  # a signal to the child waits until its default actions are set
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    def set_default() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=set_default)
+
+
+# -- the end of a command ----------------------------------------------------------------------------------------------
 EXIT_CODE = 130
 GRACE_S = 1.5  # time limit for cleaning up, after which the process is ended
 SECOND_GRACE_S = 5.0  # the limit after a second signal to a run, which also has to close its engine and its loggers
@@ -88,11 +211,11 @@ def ends_promptly(what: str) -> Iterator[None]:
     order = Order()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        signals.note(number, frame)
+        note_signal(number, frame)
         if not order.is_repeated(number):
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
-    previous_handlers = {number: signal.signal(number, interrupt) for number in signals.handled()}
+    previous_handlers = {number: signal.signal(number, interrupt) for number in handled_signals()}
     previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=_end_after_a_signal, args=(receiver,), daemon=True)
     thread.start()
@@ -106,14 +229,14 @@ def ends_promptly(what: str) -> Iterator[None]:
         sender.close()
         while _timers:
             _timers.pop().cancel()
-        signals.restore(previous_handlers)
+        restore_handlers(previous_handlers)
 
 
 def _end_after_a_signal(receiver: socket.socket) -> None:
     """Waits for numbers of signals, which the interpreter writes to the socket; returns when the socket is closed."""
     with receiver:
         while numbers := receiver.recv(64):
-            if set(numbers) & {int(number) for number in signals.ENDING}:
+            if set(numbers) & {int(number) for number in ENDING}:
                 _end_later(GRACE_S)
 
 
@@ -148,7 +271,7 @@ def handled_inside() -> Iterator[None]:
 def ignore_signals() -> None:
     """Ignores signals in the last moments of a command: another signal would print a traceback."""
     if threading.current_thread() is threading.main_thread():
-        for number in signals.ENDING:
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -174,7 +297,7 @@ def end_the_process_on_signals() -> dict[int, Any]:
     """Makes a signal print the line and end the process at once. Returns the previous handlers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number: signal.signal(number, lambda number, frame: _end()) for number in signals.handled()}
+    return {number: signal.signal(number, lambda number, frame: _end()) for number in handled_signals()}
 
 
 @contextlib.contextmanager
@@ -187,7 +310,7 @@ def ends_the_process() -> Iterator[None]:
     try:
         yield
     finally:
-        signals.restore(previous_handlers)
+        restore_handlers(previous_handlers)
 
 
 class Deferred:
@@ -202,7 +325,7 @@ class Deferred:
 
     def __enter__(self) -> Deferred:
         if threading.current_thread() is threading.main_thread():
-            for number in signals.handled():
+            for number in handled_signals():
                 if callable(handler := signal.getsignal(number)):
                     self._handlers[number] = handler
                     signal.signal(number, lambda number, frame: self._waiting.append((number, frame)))
@@ -215,7 +338,7 @@ class Deferred:
             self._handlers[number](number, frame)
 
     def __exit__(self, *error: object) -> None:
-        signals.restore(self._handlers)
+        restore_handlers(self._handlers)
         self.deliver()
 
 
@@ -243,7 +366,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            for number in signals.handled():
+            for number in handled_signals():
                 self._previous[number] = signal.signal(number, self._handle)
             self._watched = signal.set_wakeup_fd(-1)
         return self
@@ -270,10 +393,10 @@ class Interrupt:
             self._timer.cancel()
         if self._previous:
             signal.set_wakeup_fd(self._watched)
-        signals.restore(self._previous)
+        restore_handlers(self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        signals.note(number, frame)
+        note_signal(number, frame)
         if self._time_is_up:
             self._time_is_up = False
             self._abandon_step()

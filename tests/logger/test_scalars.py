@@ -19,7 +19,6 @@ from rlft.config.instantiate import instantiate
 from rlft.logger.scalars import ScalarLogger, last_steps, name_of
 from rlft.system import interrupt
 from rlft.system.disk import DiskError
-from rlft.system.process import signals
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
@@ -228,7 +227,7 @@ def test_no_tracker_stops_a_run_whatever_its_library_raises(
 
 
 def interrupting(number, frame):
-    signals.note(number, frame)
+    interrupt.note_signal(number, frame)
     raise KeyboardInterrupt
 
 

@@ -1,16 +1,18 @@
 """Signals that are held back while code runs whose state an exception would break."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 from in_one_test import each
 
 from rlft.system import interrupt
 from rlft.system.interrupt import Deferred, Interrupt, OnSignal, Order, StepAbandoned
-from rlft.system.process import signals
 
 
 @pytest.fixture(autouse=True)
@@ -65,13 +67,13 @@ def test_other_threads_leave_the_handlers_alone() -> None:
 
 
 def test_the_signals_of_a_run_are_those_that_schedulers_send() -> None:
-    names = {number.name for number in signals.ENDING}
+    names = {number.name for number in interrupt.ENDING}
     assert names == {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"}, "of which another platform may lack some"
 
 
 @each(
     ("first", "second", "later", "on_signal"),
-    itertools.product(signals.ENDING, signals.ENDING, (False, True), ("step", "now")),
+    itertools.product(interrupt.ENDING, interrupt.ENDING, (False, True), ("step", "now")),
 )
 def test_every_first_signal_is_a_request_and_a_second_one_an_order(
     first: signal.Signals, second: signal.Signals, later: bool, on_signal: OnSignal, monkeypatch: pytest.MonkeyPatch
@@ -81,7 +83,7 @@ def test_every_first_signal_is_a_request_and_a_second_one_an_order(
         monkeypatch.setattr(Order, name, 0.0 if later else 1000.0)
     monkeypatch.setattr(interrupt, "_end_later", lambda seconds: None)
     said: list[str] = []
-    before, ended = signals.count(), ""
+    before, ended = interrupt.signals_received(), ""
     with Interrupt(said.append, on_signal) as pressed:
         pressed.in_step = True
         try:
@@ -96,7 +98,7 @@ def test_every_first_signal_is_a_request_and_a_second_one_an_order(
         except KeyboardInterrupt as error:
             ended = type(error).__name__
     assert ended == ("KeyboardInterrupt" if later else "abandoned" if on_signal == "now" else "")
-    assert (len(said), signals.count()) == (1, before + 2)
+    assert (len(said), interrupt.signals_received()) == (1, before + 2)
 
 
 def test_each_press_of_ctrl_c_counts_once_however_often_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,3 +109,43 @@ def test_each_press_of_ctrl_c_counts_once_however_often_it_is_sent(monkeypatch: 
         if not order.is_repeated(signal.SIGINT):
             counted.append(now[0])
     assert counted == [5.0, 9.0, 9.31, 20.0]
+
+
+# -- signals to a whole job --------------------------------------------------------------------------------------------
+def disturb() -> None:
+    interrupt.note_signal(signal.SIGTERM, None)
+
+
+def disturb_soon() -> None:
+    """The signal reaches this process after the program."""
+    threading.Timer(interrupt.SKEW_S / 5, disturb).start()
+
+
+@pytest.mark.parametrize("signal_comes", [disturb, disturb_soon])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_trial_is_repeated_until_no_signal_has_come_beside_it(signal_comes: Callable[[], None], raises: bool) -> None:
+    calls = []
+
+    @interrupt.undisturbed
+    def trial() -> int:
+        calls.append(len(calls))
+        if len(calls) < 3:
+            signal_comes()
+            if raises:
+                raise OSError("the program was ended")
+        return calls[-1]
+
+    assert trial() == 2
+
+
+def test_without_a_signal_a_trial_fails_once() -> None:
+    calls = []
+
+    @interrupt.undisturbed
+    def trial() -> None:
+        calls.append("called")
+        raise OSError("there is no such program")
+
+    with pytest.raises(OSError, match="no such program"):
+        trial()
+    assert calls == ["called"]

@@ -30,7 +30,6 @@ from rlft.runs.lines import silent
 from rlft.system import interrupt
 from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt
-from rlft.system.process import signals
 from rlft.system.terminal import command_line, override, resuming, say
 from rlft.types import Mistakes, UserError, counted, require
 
@@ -180,11 +179,12 @@ def drive(source: Source[Any], checked: Checked, folder: Path) -> None:
             from rlft.logger.console import PRINTED
             from rlft.loop.engines import Engines
 
-            before, tell, prunes = signals.count(), say if checked.keys is None else silent, checked.keys is not None
+            before, prunes = interrupt.signals_received(), checked.keys is not None
+            tell = silent if prunes else say
             PRINTED.set(set())
             stack.callback(PRINTED.set, None)
             here = InThisProcess(command, parsed.config_dir, stack.enter_context(Engines()), tell, prunes=prunes)
-            Driver(source, here, 1, lambda: signals.count() > before).run()
+            Driver(source, here, 1, lambda: interrupt.signals_received() > before).run()
             return
         from rlft.system.process.launcher import open_launcher
 

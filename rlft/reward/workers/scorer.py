@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlft.reward.workers.pool import InProcess, Pool, RewardError, StopWhen, WorkerPool
 from rlft.reward.workers.reward_spec import TURNS, OnError, RewardSpec, specs
 from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task, checked
-from rlft.system.process.signals import SKEW_S, may_have_disturbed
+from rlft.system.interrupt import SKEW_S, may_have_disturbed
 from rlft.types import Group, Scores, StepScores, Verdict, counted
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlft.reward.workers.reward_spec import RewardSpec
-from rlft.system.process import signals
+from rlft.system import interrupt
 from rlft.system.process.child import READY
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.types import MAX_SCORE, Group, Reward, Rollout, StepScores, Unscorable, Unscored, Verdict, counted
@@ -129,9 +129,9 @@ def answer(task: Task, rewards: Mapping[str, Loaded | Failure], timeout_s: float
     used_by_programs = resource.getrusage(resource.RUSAGE_CHILDREN)  # it changes whenever a child process ends
     for index, name in enumerate(task.rewards):
         progress[0], progress[1] = index, NOWHERE
-        reward, signals_before = rewards[name], signals.count()
+        reward, signals_before = rewards[name], interrupt.signals_received()
         outcome = reward if isinstance(reward, Failure) else score(reward, task.group, timeout_s, progress)
-        if signals.count() == signals_before:
+        if interrupt.signals_received() == signals_before:
             reply[name] = outcome
     progress[0] = progress[1] = NOWHERE
     return reply, resource.getrusage(resource.RUSAGE_CHILDREN) != used_by_programs

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, Protocol, TypeVar
 
-from rlft.system.process import signals
+from rlft.system import interrupt
 from rlft.system.process.running_time import TICK_S, RunningTime, is_stopped
 
 BOOT = """
@@ -120,7 +120,7 @@ class Child:
         message = pickle.dumps((target, tuple(arguments)), pickle.HIGHEST_PROTOCOL)
         ours, theirs = socket.socketpair()
         # A signal to the whole job while Python starts would end it: the mask is inherited until it handles them.
-        with theirs, signals.blocked():
+        with theirs, interrupt.signals_blocked():
             self._process = start(name, (theirs.fileno(), *descriptors), output, environment or {})
         self.connection = Connection(ours.detach())
         self.left_s, self.stopped_s = START_LIMIT_S, 0.0
@@ -301,7 +301,7 @@ def serve(connection: Connection) -> None:
     """
     with contextlib.suppress(OSError):  # the parent has no standard error
         os.dup2(2, 1)
-    signals.outlive()
+    interrupt.outlive_signals()
     os.setpgid(0, 0)
     with contextlib.suppress(EOFError, ConnectionError):
         target, arguments = pickle.loads(connection.recv_bytes())

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlft.system.process import signals
+from rlft.system import interrupt
 from rlft.system.process.child import kill_group
 from rlft.system.process.placement import Resources, cores_of_a_worker
 from rlft.system.process.worker import LOGS, Answer, Host, LogReader, Place, WorkerError, WorkerSpec, where_it_wrote
@@ -244,7 +244,7 @@ def _connect(address: str, log: Path) -> None:
     # Ray prints its messages about dead workers among the output of the run, log_to_driver=False or not.
     ray._private.worker.print_to_stdstream = write
 
-    with signals.kept():
+    with interrupt.handlers_kept():
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (RayError, RuntimeError, ConnectionError, ValueError) as error:

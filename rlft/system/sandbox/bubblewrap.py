@@ -39,8 +39,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
 
+from rlft.system import interrupt
 from rlft.system.locks import owned_folder, sweep
-from rlft.system.process import signals
 from rlft.system.process.running_time import TICK_S, RunningTime, is_stopped
 from rlft.system.sandbox import launch
 from rlft.types import UserError, require
@@ -438,7 +438,7 @@ tell("any number of files", make_files)
 
 
 @functools.cache
-@signals.undisturbed
+@interrupt.undisturbed
 def memory_bound() -> tuple[bool, str]:
     """(whether the memory of programs is bounded in the available isolation, found out by a trial; that in words)."""
     isolation, _ = available()
@@ -460,7 +460,7 @@ def _bound_of(*unbounded: str) -> tuple[bool, str]:
 
 
 @functools.cache
-@signals.undisturbed
+@interrupt.undisturbed
 def available() -> tuple[Isolation, str]:
     """(the isolation that works here, found out by a trial; its description, or for `none` why none works)."""
     sweep()

@@ -17,7 +17,7 @@ from scripted_server import ScriptedServer, scores
 
 from rlft.reward.workers.reward_spec import specs
 from rlft.reward.workers.scorer import Scorer
-from rlft.system.process import signals
+from rlft.system import interrupt
 
 KEYS = REPOSITORY / "configs" / "reward"
 LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
@@ -26,15 +26,15 @@ LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
 SCRIPT = """
 import json, signal, sys
 from reward_groups import make_group
-from rlft.system.process import signals
+from rlft.system import interrupt
 from rlft.reward.workers.scorer import Scorer
 from rlft.reward.workers.reward_spec import specs
 from rlft.reward.workers.worker import Task
 
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
-    for number in signals.ENDING:
-        signal.signal(number, signals.note)  # as a run, which finishes its step
+    for number in interrupt.ENDING:
+        signal.signal(number, interrupt.note_signal)  # as a run, which finishes its step
     scorer = Scorer(specs(order["rewards"]), order["workers"], order["limit_s"], 0.0)
     todo = [
         Task(key=key, group=make_group([text], answer=answer), rewards=(name,))
@@ -139,18 +139,18 @@ def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored
     diary = tmp_path / "diary"
     job = begin({"dawdle": noted("dawdle", diary) | {"seconds": 60.0}}, [["dawdle", "18", ""]], limit_s=120.0)
     job.wait_until(lambda: bool(job.workers()))
-    for number in signals.ENDING:  # while the worker starts
+    for number in interrupt.ENDING:  # while the worker starts
         job.send(number)
     job.wait_until(lambda: calls(diary) == 1)
     workers = job.workers()
-    for done, number in enumerate(signals.JOB_WIDE, start=2):
+    for done, number in enumerate(interrupt.JOB_WIDE, start=2):
         job.send(number, to_main=number is not signal.SIGQUIT)
         (tmp_path / f"diary.{done - 1}").touch()  # the call that the signal came to may end
         job.wait_until(lambda done=done: calls(diary) == done)
     assert job.workers() == workers
     (tmp_path / f"diary.{calls(diary)}").touch()
     assert job.scores() == [[2.0]]
-    assert calls(diary) == 1 + len(signals.JOB_WIDE)
+    assert calls(diary) == 1 + len(interrupt.JOB_WIDE)
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_the_scorer_asks_a_disturbed_reward_again_whatever_a_failure_means(
     group: Callable[..., Any], on_error: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Interrupted, "calls", 0)
-    before = signal.signal(signal.SIGTERM, signals.note)
+    before = signal.signal(signal.SIGTERM, interrupt.note_signal)
     try:
         rewards = specs({"disturbed": {"_target_": f"{__name__}.Interrupted", "weight": 1.0}})
         scorer = Scorer(rewards, 0, 10.0, on_error)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlft.system.process import signals
+from rlft.system import interrupt
 from rlft.system.sandbox import bubblewrap
 from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason, SandboxError, available, run, trial
 
@@ -401,7 +401,7 @@ def test_a_trial_that_a_signal_to_the_job_may_have_ended_is_repeated(monkeypatch
 
     def disturbed(isolation):
         if problem := next(left):
-            signals.note(signal.SIGTERM, None)
+            interrupt.note_signal(signal.SIGTERM, None)
         return problem
 
     monkeypatch.setattr(bubblewrap, "trial", disturbed)
