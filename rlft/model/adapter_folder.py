@@ -10,7 +10,7 @@ that it knows. What each field does was read in PEFT 0.21 (tuners/lora/config.py
 tests/model/test_adapter_folder.py fails for a field or an initialisation of the installed PEFT that is not decided
 here.
 
-Nothing pickled is ever loaded. Only `load_adapter` and `load_head` read weights.
+Nothing pickled is ever loaded. Only `load_tensors` reads weights.
 """
 
 from __future__ import annotations
@@ -178,18 +178,11 @@ def load_file(file: Path) -> dict[str, Tensor]:
     return torch.load_file(file)
 
 
-def load_adapter(path: str | Path, key: str) -> dict[str, Tensor]:
-    """The tensors of the adapter, under PEFT's names."""
-    return _load(WEIGHTS, path, key)
+def load_tensors(path: str | Path, key: str, name: str = WEIGHTS) -> dict[str, Tensor]:
+    """The tensors of the adapter, under PEFT's names, or of the scalar head (HEAD).
 
-
-def load_head(path: str | Path, key: str) -> dict[str, Tensor]:
-    """The tensors of the scalar head."""
-    return _load(HEAD, path, key)
-
-
-def _load(name: str, path: str | Path, key: str) -> dict[str, Tensor]:
-    """All tensors of that file. UserError: it cannot be read, or a number is not finite."""
+    Raises UserError: the file cannot be read, or a number is not finite.
+    """
     from rlft.system.device import not_finite
 
     with _readable(name, path, key) as file:
@@ -199,9 +192,10 @@ def _load(name: str, path: str | Path, key: str) -> dict[str, Tensor]:
     return tensors
 
 
-def adapter_shapes(path: str | Path, key: str) -> Shapes:
-    """The shapes of the adapter's tensors, from the file's header."""
-    return _shapes(WEIGHTS, path, key)
+def tensor_shapes(path: str | Path, key: str, name: str = WEIGHTS) -> Shapes:
+    """The shapes of the tensors that `load_tensors` reads, from the file's header."""
+    with _readable(name, path, key) as file, safe_open(file, framework="pt") as tensors:
+        return {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118  # not iterable
 
 
 def adapted_modules(tensors: Iterable[str]) -> set[str]:
@@ -258,7 +252,7 @@ def does_nothing(path: str | Path, key: str) -> bool:
 
 def num_parameters(path: str | Path, key: str) -> int:
     """Of the adapter, from the file's header."""
-    return sum(math.prod(shape) for shape in adapter_shapes(path, key).values())
+    return sum(math.prod(shape) for shape in tensor_shapes(path, key).values())
 
 
 def own_tensors(model: PeftModel, adapter: str) -> dict[str, Tensor]:
@@ -272,11 +266,6 @@ def own_tensors(model: PeftModel, adapter: str) -> dict[str, Tensor]:
     # PEFT would ask the hub about the base's vocabulary to decide on embeddings; they are frozen and never saved.
     state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     return {name: tensor.detach() for name, tensor in state.items()}
-
-
-def head_shapes(path: str | Path, key: str) -> Shapes:
-    """The shapes of the scalar head's tensors, from the file's header."""
-    return _shapes(HEAD, path, key)
 
 
 def check_adapter_folder(path: str | Path, key: str) -> dict[str, Any]:
@@ -317,11 +306,6 @@ def content_fingerprint(path: str | Path) -> str:
 def read_record(path: str | Path, key: str) -> dict[str, Any]:
     """The fields of rlft.json; {} if rlft did not make the folder."""
     return _read_json(RECORD, path, key) if (Path(path).expanduser() / RECORD).is_file() else {}
-
-
-def _shapes(name: str, path: str | Path, key: str) -> Shapes:
-    with _readable(name, path, key) as file, safe_open(file, framework="pt") as tensors:
-        return {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118  # not iterable
 
 
 def _read_json(name: str, path: str | Path, key: str) -> dict[str, Any]:

@@ -93,16 +93,16 @@ def _is_stacked(module: nn.Module) -> bool:
     return three and "expert" in type(module).__name__.lower()
 
 
+def _has_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2
+
+
 def _matrices(module: nn.Module) -> tuple[str, ...]:
     """The names of stacked matrices that LoRA can be on, in the order in which they are computed."""
     if not all(hasattr(module, field) for field in INTERFACE):
         return ()
     return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
 # -- PEFT's names of what is adapted -----------------------------------------------------------------------------------

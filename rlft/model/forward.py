@@ -428,18 +428,15 @@ def choose(model: PreTrainedModel, kernels: Kernels | None = None) -> Forward:
             found = packed_forward(model, batch, 1.0, False, layout=packed).logprobs[mask]
             problem = _difference(found, expected, model.dtype)
             if problem is None:
-                words = ("packed rows, each prompt once per group", on_this_device(model), _in_torch(model))
+                why = None if model.device.type == "cpu" else recurrent.obstacle_of_functions(model)
+                in_torch = "" if why is None else f"gated delta rules in torch, since {why}"
+                words = ("packed rows, each prompt once per group", on_this_device(model), in_torch)
                 return Forward(model=model, packed=True, reason=", ".join(filter(None, words)))
             reason = f"packed and padded log-probs differ by {problem} for {type(model).__name__}"
         problem = _difference(padded_forward(placed, batch, 1.0, False).logprobs[mask], expected, model.dtype)
     if problem is not None:
         kernels.remove(f"log-probs differ by {problem} from those of transformers' modules for {type(model).__name__}")
     return _padded(model, reason)
-
-
-def _in_torch(model: PreTrainedModel) -> str:
-    why = recurrent.obstacle_of_functions(model)
-    return "" if why is None or model.device.type == "cpu" else f"gated delta rules in torch, since {why}"
 
 
 def _padded(model: PreTrainedModel, reason: str) -> Forward:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from rlft.batch import score_sequences
 from rlft.config.model import CriticConfig, CriticKind, Old, RoutingSource, SnapshotConfig
-from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, TEACHER, load_head, read_record
+from rlft.model.adapter_folder import HEAD, OLD, POLICY, REFERENCE, TEACHER, load_tensors, read_record
 from rlft.model.backbone import Backbone, Switched, decoder_layers, set_training_mode, switched_modules
 from rlft.model.critic import CRITIC, Critic, ScalarHead
 from rlft.model.experts import Routing
@@ -431,7 +431,7 @@ class Networks(ABC):
         head = self.heads[role] = ScalarHead(size, self.backbone.device, self.backbone.model.dtype)
         self._scale_gradients_of(head.parameters())
         if path is not None:
-            head.load_state_dict(load_head(path, key))
+            head.load_state_dict(load_tensors(path, key, HEAD))
 
     def _scale_gradients_of(self, parameters: Iterable[Parameter]) -> None:
         """Takes back from the gradients of these what `Forward` multiplies those of a float16 network with."""

@@ -28,7 +28,7 @@ from rlft.model.adapter_folder import (
     SAMPLER,
     TEACHER,
     check_adapter_folder,
-    load_adapter,
+    load_tensors,
     own_tensors,
 )
 from rlft.model.backbone import Backbone, BaseWeights, load_backbone
@@ -277,7 +277,7 @@ class Roles(Networks):
             UserError: the adapter has other tensors than the role, where PEFT would skip what is missing, or loading it
                 has changed the base.
         """
-        before, weights = self._base.fingerprint(), load_adapter(path, key)
+        before, weights = self._base.fingerprint(), load_tensors(path, key)
         if frozen:
             config = folder_config(check_adapter_folder(path, key), self.backbone.model)
             if self.names.prefixes:  # the folder's may be names in its own class

@@ -34,20 +34,20 @@ from rlft.config.schema import AUTO, RunConfig, SftConfig, section_of
 from rlft.environment.protocol import read_environment
 from rlft.generation.engine import Engine
 from rlft.model.adapter_folder import (
+    HEAD,
     OLD,
     POLICY,
     REFERENCE,
     adapted_modules,
-    adapter_shapes,
     check_adapter_folder,
     check_head,
     check_shape,
     content_fingerprint,
     does_nothing,
     has_head,
-    head_shapes,
     read_record,
     switches_of,
+    tensor_shapes,
 )
 from rlft.model.families import limit_of
 from rlft.plan import model_rules
@@ -602,7 +602,7 @@ def check_adapters(
 
 
 def _check_head(use: Use, model: PreTrainedConfig) -> None:
-    shapes = head_shapes(use.path, use.key)
+    shapes = tensor_shapes(use.path, use.key, HEAD)
     for name, shape in {"weight": (1, model.get_text_config().hidden_size), "bias": (1,)}.items():
         if shapes.get(name) != shape:
             actual = f"{name} {shapes[name]}" if name in shapes else f"no {name}"
@@ -617,7 +617,7 @@ def _check_tensors(lora: LoraSettings, settings: ModelConfig, use: Use, model: P
     empty = model_rules.empty_model(settings, model)
     modules = {name for name, _ in empty.named_modules()}
     names = names_of(empty)
-    shapes = names.all_inside(adapter_shapes(use.path, use.key))
+    shapes = names.all_inside(tensor_shapes(use.path, use.key))
     for name in sorted(shapes):
         if ".lora_" not in name:
             problem = f"its tensor {name} is not LoRA's, and would be written into the base, which all roles share"

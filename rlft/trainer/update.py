@@ -95,7 +95,10 @@ def assign(costs: Costs, num_lanes: int) -> tuple[list[list[int]], list[float]]:
     whole = {g: costs.prompts[rows[0]] + sum(costs.rows[row] for row in rows) for g, rows in rows_of.items()}
     lanes = _Lanes(costs, num_lanes)
     for group in sorted(rows_of, key=lambda group: (-whole[group], rows_of[group][0])):
-        lanes.add_group(lanes.cheapest, group, rows_of[group], whole[group])
+        lane = lanes.cheapest
+        lanes.rows[lane] += rows_of[group]
+        lanes.totals[lane] += whole[group]
+        lanes.siblings[lane][group] += len(rows_of[group])
     for _ in range(MOST_MOVES):
         if not (moves := lanes.best_moves()):
             break
@@ -111,25 +114,20 @@ class _Lanes:
         self.costs = costs
         self.rows: list[list[int]] = [[] for _ in range(num_lanes)]
         self.totals = [0.0] * num_lanes
-        self._siblings: list[Counter[int]] = [Counter() for _ in range(num_lanes)]  # number of rows of each group
+        self.siblings: list[Counter[int]] = [Counter() for _ in range(num_lanes)]  # number of rows of each group
 
     @property
     def cheapest(self) -> int:
         """The lane that costs least; the first of several."""
         return min(range(len(self.totals)), key=lambda i: (self.totals[i], i))
 
-    def add_group(self, lane: int, group: int, rows: Sequence[int], cost: float) -> None:
-        self.rows[lane] += rows
-        self.totals[lane] += cost
-        self._siblings[lane][group] += len(rows)
-
     def move(self, row: int, source: int, target: int) -> None:
         self.totals[source] -= self._saved(source, row)
         self.totals[target] += self._added(target, row)
         self.rows[source].remove(row)
         self.rows[target].append(row)
-        self._siblings[source][self.costs.groups[row]] -= 1
-        self._siblings[target][self.costs.groups[row]] += 1
+        self.siblings[source][self.costs.groups[row]] -= 1
+        self.siblings[target][self.costs.groups[row]] += 1
 
     def best_moves(self) -> list[tuple[int, int, int]]:
         """The move (row, from, to), or the two of a swap, that most lower the highest cost; empty if nothing does."""
@@ -158,11 +156,11 @@ class _Lanes:
 
     def _saved(self, lane: int, row: int) -> float:
         """What a lane saves without this row; the prompt is still needed if a sibling is in the lane."""
-        alone = self._siblings[lane][self.costs.groups[row]] == 1
+        alone = self.siblings[lane][self.costs.groups[row]] == 1
         return self.costs.rows[row] + (self.costs.prompts[row] if alone else 0.0)
 
     def _added(self, lane: int, row: int) -> float:
-        return self.costs.rows[row] + (0.0 if self._siblings[lane][self.costs.groups[row]] else self.costs.prompts[row])
+        return self.costs.rows[row] + (0.0 if self.siblings[lane][self.costs.groups[row]] else self.costs.prompts[row])
 
 
 def balance(costs: Sequence[Sequence[float]]) -> float:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
@@ -20,18 +21,17 @@ from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, Snaps
 from rlft.model.adapter_folder import (
     ANOTHER_FUNCTION,
     CHANGING_THE_BASE,
+    HEAD,
     OF_THE_FUNCTION,
     VALUES,
     WITHOUT_EFFECT,
-    adapter_shapes,
     check_adapter_folder,
     check_fields,
     check_head,
     check_shape,
-    head_shapes,
-    load_adapter,
-    load_head,
+    load_tensors,
     read_record,
+    tensor_shapes,
 )
 from rlft.model.backbone import Backbone
 from rlft.model.kernels.selection import Decision, KernelChoice, Kernels
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_tensors_are_read_as_they_were_saved(folder: Path) -> None:
-    adapter, head = load_adapter(folder, "lora.path"), load_head(str(folder), "critic.init")
+    adapter, head = load_tensors(folder, "lora.path"), load_tensors(str(folder), "critic.init", HEAD)
     assert {n: t.tolist() for n, t in adapter.items()} == {
         "a.lora_A.weight": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]],
         "a.lora_B.weight": [[1.0, 1.0]] * 5,
@@ -62,8 +62,8 @@ def test_tensors_are_read_as_they_were_saved(folder: Path) -> None:
 
 
 def test_shapes_are_those_of_the_tensors(folder: Path) -> None:
-    assert adapter_shapes(folder, "lora.path") == {"a.lora_A.weight": (2, 3), "a.lora_B.weight": (5, 2)}
-    assert head_shapes(folder, "critic.init") == {"weight": (1, 3), "bias": (1,)}
+    assert tensor_shapes(folder, "lora.path") == {"a.lora_A.weight": (2, 3), "a.lora_B.weight": (5, 2)}
+    assert tensor_shapes(folder, "critic.init", HEAD) == {"weight": (1, 3), "bias": (1,)}
 
 
 def test_a_config_that_names_no_kind_is_a_loras(folder: Path) -> None:
@@ -75,8 +75,8 @@ def test_a_folder_may_stand_in_the_users_home(folder: Path, monkeypatch: pytest.
     monkeypatch.setenv("HOME", str(folder.parent))
     path = f"~/{folder.name}"
     assert check_adapter_folder(path, "lora.path") == FIELDS
-    assert set(load_adapter(path, "lora.path")) == set(adapter_shapes(path, "lora.path"))
-    assert set(load_head(path, "critic.init")) == set(head_shapes(path, "critic.init"))
+    assert set(load_tensors(path, "lora.path")) == set(tensor_shapes(path, "lora.path"))
+    assert set(load_tensors(path, "critic.init", HEAD)) == set(tensor_shapes(path, "critic.init", HEAD))
     assert read_record(path, "lora.path")["role"] == "critic"
     check_head(path, "critic.init")
 
@@ -97,7 +97,7 @@ def pickled(folder: Path) -> None:
     (folder / ADAPTER).rename(folder / "adapter_model.bin")
 
 
-CONFIG, ADAPTER, HEAD, RECORD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors", "rlft.json"
+CONFIG, ADAPTER, RECORD = "adapter_config.json", "adapter_model.safetensors", "rlft.json"
 NO_JSON = ('{"r": 2', "[1, 2]", "\xff")
 SPOILED: list[tuple[Callable[[Path], object], Callable[..., object], str]] = [
     *((lost(name), check_adapter_folder, f"there is no {name} in that folder, got") for name in (CONFIG, ADAPTER)),
@@ -106,10 +106,11 @@ SPOILED: list[tuple[Callable[[Path], object], Callable[..., object], str]] = [
      "holds an adapter of the kind IA3, got .*; point it at a LoRA"),
     *((written(CONFIG, text), check_adapter_folder, rf"{CONFIG} cannot be read \(.+\), got ") for text in NO_JSON),
     *((written(RECORD, text), read_record, rf"{RECORD} cannot be read \(.+\), got ") for text in NO_JSON),
-    *((cut_short(ADAPTER), read, r"the adapter cannot be read \(.+\)") for read in (load_adapter, adapter_shapes)),
-    *((cut_short(HEAD), read, r"the scalar head cannot be read \(.+\)") for read in (load_head, head_shapes)),
+    *((cut_short(ADAPTER), read, r"the adapter cannot be read \(.+\)") for read in (load_tensors, tensor_shapes)),
+    *((cut_short(HEAD), partial(read, name=HEAD), r"the scalar head cannot be read \(.+\)")
+      for read in (load_tensors, tensor_shapes)),
     (pickled, check_adapter_folder, r".*its weights are pickled, in adapter_model\.bin"),
-    (pickled, load_adapter, "the adapter cannot be read"),
+    (pickled, load_tensors, "the adapter cannot be read"),
 ]  # fmt: skip
 
 

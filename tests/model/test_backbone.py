@@ -323,12 +323,12 @@ def test_a_weight_that_is_written_while_the_policy_starts_from_a_folder_is_found
     adapter: Path, make_roles: Callable[..., Any], model_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = read_backbone(model_config())
-    real = roles_module.load_adapter
+    real = roles_module.load_tensors
 
     def also_writes(path: Any, key: str) -> Any:
         backbone.model.model.embed_tokens.weight.data[7, 3] += 1e-3
         return real(path, key)
 
-    monkeypatch.setattr(roles_module, "load_adapter", also_writes)
+    monkeypatch.setattr(roles_module, "load_tensors", also_writes)
     with pytest.raises(UserError, match=rf"^lora\.path: loading it as the {POLICY} has changed [12] weights of the ba"):
         make_roles(backbone=backbone, path=str(adapter))

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.model.adapter_folder import load_adapter, load_head
+from rlft.model.adapter_folder import HEAD, load_tensors
 from rlft.plan.roles import targets_of
 from rlft.types import UserError
 from tests.helpers import model_folders
@@ -178,13 +178,10 @@ def test_code_of_a_folder_runs_with_the_key_that_its_refusal_names(tmp_path):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_number_of_an_adapter_or_a_head_that_is_not_finite_is_named_by_tensor_and_key(value, tmp_path):
     tensors = {"base.a.weight": torch.ones(2, 3), "base.b.weight": torch.ones(4)}
-    for load, file, words in (
-        (load_adapter, "adapter_model.safetensors", "the adapter"),
-        (load_head, "head.safetensors", "the scalar head"),
-    ):
+    for file, words in (("adapter_model.safetensors", "the adapter"), (HEAD, "the scalar head")):
         for name in tensors:
             broken = {n: t.clone() for n, t in tensors.items()}
             broken[name].view(-1)[-1] = value
             save_file(broken, tmp_path / file)
             with pytest.raises(UserError, match=rf"^lora\.path: {words} holds NaN or infinity in {name}, got"):
-                load(tmp_path, "lora.path")
+                load_tensors(tmp_path, "lora.path", file)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlft.model.adapter_folder import check_adapter_folder, load_adapter, load_head
+from rlft.model.adapter_folder import HEAD, check_adapter_folder, load_tensors
 from rlft.runs import checkpoint
 from rlft.runs.checkpoint import Checkpoint
 from rlft.system.disk import DiskError
@@ -82,8 +82,8 @@ def test_every_roles_folder_says_what_it_is_and_to_which_base_it_belongs(tmp_pat
 
 def test_an_adapter_folder_with_a_head_is_read_back_by_what_starts_a_role_from_one(tmp_path):
     folder = checkpoint.save(tmp_path, made(7), keep=1) / "reward"
-    assert values(load_adapter(folder, "critic.init")) == {"a.weight": [[0.0, 7.0, 14.0], [21.0, 28.0, 35.0]]}
-    assert values(load_head(folder, "critic.init")) == {"weight": [[7.0, -14.0]], "bias": [0.5]}
+    assert values(load_tensors(folder, "critic.init")) == {"a.weight": [[0.0, 7.0, 14.0], [21.0, 28.0, 35.0]]}
+    assert values(load_tensors(folder, "critic.init", HEAD)) == {"weight": [[7.0, -14.0]], "bias": [0.5]}
     assert check_adapter_folder(str(folder), "critic.init") == {"r": 2, "target_modules": ["q_proj"]}
 
 

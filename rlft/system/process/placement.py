@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlft.system.lazy import torch
-from rlft.types import UserError, counted
+from rlft.types import UserError, counted, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,29 +53,24 @@ def place(
         return Placement(kind="processes", reason="on the cores of the CPU")
     paired_gpus, divided_gpus = max(engines * gpus_each, ranks), engines * gpus_each + ranks
     too_large = f"an engine and a rank do not fit on one GPU: {pair.text}" if pair and pair.needed > pair.gpu else ""
-    is_joined = config.is_joined
+    whole = "the GPUs of a cluster that is joined are given out whole" if config.is_joined else ""
     if config.placement == "pairs":
-        if is_joined:
-            problem = "the GPUs of a cluster that is joined are given out whole"
-            raise UserError("cluster.placement", problem, got="pairs", remedy="use divided, or auto")
-        if too_large:
-            raise UserError("cluster.placement", too_large, got="pairs", remedy="use divided, or auto")
-        kind, reason = "pairs", "as cluster.placement says"
-    elif config.placement == "divided":
-        kind, reason = "divided", "as cluster.placement says"
-    elif not engines:
-        kind, reason = "divided", "a GPU for each rank"
-    elif is_joined:
-        kind, reason = "divided", "the GPUs of a cluster that is joined are given out whole"
-    elif lag:
-        kind, reason = "divided", "overlap.lag=1 samples during the update"
-    elif available is not None and available >= divided_gpus:
-        kind, reason = "divided", f"the {available} GPUs are enough for one each"
-    elif too_large:
-        kind, reason = "divided", too_large
-    else:
+        problem = whole or too_large
+        require(not problem, "cluster.placement", problem, got="pairs", remedy="use divided, or auto")
+    kind, reason = config.placement, "as cluster.placement says"
+    if kind == "auto":
+        is_enough = available is not None and available >= divided_gpus
+        why_divided = (
+            "" if engines else "a GPU for each rank",
+            whole,
+            "overlap.lag=1 samples during the update" if lag else "",
+            f"the {available} GPUs are enough for one each" if is_enough else "",
+            too_large,
+        )
+        reason = next(filter(None, why_divided), "")
+        kind = "divided" if reason else "pairs"
         together = f"; together they take {pair.text}" if pair is not None else ""
-        kind, reason = "pairs", f"an engine sleeps while its rank trains{together}"
+        reason = reason or f"an engine sleeps while its rank trains{together}"
     needed = paired_gpus if kind == "pairs" else divided_gpus
     if available is not None and needed > available:
         raise _too_few(config, kind, reason, needed, available)
