@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -172,19 +172,11 @@ class PackedRows:
 
     def blocks(self, window: int | None = None) -> tuple[Block, ...]:
         """The blocks for `split_attention`, which are made once for all layers with this sliding window."""
-        images, window = self._both_ways(window), self._exceeded(window)
-        spans = (self.prompts, self.completions, self.owner)
-        name = f"blocks {window} {bool(images)}"
-        return self._made(name, lambda device: make_blocks(*spans, device, self.branches, window, images))
+        return self._windowed("blocks", window, partial(make_blocks, branches=self.branches))
 
     def lengths(self, window: int | None = None) -> RowLengths | None:
         """The lengths for `flash_attention` with this sliding window; None if it cannot take this row."""
-        if self.branches:
-            return None
-        images, window = self._both_ways(window), self._exceeded(window)
-        spans = (self.prompts, self.completions, self.owner)
-        name = f"lengths {window} {bool(images)}"
-        return self._made(name, lambda device: row_lengths(*spans, device, window, images))
+        return None if self.branches else self._windowed("lengths", window, row_lengths)
 
     @cached_property
     def state_rows(self) -> StateRows:
@@ -216,16 +208,14 @@ class PackedRows:
 
         return self._made(f"places {width}", make)
 
-    def _both_ways(self, window: int | None) -> tuple[Span, ...]:
-        """The images that are read both ways by layers with this sliding window."""
-        images = self.images
-        return (
-            () if images is None else self._made(f"images {window}", lambda _: both_ways(images, self.prompts, window))
-        )
-
-    def _exceeded(self, window: int | None) -> int | None:
-        """The window, or None if no row exceeds it."""
-        return window if window is not None and window < self._longest else None
+    def _windowed(self, name: str, window: int | None, make: Callable[..., T]) -> T:
+        """What is made of the row's spans for a sliding window, and for the images that are read both ways with it."""
+        images: tuple[Span, ...] = ()
+        if (own := self.images) is not None:
+            images = self._made(f"images {window}", lambda _: both_ways(own, self.prompts, window))
+        window = window if window is not None and window < self._longest else None  # None: no row exceeds it
+        spans, of_layers = (self.prompts, self.completions, self.owner), {"window": window, "images": images}
+        return self._made(f"{name} {window} {bool(images)}", lambda device: make(*spans, device, **of_layers))
 
     @cached_property
     def _longest(self) -> int:

@@ -21,7 +21,6 @@ from rlft.model.reward_model import (
     AdapterReward,
     ClassifierReward,
     load_classifier,
-    micro_batches,
     numbers_of_rows,
     open_learned,
     parts_within,
@@ -292,13 +291,6 @@ def test_classifier_rows_go_by_length_and_keep_to_the_budget(save_classifier, gr
     assert sum(rows for rows, _ in seen[1:]) == 6
 
 
-def test_micro_batches_take_rows_by_length():
-    # By length 2, 3, 5, 9: two rows as wide as 3 fill the budget of 6; a third would need 15; 9 exceeds it alone.
-    assert micro_batches([5, 2, 9, 3], 6) == [[1, 3], [0], [2]]
-    assert micro_batches([4, 4, 4], 8) == [[0, 1], [2]]
-    assert micro_batches([], 8) == []
-
-
 def test_a_text_too_long_for_the_network_keeps_its_end(save_classifier, groups):
     folder = save_classifier("Bert", chat=False, max_position_embeddings=8)
     reward = classifier(folder)
@@ -344,14 +336,6 @@ def test_a_model_without_a_trained_score_and_what_is_no_model_are_refused(save_c
 
 
 ROWS = [(0, (5, 6, 7), (20, 21, 2)), (0, (5, 6, 7), (22,)), (1, (9,), (30, 31))]
-
-
-def test_rows_are_padded_on_the_right_and_their_completions_are_learned() -> None:
-    batch = batch_of_rows(ROWS)
-    assert batch.token_ids.tolist() == [[5, 6, 7, 20, 21, 2], [5, 6, 7, 22, 0, 0], [9, 30, 31, 0, 0, 0]]
-    assert batch.attention_mask.sum(1).tolist() == [6, 4, 3]
-    assert batch.loss_mask.nonzero().tolist() == [[0, 3], [0, 4], [0, 5], [1, 3], [2, 1], [2, 2]]
-    assert batch.group_ids.tolist() == [0, 0, 1]
 
 
 def test_each_rows_number_is_the_same_in_micro_batches_of_any_size(
