@@ -92,6 +92,34 @@ def drawing_again() -> tuple[AbstractContextManager[None], AbstractContextManage
     return nullcontext(), again()
 
 
+def set_checkpointing(model: PreTrainedModel, how: Recompute) -> None:
+    """Sets what is recomputed (`model.gradient_checkpointing`). It has an effect in training mode only."""
+    if how:
+        draws_again = model.device.type == "mps"
+        _method(model, "enable")({"use_reentrant": False, **({"context_fn": drawing_again} if draws_again else {})})
+        model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
+        if how is not True:
+            copies = HostCopies(model.device) if how == OFFLOAD else None
+            own = TiledCheckpoint(copies=copies, draws_again=draws_again)
+            modules: Iterator[Any] = model.modules()
+            for module in modules:
+                if hasattr(module, "_gradient_checkpointing_func"):
+                    module._gradient_checkpointing_func = own
+    elif model.supports_gradient_checkpointing:
+        _method(model, "disable")()
+
+
+def _method(model: PreTrainedModel, verb: str) -> Callable[..., None]:
+    """transformers 5.23 renamed gradient checkpointing to activation checkpointing; the first argument is the same."""
+    return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
+
+
+def is_checkpointed(model: PreTrainedModel) -> bool:
+    """Whether gradient checkpointing is on, by the model's own answer, which was renamed in the same release."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return next((bool(getattr(model, name)) for name in names if hasattr(model, name)), False)
+
+
 # -- layers' inputs in main memory -------------------------------------------------------------------------------------
 INPUTS_LEAVING = 2
 """Inputs whose memory is not free yet, since they are being copied while the next layers are computed."""
@@ -372,34 +400,6 @@ def logit_rows(vocabulary: int, device: str, tokens: int) -> int:
 
 ADAPTER_ITEM = 4
 """Bytes of an adapter's weight, which is float32 whatever the base's are, and of a number computed with it."""
-
-
-def set_checkpointing(model: PreTrainedModel, how: Recompute) -> None:
-    """Sets what is recomputed (`model.gradient_checkpointing`). It has an effect in training mode only."""
-    if how:
-        draws_again = model.device.type == "mps"
-        _method(model, "enable")({"use_reentrant": False, **({"context_fn": drawing_again} if draws_again else {})})
-        model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
-        if how is not True:
-            copies = HostCopies(model.device) if how == OFFLOAD else None
-            own = TiledCheckpoint(copies=copies, draws_again=draws_again)
-            modules: Iterator[Any] = model.modules()
-            for module in modules:
-                if hasattr(module, "_gradient_checkpointing_func"):
-                    module._gradient_checkpointing_func = own
-    elif model.supports_gradient_checkpointing:
-        _method(model, "disable")()
-
-
-def _method(model: PreTrainedModel, verb: str) -> Callable[..., None]:
-    """transformers 5.23 renamed gradient checkpointing to activation checkpointing; the first argument is the same."""
-    return getattr(model, f"activation_checkpointing_{verb}", None) or getattr(model, f"gradient_checkpointing_{verb}")
-
-
-def is_checkpointed(model: PreTrainedModel) -> bool:
-    """Whether gradient checkpointing is on, by the model's own answer, which was renamed in the same release."""
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    return next((bool(getattr(model, name)) for name in names if hasattr(model, name)), False)
 
 
 @contextmanager

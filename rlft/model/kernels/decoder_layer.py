@@ -318,7 +318,7 @@ FAMILIES: Mapping[str, Family] = {
 """{model type (`model_type` in config.json): its family}."""
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------
+# -- the forward of attention ------------------------------------------------------------------------------------------
 def install_attention(model: PreTrainedModel, family: Family) -> None:
     """Replaces the forward of every layer's attention."""
     layers: Any = model.base_model.layers
@@ -368,7 +368,7 @@ def _attention_forward(
     return attention.o_proj(out.reshape(*shape, -1).contiguous()), weights
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
+# -- the forward of a layer --------------------------------------------------------------------------------------------
 def install(model: PreTrainedModel) -> None:
     """Replaces the forward of every layer. Call it after `elementwise.install` and `install_attention`."""
     layers: Any = model.base_model.layers
