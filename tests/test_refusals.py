@@ -885,6 +885,17 @@ TABLE = [
         "generation.transformers.weights",
         "rounds the sum of base and adapter, and lora=null has none, got merged_bfloat16; leave it out",
     ),
+    (
+        f"{ALL} generation=transformers generation.transformers.weights=fastest",
+        "generation.transformers.weights",
+        "rounds the sum of base and adapter, and lora=null has none, got fastest; leave it out",
+    ),
+    (f"{ALL} generation.transformers.weights=merged_int8", "generation.transformers.weights", "got merged_int8; leave"),
+    (
+        "generation=transformers generation.transformers.weights=fastest model.kernels=plain",
+        "generation.transformers.weights",
+        "needs rlft's LoRA layers, which model.kernels=plain does without, got fastest; use apart, or model.kernels",
+    ),
     ("doctor lora=null", "lora", "the engine is tried with adapters, and null has none, got null; leave it out"),
     (f"{SFT} lora=null model.quantization=4bit", "model.quantization", "4-bit weights cannot be trained"),
     (f"{SFT} lora=null model.dtype=bfloat16", "model.dtype", "small updates are lost in the rounding of bfloat16"),

@@ -127,7 +127,7 @@ def launch(
     plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
     plain = plan.plain
     if flatten(plain).get(WEIGHTS) == FASTEST:
-        plain = with_values(plain, {WEIGHTS: str(plan.config.generation.named(ANYWHERE).weights)})
+        plain = with_values(plain, {WEIGHTS: str(plan.config.generation.named(ANYWHERE).chosen)})
     if fork is not None:
         forks.check(fork, plain, plan.fingerprints, plan.num_steps)
     run_folder.check_writable(folder)

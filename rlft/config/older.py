@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlft.config.keys import ABSENT, fields_of, keys_of
-from rlft.config.schema import engine_classes
+from rlft.config.schema import ANYWHERE, engine_classes
 
 OPEN = ("data", "reward", "logger", "algorithm", "demonstrations", "preferences", "loss", "environment")
 """Sections whose classes are named by `_target_`, in the section itself or in sections of it."""
@@ -30,6 +30,7 @@ def completed(recorded: Mapping[str, Any], root: type) -> dict[str, Any]:
     config = _completed(_with_console(recorded, root), root)
     config |= {name: _with_components(config[name]) for name in OPEN if name in config}
     if isinstance(generation := config.get("generation"), Mapping):
+        generation = _with_adapted_layers(generation, recorded["generation"])
         own = {name: (generation.get(name, {}), of) for name, of in engine_classes({}).items()}
         engines = {name: _section(getattr(of, "of_older", dict)(keys), of) for name, (keys, of) in own.items()}
         config["generation"] = {**generation, **{name: keys for name, keys in engines.items() if keys is not ABSENT}}
@@ -45,6 +46,15 @@ def _with_console(recorded: Mapping[str, Any], root: type) -> Mapping[str, Any]:
     console = {name: value for keys in shown for name, value in keys.items() if name != "_target_"} or None
     trackers = {name: keys for name, keys in loggers.items() if keys["_target_"] not in NOT_TRACKERS.values()}
     return {**recorded, "logger": trackers, "console": console}
+
+
+def _with_adapted_layers(generation: Mapping[str, Any], recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section as it is written now: before there were drafts, `merged_bfloat16` left the LM head and layers without
+    an adapter as they are, and nothing corrected its roundings."""
+    keys = generation.get(ANYWHERE, {})
+    if "drafts" in recorded or keys.get("weights") != "merged_bfloat16":
+        return generation
+    return {**generation, ANYWHERE: {**keys, "weights": "adapted_bfloat16"}}
 
 
 def _completed(recorded: Mapping[str, Any], cls: type) -> dict[str, Any]:

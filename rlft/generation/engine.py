@@ -327,6 +327,16 @@ class Engine(ABC):
         return False
 
     @property
+    def is_corrected(self) -> bool:
+        """Whether `algorithm.mismatch: auto` corrects that, too."""
+        return self.rounds
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether its config asks for sums of base and adapter that may be rounded."""
+        return False
+
+    @property
     def rounds_sums(self) -> bool:
         """Whether it rounds the sums of the base's weights and the adapter to the base's dtype."""
         return False

@@ -58,11 +58,13 @@ class Weights(StrEnum):
     merged = "merged"
     merged_bfloat16 = "merged_bfloat16"
     merged_int8 = "merged_int8"
+    adapted_bfloat16 = "adapted_bfloat16"  # merged_bfloat16 as it was in older runs (`rlft.config.older`)
     apart = "apart"
-    fastest = FASTEST  # of the three that are merged; it is measured when a config is read
+    fastest = FASTEST  # of the three that are merged; it is measured once in a process
 
 
-ITEMSIZE = {Weights.merged_bfloat16: 2, Weights.merged_int8: 1}  # bytes of a weight that is rounded for decoding
+ITEMSIZE = {Weights.merged_bfloat16: 2, Weights.merged_int8: 1, Weights.adapted_bfloat16: 2}
+"""Bytes of a weight that is rounded for decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +88,28 @@ class Transformers(Engine):
     batch_size: PositiveInt
     weights: Weights
 
-    def __post_init__(self) -> None:
-        if self.weights is Weights.fastest:
-            object.__setattr__(self, "weights", _fastest())
+    @property
+    def chosen(self) -> Weights:
+        """`weights`, with what was measured in place of `fastest`."""
+        return _fastest() if self.weights is Weights.fastest else self.weights
+
+    @property
+    def needs_sums(self) -> bool:
+        return self.weights in (*ITEMSIZE, Weights.fastest)
 
     def check(self, *, plain_kernels: bool) -> None:
         """Refuses rounded sums of base and adapter where there are no sums, without rlft's LoRA layers."""
-        if plain_kernels and self.rounds:
+        if plain_kernels and self.needs_sums:
             problem = "needs rlft's LoRA layers, which model.kernels=plain does without"
             raise UserError("weights", problem, got=self.weights, remedy="use apart, or model.kernels=auto")
 
     @property
     def rounds(self) -> bool:
-        return self.weights in ITEMSIZE
+        return self.chosen in ITEMSIZE
+
+    @property
+    def is_corrected(self) -> bool:
+        return self.rounds and self.weights is not Weights.adapted_bfloat16
 
     @property
     def at_once(self) -> int:
@@ -118,7 +129,7 @@ class Transformers(Engine):
         return EngineMemory(parts=tuple(self._parts(model, load, largest)), freed_block=freed)
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
-        if load.decodings and self.weights is Weights.merged:
+        if load.decodings and self.chosen is Weights.merged:
             yield replace(self, weights=Weights.apart)
         group = max((decoding.samples for decoding in load.decodings), default=self.batch_size)
         if group < self.batch_size and any(self._prompts_at_once(decoding) > 1 for decoding in load.decodings):
@@ -126,16 +137,16 @@ class Transformers(Engine):
 
     def open(self, args: EngineArgs) -> TransformersGenerator:
         return TransformersGenerator(
-            args.slot, args.tokenizer, args.device, self.batch_size, weights=self.weights, ends=args.ends.ids
+            args.slot, args.tokenizer, args.device, self.batch_size, weights=self.chosen, ends=args.ends.ids
         )
 
     def _prompts_at_once(self, decoding: Decoding) -> int:
         return min(decoding.num_prompts, max(1, self.batch_size // decoding.samples))
 
     def _parts(self, model: ModelSizes, load: Load, decoding: Decoding) -> list[MemoryPart]:
-        weights = model.linear + model.vocabulary * model.hidden if self.rounds else model.adapted
-        has_sums = self.weights is not Weights.apart and model.itemsize > 2 and not model.plain
-        sums = weights * ITEMSIZE.get(self.weights, model.itemsize) if has_sums else 0
+        weights = model.linear + model.vocabulary * model.hidden if self.is_corrected else model.adapted
+        has_sums = self.chosen is not Weights.apart and model.itemsize > 2 and not model.plain
+        sums = weights * ITEMSIZE.get(self.chosen, model.itemsize) if has_sums else 0
         prompts, longest = self._prompts_at_once(decoding), len(decoding.longest)
         rows = prompts * decoding.samples
         tokens = prompts * longest + rows * load.max_tokens

@@ -164,7 +164,7 @@ class Roles(Networks):
 
         With weights `merged`, or `merged_<dtype>`, it is also added to a copy of the base's linear weights, for faster
         decoding (`LoraLinear.add_up`), unless kernels are plain. With a dtype that is rounded, and so are copies of
-        layers without an adapter and of the LM head.
+        layers without an adapter and of the LM head, unless it is `adapted_<dtype>`.
         """
         if SAMPLER not in self.model.peft_config:
             self._add_adapter(SAMPLER, LoraConfig(**{**self.lora.to_dict(), "inference_mode": True}))
@@ -173,10 +173,10 @@ class Roles(Networks):
         self.restore_role(SAMPLER, adapter.weights)
         if weights == "apart":
             return
-        dtype = getattr(torch, weights.removeprefix("merged").removeprefix("_"), None)  # of merged: None
+        dtype = getattr(torch, weights.rpartition("_")[2], None)  # of merged: None
         for layer in self._lora_layers.values():
             layer.add_up(SAMPLER, dtype)
-        if dtype is None:
+        if dtype is None or not weights.startswith("merged"):
             self._rounded = {}
         elif all(copy.dtype != dtype for copy in self._rounded.values()):
             layers = unadapted(self.backbone.model, self._settings)

@@ -335,7 +335,7 @@ def resolve_mismatch(config: RunConfig, algorithm: Objective, engine: str, *, it
     the engine's log-probs for the trainer's. `itemsize` is the bytes of a weight of the trainer's base.
     """
     generation, chosen = config.generation, config.generation.named(engine)
-    differs = chosen.rounds or (chosen.rounds_apart and itemsize <= 2)
+    differs = chosen.is_corrected or (chosen.rounds_apart and itemsize <= 2)
     undistorted = generation.top_p == 1 and generation.top_k == 0 and config.snapshot.old != "sampled"
     return algorithm.with_mismatch_of(rounds_apart=differs and undistorted)
 

@@ -30,7 +30,7 @@ from rlft.config.model import (
     resolve_path,
     teacher_settings,
 )
-from rlft.config.schema import AUTO, RunConfig, SftConfig, section_of
+from rlft.config.schema import ANYWHERE, AUTO, RunConfig, SftConfig, section_of
 from rlft.environment.protocol import read_environment
 from rlft.generation.engine import Engine
 from rlft.model.adapter_folder import (
@@ -135,14 +135,13 @@ def _check_all_weights(config: RunConfig | SftConfig) -> None:
 
 def _check_engine(config: RunConfig | SftConfig) -> None:
     generation = config.generation
-    if generation.engine == AUTO:
-        return
-    engine = generation.named(generation.engine)
+    name = ANYWHERE if generation.engine == AUTO else generation.engine  # auto takes one that serves all weights
+    engine = generation.named(name)
     problem = "is given adapters only, and lora=null has none"
     remedy = "use transformers"
     require(engine.serves_whole_models, "generation.engine", problem, got=generation.engine, remedy=remedy)
-    if engine.on_trainers_base and engine.rounds:
-        key = f"generation.{section_of(generation.engine)}.weights"
+    if engine.needs_sums:
+        key = f"generation.{section_of(name)}.weights"
         problem = "rounds the sum of base and adapter, and lora=null has none"
         raise UserError(key, problem, got=str(getattr(engine, "weights", "")), remedy="leave it out")
 

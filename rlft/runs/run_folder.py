@@ -218,10 +218,10 @@ def with_kept_values(config: Mapping[str, Any], resumed: Path | None) -> dict[st
 
 
 def _kept_weights(keys: Any, then: Any) -> Any:
-    is_chosen = isinstance(keys, Mapping) and keys.get("weights") in ("auto", FASTEST)
-    if is_chosen and isinstance(then, Mapping) and "weights" in then:
-        return {**keys, "weights": then["weights"]}
-    return keys
+    if not (isinstance(keys, Mapping) and isinstance(then, Mapping) and "weights" in then):
+        return keys
+    is_older = (keys.get("weights"), then["weights"]) == ("merged_bfloat16", "adapted_bfloat16")
+    return {**keys, "weights": then["weights"]} if is_older or keys.get("weights") in ("auto", FASTEST) else keys
 
 
 @contextlib.contextmanager

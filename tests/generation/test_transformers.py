@@ -472,10 +472,10 @@ def test_fastest_is_what_the_processor_decodes_fastest_with(monkeypatch, capsys)
     for dtype, weights in {"float32": "merged", "bfloat16": "merged_bfloat16", "int8": "merged_int8"}.items():
         monkeypatch.setattr("rlft.generation.transformers.fastest_dtype", lambda dtype=dtype: dtype)
         monkeypatch.setattr("rlft.generation.transformers._fastest", _fastest.__wrapped__)
-        assert Transformers(batch_size=8, weights=Weights.fastest) == Transformers(batch_size=8, weights=weights)
+        assert Transformers(batch_size=8, weights=Weights.fastest).chosen == weights
         assert f"generation.transformers.weights: {weights} is fastest on " in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Transformers(batch_size=8, weights=Weights.fastest).weights is Weights.merged
+    assert Transformers(batch_size=8, weights=Weights.fastest).chosen is Weights.merged
 
 
 # -- other releases of transformers ------------------------------------------------------------------------------------

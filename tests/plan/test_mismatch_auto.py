@@ -39,6 +39,7 @@ def test_each_algorithm_corrects_what_vllm_rounds_in_16_bits_by_token_where_it_c
         (["generation.transformers.weights=merged"], "transformers", 4, "off"),
         (["generation.transformers.weights=merged_bfloat16"], "transformers", 4, "token_truncate"),
         (["generation.transformers.weights=merged_int8"], "transformers", 4, "token_truncate"),
+        (["generation.transformers.weights=adapted_bfloat16"], "transformers", 4, "off"),  # as in older runs
         ([], "scripted", 2, "off"),  # canned log-probs
         (["generation.top_p=0.9"], "vllm", 2, "off"),  # a correction needs undistorted sampling
         (["generation.top_k=50"], "vllm", 2, "off"),
