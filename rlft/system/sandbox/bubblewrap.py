@@ -364,53 +364,9 @@ TRIAL_LIMITS = Limits(
     seconds=10.0, cpu_seconds=5, memory_bytes=2**29, output_bytes=2**20, processes=4, file_bytes=2**22
 )
 
-# What must fail in the sandbox, as `available` tries it: each line of the output is something that did not fail.
-TRIAL = """
+# Both trials print a line for each attempt that did not fail.
+ATTEMPTS = """
 import ctypes, os, socket, time
-from pathlib import Path
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-def tell(what, attempt):
-    try:
-        attempt()
-        print(what)
-    except OSError:
-        pass
-
-def fork_ten():
-    for _ in range(10):
-        if os.fork() == 0:
-            time.sleep(60)
-
-def call(function, *arguments):
-    if function(*arguments) == -1:
-        raise OSError(ctypes.get_errno())
-
-def make_namespace():  # a mount namespace takes a capability, where namespaces are not forbidden at all
-    call(libc.unshare, 0x20000)
-
-def mount():
-    call(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None)
-
-# Connecting a datagram socket sends nothing: it only looks for a route.
-tell("the network can be reached", lambda: socket.socket(type=socket.SOCK_DGRAM).connect(("192.0.2.1", 9)))
-tell("/etc/passwd can be read", Path("/etc/passwd").read_bytes)
-tell("/proc can be read", lambda: os.listdir("/proc"))
-tell("the root folder can be written to", Path("/rlft-trial").touch)
-tell("the file space is not limited", lambda: [Path(f"/tmp/{i}").write_bytes(bytes(2**20)) for i in range(8)])
-tell("processes are not limited", fork_ten)
-tell("namespaces can be made", make_namespace)
-tell("file systems can be mounted", mount)
-if os.getppid() != 1:
-    print("it has no process namespace of its own")
-if os.getuid() == 0:
-    print("it is root")
-"""
-
-# Tries to hold memory that no resource limit counts, for `memory_bound`: each line of the output is a success.
-MEMORY_TRIAL = """
-import ctypes, os, socket
 from pathlib import Path
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -421,14 +377,40 @@ def tell(what, attempt):
             print(what)
     except (AttributeError, OSError):  # Python has no function of a name that its C library lacks
         pass
+"""
 
+# What must fail in the sandbox, as `available` tries it.
+TRIAL = f"""{ATTEMPTS}
+def fork_ten():
+    for _ in range(10):
+        if os.fork() == 0:
+            time.sleep(60)
+
+# Connecting a datagram socket sends nothing: it only looks for a route.
+tell("the network can be reached", lambda: socket.socket(type=socket.SOCK_DGRAM).connect(("192.0.2.1", 9)))
+tell("/etc/passwd can be read", Path("/etc/passwd").read_bytes)
+tell("/proc can be read", lambda: os.listdir("/proc"))
+tell("the root folder can be written to", Path("/rlft-trial").touch)
+tell("the file space is not limited", lambda: [Path(f"/tmp/{{i}}").write_bytes(bytes(2**20)) for i in range(8)])
+tell("processes are not limited", fork_ten)
+# A mount namespace takes a capability, where namespaces are not forbidden at all.
+tell("namespaces can be made", lambda: libc.unshare(0x20000))
+tell("file systems can be mounted", lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None))
+if os.getppid() != 1:
+    print("it has no process namespace of its own")
+if os.getuid() == 0:
+    print("it is root")
+"""
+
+# Tries to hold memory that no resource limit counts, for `memory_bound`.
+MEMORY_TRIAL = f"""{ATTEMPTS}
 def send_descriptor():
     here, there = socket.socketpair()
     return socket.send_fds(here, [b"x"], [0])
 
 def make_files():
     for i in range(int(FILES) + 1):
-        Path(f"/tmp/{i}").touch()
+        Path(f"/tmp/{{i}}").touch()
 
 tell("System V shared memory", lambda: libc.shmget(0, 4096, 0o1600))
 tell("memfds", lambda: os.memfd_create("trial"))
