@@ -205,10 +205,10 @@ class SharedStates(States):
         return out, out.new_empty(0)
 
     def _to_heads(self, x: Tensor) -> Tensor:
-        return cast(Tensor, _ToHeads.apply(x, self._share, self._num_tokens))
+        return cast(Tensor, _Exchanged.apply(x, self._share, self._num_tokens, None))
 
     def _to_tokens(self, x: Tensor) -> Tensor:
-        return cast(Tensor, _ToTokens.apply(x, self._share, self._num_tokens))
+        return cast(Tensor, _Exchanged.apply(x, self._share, self._num_tokens, x.shape[1] * self._share.ranks))
 
     # -- what transformers' modules ask of a cache: here it has no state -----------------------------------------------
     def update_conv_state(self, x: Tensor, layer: int, state_idx: int = 0, *, conv_kernel_size: int) -> Tensor:
@@ -220,34 +220,23 @@ class SharedStates(States):
         return x
 
 
-class _ToHeads(torch.autograd.Function):
-    """`[N, H / ranks, D]` of `[n, H, D]`."""
+class _Exchanged(torch.autograd.Function):
+    """`_exchanged`, whose gradient goes the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: TokenShare, num_tokens: int) -> Tensor:
-        ctx.share, ctx.heads = share, x.shape[1]
-        [of_heads] = share.to_heads(num_tokens, x)
-        return of_heads
+    def forward(ctx: Any, x: Tensor, share: TokenShare, num_tokens: int, heads: int | None) -> Tensor:
+        ctx.back = share, num_tokens, x.shape[1] if heads is None else None
+        return _exchanged(x, share, num_tokens, heads)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        [grad] = ctx.share.to_tokens(grad_outputs[0].contiguous(), heads=[ctx.heads])
-        return grad, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grad_outputs[0].contiguous(), *ctx.back), None, None, None
 
 
-class _ToTokens(torch.autograd.Function):
-    """`[n, H, D]` of `[N, H / ranks, D]`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: TokenShare, num_tokens: int) -> Tensor:
-        ctx.share, ctx.num_tokens = share, num_tokens
-        [of_tokens] = share.to_tokens(x, heads=[x.shape[1] * share.ranks])
-        return of_tokens
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        [grad] = ctx.share.to_heads(ctx.num_tokens, grad_outputs[0].contiguous())
-        return grad, None, None
+def _exchanged(x: Tensor, share: TokenShare, num_tokens: int, heads: int | None) -> Tensor:
+    """`[n, heads, D]` of `[N, heads / ranks, D]`; without `heads` `[N, H / ranks, D]` of `[n, H, D]`."""
+    [result] = share.to_heads(num_tokens, x) if heads is None else share.to_tokens(x, heads=[heads])
+    return result
 
 
 # -- functions of packages ---------------------------------------------------------------------------------------------
