@@ -17,11 +17,12 @@ from pathlib import Path
 from rlft.types import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+OF_SPACE = (*FULL, errno.EFBIG)
 GONE = (errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EREMOTEIO)
 """The errors of a network file system, or of one that a program provides (FUSE), that cannot be reached."""
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-FAILING = (*FULL, *GONE, *REFUSED, errno.EFBIG, errno.EIO)
+FAILING = (*OF_SPACE, *GONE, *REFUSED, errno.EIO)
 """Errors that are always the disk's; others, such as a missing file, are only so during a write."""
 
 CAUSES = {
@@ -75,8 +76,11 @@ class DiskError(RuntimeError):
         return f"{cause} ({os.strerror(self.code)}): {self._facts()}; {remedy.format(missing=missing)}, then {then}"
 
     def _facts(self) -> str:
+        """Bytes are facts only of an error that has to do with them."""
         if self.target is None:
             return "the file is not known"
+        if self.code not in OF_SPACE:
+            return f"{self.target} could not be written"
         free = "" if self.free is None else f"has {size_text(self.free)} free"
         if self.needed is None:
             return f"{self.target} {free or 'could not be written'}"
