@@ -35,7 +35,7 @@ class Measured:
     """One process: seconds by stage of each measured step, and the most memory it held, in bytes.
 
     `train` is credit + update (TRL's is what is neither sampling nor reward). GPU: the most that was taken of a whole
-    CUDA GPU meanwhile (card_memory.py).
+    CUDA GPU meanwhile (bench_step.py).
     """
 
     seconds: list[dict[str, float]]

@@ -62,7 +62,6 @@ LIGHT_COMMANDS = (
 
 # Modules without tests of their own name which no test imports either: they are seen where they are used.
 SEEN_IN_USE = {
-    "commands": {"html_page"},
     "plan": {"sample_plan"},
 }  # fmt: skip
 

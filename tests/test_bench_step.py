@@ -10,10 +10,8 @@ from pathlib import Path
 
 import bench_step
 import pytest
-from bench_report import Result, report
-from bench_trainers import Setting
+from bench_step import Result, added, report, watching_card
 from bench_work import Measured, MeasurementError, run_to_the_end
-from card_memory import CardMemory
 
 from rlft.commands.doctor.work import Workload
 
@@ -31,7 +29,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     """(trainer, micro-batch) of every process that was started; none is, and each takes a step of 4 s."""
     started: list[tuple[str, int | None]] = []
 
-    def measure(trainer: str, size: str, work: Workload, setting: Setting, micro_batch: int | None = None) -> Measured:
+    def measure(trainer: str, size: str, work: Workload, asked: object, micro_batch: int | None = None) -> Measured:
         started.append((trainer, micro_batch))
         return measured(4.0)
 
@@ -170,10 +168,10 @@ def test_the_memory_of_a_card_is_the_most_that_was_added(monkeypatch, tmp_path: 
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     start = time.monotonic()
-    with CardMemory() as card:
-        while not (tmp_path / "told").exists() or card.peak != 2000 * 2**20:
+    with watching_card() as readings:
+        while not (tmp_path / "told").exists() or added(readings) != 2000 * 2**20:
             assert time.monotonic() - start < 60
             time.sleep(0.02)
-    assert card.peak == 2000 * 2**20
+    assert added(readings) == 2000 * 2**20
     assert "memory.used" in (tmp_path / "words").read_text()
     assert time.monotonic() - start < 60, "the watcher ends"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import folder_differences
+import compare_commits
 import pytest
 import torch
 import yaml
@@ -73,7 +73,7 @@ def two_runs(tmp_path: Path) -> tuple[Path, Path]:
 def compared(two_runs: tuple[Path, Path]) -> Callable[[], Any]:
     """Compares the two folders as they are now."""
     of_a, of_b = ({f"/code/{k}": "<code>", f"/runs/{k}": "<case>"} for k in "AB")
-    return lambda: folder_differences.compare_folders("ppo", *two_runs, of_a, of_b)
+    return lambda: compare_commits.compare_folders("ppo", *two_runs, of_a, of_b)
 
 
 def flip(file: Path, number: float, pattern: str = "<f") -> None:

@@ -26,7 +26,7 @@ from socketserver import ThreadingTCPServer
 from threading import Lock
 from typing import Any
 
-from rlft.commands.html_page import html_page
+from rlft.commands.tables import html_page
 from rlft.commands.watch.runs import read_words
 from rlft.config.overrides import unquoted
 from rlft.data.fields import RowError

@@ -22,9 +22,8 @@ from rlft.data.records import identity, number_of, split_of
 from rlft.data.sampled import is_sampled, sampled_line
 from rlft.logger.console import open_terminal
 from rlft.runs import run_folder, run_status
-from rlft.runs.config_file import FORMAT
 from rlft.runs.lines import each_line, encode
-from rlft.runs.run_status import PROGRESS
+from rlft.runs.run_status import FORMAT, PROGRESS
 from rlft.system.disk import writing
 from rlft.system.files import append, write_atomically
 from rlft.system.memory import Doing, explained, keep_blocks

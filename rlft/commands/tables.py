@@ -1,7 +1,10 @@
-"""Tables and paragraphs that several commands print, and the rows of them that a pattern chooses."""
+"""What several commands show alike: tables, paragraphs, the rows of them that a pattern chooses, and an HTML page."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +12,7 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from rlft.config.choices import closest
+from rlft.config.suggest import ASSETS
 from rlft.system.terminal import CheckRow, Status, unbroken, with_spaces
 from rlft.types import UserError, require
 
@@ -89,3 +93,48 @@ def matching(
 
 def _plain(text: str) -> str:
     return text.lower().replace("-", "_")
+
+
+# -- an HTML page, which loads nothing and runs nothing else than its own styles and scripts ---------------------------
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; {policy}; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+{styles}
+</head>
+{body}
+{data}{scripts}
+</html>
+"""
+
+
+def html_page(
+    title: str, body: str, styles: Sequence[str], scripts: Sequence[str], *, data: bytes = b"", policy: str = ""
+) -> str:
+    """The page of these files below assets/, which its content security policy allows by their hashes, and `policy`.
+
+    `data` is for the scripts, in the element of that name as base64, which cannot hold markup.
+    """
+    style_texts, script_texts = ([*map(_asset, names)] for names in (styles, scripts))
+    allowed = ["img-src data:", _allowed("script-src", script_texts), _allowed("style-src", style_texts), policy]
+    return PAGE.format(
+        policy="; ".join(filter(None, allowed)),
+        title=html.escape(title),
+        styles="\n".join(f"<style>{text}</style>" for text in style_texts),
+        body=_asset(body),
+        data=f'<script type="text/plain" id="data">{base64.b64encode(data).decode()}</script>\n' if data else "",
+        scripts="\n".join(f"<script>{text}</script>" for text in script_texts),
+    )
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _allowed(kind: str, texts: Sequence[str]) -> str:
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
+    return " ".join([kind, *(f"'sha256-{digest}'" for digest in hashes)])

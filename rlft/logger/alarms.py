@@ -37,8 +37,6 @@ ENTROPY_SHARE = 0.05  # share of the mean entropy of the first ENTROPY_WINDOW st
 ENTROPY_WINDOW = 5
 ROUNDING = 1e-6  # a float32 loss below this is 0 up to rounding
 
-Found = tuple[str, Mapping[str, Any]] | None  # (name, values for its text) of a hint or an alarm that applies to a step
-
 
 @cache
 def texts() -> Mapping[str, Mapping[str, str]]:
@@ -69,8 +67,7 @@ class Hints:
         """The hints about this step; a single fatal hint if a loss or the gradient is not finite."""
         if fatal_hint := not_finite(record):
             return [fatal_hint]
-        rules = (self._no_signal, self._zero_loss, self._truncated, self._empty, self._untrained, self._entropy)
-        found = [each for rule in rules if (each := rule(record)) and self._due(each[0], record.step)]
+        found = [(key, values) for key, values in self._applying(record) if self._is_due(key, record.step)]
         self._last_given.update((key, record.step) for key, _ in found)
         alarms = ALARMS - NORMAL_WHEN_SOLVED if self._is_solved(record) else ALARMS
         common = {"patience": PATIENCE, "reward": record.metrics.get("reward/mean", math.nan)}
@@ -109,54 +106,43 @@ class Hints:
         lowest = state.get("lowest", -math.inf)
         self._lowest = math.inf if lowest is None else float(lowest)
 
-    def _due(self, key: str, step: int) -> bool:
+    def _is_due(self, key: str, step: int) -> bool:
         return key not in self._last_given or (key in LASTING and step - self._last_given[key] >= REPEAT_HINT_STEPS)
 
     def _lasts(self, key: str, holds: bool) -> bool:
         self._streaks[key] = self._streaks.get(key, 0) + 1 if holds else 0
         return self._streaks[key] >= PATIENCE
 
-    def _no_signal(self, record: StepRecord) -> Found:
-        return ("no_signal", {}) if self._lasts("no_signal", no_signal(record)) else None
-
-    def _zero_loss(self, record: StepRecord) -> Found:
-        loss = record.metrics.get("loss/total")
-        if loss is None or abs(loss) > ROUNDING:
-            return None
-        gradient = record.metrics.get("policy/grad_norm", 0.0)
-        name = "zero_equal" if no_signal(record) else "zero_expected" if gradient > 0 else "zero_dead"
-        return name, {"value": gradient}
-
-    def _truncated(self, record: StepRecord) -> Found:
-        share = record.metrics.get("length/truncated_fraction", 0.0)
-        return ("truncated", {"value": share}) if self._lasts("truncated", share >= TRUNCATED) else None
-
-    def _empty(self, record: StepRecord) -> Found:
-        length = record.metrics.get("length/mean", math.inf)
-        return ("empty", {"value": length}) if self._lasts("empty", length < EMPTY_LENGTH) else None
-
-    def _untrained(self, record: StepRecord) -> Found:
-        trained, sampled = record.metrics.get("tokens/trained"), record.metrics.get("tokens/completion")
-        if trained is None or not sampled:
-            return None
-        # Groups without a signal are left out on purpose: only tokens of the other groups count as missing.
-        expected = sampled * (1.0 - record.metrics.get("waste/zero_advantage_fraction", 0.0))
-        if not self._lasts("untrained", trained < FEW_TRAINED * expected):
-            return None
-        dropped = record.metrics.get("waste/importance_dropped_fraction", 0.0)
-        return "untrained", {"value": trained, "sampled": sampled, "dropped": dropped}
-
-    def _entropy(self, record: StepRecord) -> Found:
-        entropy = record.metrics.get("policy/entropy")
-        if entropy is None:
-            return None
+    def _applying(self, record: StepRecord) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(name, values for its text) of each hint that applies to this step, whether it was given before or not."""
+        metrics, is_without_signal = record.metrics, no_signal(record)
+        if self._lasts("no_signal", is_without_signal):
+            yield "no_signal", {}
+        loss, gradient = metrics.get("loss/total"), metrics.get("policy/grad_norm", 0.0)
+        if loss is not None and abs(loss) <= ROUNDING:
+            why = "equal" if is_without_signal else "expected" if gradient > 0 else "dead"
+            yield f"zero_{why}", {"value": gradient}
+        share, length = metrics.get("length/truncated_fraction", 0.0), metrics.get("length/mean", math.inf)
+        if self._lasts("truncated", share >= TRUNCATED):
+            yield "truncated", {"value": share}
+        if self._lasts("empty", length < EMPTY_LENGTH):
+            yield "empty", {"value": length}
+        trained, sampled = metrics.get("tokens/trained"), metrics.get("tokens/completion")
+        if trained is not None and sampled:
+            # Groups without a signal are left out on purpose: only tokens of the other groups count as missing.
+            expected = sampled * (1.0 - metrics.get("waste/zero_advantage_fraction", 0.0))
+            if self._lasts("untrained", trained < FEW_TRAINED * expected):
+                dropped = metrics.get("waste/importance_dropped_fraction", 0.0)
+                yield "untrained", {"value": trained, "sampled": sampled, "dropped": dropped}
+        if (entropy := metrics.get("policy/entropy")) is None:
+            return
         if len(self._first_entropies) < ENTROPY_WINDOW:
             self._first_entropies.append(entropy)
-            return None
+            return
         self._last_entropies = [*self._last_entropies, entropy][-ENTROPY_WINDOW:]
         first, last = mean(self._first_entropies), mean(self._last_entropies)
-        is_low = len(self._last_entropies) == ENTROPY_WINDOW and last < ENTROPY_SHARE * first
-        return ("entropy", {"usual": first, "value": last}) if is_low else None
+        if len(self._last_entropies) == ENTROPY_WINDOW and last < ENTROPY_SHARE * first:
+            yield "entropy", {"usual": first, "value": last}
 
 
 def not_finite(record: StepRecord) -> Hint | None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rlft.config.instantiate import instantiate
-from rlft.config.older import NOT_TRACKERS
 from rlft.logger.interface import Logger, RunInfo
 from rlft.runs import lines as run_lines
 from rlft.runs.lines import StepRecord
+from rlft.runs.run_folder import NOT_TRACKERS
 from rlft.system.crash import described
 from rlft.system.disk import writing
 from rlft.system.files import append, flush, write_atomically

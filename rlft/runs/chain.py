@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rlft.runs import lines as run_lines
-from rlft.runs.config_file import CONFIG
-from rlft.runs.run_folder import versions
+from rlft.runs.run_folder import CONFIG, versions
 from rlft.system.disk import writing
 from rlft.system.files import append, digest_of_bytes, digest_of_each, digest_of_file, flush
 from rlft.types import Evaluation

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.runs import fingerprints
-from rlft.runs.config_file import FORMAT, KEY, NewerError, check_format
+from rlft.runs.run_status import FORMAT, KEY, NewerError, check_format
 from rlft.system.disk import BLOCK, writing
 from rlft.system.files import atomic_folder, digest_of_each, digest_of_file, digest_of_json
 from rlft.types import UserError

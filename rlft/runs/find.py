@@ -21,10 +21,9 @@ from rlft.config.keys import KEYWORDS, flatten, keys_of, with_values
 from rlft.config.schema import packages
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.chain import CHAIN
-from rlft.runs.config_file import files_of_code
 from rlft.runs.fork import FORKED_FROM
 from rlft.runs.lines import METRICS, read_lines, silent
-from rlft.runs.run_folder import CONFIG, checkpoints, whole_config
+from rlft.runs.run_folder import CONFIG, checkpoints, files_of_code, whole_config
 from rlft.runs.run_status import FILE as STATUS, PROGRESS, Status
 from rlft.system.files import digest_of_file
 from rlft.system.machine import processor

@@ -17,8 +17,8 @@ from rlft.config import command as commands
 from rlft.config.keys import is_below, known
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.chain import CHAIN
-from rlft.runs.config_file import same_path
 from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, ROLLOUTS, open_after, rollout_files
+from rlft.runs.run_folder import same_path
 from rlft.system.disk import BLOCK, DiskError, writing
 from rlft.system.files import digest_of_file, size_of
 from rlft.system.terminal import command_line

@@ -1,11 +1,23 @@
-"""A run's folder: its resolved config, and whether a run may start or resume in it."""
+"""A run's folder: its resolved config, in config.yaml, and whether a run may start or resume in it.
+
+config.yaml keeps a path as it was typed, which may be relative to the working directory at that time. Its origin holds,
+for every path that existed when the run started, the path relative to the run's folder. So the folder of a whole
+pipeline can be moved or renamed, and a run can be used from any directory; fingerprints still show changed contents.
+
+A key that is newer than the run has the value of what rlft did then. That value stands at the key, `Annotated[int,
+Key(before=5)]`, in a typed section or in the class that a section's `_target_` names. Nothing else has to know that the
+key is new. A class whose keys then meant something else has the static method `of_older(keys)`, which returns them as
+they are written now."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import importlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,28 +28,14 @@ import yaml
 
 import rlft
 from rlft.config import command as commands
-from rlft.config.keys import ABSENT, flatten, is_below, known
-from rlft.config.older import completed
-from rlft.config.schema import FASTEST, free_keys, packages
+from rlft.config.command import UnknownCommandError
+from rlft.config.instantiate import split_target
+from rlft.config.keys import ABSENT, KEYWORDS, fields_of, flatten, is_below, is_path_key, keys_of, known, with_values
+from rlft.config.schema import ANYWHERE, FASTEST, engine_classes, free_keys, packages
 from rlft.config.trainer import kept_lanes
 from rlft.runs import checkpoint, run_status
-from rlft.runs.config_file import (
-    CONFIG,
-    FORMAT,
-    KEY,
-    ORIGIN,
-    WHOLE,
-    NewerError,
-    files_of_code,
-    is_path_key,
-    may_have_moved,
-    recorded_paths,
-    same_path,
-    whole_config,
-    with_located_paths,
-)
 from rlft.runs.fingerprints import are_of_a_model, differing, models_in
-from rlft.runs.run_status import FILE as STATUS, LOCK, Status
+from rlft.runs.run_status import FILE as STATUS, FORMAT, KEY, LOCK, NewerError, Status, check_format
 from rlft.system import locks
 from rlft.system.disk import DiskError, writing
 from rlft.system.files import atomic_folder, digest_of_file, write_atomically
@@ -46,6 +44,196 @@ from rlft.system.machine import installed_version
 from rlft.system.terminal import command_line, override, resuming, say
 from rlft.tokens.text import AUTO_DATE, today
 from rlft.types import UserError, require
+
+CONFIG = "config.yaml"
+ORIGIN = "origin"
+WHOLE = "whole"
+"""The last key of the origin, and so of the file: a file that was cut short at the end of a line lacks it."""
+MAX_NESTED = 1000  # the deepest nesting that is parsed with libyaml
+_BEFORE_WORDS = re.compile(rb"^[ ?:-]+", re.MULTILINE)
+"""The characters before a line's first word, each of which may begin a level of nesting."""
+
+
+def whole_config(folder: Path) -> dict[str, Any]:
+    """The plain config of a run, `command` and `origin` included, without the keys that mark the file as complete.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnknownCommandError: the run is of a command that does not exist, or no longer exists.
+        NewerError: it was written by a newer rlft; the message says so.
+        ValueError: it is damaged; the message says how.
+    """
+    content = (folder / CONFIG).read_bytes()
+    try:
+        config = _load(content)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ValueError("it is no YAML") from None
+    if not isinstance(config, dict):
+        raise ValueError("it holds no keys")
+    origin = config.get(ORIGIN)
+    if not isinstance(origin, dict):
+        raise ValueError(f"it is cut short, its {ORIGIN} is missing" if "command" in config else "it has no command")
+    check_format(origin)
+    if WHOLE not in origin or not content.endswith(b"\n"):
+        raise ValueError(f"it is cut short, the end of its {ORIGIN} is missing")
+    command = str(config.get("command"))
+    try:
+        commands.named(command)
+    except UnknownCommandError as error:
+        problem = f"{error.problem} (of the run in {folder})"
+        raise UnknownCommandError(error.key, problem, got=command, remedy=error.remedy) from None
+    return {**config, ORIGIN: {key: value for key, value in origin.items() if key not in (KEY, WHOLE)}}
+
+
+def _load(content: bytes) -> Any:
+    # libyaml takes 1 ms per config, Python 9 ms, but libyaml crashes on deep nesting.
+    deepest = content.count(b"[") + content.count(b"{") + max(map(len, _BEFORE_WORDS.findall(content)), default=0)
+    fast = yaml.__with_libyaml__ and deepest < MAX_NESTED
+    return yaml.load(content, Loader=yaml.CSafeLoader if fast else yaml.SafeLoader)
+
+
+def path_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, path) of every key that may name a local file or folder and is not empty; of a class, that of its file."""
+    for key, value in flatten(config).items():
+        if isinstance(value, str) and value and value not in KEYWORDS and is_path_key(key):
+            yield key, value
+    for key, file in files_of_code(config).items():
+        yield key, str(file)
+
+
+def files_of_code(config: Mapping[str, Any]) -> dict[str, Path]:
+    """{key: file} of the classes and functions that are named in files of the user's own."""
+    targets = {key: split_target(value) for key, value in flatten(config).items() if key.endswith("_target_")}
+    return {key: Path(file) for key, (file, separator, _) in targets.items() if separator == ":"}
+
+
+def recorded_paths(config: Mapping[str, Any], folder: Path) -> dict[str, dict[str, str]]:
+    """{key: {value: the path in the config, relative: the path from the run's folder}} for every path that exists."""
+    return {
+        key: {"value": value, "relative": os.path.relpath(_absolute(value), folder.resolve())}
+        for key, value in path_keys(config)
+        if _absolute(value).exists()
+    }
+
+
+def with_located_paths(config: Mapping[str, Any], recorded: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The config with every path that `recorded_paths` has recorded valid from the current working directory."""
+    values, located = flatten(config), dict[str, str]()
+    for key, path in path_keys(config):
+        entry = recorded.get(key)
+        if isinstance(entry, Mapping) and entry.get("value") == path:  # otherwise it was edited by hand
+            located[key] = values[key].replace(path, _located(path, folder, str(entry.get("relative"))), 1)
+    return with_values(config, located)
+
+
+def same_path(first: Any, second: Any) -> bool:
+    """Whether both values are paths of the same existing file or folder."""
+    if not may_have_moved(first, second):
+        return False
+    absolute = _absolute(first), _absolute(second)
+    return absolute[0] == absolute[1] and absolute[0].exists()
+
+
+def may_have_moved(first: Any, second: Any) -> bool:
+    """Whether both values may be paths of the same thing, moved; its fingerprint tells whether they are."""
+    return isinstance(first, str) and isinstance(second, str) and not {first, second} & set(KEYWORDS)
+
+
+def _located(value: str, folder: Path, relative: str) -> str:
+    """The typed path if it is still valid or nothing has moved with the run; else the path of what has moved."""
+    relocated = (folder.resolve() / relative).resolve()
+    if not relocated.exists() or relocated == _absolute(value):
+        return value
+    below = relocated.is_relative_to(Path.cwd().resolve())
+    return os.path.relpath(relocated) if below else str(relocated)
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+# -- keys that are newer than a run ------------------------------------------------------------------------------------
+OPEN = ("data", "reward", "logger", "algorithm", "demonstrations", "preferences", "loss", "environment")
+"""Sections whose classes are named by `_target_`, in the section itself or in sections of it."""
+NOT_TRACKERS = {"console": "rlft.logger.console.Console", "jsonl": "rlft.logger.jsonl.Jsonl"}
+"""{earlier choice in the group logger: its class} of what is no tracker."""
+
+
+def completed(recorded: Mapping[str, Any], root: type) -> dict[str, Any]:
+    """The recorded config of a command with this root, with the values of the keys that it lacks.
+
+    A key without such a value stays absent, and is refused when the config is typed. A section is added if all of its
+    keys have one.
+    """
+    config = _completed(_with_console(recorded, root), root)
+    config |= {name: _with_components(config[name]) for name in OPEN if name in config}
+    if isinstance(generation := config.get("generation"), Mapping):
+        generation = _with_adapted_layers(generation, recorded["generation"])
+        own = {name: (generation.get(name, {}), of) for name, of in engine_classes({}).items()}
+        engines = {name: _section(getattr(of, "of_older", dict)(keys), of) for name, (keys, of) in own.items()}
+        config["generation"] = {**generation, **{name: keys for name, keys in engines.items() if keys is not ABSENT}}
+    return config
+
+
+def _with_console(recorded: Mapping[str, Any], root: type) -> Mapping[str, Any]:
+    """The recorded config with trackers alone as loggers: the terminal was one, too, and so were the run's files."""
+    if "console" in recorded or "console" not in keys_of(root):
+        return recorded
+    loggers = recorded.get("logger") or {}
+    shown = [keys for keys in loggers.values() if keys["_target_"] == NOT_TRACKERS["console"]]
+    console = {name: value for keys in shown for name, value in keys.items() if name != "_target_"} or None
+    trackers = {name: keys for name, keys in loggers.items() if keys["_target_"] not in NOT_TRACKERS.values()}
+    return {**recorded, "logger": trackers, "console": console}
+
+
+def _with_adapted_layers(generation: Mapping[str, Any], recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section as it is written now: before there were drafts, `merged_bfloat16` left the LM head and layers without
+    an adapter as they are, and nothing corrected its roundings."""
+    keys = generation.get(ANYWHERE, {})
+    if "drafts" in recorded or keys.get("weights") != "merged_bfloat16":
+        return generation
+    return {**generation, ANYWHERE: {**keys, "weights": "adapted_bfloat16"}}
+
+
+def _completed(recorded: Mapping[str, Any], cls: type) -> dict[str, Any]:
+    values = dict(recorded)
+    for field in fields_of(cls):
+        value = values.get(field.name, field.key.before)
+        if field.section is not None and isinstance(inner := values.get(field.name, {}), Mapping):
+            section_now = _section(inner, field.section)
+            value = value if section_now is ABSENT else section_now
+        if value is not ABSENT:
+            values[field.name] = value
+    return values
+
+
+def _section(recorded: Mapping[str, Any], cls: type) -> Any:
+    """The completed section; ABSENT if the config has none of its keys, and they cannot all be completed."""
+    values = _completed(recorded, cls)
+    return values if recorded or len(values) == len(dataclasses.fields(cls)) > 0 else ABSENT
+
+
+def _with_components(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_components(inner) for inner in value]
+    if not isinstance(value, Mapping):
+        return value
+    inner = {name: _with_components(below) for name, below in value.items()}
+    cls = _own_class(value.get("_target_"))
+    return inner if cls is None else _completed(getattr(cls, "of_older", dict)(inner), cls)
+
+
+def _own_class(target: Any) -> type | None:
+    """The dataclass of rlft that the target names; what is outside the tree is not imported to read a config."""
+    if not isinstance(target, str) or not target.startswith("rlft."):
+        return None
+    module, _, name = target.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name, None)
+    except ImportError:  # a class that is gone is refused when the run is used
+        return None
+    return cls if isinstance(cls, type) and dataclasses.is_dataclass(cls) else None
+
 
 WRITTEN = (CONFIG, STATUS, "metrics.jsonl", "eval.jsonl", "alarms.jsonl", "chain.jsonl", "progress.json",
            "samples.jsonl")  # fmt: skip

@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rlft.runs.config_file import FORMAT
 from rlft.system import locks
 from rlft.system.disk import DiskError
 from rlft.system.files import write_atomically
 
+KEY = "format"
+FORMAT = 1  # of config.yaml, status.json, state.json and progress.json; raised when an older rlft would misread them
 FILE = "status.json"
 PROGRESS = "progress.json"  # the file in which a command without metrics, such as `rlft sample`, counts its steps
 LOCK = ".lock"  # the file that a run's process keeps locked; it stays, and the kernel releases the lock
@@ -27,6 +28,17 @@ ROOM = 1024  # bytes of status.json during a run: padded with spaces, it has roo
 
 NO_LOCKS = "its file system has no locks, which would tell a killed run from a running one"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)  # when a damaged file is read
+
+
+class NewerError(ValueError):
+    """A file was written by a newer rlft; the message continues the file's name: `was written by ..`."""
+
+
+def check_format(values: Any) -> None:
+    """Raises NewerError for the values of a file whose format this rlft does not know."""
+    number = values.get(KEY, FORMAT) if isinstance(values, Mapping) else FORMAT
+    if type(number) is int and number > FORMAT:
+        raise NewerError(f"was written by a newer rlft ({KEY} {number}, this one reads up to {FORMAT})")
 
 
 class Status(StrEnum):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-        from chromium import open_chromium
+        from report_figures import open_chromium
     found = open_chromium(str(tmp_path_factory.mktemp("profile")), width=1500, height=1100)
     yield found
     found.quit()

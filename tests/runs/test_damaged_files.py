@@ -16,7 +16,7 @@ from slow_cases import slow
 from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.runs import checkpoint, config_file, run_folder
+from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
 from rlft.runs.lines import encode
 
@@ -93,7 +93,7 @@ Parsed = tuple[Any, Exception | None]
 def parsed_once() -> Iterator[None]:
     """Python's YAML parser takes a third of a second to give deep nesting up, and every command reads the same text."""
     seen: dict[bytes, Parsed] = {}
-    parse = config_file._load
+    parse = run_folder._load
 
     def load(content: bytes) -> Any:
         if content not in seen:
@@ -107,7 +107,7 @@ def parsed_once() -> Iterator[None]:
         return copy.deepcopy(value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_file, "_load", load)
+        patch.setattr(run_folder, "_load", load)
         yield
 
 

@@ -23,12 +23,12 @@ import yaml
 from in_one_test import each
 
 from rlft import cli
-from rlft.config import catalog, command as commands, older
+from rlft.config import catalog, command as commands
 from rlft.config.instantiate import locate
 from rlft.config.keys import ABSENT, Key, keys_of, written_at
-from rlft.config.older import NOT_TRACKERS
 from rlft.config.schema import engine_classes
 from rlft.runs import run_folder
+from rlft.runs.run_folder import NOT_TRACKERS
 
 RECORDED = Path(__file__).parent / "recorded"
 KINDS = ("train", "ppo", "sft", "rm", "dpo", "sample")
@@ -104,7 +104,7 @@ OWN = {"_target_": "x.Y"}
 def test_the_terminal_and_the_files_were_loggers(loggers: Any, console: Any, trackers: Any) -> None:
     recorded = {"command": "rm"} if loggers is None else {"command": "rm", "logger": loggers}
     for config in (recorded, {"logger": trackers, "console": console}):  # the second is a run's of today
-        read = older.completed(config, commands.named("rm").root)
+        read = run_folder.completed(config, commands.named("rm").root)
         assert (read["console"], read["logger"]) == (console, trackers)
 
 
@@ -141,7 +141,7 @@ def test_a_config_without_newer_keys_reads_as_one_with_the_values_from_before(nu
     rng = random.Random(number)
     root, whole = made_section(rng, depth=3)
     recorded = without_newer(rng, root, whole)
-    assert older.completed(recorded, root) == whole
+    assert run_folder.completed(recorded, root) == whole
 
 
 def made_section(rng: random.Random, depth: int) -> tuple[type, dict[str, Any]]:
@@ -180,11 +180,11 @@ def test_components_and_engines_of_a_recorded_run_have_their_newer_keys(monkeypa
     )
     monkeypatch.setitem(sys.modules, made_up.__name__, made_up)
     engine = dataclasses.make_dataclass("Engine", [("size", Annotated[int, Key(before=7)])], kw_only=True)
-    monkeypatch.setattr(older, "engine_classes", lambda section: {"lately": engine})
+    monkeypatch.setattr(run_folder, "engine_classes", lambda section: {"lately": engine})
     config = run_folder.read(RECORDED / "train")
     config["reward"] = {"mine": {"_target_": "rlft.made_up.Reward", "old": 1}, "yours": {"_target_": "else.where"}}
     config["environment"] = {"tools": [{"_target_": "rlft.made_up.Reward", "old": 1}]}
-    read = older.completed(config, commands.named("train").root)
+    read = run_folder.completed(config, commands.named("train").root)
     assert read["reward"]["mine"] == {"_target_": "rlft.made_up.Reward", "old": 1, "new": None}
     assert read["reward"]["yours"] == {"_target_": "else.where"}
     assert read["environment"]["tools"][0]["new"] is None
@@ -194,7 +194,7 @@ def test_components_and_engines_of_a_recorded_run_have_their_newer_keys(monkeypa
 def test_a_policy_that_was_merged_into_a_shared_base_is_a_copy_now_and_a_resume_keeps_what_was_recorded() -> None:
     config = run_folder.read(RECORDED / "train")
     config["generation"]["vllm"] |= {"weights": "merged", "share_base": True}
-    read = older.completed(config, commands.named("train").root)["generation"]["vllm"]
+    read = run_folder.completed(config, commands.named("train").root)["generation"]["vllm"]
     assert (read["weights"], read["share_base"]) == ("copy", "auto")
     now = {"generation": {"vllm": {"weights": "auto", "share_base": "auto"}, "engine": "vllm"}}
     assert run_folder.with_kept_values(now, None) == now

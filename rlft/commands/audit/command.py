@@ -15,9 +15,8 @@ from rlft.commands.watch.runs import read_words
 from rlft.config.compose import USUAL
 from rlft.config.overrides import make_importable
 from rlft.runs import run_folder, run_status
-from rlft.runs.config_file import CONFIG
 from rlft.runs.find import one_run, other_code, other_libraries
-from rlft.runs.run_folder import ORIGIN
+from rlft.runs.run_folder import CONFIG, ORIGIN
 from rlft.runs.run_status import Status
 from rlft.system import interrupt
 from rlft.system.crash import one_line

@@ -14,11 +14,10 @@ from rlft.config.instantiate import from_mapping
 from rlft.config.schema import RolloutsConfig
 from rlft.runs import checkpoint, run_folder, run_status
 from rlft.runs.chain import CHAIN, metrics_part, sealed
-from rlft.runs.config_file import CONFIG, FORMAT
 from rlft.runs.fork import FORKED_FROM
 from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, encode, rollout_file, rollout_files
-from rlft.runs.run_folder import ORIGIN
-from rlft.runs.run_status import Status
+from rlft.runs.run_folder import CONFIG, ORIGIN
+from rlft.runs.run_status import FORMAT, Status
 from rlft.system.files import digest_of_bytes, digest_of_file, digest_of_json, digest_of_tensors
 from rlft.system.terminal import CheckRow, Status as Verdict
 from rlft.types import UserError, counted, require

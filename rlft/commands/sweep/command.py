@@ -25,8 +25,8 @@ from rlft.commands.sweep.space import MAY_CHANGE, is_own, is_study, read_record
 from rlft.config import compose as configs
 from rlft.config.overrides import SWEEPING, Arguments, key_of, make_importable, parse
 from rlft.runs import run_folder
-from rlft.runs.config_file import CONFIG
 from rlft.runs.lines import silent
+from rlft.runs.run_folder import CONFIG
 from rlft.system import interrupt
 from rlft.system.crash import one_line
 from rlft.system.interrupt import Interrupt

@@ -20,8 +20,8 @@ from rlft.config.keys import ABSENT, Key, flatten, is_path_key, keys_of, known
 from rlft.config.overrides import CONFIG_DIR, Arguments, key_of, parse_overrides
 from rlft.config.schema import RunConfig
 from rlft.runs import run_folder
-from rlft.runs.config_file import same_path
 from rlft.runs.find import setting_name
+from rlft.runs.run_folder import same_path
 from rlft.system.files import write_atomically
 from rlft.system.terminal import pip_install, resuming
 from rlft.types import UserError, require

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import rlft
-from rlft.commands.html_page import html_page
+from rlft.commands.tables import html_page
 from rlft.commands.watch import runs as runs_command
 from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, safe, shown_images
 from rlft.commands.watch.runs import REPORT, differing, names_of, read_words, same_settings, text_of

@@ -14,7 +14,7 @@ from slow_cases import slow_but
 
 from rlft.runs import checkpoint
 from rlft.runs.chain import CHAIN
-from rlft.runs.config_file import CONFIG
+from rlft.runs.run_folder import CONFIG
 from rlft.system.terminal import Status
 
 TALK = f"{TRAIN} generation.max_tokens=96 prompts.max_tokens=64 data.size=64 data.held_out_size=8"
