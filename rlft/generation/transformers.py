@@ -58,7 +58,7 @@ class Weights(StrEnum):
     merged = "merged"
     merged_bfloat16 = "merged_bfloat16"
     merged_int8 = "merged_int8"
-    adapted_bfloat16 = "adapted_bfloat16"  # merged_bfloat16 as it was in older runs (`rlft.config.older`)
+    adapted_bfloat16 = "adapted_bfloat16"  # merged_bfloat16 as it was in older runs (`rlft.runs.run_folder`)
     apart = "apart"
     fastest = FASTEST  # of the three that are merged; it is measured once in a process
 
