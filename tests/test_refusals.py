@@ -255,6 +255,8 @@ TABLE = [
     ("train --config-dir bell +recipe=rings", "bell/recipe/rings.yaml", "(special characters are not allowed); save"),
     ("recipes --config-dir folded", "folded/recipe/nested.yaml", "cannot be read (Is a directory); name a file"),
     ("train +logger.mine._target_=rlft.logger.jsonl.Jsonl", "logger.mine._target_", "it is no tracker, got rlft.log"),
+    ("train +logger.mine._target_=rlft.logger.loggers.Jsonl", "logger.mine._target_", "no tracker, got rlft.logger.lo"),
+    ("train +logger.mine._target_=rlft.logger.loggers.Rollouts", "logger.mine._target_", "it is no tracker, got rlft"),
     ("train +logger.mine._target_=rlft.logger.console.Console", "logger.mine._target_", "leave out logger.mine"),
     ("train --config-dir mine +recipe=dangling", "seed", "refers to a key that does not exist, ${nothing}"),
     ("train +recipe=recipes/grpo_arithmetic.yaml", "recipes/grpo_arithmetic.yaml", "did you mean +recipe=grpo_arit"),

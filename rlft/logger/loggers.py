@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from rlft.config.instantiate import instantiate
+from rlft.config.instantiate import instantiate, locate
 from rlft.logger.interface import Logger, RunInfo
 from rlft.runs import lines as run_lines
 from rlft.runs.lines import StepRecord
@@ -120,9 +120,16 @@ def loggers_of(sections: Mapping[str, Any]) -> tuple[Any, ...]:
         if section not in distinct.values():
             distinct[name] = section
     for name, target in ((name, keys.get("_target_")) for name, keys in distinct.items() if isinstance(keys, Mapping)):
-        problem, remedy = "every run has it already, and it is no tracker", f"leave out logger.{name}"
-        require(target not in NOT_TRACKERS.values(), f"logger.{name}._target_", problem, got=target, remedy=remedy)
+        key, problem = f"logger.{name}._target_", "every run has it already, and it is no tracker"
+        is_own = target in NOT_TRACKERS.values() or (target is not None and _is_own(locate(target, key)))
+        require(not is_own, key, problem, got=target, remedy=f"leave out logger.{name}")
     return tuple(Tracker(f"logger.{name}", instantiate(keys, f"logger.{name}")) for name, keys in distinct.items())
+
+
+def _is_own(cls: Any) -> bool:
+    """Whether it is the class of one of a run's own loggers, by whatever name it was imported."""
+    is_console = getattr(cls, "__module__", "") == NOT_TRACKERS["console"].rpartition(".")[0]  # imported by nobody else
+    return is_console or cls in (Jsonl, Rollouts)
 
 
 class Tracker:

@@ -190,11 +190,15 @@ class Roles(Networks):
                 layer = cast(LoraLayer, self.model.get_submodule(name.removesuffix(".lora_B.weight")))
                 tensor = tensor * layer.scaling[SAMPLER]
             tensors[self.names.outside(name)] = tensor
-        flags = {name: layer.differs(SAMPLER) for name, layer in self._lora_layers.items() if SAMPLER in layer.lora_A}
-        known = {name: flag for name, flag in flags.items() if flag is not None}
+        flags: dict[nn.Module, Tensor | None] = {
+            layer: layer.differs(SAMPLER) for layer in self._lora_layers.values() if SAMPLER in layer.lora_A
+        }
+        flags |= {layer: copy.differs(Weight.of(layer.weight.t(), copy.dtype)) for layer, copy in self._rounded.items()}
+        known = {layer: flag for layer, flag in flags.items() if flag is not None}
         # A GPU is waited for once, not once a layer.
         values = torch.stack(list(known.values())).tolist() if known else []
-        return tensors, [name for name, differs in zip(known, values, strict=True) if differs]
+        wrong = {layer for layer, differs in zip(known, values, strict=True) if differs}
+        return tensors, [name for name, layer in self.model.named_modules() if layer in wrong] if wrong else []
 
     def share_merged_weights(self) -> None:
         """Lets the policy learn with the sampler's sums while their weights are the same (`LoraLinear.lend`).

@@ -7,6 +7,7 @@ from in_one_test import each
 from rlft.config.compose import compose
 from rlft.config.resolved import build
 from rlft.logger.loggers import Jsonl, Loggers, Tracker, loggers_of, own_loggers
+from rlft.types import UserError
 
 
 class Diary:
@@ -106,3 +107,14 @@ def test_what_is_no_error_of_a_tracker_ends_the_run():
     tracker.logger.step = lambda record: signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         tracker.step("record")
+
+
+@each("name", ["rlft.logger.loggers:Jsonl", "rlft.logger.loggers:Rollouts", "rlft.logger.console:Console"])
+def test_a_runs_own_logger_is_no_tracker_by_whatever_name_it_is_imported(tmp_path, name):
+    module, _, own = name.partition(":")
+    file = tmp_path / f"{own}.py"
+    file.write_text(f"from {module} import {own} as Mine\nclass Derived(Mine): ...\n")
+    with pytest.raises(UserError, match=r"^logger\.mine\._target_: every run has it already"):
+        loggers_of({"mine": {"_target_": f"{file}:Mine"}})
+    if own == "Jsonl":
+        assert len(loggers_of({"mine": {"_target_": f"{file}:Derived"}})) == 1

@@ -225,10 +225,44 @@ def wrong_scale(policy, engine, new):
 
 
 def old_sum(policy, engine, new):
-    sums = [Weight(layer.sums["sampler"].values.clone()) for layer in layers_of(policy)]
+    sums = [Weight(*(x if x is None else x.clone() for x in layer.sums["sampler"])) for layer in layers_of(policy)]
     engine.load(new)
     for layer, total in zip(layers_of(policy), sums, strict=True):
         layer.sums["sampler"] = total
+
+
+def copies_of(policy, kind):
+    """What decoding multiplies with, {layer: Weight}: sums with adapters, or copies of layers without one."""
+    return {layer: layer.sums["sampler"] for layer in layers_of(policy)} if kind == "sums" else policy._rounded
+
+
+def flipped(kind, place):
+    def fault(policy, engine, new):
+        engine.load(new)
+        values = list(copies_of(policy, kind).values())[place].values
+        values.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[values.itemsize])[-1, -1] ^= 1
+
+    return fault
+
+
+def swapped(kind):
+    def fault(policy, engine, new):
+        engine.load(new)
+        copies = copies_of(policy, kind)
+        first = next(iter(copies))
+        second = next(
+            each for each in copies if each is not first and copies[each].values.shape == copies[first].values.shape
+        )
+        for layer, weight in {first: copies[second], second: copies[first]}.items():
+            if kind == "sums":
+                layer.sums["sampler"] = weight
+            else:
+                policy._rounded[layer] = weight
+
+    return fault
+
+
+ANOTHER = "computes with another sum or copy of it"
 
 
 @each(
@@ -244,13 +278,26 @@ def old_sum(policy, engine, new):
         (Weights.merged_int8, lose, "it still holds version 2"),
         (Weights.apart, lambda p, e, new: e.load(replace(new, weights=exchanged(new.weights))), "which is that of mod"),
         (Weights.apart, wrong_scale, r"1 of the \d+ tensors .*lora_B with a norm of .* instead of .*, 1\.5 times"),
-        (Weights.merged, old_sum, r"version 3: base_model.* computes with another sum or copy of it"),
+        (Weights.merged, old_sum, rf"version 3: base_model.*{ANOTHER}"),
+        *(
+            (weights, fault, ANOTHER)
+            for weights in (Weights.merged_bfloat16, Weights.merged_int8)
+            for fault in (
+                old_sum,
+                swapped("sums"),
+                flipped("sums", 0),
+                flipped("sums", -1),
+                swapped("copies"),
+                flipped("copies", 0),
+                flipped("copies", -1),
+            )
+        ),
     ],
 )
 def test_an_engine_that_holds_something_else_is_stopped_at_a_learning_rate_of_1e_6(
     make_roles, backbone, weights, fault, said
 ):
-    policy = make_roles(noise=0.02)
+    policy = make_roles(noise=0.02, **({"target_modules": ["q_proj", "o_proj"]} if said == ANOTHER else {}))
     engine = TransformersGenerator(policy, backbone.tokenizer, backbone.device, 64, weights=weights)
     freshness = Freshness(SEQUENCES, LIMITS_IN_16_BITS, 1)
     for version in range(1, 3):
