@@ -79,9 +79,7 @@ from rlft.algorithm.ops.surrogate import (
     clipped_surrogate,
     far_off_policy,
     gmpo,
-    importance,
     mismatch_correction,
-    policy_gradient,
     ratio,
     sapo,
     token_ratio,
@@ -574,9 +572,9 @@ class RatioObjective(Objective):
                 low, high, dual = self.clip_low, self.clip_high, self.dual_clip
                 return clipped_surrogate(ratio_BT, advantages, clip_low=low, clip_high=high, dual_clip=dual)
             case SurrogateKind.importance:
-                return importance(ratio_BT, advantages)
+                return Surrogate.unclipped(-ratio_BT * advantages)
             case SurrogateKind.policy_gradient:
-                return policy_gradient(logprobs, advantages)
+                return Surrogate.unclipped(-advantages * logprobs)
             case SurrogateKind.cispo:
                 return cispo(logprobs, ratio_BT, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
             case SurrogateKind.sapo:

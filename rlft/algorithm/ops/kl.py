@@ -62,15 +62,6 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return d + (-d).expm1()  # expm1: exp(-d) - 1 would lose all digits (and the sign) at small d
 
 
-def k3_unbiased(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Importance-weighted k3: r * k3 with r = exp(lp - lp_old), with a gradient through r, too. `[B, T]`.
-
-    The gradient is r * d * grad lp: the score-function gradient of the reverse KL, for samples of the old policy.
-    DeepSeek-V3.2.
-    """
-    return token_ratio(logprobs, old_logprobs) * k3(logprobs, reference_logprobs)
-
-
 def kl(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """The chosen estimate of KL(policy || reference) at each token, `[B, T]`. `auto` must have been resolved."""
     match estimator:
@@ -81,7 +72,9 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, old_logprobs: Tensor, estim
         case KLEstimator.k3:
             return k3(logprobs, reference_logprobs)
         case KLEstimator.k3_unbiased:
-            return k3_unbiased(logprobs, reference_logprobs, old_logprobs)
+            # With a gradient through the ratio, too: r * d * grad lp, the score-function gradient of the reverse KL for
+            # samples of the old policy (DeepSeek-V3.2).
+            return token_ratio(logprobs, old_logprobs) * k3(logprobs, reference_logprobs)
         case KLEstimator.auto | KLEstimator.exact:
             raise ValueError(f"kl: {estimator} is no estimate from sampled tokens; pass k1, k2, k3 or k3_unbiased")
 

@@ -156,9 +156,10 @@ def far_off_policy(
 class SurrogateKind(StrEnum):
     """Kinds of surrogate.
 
-    clipped: the ratio, clipped where that lowers the gain (PPO). importance: the ratio without a clip. policy_gradient:
-    log-probs (REINFORCE). cispo: log-probs weighted by a clamped ratio. sapo: the ratio with a smooth gate in place of
-    the clip. gmpo: the geometric mean of clipped token ratios.
+    clipped: the ratio, clipped where that lowers the gain (PPO). importance: the ratio without a clip, for PPO with a
+    penalty on KL(old, new) (arXiv 1707.06347, section 4). policy_gradient: log-probs (REINFORCE). cispo: log-probs
+    weighted by a clamped ratio. sapo: the ratio with a smooth gate in place of the clip. gmpo: the geometric mean of
+    clipped token ratios.
     """
 
     clipped = "clipped"
@@ -205,18 +206,6 @@ def clipped_surrogate(
     low = (advantages < 0) & (ratio < 1 - clip_low)
     high = (advantages > 0) & (ratio > 1 + clip_high)
     return Surrogate(loss=-objective, low=low, high=high, dual=dual)
-
-
-def importance(ratio: Tensor, advantages: Tensor) -> Surrogate:
-    """-r A without a clip, the surrogate of PPO with a penalty on KL(old, new). arXiv 1707.06347, section 4."""
-    assert ratio.shape == advantages.shape, (ratio.shape, advantages.shape)
-    return Surrogate.unclipped(-ratio * advantages)
-
-
-def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Surrogate:
-    """-A lp without a clip. Williams (1992)."""
-    assert logprobs.shape == advantages.shape, (logprobs.shape, advantages.shape)
-    return Surrogate.unclipped(-advantages * logprobs)
 
 
 def cispo(logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Surrogate:
