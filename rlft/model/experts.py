@@ -376,19 +376,16 @@ class Routing:
         counted: bool `[N]`, the tokens that `metrics` counts.
         """
         if not self._wrapped:
-            self._wrap()
+            for layer, name in enumerate(self.layers):
+                for module, method in _choosers(self._model, name):
+                    setattr(module, method, partial(self._choose, layer, getattr(module, method)))
+                    self._wrapped.append((module, method))
         self._imposed = chosen
         try:
             with self.comparing(chosen, counted):
                 yield
         finally:
             self._imposed = None
-
-    def _wrap(self) -> None:
-        for layer, name in enumerate(self.layers):
-            for module, method in _choosers(self._model, name):
-                setattr(module, method, partial(self._choose, layer, getattr(module, method)))
-                self._wrapped.append((module, method))
 
     def _choose(self, layer: int, router: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the router returns where the imposed experts are its choice."""

@@ -209,7 +209,9 @@ def gae(
     """
     assert n is None or n >= 1, n
     rewards_BT, values_BT = keep(rewards, mask), keep(values, mask)
-    past_B = _value_past_end(values_BT, mask, truncated, bootstrap)
+    past_B = values_BT.new_zeros(len(mask))
+    if truncated is not None and bootstrap:
+        past_B = keep(row_sum(values_BT, _is_last(mask)), truncated)
     errors_BT = rewards_BT + gamma * _successors(values_BT, mask, past_B, ends) - values_BT
     if n is None:
         advantages_BT = reward_to_go(errors_BT, mask, gamma * lam, ends)
@@ -237,12 +239,6 @@ def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
 def _is_last(mask: Tensor) -> Tensor:
     return mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
-
-
-def _value_past_end(values: Tensor, mask: Tensor, truncated: Tensor | None, bootstrap: bool) -> Tensor:
-    if truncated is None or not bootstrap:
-        return values.new_zeros(len(mask))
-    return keep(row_sum(values, _is_last(mask)), truncated)
 
 
 def _successors(values: Tensor, mask: Tensor, past_B: Tensor, ends: Tensor | None) -> Tensor:
