@@ -21,7 +21,7 @@ from make_tiny_model import BAD_FORMAT, NEAR_MISS, badly_formatted, problem, res
 from transformers import AutoTokenizer
 
 from rlft.data.arithmetic import question
-from rlft.data.texts import Text
+from rlft.data.examples import Text
 
 ASSETS = Path(__file__).parents[1] / "rlft" / "assets"
 

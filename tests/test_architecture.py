@@ -52,7 +52,7 @@ PLACES = {
 }
 HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "reasoning_gym", "httpx2")
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")
-HEAVY_IN_LIGHT_ROOMS = {"data/examples", "data/texts"}
+HEAVY_IN_LIGHT_ROOMS = {"data/examples"}
 LIGHT_COMMANDS = (
     "audit/command", "chat", "doctor/command", "eval", "export/command", "init", "launch", "lists",
     "plan", "policy", "rank", "resume", "reward", "sample", "serve",

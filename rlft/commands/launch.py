@@ -85,7 +85,7 @@ def resolve_in(folder: Path, plain: Mapping[str, Any], name: str | None = None) 
 
 def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The composed config with what its words mean here: folders of runs that are named, fields that the data have."""
-    from rlft.data.first_rows import with_guessed_fields  # not imported for what is refused before
+    from rlft.data.files import with_guessed_fields  # not imported for what is refused before
 
     return with_guessed_fields(with_named_runs(plain))
 
@@ -111,7 +111,7 @@ def launch(
 
     def show_first_rows() -> None:
         from rlft.logger.console import show_rows
-        from rlft.plan.startup_table import config_rows
+        from rlft.plan.run_plan import config_rows
 
         if is_shown:
             show_rows(config_rows(resolved.config), f"{plain['name']} in {folder}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rlft.config.resolved import Resolved
     from rlft.config.schema import RunConfig
-    from rlft.plan.rewards.scores import Tried
+    from rlft.plan.rewards.verdicts import Tried
     from rlft.reward.workers.reward_spec import RewardSpec
 
 TASK, COMMAND, ROWS = "try", "train", 4

@@ -149,7 +149,7 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
     from rlft.loop.parts import open_scorer
     from rlft.model.backbone import load_backbone
     from rlft.model.roles import policy_alone
-    from rlft.plan.startup_table import facts_of
+    from rlft.plan.run_plan import facts_of
 
     config, doing = plan.config, Doing()
     engine = config.generation.named(plan.engine)

@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from rlft.config.keys import Key
 from rlft.data import fields as row_fields
+from rlft.data.fields import check_none_unread
 from rlft.data.hub import HubSet
-from rlft.data.images import check_none_unread
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import LearnedKeys, RecordRow, identity
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled

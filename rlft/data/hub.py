@@ -11,8 +11,7 @@ from typing import Annotated, Any
 from rlft.config.bounds import PositiveFraction
 from rlft.config.keys import Key
 from rlft.config.recipe_file import DATA_SUFFIXES
-from rlft.data.files import files_at, files_of_split, is_data_file, is_saved, tables
-from rlft.data.first_rows import check_first_rows
+from rlft.data.files import check_first_rows, files_at, files_of_split, is_data_file, is_saved, tables
 from rlft.data.jsonl import hash_split, rows, training
 from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource
 from rlft.data.tables import Record, Table

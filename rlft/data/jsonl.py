@@ -19,8 +19,7 @@ from typing import Annotated, Any, Generic, NamedTuple
 
 from rlft.config.bounds import PositiveFraction
 from rlft.config.keys import Key
-from rlft.data.files import HELD_OUT_SPLITS, files_at, files_of_split, tables
-from rlft.data.first_rows import check_first_rows
+from rlft.data.files import HELD_OUT_SPLITS, check_first_rows, files_at, files_of_split, tables
 from rlft.data.records import Lazy, Made, Parse, RecordKeys, RecordRow, RowSource, identities, number_of
 from rlft.data.tables import Record, Table, rows_of
 from rlft.system.terminal import with_progress

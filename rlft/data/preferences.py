@@ -17,6 +17,7 @@ from rlft.data.fields import (
     RowError,
     TypedRow,
     UselessRow,
+    check_none_unread,
     completion_of,
     has,
     kind,
@@ -29,12 +30,11 @@ from rlft.data.fields import (
     values_of,
 )
 from rlft.data.hub import HubSet
-from rlft.data.images import check_none_unread
 from rlft.data.jsonl import JsonlFiles
 from rlft.data.records import LearnedKeys, RecordRow, identity
 from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
 from rlft.data.templates import chat, check_template, question_of, takes_question
-from rlft.tokens.ends import num_common
+from rlft.tokens.text import num_common
 from rlft.types import Message, Prompt, Ranking, Split, counted, require
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}

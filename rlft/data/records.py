@@ -18,8 +18,18 @@ from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, overl
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.keys import Key
 from rlft.data import templates
-from rlft.data.fields import TOOLS, MissingField, RowError, UselessRow, as_text, messages_of, tools_of, value_of
-from rlft.data.images import check_none_unread, with_images
+from rlft.data.fields import (
+    TOOLS,
+    MissingField,
+    RowError,
+    UselessRow,
+    as_text,
+    check_none_unread,
+    messages_of,
+    tools_of,
+    value_of,
+    with_images,
+)
 from rlft.tokens.answers import ReferenceIn, answers_in
 from rlft.types import IMAGE, Message, Prompt, Split, UserError, are, counted, require
 

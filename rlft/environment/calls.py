@@ -32,8 +32,7 @@ from typing import Any, Literal
 
 from rlft.environment.protocol import Call, is_text
 from rlft.tokens.answers import search_outside, without_reasoning
-from rlft.tokens.ends import num_common, special_pattern, special_tokens
-from rlft.tokens.text import CALL_ID, RunTokenizer, rendered_if_taken
+from rlft.tokens.text import CALL_ID, RunTokenizer, num_common, rendered_if_taken, special_pattern, special_tokens
 from rlft.types import NOTHING, Schema, Shown, UserError, well_formed
 
 MAX_DEPTH = 64  # of the JSON that the policy may write; Python's pickle and json fail some hundred levels down

@@ -18,8 +18,7 @@ from rlft.environment.protocol import Call, Cause, Environment
 from rlft.environment.turn_template import Dialect
 from rlft.generation.engine import Generator, GeneratorOver
 from rlft.system.seeds import derive
-from rlft.tokens.ends import num_common
-from rlft.tokens.text import RunTokenizer, decode
+from rlft.tokens.text import RunTokenizer, decode, num_common
 from rlft.types import (
     Branch,
     Completion,

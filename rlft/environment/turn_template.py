@@ -28,9 +28,18 @@ from jinja2.exceptions import TemplateError
 
 from rlft.environment.calls import CallTemplate, Syntax, reader_of, shown_by, written
 from rlft.environment.protocol import Call, Environment
-from rlft.tokens.ends import closing_of, num_common, special_pattern, special_tokens
 from rlft.tokens.plain import PlainText
-from rlft.tokens.text import CALL_ID, RunTokenizer, decode, render, rendered_if_taken
+from rlft.tokens.text import (
+    CALL_ID,
+    RunTokenizer,
+    closing_of,
+    decode,
+    num_common,
+    render,
+    rendered_if_taken,
+    special_pattern,
+    special_tokens,
+)
 from rlft.types import UserError
 
 Role = Literal["tool", "user"]  # who answers the policy

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlft.generation.loaded_adapter import LoadedAdapter
     from rlft.generation.sending import Part
     from rlft.generation.shared_base import SharedBase
-    from rlft.tokens.ends import TurnEnds
+    from rlft.tokens.text import TurnEnds
 
 TokenCallback = Callable[[int, int], None]
 """Called with each token when it is sampled: (p * n + i for completion i of prompt p, the token's id)."""

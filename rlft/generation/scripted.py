@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from rlft.generation.engine import Engine, EngineArgs, Generator
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
-from rlft.tokens.ends import TurnEnds, turn_ends
-from rlft.tokens.text import RunTokenizer, decode, without_tail
+from rlft.tokens.text import RunTokenizer, TurnEnds, decode, turn_ends, without_tail
 from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 

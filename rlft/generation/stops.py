@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rlft.config.schema import GenerationConfig
-from rlft.tokens.ends import turn_ends
-from rlft.tokens.text import decode, decoded, hidden_special_tokens, visible_special_ids
+from rlft.tokens.text import decode, decoded, hidden_special_tokens, turn_ends, visible_special_ids
 from rlft.types import Sampling, UserError
 
 Decode = Callable[[Sequence[int]], str]  # the text of token ids, as `rlft.tokens.text` decodes them

@@ -28,8 +28,7 @@ from rlft.system.lazy import torch
 from rlft.system.machine import processor
 from rlft.system.products import fastest_dtype
 from rlft.system.terminal import say
-from rlft.tokens.ends import turn_ends
-from rlft.tokens.text import RunTokenizer
+from rlft.tokens.text import RunTokenizer, turn_ends
 from rlft.types import (
     Adapter,
     Completion,

@@ -29,8 +29,7 @@ from rlft.logger.interface import RunInfo
 from rlft.logger.loggers import Loggers, own_loggers
 from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.metrics import Clock
-from rlft.plan.run_plan import Plan
-from rlft.plan.startup_table import Facts
+from rlft.plan.run_plan import Facts, Plan
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.chain import Chain, made_on
 from rlft.runs.checkpoint import CHECKSUMS, Checkpoint

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlft.algorithm.objective import Objective
 from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
-from rlft.data.texts import teacher_prompts
+from rlft.data.examples import teacher_prompts
 from rlft.environment.endpoint.played import Traces
 from rlft.generation.drafts import Drafts, savings
 from rlft.generation.engine import Generator
@@ -34,8 +34,8 @@ from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward
 from rlft.model.networks import Networks
 from rlft.plan.memory_parts import longest_rows
+from rlft.plan.run_plan import Facts, facts_of
 from rlft.plan.sizes import of_training, rehearse_decoding
-from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import DRAFTS, EVALUATION_DRAFTS, SAMPLED, Checkpoint

@@ -40,9 +40,8 @@ from rlft.model.networks import Networks
 from rlft.model.packing import Layout
 from rlft.model.reward_model import ENDING, last_scores, numbers_of_rows, parts_within, rows_of
 from rlft.model.roles import POLICY, Roles, policy_alone
-from rlft.plan.run_plan import Plan
+from rlft.plan.run_plan import Facts, Plan, facts_of
 from rlft.plan.sizes import of_evaluation, rehearse_decoding
-from rlft.plan.startup_table import Facts, facts_of
 from rlft.plan.supervised_plan import PreferencePlan, SftPlan
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import Checkpoint

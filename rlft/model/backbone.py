@@ -29,9 +29,8 @@ from rlft.model.network_files import check_files, check_quantized, source_of
 from rlft.model.text_model import load_model, network_of, own_class
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.tokens import text
-from rlft.tokens.ends import TurnEnds, configured_ids, turn_ends
 from rlft.tokens.images import processor_of, read_processor
-from rlft.tokens.text import AUTO_DATE, RunTokenizer, today
+from rlft.tokens.text import AUTO_DATE, RunTokenizer, TurnEnds, configured_ids, today, turn_ends
 from rlft.types import Batch, Group, ImageRows, Prompt, Scores, UserError, counted, require
 
 SENTENCE = "the sum of two and three is five"

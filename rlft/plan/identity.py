@@ -73,7 +73,7 @@ def _as_read(source: Mapping[str, Any], config: Any, folder: Path | None) -> dic
     from transformers import AutoTokenizer
 
     from rlft.model.backbone import generation_ends
-    from rlft.tokens.ends import configured_ids
+    from rlft.tokens.text import configured_ids
 
     fields = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     # What a run takes (`configured_ends`), then what generation_config.json says; once only the latter was recorded.

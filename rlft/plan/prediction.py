@@ -28,14 +28,12 @@ from rlft.plan.fit import Remedy, context_bytes, needs_checkpointing, remedies, 
 from rlft.plan.memory_parts import engine_memory, layers_kept, memory_shortfall, parts, teacher_memory
 from rlft.plan.model_rules import check_engine_on, check_quantized_on, has_bitsandbytes
 from rlft.plan.rewards.tester import Brief, Writer, brief_of, doubts
-from rlft.plan.run_plan import Advice, Plan, Schedule, advice_for
+from rlft.plan.run_plan import Advice, Facts, Plan, Schedule, TableRow, advice_for, config_rows
 from rlft.plan.sizes import CUDA_CONTEXT, LOWERED_BY, on_a_gpu, sizes_of
-from rlft.plan.startup_table import Facts, TableRow, config_rows
 from rlft.system.device import free_bytes, has_own_memory, resolve_device, resolve_dtype, total_bytes
 from rlft.system.memory import resident_bytes
 from rlft.system.terminal import pip_install
-from rlft.tokens.ends import turn_ends
-from rlft.tokens.text import RunTokenizer
+from rlft.tokens.text import RunTokenizer, turn_ends
 from rlft.types import EnvironmentFailure, Prompt, Sampling, Schema, UserError
 
 TIGHT = 0.97  # of the device's memory: what takes more than that may not fit after all

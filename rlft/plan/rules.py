@@ -51,7 +51,7 @@ def check_train(config: schema.RunConfig, *, trains: bool = True) -> tuple[Objec
     if config.data:
         check_data(config.data)
     if (text := config.pretrain).path is not None:
-        from rlft.data.texts import check_texts  # with numpy, which a refusal does without
+        from rlft.data.examples import check_texts  # with numpy, which a refusal does without
 
         check_texts(text.path, text.field, text.given_field, text.rows)
     return components

@@ -34,8 +34,7 @@ from rlft.reward.workers.reward_spec import specs
 from rlft.system.device import multiprocessors, resolve_device, resolve_dtype
 from rlft.system.disk import room, size_text
 from rlft.system.files import size_of
-from rlft.tokens.ends import TurnEnds
-from rlft.tokens.text import RunTokenizer
+from rlft.tokens.text import RunTokenizer, TurnEnds
 from rlft.trainer.optimizer import is_matrix
 from rlft.types import NOTHING, Prompt, Shown, Split
 

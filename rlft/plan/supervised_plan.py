@@ -46,7 +46,7 @@ from rlft.plan.rules import (
     replayed,
     uses_of_preferences,
 )
-from rlft.plan.run_plan import Plan
+from rlft.plan.run_plan import Plan, TableRow
 from rlft.plan.sizes import (
     checkpoint_bytes,
     completion_bytes,
@@ -59,7 +59,6 @@ from rlft.plan.sizes import (
     scan_prompts,
     sizes_of,
 )
-from rlft.plan.startup_table import TableRow
 from rlft.reward.workers.reward_spec import reported, specs
 from rlft.system.device import kind_name, resolve_device
 from rlft.tokens.text import RunTokenizer

@@ -16,8 +16,8 @@ from rlft.config.model import CriticKind, Old, Recompute, RoutingSource, Snapsho
 from rlft.config.resolved import Resolved
 from rlft.config.schema import AUTO, RunConfig
 from rlft.data.curriculum import Curriculum, PassRates, read_pass_rates
+from rlft.data.examples import PretrainText, load_texts, longest_with_hint, scan_texts
 from rlft.data.prompts import PromptSet, untokenised
-from rlft.data.texts import PretrainText, load_texts, longest_with_hint, scan_texts
 from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
@@ -29,7 +29,7 @@ from rlft.plan import model_rules, roles, rules
 from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand, TowerDemand, tower_demand
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roofline import StepWork
-from rlft.plan.run_plan import Plan
+from rlft.plan.run_plan import Facts, Plan, TableRow
 from rlft.plan.sizes import (
     LOGPROB,
     TOKEN_ID,
@@ -44,7 +44,6 @@ from rlft.plan.sizes import (
     scan_prompts,
     sizes_of,
 )
-from rlft.plan.startup_table import Facts, TableRow
 from rlft.reward.workers.reward_spec import reported, specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.device import BUCKET, kind_name, resolve_device, resolve_dtype

@@ -23,7 +23,6 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
-from rlft.tokens.ends import num_common, special_pattern, special_tokens
 from rlft.tokens.text import (
     FIRST,
     SECOND,
@@ -32,8 +31,11 @@ from rlft.tokens.text import (
     USER,
     Conversation,
     RunTokenizer,
+    num_common,
     rendered_if_taken,
     said_special_ids,
+    special_pattern,
+    special_tokens,
     written_special_tokens,
 )
 from rlft.types import UserError, well_formed

@@ -17,7 +17,7 @@ from rlft.config.resolved import resolve
 from rlft.model.backbone import load_backbone
 from rlft.model.roles import policy_alone
 from rlft.plan.prediction import notes_of, predict
-from rlft.plan.startup_table import facts_of
+from rlft.plan.run_plan import facts_of
 
 TINY = Path(__file__).parents[2] / "rlft" / "assets" / "tiny-arithmetic"
 IN_DATA = {

@@ -17,8 +17,7 @@ from rlft.config.schema import PromptsConfig
 from rlft.data.examples import Examples, Rankings, scan_demonstrations, scan_rankings, turns_of
 from rlft.data.prompts import tokenizer_fingerprint
 from rlft.model.backbone import Backbone, ends_of
-from rlft.tokens.ends import turn_ends
-from rlft.tokens.text import RunTokenizer, rendered
+from rlft.tokens.text import RunTokenizer, rendered, turn_ends
 from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 

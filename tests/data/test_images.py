@@ -14,8 +14,7 @@ import pytest
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
 from rlft.data import hub
-from rlft.data.fields import RowError, messages_of
-from rlft.data.images import MARK, image_of, with_images
+from rlft.data.fields import MARK, RowError, image_of, messages_of, with_images
 from rlft.data.shapes import drawing
 from rlft.tokens.images import picture
 from rlft.types import IMAGE, Prompt, Split, UserError

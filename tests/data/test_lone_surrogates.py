@@ -11,7 +11,7 @@ import pytest
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import build
-from rlft.data.texts import load_texts
+from rlft.data.examples import load_texts
 from rlft.types import Split, UserError
 
 HALF = "\ud800"

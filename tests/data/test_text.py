@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 import rlft
 from rlft.data.arithmetic import split_of
+from rlft.data.examples import Text, load_texts
 from rlft.data.files import files_at
-from rlft.data.texts import Text, load_texts
 from rlft.types import Split, UserError
 
 ASSETS = Path(rlft.__file__).parent / "assets"

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlft.data.prompts import permutation, prompts_for_step
-from rlft.data.texts import (
+from rlft.data.examples import (
     PretrainText,
     Text,
     TextTokens,
@@ -25,6 +24,7 @@ from rlft.data.texts import (
     teacher_prompts,
     with_hint,
 )
+from rlft.data.prompts import permutation, prompts_for_step
 from rlft.loop.metrics import text_loss
 from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward, choose, packed_forward, padded_forward

@@ -26,7 +26,7 @@ from rlft.model.backbone import Backbone
 from rlft.model.networks import Networks
 from rlft.system.process.placement import place
 from rlft.system.process.worker import Launcher
-from rlft.tokens.ends import TurnEnds
+from rlft.tokens.text import TurnEnds
 from rlft.types import Group, Prompt
 
 

@@ -24,8 +24,7 @@ from rlft.config.compose import compose
 from rlft.config.model import ModelConfig
 from rlft.config.resolved import build, resolve
 from rlft.config.schema import SftConfig
-from rlft.data.examples import Examples, RankedTokens, Rankings
-from rlft.data.texts import TextTokens
+from rlft.data.examples import Examples, RankedTokens, Rankings, TextTokens
 from rlft.loop.supervised import (
     BIAS,
     REFERENCE_LOGPROBS,

@@ -38,8 +38,7 @@ from rlft.model.backbone import (
 from rlft.model.forward import choose
 from rlft.model.kernels.attention import NAME
 from rlft.model.roles import POLICY
-from rlft.tokens.ends import turn_ends
-from rlft.tokens.text import RunTokenizer, render
+from rlft.tokens.text import RunTokenizer, render, turn_ends
 from rlft.types import UserError
 
 

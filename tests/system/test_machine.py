@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlft.plan.startup_table import slow_dtype
+from rlft.plan.run_plan import slow_dtype
 from rlft.system import machine
 
 

@@ -20,9 +20,8 @@ from rlft.config.schema import PromptsConfig
 from rlft.data.examples import scan_demonstrations
 from rlft.data.prompts import scan
 from rlft.environment.turn_template import Dialect
-from rlft.tokens.ends import turn_ends
 from rlft.tokens.plain import PlainText
-from rlft.tokens.text import RunTokenizer, decode, rendered
+from rlft.tokens.text import RunTokenizer, decode, rendered, turn_ends
 from rlft.types import Demonstration, Prompt, Split, UserError
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -79,7 +79,7 @@ def export(request: Export, say: Callable[[str], None]) -> Path:
     from rlft.config.model import ModelConfig
     from rlft.model.backbone import configured_ends, load_tokenizer, read_config, source
     from rlft.model.network_files import file_of
-    from rlft.tokens.ends import configured_ids, turn_ends
+    from rlft.tokens.text import configured_ids, turn_ends
 
     config = from_mapping(ModelConfig, request.source.config["model"], "model")
     contains = weights.containing_class(config)

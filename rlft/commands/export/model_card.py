@@ -31,7 +31,7 @@ from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import CheckpointKind
 from rlft.runs.lines import EVALUATIONS, read_lines
 from rlft.system.terminal import command_line, overrides
-from rlft.tokens.ends import TurnEnds
+from rlft.tokens.text import TurnEnds
 from rlft.types import counted
 
 TEMPLATE = Path(rlft.__file__).parent / "assets" / "model_card.md.jinja"

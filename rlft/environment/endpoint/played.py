@@ -44,8 +44,7 @@ from rlft.generation.engine import Generator, GeneratorOver
 from rlft.runs.lines import completion_of, conversation_fields
 from rlft.system.files import digest_of_bytes, write_atomically
 from rlft.system.seeds import derive
-from rlft.tokens.ends import turn_ends
-from rlft.tokens.text import RunTokenizer, decode
+from rlft.tokens.text import RunTokenizer, decode, turn_ends
 from rlft.types import (
     Adapter,
     EnvironmentFailure,

@@ -33,7 +33,7 @@ from rlft.tokens.text import RunTokenizer
 from rlft.types import Completion, FinishReason, Group, Prompt, Unscored, UserError, counted
 
 if TYPE_CHECKING:
-    from rlft.tokens.ends import TurnEnds
+    from rlft.tokens.text import TurnEnds
 
 LIMIT_S = 20.0  # processor seconds that a reward may take for all references together; GSM8K's 7,473 take less than one
 NUM_PAIRS, FEW_PAIRS = 64, 4  # the most pairs of rows that are compared, and the least that tell anything

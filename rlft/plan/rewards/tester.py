@@ -24,8 +24,7 @@ from rlft.generation.stops import shown_texts
 from rlft.logger.text import one_line
 from rlft.model.backbone import ends_of, load_tokenizer
 from rlft.plan.rewards.attacks import Aim, Attack, Family, Form, another_answer, attacks, filler, forms
-from rlft.plan.rewards.scores import AGAIN, EPS, SIBLINGS, ScoredText, Tried, best_form, cheapest_of
-from rlft.plan.rewards.verdicts import summary_of
+from rlft.plan.rewards.verdicts import AGAIN, EPS, SIBLINGS, ScoredText, Tried, best_form, cheapest_of, summary_of
 from rlft.reward.answer import AnswerKeys, composed
 from rlft.reward.code import Code
 from rlft.reward.http import ServerKeys
@@ -33,9 +32,8 @@ from rlft.reward.workers.pool import InProcess, RewardError, WorkerPool
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.reward.workers.scorer import Scorer, number, policy_on, with_tail
 from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task
-from rlft.tokens.ends import TurnEnds, special_tokens
 from rlft.tokens.plain import PlainText
-from rlft.tokens.text import RunTokenizer, without_tail
+from rlft.tokens.text import RunTokenizer, TurnEnds, special_tokens, without_tail
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
 
 MAX_CHARS = 12  # of a token, about: no more of an endless text is tokenised than a completion may hold

@@ -16,7 +16,7 @@ from rlft.commands.export.model_card import Card
 from rlft.commands.export.request import Export, gguf_line, prepare
 from rlft.model.roles import Roles
 from rlft.runs.find import CheckpointKind, NamedRun
-from rlft.tokens.ends import TurnEnds
+from rlft.tokens.text import TurnEnds
 
 HUB_BASE = {"base_model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"}
 

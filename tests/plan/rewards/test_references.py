@@ -24,7 +24,7 @@ from rlft.reward.answer import AnswerKeys
 from rlft.reward.exact_match import ExactMatch
 from rlft.reward.workers.reward_spec import reported, specs
 from rlft.reward.workers.worker import Cause, Failure
-from rlft.tokens.ends import turn_ends
+from rlft.tokens.text import turn_ends
 from rlft.types import Prompt, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 

@@ -22,7 +22,6 @@ from rlft.config.resolved import with_token_budget
 from rlft.config.schema import RunConfig
 from rlft.plan.rewards import tester
 from rlft.plan.rewards.attacks import Family
-from rlft.plan.rewards.scores import ScoredText, Tried
 from rlft.plan.rewards.tester import (
     RewardTester,
     Writer,
@@ -32,11 +31,11 @@ from rlft.plan.rewards.tester import (
     tried_completions,
     try_rewards,
 )
-from rlft.plan.rewards.verdicts import summary_of, verdicts_on
+from rlft.plan.rewards.verdicts import ScoredText, Tried, summary_of, verdicts_on
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.system.terminal import CheckRow, Status
-from rlft.tokens.ends import turn_ends
 from rlft.tokens.plain import PlainText
+from rlft.tokens.text import turn_ends
 from rlft.types import Group, Prompt, Sampling, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 

@@ -15,7 +15,7 @@ from rlft.plan.rewards.tester import Writer, try_rewards
 from rlft.plan.rules import check_metadata
 from rlft.reward.workers.reward_spec import RewardSpec, is_trl, messages_of, specs
 from rlft.reward.workers.scorer import RewardError, Scorer
-from rlft.tokens.ends import turn_ends
+from rlft.tokens.text import turn_ends
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
 
 FORMAT = {
