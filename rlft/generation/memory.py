@@ -139,7 +139,7 @@ class Load:
     decodings: tuple[Decoding, ...]  # that of a step and that of an evaluation, which happen one after the other
     max_tokens: int  # the most tokens of a completion
     max_sequence_tokens: int  # the most tokens of a prompt and its completion together
-    device: str  # torch's type of the trainer's device, such as "cpu" or "cuda"
+    device: str  # the trainer's device in torch's words, such as "cpu", "cuda" or "cuda:1"
     device_memory: int = 0  # bytes of a GPU's memory, 0 where they are not known
     draft_rows: int = 0  # the most rows that are sampled with drafts (`generation.drafts`)
     tower: int = 0  # bytes of the weights of a vision tower, which an engine with a base of its own holds as well

@@ -258,6 +258,7 @@ class Demand:
     token_budget: int  # the most tokens in a micro-batch
     recompute: Recompute  # what gradient checkpointing computes again
     device: str  # the kind of the trainer's device, one of `rlft.system.device.KINDS`
+    index: int = 0  # the number of that device
     device_memory: int = 0  # bytes of a GPU's memory; 0 if unknown
     multiprocessors: int = MULTIPROCESSORS  # their number on a GPU
     engine: Engine | None = None  # what samples completions; None if nothing does
@@ -279,6 +280,10 @@ class Demand:
         return replace(self, rows=replace(self.rows, number=rows, in_update=in_update), work=work)
 
     @property
+    def _numbered(self) -> str:
+        return f":{self.index}" if self.index else ""
+
+    @property
     def load(self) -> Load:
         """The engine's work on this device."""
         return Load(
@@ -286,7 +291,7 @@ class Demand:
             max_tokens=self.work.max_tokens,
             max_sequence_tokens=self.work.max_sequence_tokens,
             draft_rows=self.work.draft_rows,
-            device=type_of(self.device),
+            device=type_of(self.device) + ("" if self.work.apart else self._numbered),
             device_memory=self.device_memory,
             tower=0 if self.tower is None else self.tower.weights,
         )
@@ -297,7 +302,7 @@ class Demand:
         assert self.teacher is not None, "there is one"
         return TeacherLoad(
             row_tokens=self.teacher.row_tokens,
-            device=self.device,
+            device=self.device + self._numbered,
             device_memory=self.device_memory,
             share=self.teacher.share,
             libraries=self.teacher.section != self.work.section,

@@ -125,8 +125,10 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
 def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool, where: str = "cuda") -> Demand:
     """The demand on a GPU with `device_memory` bytes; on one in another machine (`where`, such as "cuda:1")
     `auto` may choose another engine."""
-    demand = replace(demand, device="cuda" if demand.device == "cpu" else demand.device, device_memory=device_memory)
-    if not absent and (device := resolve_device(plan.config.model.device)).type == "cuda":
+    where = where if absent else str(device := resolve_device(plan.config.model.device))
+    kind, index = "cuda" if demand.device == "cpu" else demand.device, int(where.partition(":")[2] or 0)
+    demand = replace(demand, device=kind, index=index, device_memory=device_memory)
+    if not absent and device.type == "cuda":
         demand = replace(demand, multiprocessors=multiprocessors(device))
     if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
         return demand

@@ -248,13 +248,14 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
     assert found["peak"] - found["peak_without_engine"] == share
     shared = parts_of(planned(capsys, *ON_A_GPU, "device_memory=24GiB", "generation.vllm.share_base=true"))
     assert shared["vLLM, its KV cache (it shares the base)"] == share - parts["base"]
-    for keys, engines in (
-        ((), {"vLLM"}),
-        (("lora.use_dora=true",), set[str]()),
-    ):  # as a run there, where vLLM has cuda:0
-        there = parts_of(planned(capsys, *ON_A_GPU[:-1], "device_memory=24GiB", "model.device=cuda:1", *keys))
-        assert {name.partition(",")[0] for name in there if "vLLM" in name} == engines
+    teacher = ("algorithm=opd", "snapshot.teacher=embedded:tiny-student", "snapshot.teacher_engine=vllm")
+    for keys in ((), ("generation=vllm", "generation.vllm.weights=adapter"), ("lora.use_dora=true",), teacher):
+        # As a run there, where vLLM has cuda:0 and takes nothing of the trainer's GPU.
+        found = planned(capsys, *ON_A_GPU[:-1], "device_memory=24GiB", "model.device=cuda:1", *keys)
+        there = parts_of(found)
+        assert not any("vLLM" in name for name in there)
         assert "a block of the policy's weights" not in there
+        assert found["peak"] == found["peak_without_engine"]
     assert cli.run(["plan", *ON_A_GPU]) == 2
     told = capsys.readouterr().err
     assert told.startswith("rlft: model.device: this machine has no such GPU, so its memory cannot be read")

@@ -177,7 +177,7 @@ class VLLM(VLLMKeys, Engine):
 
     def _out_of_reach(self, device: str, *, quantized: bool) -> str | None:
         """Why its weights are not the trainer's base, number for number, in this process and on the same device."""
-        if device.partition(":")[2] not in ("", "0"):
+        if _is_elsewhere(device):
             return f"vLLM runs on cuda:0 and the trainer on {device}"
         if quantized:
             return "the trainer's base is quantised"
@@ -253,11 +253,15 @@ class VLLM(VLLMKeys, Engine):
             raise UserError(TEACHER_SHARE, f"with {policys} it is more than a device has", got=share, remedy=remedy)
 
     def teacher_memory(self, model: ModelSizes, load: TeacherLoad) -> EngineMemory:
+        if _is_elsewhere(load.device):
+            return EngineMemory()
         if load.device == "cpu":
             return teacher_on_a_cpu(model, load.row_tokens, libraries=load.libraries)
         return teacher_on_a_gpu(model, load.row_tokens, load.device_memory, load.share)
 
     def least_teacher_share(self, model: ModelSizes, load: TeacherLoad) -> float | None:
+        if _is_elsewhere(load.device):
+            return None
         return share_of(teacher_least_bytes(model, load.row_tokens, load.device_memory), load.device_memory)
 
     def teacher_settings(self, settings: TeacherSettings) -> TeacherSettings:
@@ -273,6 +277,8 @@ class VLLM(VLLMKeys, Engine):
 
         On a CPU a second base and the KV cache, which vLLM writes to at once.
         """
+        if _is_elsewhere(load.device):
+            return EngineMemory()
         if load.device == "cpu":
             token = model.key_size * model.itemsize
             size = model.base_bytes + load.tower + cpu_cache_bytes(token, load.max_sequence_tokens, self.max_num_seqs)
@@ -297,7 +303,7 @@ class VLLM(VLLMKeys, Engine):
         return EngineMemory(parts=(cache, *graph_parts), lacks=lacks)
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
-        if load.device == "cpu":
+        if load.device == "cpu" or _is_elsewhere(load.device):
             return
         if self._shares_base(model, load):
             room += model.base_bytes  # the rest of the run counts it
@@ -323,6 +329,11 @@ class VLLM(VLLMKeys, Engine):
 
 def _part(name: str, size: int, key: str, when: When = When.always) -> MemoryPart:
     return MemoryPart(name=name, bytes=size, when=when, key=key)
+
+
+def _is_elsewhere(device: str) -> bool:
+    """Whether the trainer's device, such as "cuda:1", is another GPU than vLLM's, which is the first one."""
+    return device.partition(":")[2] not in ("", "0")
 
 
 @cache
