@@ -50,10 +50,11 @@ class StepRecord:
 
     step: int  # the number of finished steps, from 1
     metrics: Mapping[str, float]
-    groups: Sequence[Group]  # the completions that were trained on
-    rewards: Mapping[str, Sequence[Sequence[float]]]  # {reward: its unweighted scores, `[P, G]`}
-    total_rewards: Sequence[Sequence[float]]  # the weighted totals, `[P, G]`
-    advantages: Sequence[Sequence[float]]  # the mean advantage over each completion's tokens, `[P, G]`
+    groups: Sequence[Group] = ()  # the completions that were trained on
+    # {reward: its unweighted scores, `[P, G]`}
+    rewards: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    total_rewards: Sequence[Sequence[float]] = ()  # the weighted totals, `[P, G]`
+    advantages: Sequence[Sequence[float]] = ()  # the mean advantage over each completion's tokens, `[P, G]`
     tokens: Mapping[int, TokenValues] = field(default_factory=dict)  # {row of the step's completions: its values}
     alarms: Mapping[str, str] = field(default_factory=dict)  # {name: text}
 

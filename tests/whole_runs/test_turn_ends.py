@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from rlft import cli
 from rlft.commands import chat, serve
 from rlft.commands.export.command import export
-from rlft.commands.export.request import prepare
+from rlft.commands.export.model_card import prepare
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.environment.endpoint.app import bound

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlft.commands.export import model_card
-from rlft.commands.export.request import Export, gguf_line, prepare
+from rlft.commands.export.model_card import Export, gguf_line, prepare
 from rlft.commands.launch import import_libraries
 from rlft.commands.policy import base_of, check_base, of_a_run
 from rlft.config import compose as configs

@@ -36,7 +36,7 @@ from rlft.types import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rlft.commands.export.request import Export
+    from rlft.commands.export.model_card import Export
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNUSED = "model-unused.safetensors"  # where tensors go that the class of the export leaves out

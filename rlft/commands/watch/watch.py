@@ -108,7 +108,8 @@ def follow(
                     view.print(Text(f"note: step {trend.last}: {trend}", style="yellow"))
             for line in tails[0].new():
                 clock.add(seconds_of(line))
-                progress.step(_record(line))
+                metrics = {name: value for name, value in line.items() if name != "step" and value is not None}
+                progress.step(StepRecord(step=int(line["step"]), metrics=metrics))
                 view.step()
             state = run_status.read(folder)
             if state[0] is not Status.running:
@@ -123,8 +124,3 @@ def _info(folder: Path, config: Mapping[str, Any]) -> RunInfo:
     watched = headline.label, headline.metric
     name, steps = str(config.get("name", "")), run_status.num_steps(folder) or int(config.get("steps") or 0)
     return RunInfo(folder=folder, name=name, config=config, step=0, steps=steps, sizes=(), watched=watched)
-
-
-def _record(line: Mapping[str, Any]) -> StepRecord:
-    metrics = {name: value for name, value in line.items() if name != "step" and value is not None}
-    return StepRecord(step=int(line["step"]), metrics=metrics, groups=(), rewards={}, total_rewards=(), advantages=())

@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rlft
 from rlft.batch import score_sequences
 from rlft.commands.export.command import export
-from rlft.commands.export.model_card import facts, front_matter, measured_on, results
-from rlft.commands.export.request import prepare
+from rlft.commands.export.model_card import facts, front_matter, measured_on, prepare, results
 from rlft.commands.export.weights import MergeError, round_weights
 from rlft.config.compose import compose
 from rlft.model.backbone import Backbone, read_backbone

@@ -12,8 +12,7 @@ import pytest
 
 from rlft import cli
 from rlft.commands.export.command import export
-from rlft.commands.export.model_card import Card
-from rlft.commands.export.request import Export, gguf_line, prepare
+from rlft.commands.export.model_card import Card, Export, gguf_line, prepare
 from rlft.model.roles import Roles
 from rlft.runs.find import CheckpointKind, NamedRun
 from rlft.tokens.text import TurnEnds

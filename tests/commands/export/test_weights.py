@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText
 
 from rlft.batch import score_sequences
 from rlft.commands.export.command import export
-from rlft.commands.export.request import prepare
+from rlft.commands.export.model_card import prepare
 from rlft.model.backbone import read_backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.roles import Roles
