@@ -118,7 +118,9 @@ def write_lessons(file: Path, count: int, mixture: bool, rng: random.Random) -> 
     with file.open("w", encoding="utf-8") as lessons:
         for _ in range(count):
             chain = problem(rng)
-            line = {"prompt": chain.question, "completion": response(chain, shares, rng)}
+            said = response(chain, shares, rng)
+            given = f"<|im_start|>user\n{chain.question}<|im_end|>\n<|im_start|>assistant\n"  # by the chat template
+            line = {"prompt": chain.question, "completion": said, "given": given, "text": f"{said}<|im_end|>"}
             lessons.write(json.dumps(line) + "\n")
 
 

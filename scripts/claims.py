@@ -137,7 +137,7 @@ def measure(name: str, claim: Claim, out: Path, seeds: Sequence[int], results: P
             if str(seed) in read_results(results).get(name, {}).get(arm, {}):
                 continue
             print(f"{name}: {arm}, seed {seed}", flush=True)
-            begun, folder = datetime.now(UTC), out / name / arm.replace(" ", "-") / f"seed_{seed}"
+            begun, folder = datetime.now(UTC), out / name / arm.replace(",", "").replace(" ", "-") / f"seed_{seed}"
             if claim.gradients:
                 folder = out / "samples" / f"seed_{seed}"  # claims of the same command share them
             lines = [line.format(run=folder, out=out, seed=seed) for line in claim.arms.get(arm, [claim.samples])]
