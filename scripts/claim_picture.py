@@ -35,7 +35,7 @@ def draw(panels: Sequence[tuple[str, str, Values]], file: Path) -> None:
         panel.set_xlabel("step" if curves else quantity, fontsize=8)
         if curves:
             panel.set_ylabel(quantity, fontsize=8)
-        panel.set_title(fill(title, 44), fontsize=9, loc="left")
+        panel.set_title(fill(title, 36), fontsize=9, loc="left")
         panel.tick_params(labelsize=8)
         panel.grid(color="#EEEEEE", linewidth=0.6, zorder=0)
         panel.spines[["top", "right"]].set_visible(False)
@@ -58,5 +58,5 @@ def draw_arms(panel: Axes, by_arm: Mapping[str, Sequence[float]]) -> None:
         panel.plot(numbers, [i] * len(numbers), "o", color=colour, alpha=0.5, markersize=4, markeredgewidth=0)
         mean, half = statistics.fmean(numbers), half_interval(numbers) or 0.0
         panel.errorbar(mean, i + 0.25, xerr=half, fmt="|", color=colour, markersize=7, capsize=3)
-    panel.set_yticks(range(len(by_arm)), [*by_arm])
+    panel.set_yticks(range(len(by_arm)), [fill(arm, 18) for arm in by_arm])
     panel.set_ylim(len(by_arm) - 0.4, -0.5)
