@@ -152,7 +152,7 @@ class Talk:
     def __init__(self, policy: Policy, roles: Roles, environment: Environment | None, data: Mapping[str, Any]) -> None:
         from rlft.config.schema import ANYWHERE
         from rlft.environment.conversations import Conversations
-        from rlft.loop.engines import engine_args
+        from rlft.loop.parts import engine_args
         from rlft.plan.rules import prompt_additions
         from rlft.types import NOTHING
 

@@ -54,7 +54,7 @@ def resolve_evaluation(plain: dict[str, Any]) -> Resolved:
 
 def run(resolved: Resolved, source: NamedRun | None, say: Callable[[str], None]) -> Evaluation:
     """Evaluates and prints. The completions go to the run's folder, or to runs/eval for a bare model."""
-    from rlft.loop.engines import Engines
+    from rlft.loop.parts import Engines
     from rlft.loop.session import open_session
     from rlft.plan.fit import settled_here
     from rlft.runs import checkpoint

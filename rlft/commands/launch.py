@@ -119,7 +119,7 @@ def launch(
     import_libraries(doing, models_of(resolved.config), meanwhile=show_first_rows)
     from rlft.logger.console import show_rows
     from rlft.logger.summary import print_summary
-    from rlft.loop.engines import Engines
+    from rlft.loop.parts import Engines
     from rlft.plan.fit import fit_to_device
     from rlft.plan.sizes import note_of_disk
 

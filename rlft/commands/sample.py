@@ -34,7 +34,7 @@ from rlft.types import Group, Scores, Split, UserError, counted, require
 if TYPE_CHECKING:
     from rlft.generation.engine import Generator
     from rlft.loop.driver import Outcome
-    from rlft.loop.engines import Engines
+    from rlft.loop.parts import Engines
     from rlft.plan.sample_plan import SamplePlan
 
 SAMPLES = "samples.jsonl"
@@ -144,9 +144,8 @@ class Bar:
 
 def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
     from rlft.loop.driver import Outcome, deterministic_on_cpu
-    from rlft.loop.engines import largest_of
     from rlft.loop.freshness import check_decoding, open_freshness
-    from rlft.loop.parts import open_scorer
+    from rlft.loop.parts import largest_of, open_scorer
     from rlft.model.backbone import load_backbone
     from rlft.model.roles import policy_alone
     from rlft.plan.run_plan import facts_of

@@ -111,7 +111,7 @@ def opened(
     """Opens the engine with the policy of the run, or the config's model if `source` is None, and the server."""
     from rlft.environment.endpoint.app import Limits, Server, make_app
     from rlft.environment.endpoint.service import Inbox, Service, Speech
-    from rlft.loop.engines import Engines, engine_args
+    from rlft.loop.parts import Engines, engine_args
     from rlft.model.backbone import read_config
     from rlft.plan.model_rules import check_adapted, choose_engine, settle_engine
     from rlft.system.memory import Doing, explained

@@ -18,7 +18,7 @@ from rlft.system.terminal import Say, command_line, override, overrides, program
 
 if TYPE_CHECKING:
     from rlft.loop.driver import Outcome
-    from rlft.loop.engines import Engines
+    from rlft.loop.parts import Engines
     from rlft.plan.run_plan import Plan
     from rlft.plan.supervised_plan import PreferencePlan
     from rlft.plan.train_plan import TrainPlan

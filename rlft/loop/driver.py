@@ -27,8 +27,8 @@ from rlft.logger.alarms import Hint
 from rlft.logger.forecast import newly_flat, trend_of
 from rlft.logger.interface import RunInfo
 from rlft.logger.loggers import Loggers, own_loggers
-from rlft.loop.engines import base_sharing_obstacle, largest_of
 from rlft.loop.metrics import Clock
+from rlft.loop.parts import base_sharing_obstacle, largest_of
 from rlft.plan.run_plan import Facts, Plan
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.chain import Chain, made_on

@@ -1,33 +1,264 @@
-"""The parts of a run in this process, each opened by itself: its base, roles, trainer and rewards."""
+"""The parts of a run in this process, each opened by itself: its engines and teacher, base, roles, trainer, rewards.
+
+Engines and teachers that are slow to start serve every job of a sweep.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from rlft.config.model import LoraSettings, ModelConfig
-from rlft.config.schema import RunConfig
+from rlft.config.model import LoraSettings, ModelConfig, SnapshotConfig, teacher_settings
+from rlft.config.schema import RunConfig, section_of
 from rlft.config.trainer import ClusterConfig
+from rlft.environment.conversations import Conversations
+from rlft.environment.endpoint.agents import Endpoint
+from rlft.environment.endpoint.played import AgentGenerator, Traces
+from rlft.environment.protocol import Environment
+from rlft.generation.engine import Engine, EngineArgs, Generator, TeacherSettings
 from rlft.generation.pool import EnginePool
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_modules, set_checkpointing
-from rlft.model.backbone import Adopt, Backbone, decoder_layers, load_backbone, read_backbone
+from rlft.model.adapter_folder import POLICY, adapted_modules
+from rlft.model.backbone import (
+    Adopt,
+    Backbone,
+    decoder_layers,
+    ends_of,
+    load_backbone,
+    load_tokenizer,
+    read_backbone,
+    read_config,
+    resolve_path,
+)
+from rlft.model.forward import Forward, choose
 from rlft.model.full_weights import WholeModel
 from rlft.model.lora_config import lora_config
 from rlft.model.networks import Networks
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
+from rlft.model.teacher import TeacherEngine
 from rlft.plan.fit import needs_checkpointing
-from rlft.plan.model_rules import empty_model, fresh_shapes
+from rlft.plan.model_rules import empty_model, fresh_shapes, modules_to_adapt
+from rlft.plan.roles import teacher_is_meant
+from rlft.plan.run_plan import Plan
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.pool import Pool
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.reward.workers.scorer import AheadScorer, Scorer
-from rlft.system.device import free_bytes
+from rlft.system.device import free_bytes, resolve_device, resolve_dtype
+from rlft.system.memory import Largest
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
+
+
+class Engines(AbstractContextManager["Engines"]):
+    """Opens generators and closes each of them once: those that several jobs share at the end of the context."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[object, Any]] = {}
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the shared generator and the teacher."""
+        for what in ("teacher", "generator"):
+            self._close(what)
+
+    def teacher(self, engine: Engine, settings: TeacherSettings | None) -> TeacherEngine | None:
+        """The teacher that the engine computes, an earlier job's if that has the same settings; None without settings.
+
+        A teacher that the job does not use is closed, to free its memory.
+        """
+        if settings is None:
+            self._close("teacher")
+            return None
+        settings = engine.teacher_settings(settings)
+        return self._keep("teacher", settings, lambda: engine.open_teacher(settings))
+
+    def _keep(self, what: str, key: object, open_it: Callable[[], Any]) -> Any:
+        """The open one with this key; one with another key is closed first, as two would not fit at the same time."""
+        if what in self._kept and self._kept[what][0] != key:
+            self._close(what)
+        if what not in self._kept:
+            self._kept[what] = key, open_it()
+        return self._kept[what][1]
+
+    def _close(self, what: str) -> None:
+        if what in self._kept:
+            self._kept.pop(what)[1].close()
+
+    @contextmanager
+    def opened(self, engine: Engine, args: EngineArgs) -> Iterator[Generator]:
+        """Yields the engine's generator, and closes it afterwards unless other jobs may share it."""
+        generator = self._shared_by_jobs(engine, args) if engine.shared else engine.open(args)
+        try:
+            if engine.shared:
+                generator.serve(args.slot)
+            yield generator
+        finally:
+            if engine.shared:
+                generator.serve(None)
+            else:
+                generator.close()
+
+    @contextmanager
+    def opened_for(
+        self,
+        plan: Plan,
+        learner: Networks,  # on whose base the engine may decode
+        lora: LoraSettings | None,  # the adapter's settings; None if the base itself is trained
+        environment: Environment | None = None,
+        traces: Traces | None = None,  # as in `wrap_with_environment`
+    ) -> Iterator[Generator]:
+        """Yields the generator of a run: its engine, with conversations over it if there is an environment."""
+        assert plan.engine is not None, "the run samples"
+        engine = plan.config.generation.named(plan.engine)
+        args = engine_args(plan.config, lora, learner, images=plan.images)
+        with self.opened(engine, args) as generator:
+            over = wrap_with_environment(generator, engine, environment, args, traces)
+            try:
+                yield over
+            finally:
+                if over is not generator:
+                    over.close()
+
+    def adopting(self, plan: Plan, lora: LoraSettings | None) -> Adopt | None:
+        """The function that puts the trainer's base on the engine's storage; None where each holds its own base.
+
+        The engine is opened first, so that the device never holds two bases. Jobs of a sweep that share the engine get
+        the same function, and so the same base.
+        """
+        if plan.engine is None:
+            return None
+        chosen: Engine = plan.config.generation.named(plan.engine)
+        if base_sharing_obstacle(chosen, plan.config.model) is not None:
+            return None
+        assert chosen.shared, "only an engine that stays open for all jobs can hold the base that they share"
+        return self._shared_by_jobs(chosen, engine_args(plan.config, lora, images=plan.images)).adopt
+
+    def _shared_by_jobs(self, engine: Engine, args: EngineArgs) -> Generator:
+        return cast(Generator, self._keep("generator", (engine, args.of_the_engine), lambda: engine.open(args)))
+
+
+def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None:
+    """The forward of a teacher that is a separate model; None where the teacher is on the base or there is none."""
+    settings = teacher_settings(snapshot, model)
+    if settings is None:
+        return None
+    with teacher_is_meant():
+        backbone = read_backbone(settings)
+    return choose(backbone.model, backbone.kernels)
+
+
+def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forward | TeacherEngine | None:
+    """The teacher of this run if it is a separate model: its forward, or the engine that computes it.
+
+    row_tokens: number of tokens of the longest row that it will read.
+    """
+    settings = teacher_settings(config.snapshot, config.model)
+    engine = config.generation.named(config.snapshot.teacher_engine)
+    if settings is None or not engine.teaches:
+        engines.teacher(engine, None)
+        return load_teacher(config.snapshot, config.model)
+    device = resolve_device(settings.device)
+    return engines.teacher(
+        engine,
+        TeacherSettings(
+            model_path=str(resolve_path(settings.path)),
+            dtype=str(resolve_dtype(settings.dtype, device)).removeprefix("torch."),
+            trust_remote_code=settings.trust_remote_code,
+            quantization=settings.quantization,
+            row_tokens=row_tokens,
+            gpu_memory_utilization=config.snapshot.teacher_gpu_memory_utilization,
+        ),
+    )
+
+
+def largest_of(plan: Plan) -> dict[str, Largest]:
+    """{stage: the engine's largest allocation in it}, for the message of a memory error; empty without an engine."""
+    if plan.engine is None:
+        return {}
+    name, engine = plan.engine, plan.config.generation.named(plan.engine)
+    return {
+        stage: Largest(
+            what=what,
+            key=f"generation.{section_of(name)}.{key}",
+            value=getattr(engine, key),
+            may_change=key in engine.may_change,
+        )
+        for stage, (what, key) in engine.grows.items()
+    }
+
+
+def base_sharing_obstacle(engine: Engine, model: ModelConfig) -> str | None:
+    """Why this engine holds a base of its own beside the trainer's; None where one copy serves both, "" without one."""
+    device = resolve_device(model.device)
+    itemsize, quantized = resolve_dtype(model.dtype, device).itemsize, model.quantization is not None
+    return engine.base_sharing_obstacle(device=str(device), itemsize=itemsize, quantized=quantized)
+
+
+def engine_args(
+    config: Any, lora: LoraSettings | None, learner: Networks | None = None, *, images: int = 0
+) -> EngineArgs:
+    """The arguments for opening the engine of this config.
+
+    Args:
+        config: the run's config, or any with `model`, `prompts`, `generation` and `seed`.
+        lora: the settings of the adapters that the engine will load; None if it loads none.
+        learner: the trainer's networks, on whose base the engine may decode; None where there are none (yet).
+        images: the most images of a prompt.
+    """
+    model, modules = config.model, ()
+    if learner is not None:
+        device, dtype = learner.backbone.device, learner.backbone.model.dtype
+        tokenizer = learner.backbone.tokenizer.with_variables(config.prompts.template_variables)
+        if isinstance(learner, Roles):
+            modules = adapted_modules(learner.weights(POLICY))
+    else:
+        device = resolve_device(model.device)
+        dtype = resolve_dtype(model.dtype, device)
+        tokenizer = load_tokenizer(model, config.prompts.template_variables)
+        if lora is not None:
+            modules = modules_to_adapt(lora, model, read_config(model))
+    return EngineArgs(
+        slot=learner,
+        tokenizer=tokenizer,
+        ends=ends_of(model, config.prompts.style, tokenizer),
+        device=device,
+        model_path=str(resolve_path(model.path)),
+        revision=model.revision,
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        trust_remote_code=model.trust_remote_code,
+        lora_rank=None if lora is None else lora.rank,
+        lora_modules=frozenset(name.rpartition(".")[2] for name in modules) or None,
+        max_sequence_tokens=config.prompts.max_tokens + config.generation.max_tokens,
+        seed=config.seed,
+        images=images,
+    )
+
+
+def wrap_with_environment(
+    generator: Generator,
+    engine: Engine,
+    environment: Environment | None,
+    args: EngineArgs,
+    traces: Traces | None = None,  # where outside agents' conversations are recorded for a resume; None: nowhere
+) -> Generator:
+    """The engine's generator, or conversations over it; closing these ends the environment's workers only."""
+    if environment is None:
+        return generator
+    tokenizer, longest_row = args.tokenizer, args.max_sequence_tokens
+    if environment.plays_itself:
+        agents = cast(Endpoint, environment)
+        return AgentGenerator(generator, agents, tokenizer, longest_row=longest_row, traces=traces)
+    at_once = None if engine.divisible else engine.at_once
+    return Conversations(generator, environment, tokenizer, at_once=at_once, longest_row=longest_row)
+
 
 # -- base --------------------------------------------------------------------------------------------------------------
 

@@ -29,10 +29,9 @@ from rlft.data.examples import RankedTokens
 from rlft.generation.engine import NO_FACTS, Generator
 from rlft.logger.alarms import not_finite
 from rlft.loop.driver import OpenRun, Outcome, RunDriver, open_run
-from rlft.loop.engines import Engines
 from rlft.loop.freshness import check_decoding, open_freshness
 from rlft.loop.metrics import evaluate, kl_to_base, mean_and_error, text_loss
-from rlft.loop.parts import load_for_training, open_scorer
+from rlft.loop.parts import Engines, load_for_training, open_scorer
 from rlft.model.adapter_folder import has_head
 from rlft.model.backbone import Adopt
 from rlft.model.full_weights import MODEL, WholeModel

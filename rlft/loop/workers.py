@@ -27,8 +27,7 @@ from rlft.generation.loaded_adapter import LoadedAdapter
 from rlft.generation.pool import EnginePool
 from rlft.generation.sending import Incoming, parts_of
 from rlft.loop.driver import deterministic_on_cpu
-from rlft.loop.engines import engine_args, load_teacher, wrap_with_environment
-from rlft.loop.parts import layers_of_rank, open_roles
+from rlft.loop.parts import engine_args, layers_of_rank, load_teacher, open_roles, wrap_with_environment
 from rlft.model.backbone import load_backbone, read_backbone
 from rlft.model.full_weights import FollowingModel
 from rlft.model.roles import policy_alone

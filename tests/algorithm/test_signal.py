@@ -13,7 +13,7 @@ from in_one_test import each
 from rlft.commands.sweep.driver import InThisProcess, Run
 from rlft.config import catalog
 from rlft.logger.alarms import Hints
-from rlft.loop.engines import Engines
+from rlft.loop.parts import Engines
 from rlft.runs.lines import METRICS, StepRecord, read_lines, silent
 from rlft.types import UserError
 

@@ -17,7 +17,7 @@ from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.data.examples import RankedTokens
-from rlft.loop.engines import Engines
+from rlft.loop.parts import Engines
 from rlft.loop.session import open_session
 from rlft.loop.supervised import REFERENCE_LOGPROBS, REWARD, open_preferences
 from rlft.model.roles import Roles

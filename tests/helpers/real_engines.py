@@ -19,8 +19,8 @@ from rlft.generation.pool import EnginePool
 from rlft.generation.vllm.engine import VLLM
 from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.loop.driver import deterministic_on_cpu
-from rlft.loop.engines import engine_args
 from rlft.loop.freshness import Freshness
+from rlft.loop.parts import engine_args
 from rlft.loop.workers import open_engines
 from rlft.model.backbone import Backbone
 from rlft.model.networks import Networks

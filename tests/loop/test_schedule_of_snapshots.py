@@ -17,7 +17,7 @@ from slow_cases import slow
 from rlft.algorithm.grpo import GRPO
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.loop.engines import Engines
+from rlft.loop.parts import Engines
 from rlft.loop.session import Session, open_session
 from rlft.model.roles import OLD, POLICY, REFERENCE, SAMPLER, Roles
 from rlft.train import train

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlft.config.model import Old, SnapshotConfig, teacher_settings
 from rlft.generation.sending import AdapterFiles
-from rlft.loop.engines import load_teacher
+from rlft.loop.parts import load_teacher
 from rlft.model import forward
 from rlft.model.teacher import teacher_logprobs, with_other_prompts
 

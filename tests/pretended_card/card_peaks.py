@@ -29,8 +29,7 @@ from rlft.commands.doctor.work import Size, Workload, make_model, write_prompts
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.generation.memory import MemoryPart, When
-from rlft.loop.engines import Engines, load_teacher
-from rlft.loop.parts import open_roles, open_trainer
+from rlft.loop.parts import Engines, load_teacher, open_roles, open_trainer
 from rlft.loop.supervised import open_demonstrations
 from rlft.model.backbone import load_backbone
 from rlft.plan.memory_parts import parts

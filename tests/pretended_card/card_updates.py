@@ -17,8 +17,7 @@ from torch import Tensor
 from rlft.batch import collate
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.loop.engines import load_teacher
-from rlft.loop.parts import open_roles, open_trainer
+from rlft.loop.parts import load_teacher, open_roles, open_trainer
 from rlft.model.roles import Roles
 from rlft.plan.train_plan import TrainPlan
 from rlft.types import Batch, Completion, FinishReason, Group, Rollout, Scores, StepScores

@@ -13,7 +13,7 @@ from in_one_test import each
 
 from rlft import cli
 from rlft.logger.loggers import Loggers
-from rlft.loop.engines import largest_of
+from rlft.loop.parts import largest_of
 from rlft.runs.lines import StepRecord
 from rlft.system import memory
 from rlft.system.memory import GROWS, Doing, OutOfMemoryError, explained, gc_frozen, keep_blocks

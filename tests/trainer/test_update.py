@@ -12,7 +12,7 @@ import rlft
 from rlft.config.compose import compose
 from rlft.config.model import CriticKind
 from rlft.config.resolved import resolve
-from rlft.loop.engines import Engines
+from rlft.loop.parts import Engines
 from rlft.loop.session import open_session
 from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC

@@ -16,8 +16,8 @@ from rlft.config.compose import compose
 from rlft.config.model import ModelConfig, SnapshotConfig
 from rlft.config.resolved import resolve
 from rlft.config.schema import RunConfig
-from rlft.loop import engines, parts as parts_of_runs, workers
-from rlft.loop.engines import load_teacher
+from rlft.loop import parts as parts_of_runs, workers
+from rlft.loop.parts import load_teacher
 from rlft.plan import fit
 from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import sizes_of
@@ -139,7 +139,7 @@ def test_what_a_teacher_takes_is_not_free_for_activations(
 ) -> None:
     """Activations may take half of what is free: all of it, less a byte for the teacher, is a byte too little."""
     loaded, told = [], []
-    of_where = {"run": engines, "rank": workers}[where]
+    of_where = {"run": parts_of_runs, "rank": workers}[where]
 
     def load_and_count(snapshot: SnapshotConfig, model: ModelConfig) -> Any:
         loaded.append(load_teacher(snapshot, model))

@@ -20,7 +20,7 @@ from rlft.config.resolved import resolve
 from rlft.environment.endpoint.app import bound
 from rlft.environment.endpoint.bodies import Chat
 from rlft.environment.endpoint.service import Request
-from rlft.loop.engines import engine_args
+from rlft.loop.parts import engine_args
 from rlft.runs.find import NamedRun
 from rlft.types import UserError
 

@@ -19,7 +19,7 @@ from rlft.config import command as commands
 from rlft.data.prompts import prompts_for_step
 from rlft.generation.stops import shown_texts
 from rlft.logger.interface import Logger
-from rlft.loop.engines import Engines
+from rlft.loop.parts import Engines
 from rlft.model.backbone import load_tokenizer
 from rlft.plan.fit import fit_to_device
 from rlft.plan.train_plan import TrainPlan

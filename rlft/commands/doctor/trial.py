@@ -26,8 +26,8 @@ from rlft.config.resolved import resolve
 from rlft.config.schema import AUTO, RunConfig
 from rlft.generation.memory import in_words, peak
 from rlft.generation.sending import memory_folder
-from rlft.loop.engines import Engines
 from rlft.loop.freshness import Freshness, Gap, Limits, StaleAdapterError, flatten
+from rlft.loop.parts import Engines
 from rlft.loop.session import Session, open_session
 from rlft.model.activations import is_checkpointed
 from rlft.model.backbone import read_config

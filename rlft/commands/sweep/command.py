@@ -177,7 +177,7 @@ def drive(source: Source[Any], checked: Checked, folder: Path) -> None:
     with ExitStack() as stack:
         if cluster is None or cluster.jobs == 1:
             from rlft.logger.console import PRINTED
-            from rlft.loop.engines import Engines
+            from rlft.loop.parts import Engines
 
             before, prunes = interrupt.signals_received(), checked.keys is not None
             tell = silent if prunes else say

@@ -46,7 +46,7 @@ from rlft.config.trainer import ClusterConfig
 from rlft.logger.console import PRINTED, Console, show_rows
 from rlft.logger.interface import RunInfo
 from rlft.loop.driver import BrokenRunError
-from rlft.loop.engines import Engines
+from rlft.loop.parts import Engines
 from rlft.runs import run_folder, run_status
 from rlft.runs.lines import METRICS, read_lines, silent
 from rlft.runs.run_folder import read
