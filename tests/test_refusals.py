@@ -32,7 +32,7 @@ from transformers import (
 from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.resolved import build, resolve
-from rlft.data.sampled import sampled_line
+from rlft.data.records import sampled_line
 from rlft.model import adapter_folder
 from rlft.model.backbone import Backbone, fingerprint
 from rlft.model.roles import Roles

@@ -31,7 +31,7 @@ from rlft.commands.watch.runs import read_words
 from rlft.config.overrides import unquoted
 from rlft.data.fields import RowError
 from rlft.data.files import parsed
-from rlft.data.sampled import Sampled, check_prompt_ids, is_sampled, parse_sampled
+from rlft.data.records import Sampled, check_prompt_ids, is_sampled, parse_sampled
 from rlft.logger.text import visible
 from rlft.runs.lines import DamagedLines, complete_lines, encode
 from rlft.system import crash, interrupt

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlft.config.command import Command, lazy
 from rlft.config.schema import SampleConfig
-from rlft.data.records import identity, number_of, split_of
-from rlft.data.sampled import is_sampled, sampled_line
+from rlft.data.records import identity, is_sampled, number_of, sampled_line, split_of
 from rlft.logger.console import open_terminal
 from rlft.runs import run_folder, run_status
 from rlft.runs.lines import each_line, encode

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from rlft.data.files import parsed
-from rlft.data.records import identity
-from rlft.data.sampled import is_sampled
+from rlft.data.records import identity, is_sampled
 from rlft.system.seeds import derive
 from rlft.types import Prompt, UserError, require
 

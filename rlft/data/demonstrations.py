@@ -9,11 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from rlft.config.keys import Key
 from rlft.data import fields as row_fields
-from rlft.data.fields import check_none_unread
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
-from rlft.data.records import LearnedKeys, RecordRow, identity
-from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
+from rlft.data.records import LearnedKeys, RecordRow, check_prompt_ids, identity, is_sampled, parse_sampled
 from rlft.data.templates import (
     chat,
     check_answer_template,
@@ -35,7 +33,7 @@ class DemonstrationKeys(LearnedKeys):
     - a chat in messages_field
     - a prompt in prompt_field (a text, or a chat up to the user's last message) with its completion in
       completion_field, which may be a template of several fields
-    - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged, and the
+    - a line of `rlft sample`, recognised by its keys (rlft/data/records.py); its prompt is used unchanged, and the
       worked examples that it was sampled with come before it only if with_examples
 
     A row without anything to learn, such as a chat in which the assistant says nothing, is left out and counted. The
@@ -122,7 +120,7 @@ class DemonstrationKeys(LearnedKeys):
     def _demonstration(
         self, turns: tuple[Message, ...], turn: Message, prompt_id: str, fields: Mapping[str, Any]
     ) -> Demonstration:
-        check_none_unread(fields, turns, "leave such rows out: demonstrations are learned from texts alone")
+        row_fields.check_none_unread(fields, turns, "leave such rows out: demonstrations are learned from texts alone")
         more = {key: value for key, value in turn.items() if key not in ("role", "content", "weight")}
         if not turn["content"].strip() and not more:
             raise row_fields.UselessRow("has an empty completion")

@@ -29,7 +29,7 @@ from rlft.config.schema import PromptsConfig
 from rlft.data.fields import MissingField, RowError, value_of
 from rlft.data.files import check_first_rows, files_at, parsed, tables
 from rlft.data.prompts import Findings, chunked, prompts_for_step, tokenised, tokenizer_fingerprint, uses_template
-from rlft.data.sampled import check_tokenizer, sampled_with
+from rlft.data.records import check_tokenizer, sampled_with
 from rlft.system.lazy import torch
 from rlft.system.seeds import derive
 from rlft.tokens.plain import PlainText, Tally

@@ -31,8 +31,7 @@ from rlft.data.fields import (
 )
 from rlft.data.hub import HubSet
 from rlft.data.jsonl import JsonlFiles
-from rlft.data.records import LearnedKeys, RecordRow, identity
-from rlft.data.sampled import check_prompt_ids, is_sampled, parse_sampled
+from rlft.data.records import LearnedKeys, RecordRow, check_prompt_ids, identity, is_sampled, parse_sampled
 from rlft.data.templates import chat, check_template, question_of, takes_question
 from rlft.tokens.text import num_common
 from rlft.types import Message, Prompt, Ranking, Split, counted, require
@@ -68,7 +67,7 @@ class PreferenceKeys(LearnedKeys):
       chats that differ in their last message. The common beginning of the chats is the prompt; if the row has another
       prompt, that is not used.
     - a list of texts in completions_field with a prompt, or one text with its score
-    - a line of `rlft sample`, recognised by its keys (rlft/data/sampled.py); its prompt is used unchanged
+    - a line of `rlft sample`, recognised by its keys (rlft/data/records.py); its prompt is used unchanged
 
     The single texts of a prompt are ranked together, and so are its lines of `rlft sample`.
     Pairs that answer different questions are left out and counted. A chat in messages_field takes precedence over

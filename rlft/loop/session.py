@@ -23,10 +23,9 @@ from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms, Hints
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.freshness import check_decoding, check_sampled, open_freshness, samples_tell
-from rlft.loop.metrics import Clock, evaluate, kl_to_base, text_loss, unknown_token_metrics
+from rlft.loop.metrics import Clock, Inspection, evaluate, kl_to_base, text_loss, unknown_token_metrics
 from rlft.loop.parts import Engines, engine_args, layers_of_rank, open_roles, open_scorer, open_trainer, opened_teacher
 from rlft.loop.sampling import NextSamples, StepSampler, replace_uninformative_groups
-from rlft.loop.token_inspection import Inspection
 from rlft.loop.workers import make_trainer, open_workers
 from rlft.model.backbone import ids_without_token
 from rlft.model.critic import CRITIC

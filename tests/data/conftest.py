@@ -10,7 +10,7 @@ import yaml
 from rlft.config.catalog import config_folder
 from rlft.config.instantiate import instantiate
 from rlft.data import hub
-from rlft.data.sampled import sampled_line
+from rlft.data.records import sampled_line
 from rlft.types import Completion, FinishReason, Prompt, Rollout
 
 Make = Callable[..., Any]

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from in_one_test import each
 
-from rlft.data.sampled import sampled_with
+from rlft.data.records import sampled_with
 from rlft.types import Demonstration, Split, UserError
 
 SYSTEM = {"role": "system", "content": "own"}

@@ -5,7 +5,7 @@ import pytest
 from in_one_test import each
 
 from rlft.data.preferences import RankingSet
-from rlft.data.sampled import sampled_with
+from rlft.data.records import sampled_with
 from rlft.types import Ranking, Split, UserError
 
 

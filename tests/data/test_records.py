@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 from in_one_test import each
 
-from rlft.data.records import Lazy, chosen, joined, mapped
+from rlft.data.fields import RowError
+from rlft.data.records import Lazy, check_tokenizer, chosen, is_sampled, joined, mapped, parse_sampled, sampled_line
+from rlft.types import Branch, Completion, FinishReason, Prompt, Rollout, Turn, UserError
 
 
 class Squares(Lazy[int]):
@@ -61,3 +66,117 @@ def test_chosen_items_that_are_neighbours_are_read_together() -> None:
 def test_lists_stay_lists() -> None:
     assert mapped([1, 2], str) == ["1", "2"]
     assert joined([1], (2,)) == [1, 2]
+
+
+# -- lines of rlft sample ----------------------------------------------------------------------------------------------
+def test_a_line_has_exactly_these_keys_and_reads_back(sample) -> None:
+    line = sample("1 + 1", "2!", 0.5, index=4, rewards={"math": 1.0, "format": 0.0})
+    assert line == {
+        "prompt_id": "1 + 1",
+        "index": 4,
+        "prompt": [{"role": "user", "content": "What is 1 + 1?"}],
+        "answer": "2",
+        "completion": "2!",
+        "token_ids": [50, 33, 0],
+        "finish_reason": "stop",
+        "rewards": {"format": 0.0, "math": 1.0},
+        "reward": 0.5,
+        "model": "tiny, step 3",
+        "tokenizer": "0123456789ab",
+    }
+    assert is_sampled(line)
+    read = parse_sampled(json.loads(json.dumps(line, allow_nan=False)), with_tokens=True)
+    assert (read.prompt.id, read.prompt.answer) == ("1 + 1", "2")
+    assert read.prompt.messages == ({"role": "user", "content": "What is 1 + 1?"},)
+    assert (read.completion, read.token_ids, read.finish_reason) == ("2!", (50, 33, 0), FinishReason.stop)
+    assert (read.rewards, read.reward) == ({"format": 0.0, "math": 1.0}, 0.5)
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_worked_examples_stand_apart_from_the_question_and_come_back_on_request(system, number) -> None:
+    asked = [{"role": "user", "content": "What is 1?"}]
+    examples = [{"role": role, "content": f"{role} {i}"} for i in range(number) for role in ("user", "assistant")]
+    first = [] if system is None else [{"role": "system", "content": system}]
+    prompt = Prompt(id="1", messages=(*first, *examples, *asked), answer="1", num_examples=len(examples))
+    said = Completion(text="1", token_ids=(1,), logprobs=(-1.0,), finish_reason=FinishReason.stop)
+    rollout = Rollout(prompt=prompt, completion=said, policy_version=0)
+    line = json.loads(json.dumps(sampled_line(rollout, index=0, rewards={}, reward=1.0, model="m", tokenizer="t")))
+    assert line["prompt"] == [*first, *asked]
+    assert line.get("examples", []) == examples
+    assert parse_sampled(line, with_tokens=True).prompt.messages == (*first, *asked)
+    assert parse_sampled(line, with_tokens=True, with_examples=True).prompt.messages == prompt.messages
+
+
+def test_rewards_that_are_no_finite_numbers_become_null(sample) -> None:
+    line = sample("1", "2", math.inf, rewards={"judge": math.nan})
+    assert (line["reward"], line["rewards"]) == (None, {"judge": None})
+    read = parse_sampled(line, with_tokens=True)
+    assert (read.reward, read.rewards) == (None, {"judge": None})
+
+
+def test_other_shapes_are_no_sampled_lines(sample) -> None:
+    line = sample("1", "2")
+    assert not is_sampled({key: value for key, value in line.items() if key != "tokenizer"})  # a run's rollouts
+    assert not is_sampled(line | {"prompt": "What?"})
+    assert not is_sampled({key: value for key, value in line.items() if key != "completion"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"token_ids": [1, 2.5]}, "field 'token_ids' must be whole numbers, not below 0"),
+        ({"token_ids": [-1]}, "field 'token_ids' must be whole numbers, not below 0"),
+        ({"token_ids": [True]}, "field 'token_ids' must be whole numbers, not below 0"),
+        ({"token_ids": []}, "field 'token_ids' is empty"),
+        ({"token_ids": None}, "field 'token_ids' of a sampled line must be a list, it is null"),
+        ({"completion": 3}, "field 'completion' of a sampled line must be a string, it is a number"),
+        ({"rewards": []}, "field 'rewards' of a sampled line must be an object, it is an empty list"),
+        ({"rewards": {"math": "1"}}, "field 'rewards.math' must be a number or null, it is a string"),
+        ({"reward": True}, "field 'reward' must be a number or null, it is a boolean"),
+        (
+            {"finish_reason": "eos"},
+            "field 'finish_reason' must be stop or length or turns or calls or time, it is 'eos'",
+        ),
+        ({"prompt": [{"role": "bot", "content": "?"}]}, "message 0 of field 'prompt' must be"),
+    ],
+)
+def test_a_line_that_was_changed_by_hand_is_refused(sample, changed, problem: str) -> None:
+    with pytest.raises(RowError) as refusal:
+        parse_sampled(sample("1", "2") | changed, with_tokens=True)
+    assert str(refusal.value).startswith(problem)
+
+
+def test_tokens_of_another_tokenizer_are_refused_with_the_way_out() -> None:
+    check_tokenizer(set(), "0123456789ab", "demonstrations.path")
+    check_tokenizer({"0123456789ab"}, "0123456789ab", "demonstrations.path")
+    with pytest.raises(UserError) as refusal:
+        check_tokenizer({"0123456789ab", "ffffffffffff"}, "0123456789ab", "preferences.path")
+    assert str(refusal.value) == (
+        "preferences.path: was sampled with another tokenizer (ffffffffffff) than this model's (0123456789ab); "
+        "set preferences.token_ids=text to tokenise its texts again, or sample with this model"
+    )
+
+
+def test_a_conversation_keeps_its_mask_and_turns_and_is_not_learned_from() -> None:
+    """Its tokens are not all the policy's: an environment's would be learned as the policy's own."""
+    spoken = Completion(
+        text="a b c",
+        token_ids=(1, 2, 3),
+        logprobs=(-1.0, 0.0, -1.0),
+        finish_reason=FinishReason.stop,
+        mask=(True, False, True),
+        turns=(Turn(end=1, text="a", answer="b", reward=0.5), Turn(end=3, text="c")),
+        branches=(Branch(start=2, after=-1),),
+    )
+    prompt = Prompt(id="p", messages=({"role": "user", "content": "?"},), answer="")
+    rollout = Rollout(prompt=prompt, completion=spoken, policy_version=None)
+    line = sampled_line(rollout, index=0, rewards={}, reward=1.0, model="m", tokenizer="t")
+    assert line["mask"] == [1, 0, 1]
+    assert line["branches"] == [{"start": 2, "after": -1}]
+    assert [turn["end"] for turn in line["turns"]] == [1, 3]
+    with pytest.raises(RowError, match="it is a conversation, and what an environment said in it would be learned"):
+        parse_sampled(line, with_tokens=True)
+    single = replace(rollout, completion=replace(spoken, mask=None, turns=(), branches=(), logprobs=(-1.0,) * 3))
+    plain = sampled_line(single, index=0, rewards={}, reward=1.0, model="m", tokenizer="t")
+    assert not {"mask", "turns", "branches"} & plain.keys()

@@ -25,8 +25,17 @@ from typing import Any
 from rlft.environment.conversations import Conversation, Transcript, group_of, row_of, say, tool_call, unbegun
 from rlft.environment.endpoint.agents import HOST, SECTION, Endpoint
 from rlft.environment.endpoint.app import Limits, Server, bound, make_app
-from rlft.environment.endpoint.bodies import Chat, Generate, Refusal, Said, Tokenize, arguments_of, as_message, unfit
-from rlft.environment.endpoint.fields import Message as Sent
+from rlft.environment.endpoint.bodies import (
+    Chat,
+    Generate,
+    Message as Sent,
+    Refusal,
+    Said,
+    Tokenize,
+    arguments_of,
+    as_message,
+    unfit,
+)
 from rlft.environment.endpoint.service import (
     Draw,
     Inbox,

@@ -15,7 +15,7 @@ and ask for attributes and methods. It supports no operator, since the program w
 results.
 
 So tests can't pass a function to the program, see a list changed in place, or use a builtin that the program redefines;
-code_tests.py says which tests need that.
+reward/code.py says which tests need that.
 """
 
 from __future__ import annotations

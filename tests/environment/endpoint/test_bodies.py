@@ -23,17 +23,23 @@ from in_one_test import each
 from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel
 
-from rlft.environment.endpoint.bodies import Chat, Complete, DrawnTokens, Generate, Refusal, Tokenize, read
-from rlft.environment.endpoint.fields import (
+from rlft.environment.endpoint.bodies import (
     NOT_USED,
     Called,
     CalledFunction,
+    Chat,
+    Complete,
+    DrawnTokens,
     Fields,
     Function,
+    Generate,
     Message,
     Part,
+    Refusal,
     StreamOptions,
+    Tokenize,
     Tool,
+    read,
 )
 
 CALLED = {"id": "000000001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
