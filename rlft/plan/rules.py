@@ -22,17 +22,7 @@ from rlft.generation.engine import Engine, units_of
 from rlft.logger.interface import Logger
 from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
-from rlft.plan.model_rules import check_apart, check_engine, check_model, with_keys
-from rlft.plan.roles import (
-    Use,
-    check_folders,
-    check_learner,
-    check_roles,
-    start_of,
-    use_of_policy,
-    uses,
-    uses_of_rewards,
-)
+from rlft.plan import model_rules, roles
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.system.device import kind_of
 from rlft.tokens.text import RunTokenizer
@@ -69,28 +59,28 @@ def check_components(config: schema.RunConfig, *, trains: bool = True) -> tuple[
         _curriculum(config)
     check_evaluation(config.eval, config.generation)
     check_time_limits(config.reward, config.scoring)
-    check_engine(config.generation, config.model)
+    model_rules.check_engine(config.generation, config.model)
     _resampling(config, algorithm)
     check_cluster(config)
-    check_model(config.model)
-    check_learner(config)
+    model_rules.check_model(config.model)
+    roles.check_learner(config)
     if trains:
         check_ranks(config)
     check_environment(config)
     check_rewarded(config)
     rewards = specs(config.reward)
-    check_roles(config, algorithm, rewards, trains=trains)
+    roles.check_roles(config, algorithm, rewards, trains=trains)
     check_stops_and_rewards(config.generation, rewards)
-    check_folders(uses(config, rewards), config.lora)
+    roles.check_folders(roles.uses(config, rewards), config.lora)
     return algorithm, checked_loggers(config) if trains else loggers_of(config.logger)
 
 
 def check_sft(config: schema.SftConfig) -> tuple[Logger, ...]:
     """The loggers of `rlft sft`."""
     check_name(config.name)
-    check_engine(config.generation, config.model)
-    check_learner(config)
-    check_model(config.model)
+    model_rules.check_engine(config.generation, config.model)
+    roles.check_learner(config)
+    model_rules.check_model(config.model)
     check_evaluation(config.eval, config.generation)
     check_time_limits(config.reward, config.scoring)
     rewards = specs(config.reward) if config.data else {}
@@ -100,7 +90,9 @@ def check_sft(config: schema.SftConfig) -> tuple[Logger, ...]:
     if config.data:
         check_rewarded(config)
     check_learned(rewards)
-    check_folders([*use_of_policy("lora.path", start_of(config.lora)), *uses_of_rewards(rewards)], config.lora)
+    roles.check_folders(
+        [*roles.use_of_policy("lora.path", roles.start_of(config.lora)), *roles.uses_of_rewards(rewards)], config.lora
+    )
     for key, section in (("data", config.data), ("demonstrations", config.demonstrations)):
         if section:
             check_data(section, key)
@@ -110,8 +102,8 @@ def check_sft(config: schema.SftConfig) -> tuple[Logger, ...]:
 def check_sample(config: schema.SampleConfig) -> None:
     """Makes nothing for `rlft sample`."""
     check_name(config.name)
-    check_model(config.model)
-    check_engine(config.generation, config.model)
+    model_rules.check_model(config.model)
+    model_rules.check_engine(config.generation, config.model)
     check_time_limits(config.reward, config.scoring)
     keep, number, least = config.keep, config.max_per_prompt, config.min_reward
     problem, remedy = "keep=best keeps one completion of each prompt", "leave it out, or set keep=all"
@@ -124,20 +116,20 @@ def check_sample(config: schema.SampleConfig) -> None:
     check_environment(config)
     check_rewarded(config)
     check_learned(specs(config.reward))
-    check_folders(uses_of_sample(config), lora_of(config))
+    roles.check_folders(uses_of_sample(config), lora_of(config))
     check_data(config.data)
 
 
 def check_preferences(config: schema.RmConfig | schema.DpoConfig) -> tuple[RankingLoss, tuple[Logger, ...]]:
     """The loss and the loggers of `rlft rm` and `rlft dpo`."""
     check_name(config.name)
-    check_model(config.model)
+    model_rules.check_model(config.model)
     longest, what = config.prompts.max_tokens + config.max_completion_tokens, "prompts.max_tokens and a completion"
     if isinstance(config, schema.RmConfig):
         longest, what = longest + 1, "prompts.max_tokens, max_completion_tokens and an ending"
     check_budget(config.token_budget, longest, what)
     loss = _loss_of(config)
-    check_folders(uses_of_preferences(config, loss), config.lora)
+    roles.check_folders(uses_of_preferences(config, loss), config.lora)
     check_data(config.preferences, "preferences")
     if isinstance(config, schema.RmConfig) and config.replay.path is not None:
         with replay_is_meant():
@@ -593,7 +585,7 @@ def check_cluster(config: schema.RunConfig) -> None:
     )
     require(not cluster.scoring or config.scoring.workers, "cluster.scoring", problem, got="true", remedy=remedy)
     if cluster.engines and engine != schema.AUTO:
-        check_apart(config, engine)
+        model_rules.check_apart(config, engine)
 
 
 def check_cluster_has_devices(cluster: ClusterConfig, device: torch.device) -> None:
@@ -667,9 +659,9 @@ def idle_engines(config: schema.RunConfig, name: str) -> str | None:
 
 
 # -- rlft sample -------------------------------------------------------------------------------------------------------
-def uses_of_sample(config: schema.SampleConfig) -> list[Use]:
+def uses_of_sample(config: schema.SampleConfig) -> list[roles.Use]:
     """The adapter folders that the config names: the policy's, and those of learned rewards."""
-    return [*use_of_policy("adapter", config.adapter), *uses_of_rewards(specs(config.reward))]
+    return [*roles.use_of_policy("adapter", config.adapter), *roles.uses_of_rewards(specs(config.reward))]
 
 
 def lora_of(config: schema.SampleConfig) -> LoraSettings:
@@ -721,21 +713,21 @@ def reference_of(config: schema.RmConfig | schema.DpoConfig, loss: RankingLoss) 
     return (config.lora.path or "base") if configured == "copy" else configured
 
 
-def uses_of_preferences(config: schema.RmConfig | schema.DpoConfig, loss: RankingLoss) -> list[Use]:
+def uses_of_preferences(config: schema.RmConfig | schema.DpoConfig, loss: RankingLoss) -> list[roles.Use]:
     """The adapter folders that the config names: the one that training starts from, and the reference's."""
     path, reference = config.lora.path, reference_of(config, loss)
-    used = use_of_policy("lora.path", path)
+    used = roles.use_of_policy("lora.path", path)
     if path is not None and isinstance(config, schema.RmConfig):
-        used = [Use(key="lora.path", path=path, has_head=has_head(path), of_any_role=True)]
+        used = [roles.Use(key="lora.path", path=path, has_head=has_head(path), of_any_role=True)]
     if reference not in ("none", "base", path):
         words = "auto, none, base or copy"
-        used.append(Use(key=REFERENCE, path=reference, starts_role=False, words=words))
+        used.append(roles.Use(key=REFERENCE, path=reference, starts_role=False, words=words))
     return used
 
 
 def replay_is_meant() -> AbstractContextManager[None]:
     """Gives UserErrors raised inside the key of earlier rounds' preferences."""
-    return with_keys(lambda key: "replay.path")
+    return model_rules.with_keys(lambda key: "replay.path")
 
 
 def replayed(config: schema.RmConfig) -> Mapping[str, Any]:

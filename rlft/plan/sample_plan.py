@@ -12,32 +12,11 @@ from rlft.config.schema import AUTO, GenerationConfig, SampleConfig
 from rlft.data.prompts import PromptSet, tokenizer_fingerprint
 from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.memory import Decoding, ModelSizes
+from rlft.plan import model_rules, roles, rules, sizes
 from rlft.plan.demand import Demand, Networks, Rows, TowerDemand, tower_demand
-from rlft.plan.model_rules import (
-    check_adapted,
-    check_machine,
-    check_row,
-    check_served,
-    choose_engine,
-    notes_of_drafts,
-    unserved,
-)
 from rlft.plan.rewards.references import check_scoring
-from rlft.plan.roles import check_adapters, fingerprints_of, notes_of_adapters
 from rlft.plan.roofline import StepWork
-from rlft.plan.rules import check_classifiers, check_images, lora_of, prompt_additions, uses_of_sample
 from rlft.plan.run_plan import Plan
-from rlft.plan.sizes import (
-    TOKEN_ID,
-    completion_bytes,
-    learned_rewards,
-    of_a_later_round,
-    read_base,
-    read_tokenizer,
-    rows_of,
-    sampling_of,
-    scan_prompts,
-)
 from rlft.reward.workers.reward_spec import reported, specs
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.types import Prompt, Split, require
@@ -85,10 +64,10 @@ class SamplePlan(Plan):
         """The demand of the engine beside the base, the adapter that samples, and learned rewards."""
         run, longest = self.config, self.prompts.longest(self.config.num_prompts).token_ids
         per_step = min(run.prompts_per_step, len(self.chosen))
-        on_the_base, beside = learned_rewards(run)
+        on_the_base, beside = sizes.learned_rewards(run)
         decodings = [Decoding(num_prompts=per_step, samples=run.n, longest=longest)]
         if run.environment:
-            decodings.append(of_a_later_round(decodings[0], run.generation.max_tokens))
+            decodings.append(sizes.of_a_later_round(decodings[0], run.generation.max_tokens))
         return Demand(
             networks=Networks(adapters=1 + on_the_base, trainable=0, matrices=0, rewards=beside),
             rows=Rows(
@@ -102,14 +81,14 @@ class SamplePlan(Plan):
             recompute=recompute,
             device=kind_name(resolve_device(run.model.device)),
             tower=self.tower,
-            **sampling_of(run, self.engine, decodings),
+            **sizes.sampling_of(run, self.engine, decodings),
         )
 
     def step_work(self) -> StepWork:
         run = self.config
         lengths = self.prompts.num_tokens[: run.num_prompts]
         scorers = sum(spec.runs_in_trainer for spec in specs(run.reward).values())
-        rows = rows_of(lengths, run.n, run, number=len(self.chosen) / self.num_steps)
+        rows = sizes.rows_of(lengths, run.n, run, number=len(self.chosen) / self.num_steps)
         return StepWork(trained=rows, epochs=0, scorers=scorers, is_sampled=True)
 
     def lengths(self) -> dict[str, Sequence[int]]:
@@ -118,7 +97,7 @@ class SamplePlan(Plan):
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
         limit = min(config.n, config.max_per_prompt or config.n)
-        line = completion_bytes(config) + TOKEN_ID * config.generation.max_tokens
+        line = sizes.completion_bytes(config) + sizes.TOKEN_ID * config.generation.max_tokens
         return {"samples": len(self.chosen) * limit * line}
 
 
@@ -127,36 +106,38 @@ def _check_served(generation: GenerationConfig, lora: LoraSettings, adapter: str
     if generation.engine == AUTO:
         return
     engine = generation.named(generation.engine)
-    problems = unserved(engine, lora)
+    problems = model_rules.unserved(engine, lora)
     for key, what in (("lora.use_dora", "is a DoRA adapter"), ("lora.target_modules", f"adapts {HEAD}")):
         problem = f"{what}, which {engine.title} cannot serve"
         require(key not in problems, "adapter", problem, got=adapter, remedy="use generation=transformers")
-    check_served(generation, lora)
+    model_rules.check_served(generation, lora)
 
 
 def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     """Reads the model's config.json and tokenizer, and scans the data: `rlft.config.command.Command.make_plan`."""
     config: SampleConfig = resolved.config
-    check_machine(config.model, runs_here=runs_here)
-    rewards, lora, used = specs(config.reward), lora_of(config), uses_of_sample(config)
-    engine, _ = choose_engine(
+    model_rules.check_machine(config.model, runs_here=runs_here)
+    rewards, lora, used = specs(config.reward), rules.lora_of(config), rules.uses_of_sample(config)
+    engine, _ = model_rules.choose_engine(
         config.generation, config.model, None if config.adapter is None else lora, runs_here=runs_here
     )
     if config.adapter is not None:
         _check_served(config.generation, lora, config.adapter)
-    model_config, base = read_base(config.model)
-    check_row(config.prompts.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
-    check_adapters(used, lora, config.model, base, model_config)
+    model_config, base = sizes.read_base(config.model)
+    model_rules.check_row(
+        config.prompts.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config
+    )
+    roles.check_adapters(used, lora, config.model, base, model_config)
     if config.adapter is not None:
-        check_adapted(config.generation.named(engine), lora, config.model, model_config, config.adapter)
-    classifiers = check_classifiers(rewards)
-    tokenizer, ends = read_tokenizer(config, model_config)
+        model_rules.check_adapted(config.generation.named(engine), lora, config.model, model_config, config.adapter)
+    classifiers = rules.check_classifiers(rewards)
+    tokenizer, ends = sizes.read_tokenizer(config, model_config)
     split = Split(config.split)
     data = instantiate(config.data, "data").load(split)
     environment = read_environment(config.environment)
-    shown = prompt_additions(environment, tokenizer, data)
-    prompts = scan_prompts(config, data, tokenizer, split, shown)
-    check_images(config, model_config.model_type, config.generation.named(engine), prompts)
+    shown = rules.prompt_additions(environment, tokenizer, data)
+    prompts = sizes.scan_prompts(config, data, tokenizer, split, shown)
+    rules.check_images(config, model_config.model_type, config.generation.named(engine), prompts)
     num_chosen = len(prompts.prompts[: config.num_prompts])
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
     data_notes = (*reported(rewards, "note"), *check_scoring(config, rewards, prompts, tokenizer, ends))
@@ -173,9 +154,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
         notes=(
             *prompts.notes,
             *data_notes,
-            *notes_of_adapters(used, config.model, base),
+            *roles.notes_of_adapters(used, config.model, base),
             *ends.notes,
-            *notes_of_drafts(config.generation),
+            *model_rules.notes_of_drafts(config.generation),
         ),
-        fingerprints={"data_fingerprint": prompts.fingerprint, **base, **classifiers, **fingerprints_of(used)},
+        fingerprints={"data_fingerprint": prompts.fingerprint, **base, **classifiers, **roles.fingerprints_of(used)},
     )

@@ -16,49 +16,11 @@ from rlft.data.examples import Examples, RankedTokens, Rankings, scan_demonstrat
 from rlft.data.prompts import PromptSet
 from rlft.generation.memory import ModelSizes
 from rlft.model.adapter_folder import num_parameters
+from rlft.plan import model_rules, roles, rules, sizes
 from rlft.plan.demand import Demand, Loss, Networks, Rows
-from rlft.plan.model_rules import (
-    check_machine,
-    check_optimizer,
-    check_row,
-    check_targets,
-    choose_engine,
-    notes_of_drafts,
-    notes_of_tiles,
-)
 from rlft.plan.rewards.references import check_scoring
-from rlft.plan.roles import (
-    check_adapters,
-    check_learner_on,
-    fingerprints_of,
-    notes_of_adapters,
-    start_of,
-    use_of_policy,
-    uses_of_rewards,
-)
 from rlft.plan.roofline import StepWork, Work
-from rlft.plan.rules import (
-    REFERENCE,
-    check_classifiers,
-    check_enough,
-    reference_of,
-    replay_is_meant,
-    replayed,
-    uses_of_preferences,
-)
 from rlft.plan.run_plan import Plan, TableRow
-from rlft.plan.sizes import (
-    checkpoint_bytes,
-    completion_bytes,
-    learned_rewards,
-    of_evaluation,
-    read_base,
-    read_tokenizer,
-    rows_of,
-    sampling_of,
-    scan_prompts,
-    sizes_of,
-)
 from rlft.reward.workers.reward_spec import reported, specs
 from rlft.system.device import kind_name, resolve_device
 from rlft.tokens.text import RunTokenizer
@@ -100,7 +62,7 @@ class SftPlan(Plan):
         """The demand of one adapter, or of training all weights."""
         run = self.config
         longest = max(self.train.texts, key=lambda text: len(text.ids))
-        on_the_base, beside = (0, 0) if self.held_out is None else learned_rewards(run)
+        on_the_base, beside = (0, 0) if self.held_out is None else sizes.learned_rewards(run)
         whole = run.lora is None
         return Demand(
             networks=Networks(
@@ -122,7 +84,7 @@ class SftPlan(Plan):
             token_budget=run.token_budget,
             recompute=recompute,
             device=kind_name(resolve_device(run.model.device)),
-            **sampling_of(run, self.engine, of_evaluation(self.held_out, run.eval)),
+            **sizes.sampling_of(run, self.engine, sizes.of_evaluation(self.held_out, run.eval)),
         )
 
     def step_work(self) -> StepWork:
@@ -130,7 +92,7 @@ class SftPlan(Plan):
         evaluated = [] if held_out is None else held_out.num_tokens[: run.eval.num_prompts]
         return StepWork(
             trained=_work_of_examples(self.train, run.token_budget, run.examples_per_step),
-            sampled=rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,
+            sampled=sizes.rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,
             read=_work_of_examples(self.held_out_examples, run.token_budget) if self.held_out_examples.texts else None,
         )
 
@@ -145,9 +107,9 @@ class SftPlan(Plan):
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config = self.config
-        demand = self.demand(model or sizes_of(config.model, config.lora), False)
-        saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand)
-        examples = config.eval.num_examples * completion_bytes(config)
+        demand = self.demand(model or sizes.sizes_of(config.model, config.lora), False)
+        saved = sizes.checkpoint_bytes(config.checkpoint, self.num_steps, demand)
+        examples = config.eval.num_examples * sizes.completion_bytes(config)
         return {"checkpoints": saved, **self.metrics_bytes(examples)}
 
 
@@ -162,34 +124,34 @@ def _work_of_examples(examples: Examples, budget: int, number: int | None = None
 def plan_demonstrations(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     """Reads the model's config.json and tokenizer, and scans the data: `rlft.config.command.Command.make_plan`."""
     config: SftConfig = resolved.config
-    check_machine(config.model, runs_here=runs_here)
-    check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
-    engine, _ = choose_engine(
+    model_rules.check_machine(config.model, runs_here=runs_here)
+    model_rules.check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
+    engine, _ = model_rules.choose_engine(
         config.generation, config.model, config.lora, runs_here=runs_here, whole=config.lora is None
     )
-    model_config, base = read_base(config.model)
+    model_config, base = sizes.read_base(config.model)
     limits = config.prompts
-    check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
-    used = use_of_policy("lora.path", start_of(config.lora))
-    tokenizer, ends = read_tokenizer(config, model_config)
+    model_rules.check_row(limits.max_tokens, config.max_completion_tokens, "max_completion_tokens", model_config)
+    used = roles.use_of_policy("lora.path", roles.start_of(config.lora))
+    tokenizer, ends = sizes.read_tokenizer(config, model_config)
     held_out, data_notes, classifiers = None, (), dict[str, str]()
     if config.data and config.eval.every:
-        check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
+        model_rules.check_row(limits.max_tokens, config.generation.max_tokens, "generation.max_tokens", model_config)
         rewards = specs(config.reward)
-        used += uses_of_rewards(rewards)
-        classifiers = check_classifiers(rewards)
+        used += roles.uses_of_rewards(rewards)
+        classifiers = rules.check_classifiers(rewards)
         prompts = instantiate(config.data, "data").load(Split.held_out)
-        held_out = scan_prompts(config, prompts, tokenizer, Split.held_out)
+        held_out = sizes.scan_prompts(config, prompts, tokenizer, Split.held_out)
         data_notes = (*reported(rewards, "note"), *check_scoring(config, rewards, held_out, tokenizer, ends))
     sampling = None if held_out is None else config.generation.named(engine)
-    check_learner_on(config, sampling, used, base, model_config)
+    roles.check_learner_on(config, sampling, used, base, model_config)
     demonstrations = instantiate(config.demonstrations, "demonstrations")
     train, held_out_examples = (
         scan_demonstrations(demonstrations.load(split), tokenizer, limits, config.max_completion_tokens, split)
         for split in (Split.train, Split.held_out)
     )
     size = config.examples_per_step
-    check_enough("examples_per_step", size, size, len(train.texts), "demonstration")
+    rules.check_enough("examples_per_step", size, size, len(train.texts), "demonstration")
     return SftPlan(
         config=config,
         plain=resolved.plain,
@@ -205,17 +167,17 @@ def plan_demonstrations(resolved: Resolved, *, runs_here: bool = True) -> SftPla
             **({} if held_out is None else {"held_out_fingerprint": held_out.fingerprint}),
             **base,
             **classifiers,
-            **fingerprints_of(used),
+            **roles.fingerprints_of(used),
         },
         notes=(
             *train.notes,
             *held_out_examples.notes,
-            *notes_of_tiles(config.model, config.lora, model_config),
-            *notes_of_adapters(used, config.model, base),
+            *model_rules.notes_of_tiles(config.model, config.lora, model_config),
+            *roles.notes_of_adapters(used, config.model, base),
             *(() if held_out is None else held_out.notes),
             *ends.notes,
             *data_notes,
-            *notes_of_drafts(config.generation),
+            *model_rules.notes_of_drafts(config.generation),
         ),
     )
 
@@ -270,12 +232,12 @@ class PreferencePlan(Plan):
     @property
     def _reference_parameters(self) -> int:
         """Number of parameters of the reference's adapter, as its folder has it."""
-        return num_parameters(self.reference, REFERENCE) if self.has_reference_adapter else 0
+        return num_parameters(self.reference, rules.REFERENCE) if self.has_reference_adapter else 0
 
     @property
     def reference_fingerprint(self) -> str:
         """Fingerprint of what the reference's log-probs depend on: the preferences, the base, and its adapter."""
-        key = next((k for k in (REFERENCE, "lora.path") if f"{k}_fingerprint" in self.fingerprints), "")
+        key = next((k for k in (rules.REFERENCE, "lora.path") if f"{k}_fingerprint" in self.fingerprints), "")
         adapter = self.fingerprints[f"{key}_fingerprint"] if self.has_reference_adapter else "base"
         return f"{self.fingerprints['preferences_fingerprint']} {self.fingerprints['base_fingerprint']} {adapter}"
 
@@ -284,10 +246,10 @@ class PreferencePlan(Plan):
         pairs = sum(len(pairs_of_ranking(r.scores)[0]) for r in rankings)
         held_out = counted(len(self.held_out.rankings), "ranking", ",")
         epochs = self.num_steps * self.num_new / len(rankings)
-        replayed = "" if self.replay is None else f"; {replays} in a step are replayed"
+        repeated = "" if self.replay is None else f"; {replays} in a step are replayed"
         return [
             *([self._reference_row()] if isinstance(run, DpoConfig) else ()),
-            ("rankings", f"{len(rankings):,}", f"{counted(pairs, 'pair', ',')}; {held_out} held out{replayed}"),
+            ("rankings", f"{len(rankings):,}", f"{counted(pairs, 'pair', ',')}; {held_out} held out{repeated}"),
             *self.end_rows(),
             ("total", f"{counted(self.num_steps, 'step')}", f"{epochs:.1f} epochs"),
         ]
@@ -351,8 +313,8 @@ class PreferencePlan(Plan):
         config, beside = self.config, 0
         if self.reference != "none":  # all its log-probs in float64, and one position per ranking in int64
             beside = 2 * sum(1 + len(ranking.completions) for ranking in self.train.rankings)
-        demand = self.demand(model or sizes_of(config.model, config.lora), False)
-        saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand, beside)
+        demand = self.demand(model or sizes.sizes_of(config.model, config.lora), False)
+        saved = sizes.checkpoint_bytes(config.checkpoint, self.num_steps, demand, beside)
         return {"checkpoints": saved, **self.metrics_bytes()}
 
 
@@ -372,21 +334,21 @@ def plan_rankings(resolved: Resolved, *, runs_here: bool = True) -> PreferencePl
     """Reads the model's config.json and tokenizer, and scans the data: `rlft.config.command.Command.make_plan`."""
     config: RmConfig | DpoConfig = resolved.config
     loss, loggers = resolved.parts
-    used = uses_of_preferences(config, loss)
-    check_machine(config.model, runs_here=runs_here)
-    check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
-    model_config, base = read_base(config.model)
+    used = rules.uses_of_preferences(config, loss)
+    model_rules.check_machine(config.model, runs_here=runs_here)
+    model_rules.check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
+    model_config, base = sizes.read_base(config.model)
     limit = config.max_completion_tokens
-    check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
-    check_targets(config.lora, config.model, model_config)
-    check_adapters(used, config.lora, config.model, base, model_config)
-    tokenizer, ends = read_tokenizer(config, model_config)
+    model_rules.check_row(config.prompts.max_tokens, limit, "max_completion_tokens", model_config)
+    model_rules.check_targets(config.lora, config.model, model_config)
+    roles.check_adapters(used, config.lora, config.model, base, model_config)
+    tokenizer, ends = sizes.read_tokenizer(config, model_config)
     train, train_notes = _scanned(config, config.preferences, tokenizer, Split.train)
     held_out, held_out_notes = _scanned(config, config.preferences, tokenizer, Split.held_out)
     replay, replay_notes = None, list[str]()
     if isinstance(config, RmConfig) and config.replay.path is not None:
-        with replay_is_meant():
-            replay, replay_notes = _scanned(config, replayed(config), tokenizer, Split.train)
+        with rules.replay_is_meant():
+            replay, replay_notes = _scanned(config, rules.replayed(config), tokenizer, Split.train)
     plan = PreferencePlan(
         config=config,
         plain=resolved.plain,
@@ -394,7 +356,7 @@ def plan_rankings(resolved: Resolved, *, runs_here: bool = True) -> PreferencePl
         train=train,
         held_out=held_out,
         loss=loss,
-        reference=reference_of(config, loss),
+        reference=rules.reference_of(config, loss),
         replay=replay,
         loggers=loggers,
         ends=ends,
@@ -402,12 +364,12 @@ def plan_rankings(resolved: Resolved, *, runs_here: bool = True) -> PreferencePl
             "preferences_fingerprint": train.fingerprint,
             "held_out_preferences_fingerprint": held_out.fingerprint,
             **base,
-            **fingerprints_of(used),
+            **roles.fingerprints_of(used),
             **({} if replay is None else {"replay_fingerprint": replay.fingerprint}),
         },
         notes=(
-            *notes_of_tiles(config.model, config.lora, model_config),
-            *notes_of_adapters(used, config.model, base),
+            *model_rules.notes_of_tiles(config.model, config.lora, model_config),
+            *roles.notes_of_adapters(used, config.model, base),
             *train_notes,
             *held_out_notes,
             *ends.notes,
@@ -419,7 +381,7 @@ def plan_rankings(resolved: Resolved, *, runs_here: bool = True) -> PreferencePl
         problem = f"gives the replay none of the {counted(size, 'ranking')} of an update"
         remedy = "raise it or rankings_per_step, or leave replay.path out"
         raise UserError("replay.fraction", problem, got=config.replay.fraction, remedy=remedy)
-    check_enough("rankings_per_step", size, plan.num_new, len(train.rankings), "ranking")
+    rules.check_enough("rankings_per_step", size, plan.num_new, len(train.rankings), "ranking")
     return plan
 
 

@@ -25,25 +25,11 @@ from rlft.model.backbone import decoder_layers, read_config
 from rlft.model.experts import bytes_of_choice
 from rlft.model.families import limit_of
 from rlft.model.full_weights import copied_roles
-from rlft.plan import model_rules, roles, rules
+from rlft.plan import model_rules, roles, rules, sizes
 from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand, TowerDemand, tower_demand
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roofline import StepWork
 from rlft.plan.run_plan import Facts, Plan, TableRow
-from rlft.plan.sizes import (
-    LOGPROB,
-    TOKEN_ID,
-    checkpoint_bytes,
-    completion_bytes,
-    learned_rewards,
-    of_training,
-    read_base,
-    read_tokenizer,
-    rows_of,
-    sampling_of,
-    scan_prompts,
-    sizes_of,
-)
 from rlft.reward.workers.reward_spec import reported, specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.device import BUCKET, kind_name, resolve_device, resolve_dtype
@@ -211,7 +197,7 @@ class TrainPlan(Plan):
             return {}
         if placement is None or placement.kind == "pairs":
             apart = min(apart, 1)
-        return sampling_of(run, self.engine, of_training(self.train_prompts, self.held_out, run), apart)
+        return sizes.sampling_of(run, self.engine, sizes.of_training(self.train_prompts, self.held_out, run), apart)
 
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of the policy, and of old, reference, teacher, critic and rewards beside it."""
@@ -250,7 +236,7 @@ class TrainPlan(Plan):
     def _networks(self, model: ModelSizes) -> Networks:
         run, snapshot, critic = self.config, self.config.snapshot, self.config.critic.kind
         heads, own_critic = (critic is not CriticKind.none) * model.hidden, critic is CriticKind.adapter
-        on_the_base, rewards = learned_rewards(run)
+        on_the_base, rewards = sizes.learned_rewards(run)
         if run.lora is None:
             return Networks(
                 adapters=0,
@@ -307,14 +293,14 @@ class TrainPlan(Plan):
             own_critic,
         ]
         return StepWork(
-            trained=rows_of(self.train_prompts.num_tokens, run.group_size, run, number=run.prompts_per_step),
+            trained=sizes.rows_of(self.train_prompts.num_tokens, run.group_size, run, number=run.prompts_per_step),
             epochs=run.epochs,
             critics=int(own_critic),
             forwards=sum(passes),
             anchors=int(self.algorithm.exact_kl_to is not None),
             scorers=sum(spec.runs_in_trainer for spec in specs(run.reward).values()),
             is_sampled=True,
-            sampled=rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,
+            sampled=sizes.rows_of(evaluated, run.eval.num_samples, run) if evaluated else None,
         )
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:
@@ -343,14 +329,14 @@ class TrainPlan(Plan):
 
     def disk_bytes(self, model: ModelSizes | None = None) -> dict[str, int]:
         config, snapshot = self.config, self.config.snapshot
-        model = model or sizes_of(config.model, config.lora)
+        model = model or sizes.sizes_of(config.model, config.lora)
         beside = (snapshot.reference in MOVING_REFERENCES) * (model.parameters if config.lora is None else model.lora)
         beside += (snapshot.old is Old.copy) * model.lora  # all weights are the policy's after a step
         demand = self.demand(model, False)  # of policy, critic and a reward model that learns
-        saved = checkpoint_bytes(config.checkpoint, self.num_steps, demand, beside)
+        saved = sizes.checkpoint_bytes(config.checkpoint, self.num_steps, demand, beside)
         result = {"checkpoints": saved}
-        line_bytes = completion_bytes(config)
-        rollout_bytes = line_bytes + (TOKEN_ID + LOGPROB) * config.generation.max_tokens
+        line_bytes = sizes.completion_bytes(config)
+        rollout_bytes = line_bytes + (sizes.TOKEN_ID + sizes.LOGPROB) * config.generation.max_tokens
         result["rollouts"] = config.rollouts.most_files(config.steps) * config.completions_per_step * rollout_bytes
         return result | self.metrics_bytes(config.eval.num_examples * line_bytes)
 
@@ -370,12 +356,12 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
     algorithm = model_rules.resolve_mismatch(config, algorithm, engine, itemsize=dtype.itemsize)
 
-    model, base = read_base(config.model)
+    model, base = sizes.read_base(config.model)
     _check_model(config, model, engine, trains=trains)
     roles.check_learner_on(config, config.generation.named(engine), used, base, model)
     classifiers = rules.check_classifiers(rewards)
 
-    tokenizer, ends = read_tokenizer(config, model)
+    tokenizer, ends = sizes.read_tokenizer(config, model)
     environment, train_prompts, held_out = _read_prompts(config, tokenizer)
     rules.check_images(config, model.model_type, config.generation.named(engine), train_prompts, held_out)
     data_notes = check_scoring(config, rewards, train_prompts, tokenizer, ends, held_out)
@@ -388,9 +374,9 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         teacher, teacher_row_tokens = _read_teacher(config, algorithm.teacher_top_k, train_prompts, tokenizer, model)
 
     optional: dict[str, Any] = {"held_out": held_out, "curriculum": pass_rates, "pretrain": pretrain_text}
-    of_training: tuple[str, ...] = ()
+    training_notes: tuple[str, ...] = ()
     if trains:
-        of_training = (
+        training_notes = (
             *rules.warnings_of_config(config, algorithm),
             *model_rules.notes_of_tiles(config.model, config.lora, model),
             *roles.notes_of_adapters(used, config.model, base),
@@ -428,7 +414,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         teacher_row_tokens=teacher_row_tokens,
         tower=tower_demand(model, dtype, (train_prompts, held_out), num_read, tokenizer) if trains else None,
         notes=(
-            *of_training,
+            *training_notes,
             *rules.warnings_of_sizes(config, num_train if trains else None, num_held_out),
             *filter(None, notes_of_data),
             *reported(rewards, "note"),
@@ -489,10 +475,10 @@ def _read_prompts(config: RunConfig, tokenizer: RunTokenizer) -> tuple[Environme
     data, environment = instantiate(config.data, "data"), read_environment(config.environment)
     texts = data.load(Split.train)
     shown = rules.prompt_additions(environment, tokenizer, texts)
-    train = scan_prompts(config, texts, tokenizer, Split.train, shown)
+    train = sizes.scan_prompts(config, texts, tokenizer, Split.train, shown)
     if not config.eval.every:
         return environment, train, None
-    held_out = scan_prompts(config, data.load(Split.held_out), tokenizer, Split.held_out, shown)
+    held_out = sizes.scan_prompts(config, data.load(Split.held_out), tokenizer, Split.held_out, shown)
     return environment, train, held_out
 
 
@@ -570,7 +556,7 @@ def teacher_sizes(config: RunConfig) -> ModelSizes:
     """The sizes of a teacher that is a separate model."""
     settings = teacher_settings(config.snapshot, config.model)
     assert settings is not None, "the teacher is a separate model"
-    return sizes_of(settings, None)
+    return sizes.sizes_of(settings, None)
 
 
 def role_names(plan: TrainPlan) -> list[str]:

@@ -23,30 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from rlft.environment.conversations import Conversation, Transcript, group_of, row_of, say, tool_call, unbegun
+from rlft.environment.endpoint import bodies, service
 from rlft.environment.endpoint.agents import HOST, SECTION, Endpoint
 from rlft.environment.endpoint.app import Limits, Server, bound, make_app
-from rlft.environment.endpoint.bodies import (
-    Chat,
-    Generate,
-    Message as Sent,
-    Refusal,
-    Said,
-    Tokenize,
-    arguments_of,
-    as_message,
-    unfit,
-)
-from rlft.environment.endpoint.service import (
-    Draw,
-    Inbox,
-    Message,
-    Request,
-    Speech,
-    check_ids,
-    drawn,
-    reply_of,
-    tokenized,
-)
 from rlft.environment.pool import EnvironmentPool, Job, Reply
 from rlft.environment.protocol import Cause
 from rlft.generation.engine import Generator, GeneratorOver
@@ -78,18 +57,18 @@ class Trajectory:
 
     conversation: Conversation  # its state, as for other environments; the opening is that of the first request
     environment: Endpoint
-    speech: Speech
+    speech: service.Speech
     sampling: Sampling
     longest_row: int  # the most tokens of the opening and all that follows
     model: str
     has_begun: bool = False
-    known: list[Message] | None = None  # messages so far, the policy's included; None after a request of tokens
+    known: list[service.Message] | None = None  # messages so far, the policy's included; None after a request of tokens
     shown: tuple[Any, Any] = ([], {})  # tools and variables of the last request
     is_asked: bool = False  # whether a request of it is being sampled
     last: Sequence[int] = ()  # token ids of the last turn
     was_cut: bool = False  # whether a limit ended the last turn
 
-    def ask(self, body: Chat | Generate) -> Draw:
+    def ask(self, body: bodies.Chat | bodies.Generate) -> service.Draw:
         """What a request needs from the engine; the transcript then holds what the policy reads before its turn.
 
         Refusal: it requests too much, cannot continue this conversation, or a limit has ended the conversation.
@@ -97,34 +76,34 @@ class Trajectory:
         conversation = self.conversation
         if self.is_asked:
             problem = "another request of this conversation is under way; send one after the other"
-            raise Refusal(409, problem, DOES_NOT_CONTINUE)
+            raise bodies.Refusal(409, problem, DOES_NOT_CONTINUE)
         if body.drawn.n != 1:
-            raise unfit("n", "a conversation continues from one answer; leave it out", "unsupported_value")
+            raise bodies.unfit("n", "a conversation continues from one answer; leave it out", "unsupported_value")
         if len(conversation.turns) == self.environment.max_turns:
             conversation.end = FinishReason.turns
         if conversation.end is not None:
             raise self._over(conversation.end)
-        messages = [message.plain for message in body.messages] if isinstance(body, Chat) else None
+        messages = [message.plain for message in body.messages] if isinstance(body, bodies.Chat) else None
         context, answers = self._read(body, messages)
         if not self.has_begun:
             self._begin(context, messages)
         left = self._set_context(context)
         self._note_answers(answers)
         self.known, self.is_asked = messages, True
-        self.shown = _shown(body) if isinstance(body, Chat) else ([], {})
+        self.shown = _shown(body) if isinstance(body, bodies.Chat) else ([], {})
         limit = min(filter(None, (left, self.environment.turn_tokens, body.most_tokens)))
         turn, seed = len(conversation.turns), conversation.seed
-        check_ids(body.drawn.stop_token_ids or (), len(self.speech.tokenizer), "stop_token_ids")
+        service.check_ids(body.drawn.stop_token_ids or (), len(self.speech.tokenizer), "stop_token_ids")
         next_turn = NextTurn(turn=turn, seed=seed, max_tokens=limit)
         read = tuple(conversation.transcript.context)
-        return Draw(
+        return service.Draw(
             prompt=replace(conversation.opening, token_ids=read, next_turn=next_turn),
             n=1,
             seed=derive(seed, turn, "turn") if turn else seed,
             sampling=body.drawn.with_stops(self.sampling, limit),
         )
 
-    def add_turn(self, body: Chat | Generate, draw: Draw, rollout: Rollout) -> dict[str, Any]:
+    def add_turn(self, body: bodies.Chat | bodies.Generate, draw: service.Draw, rollout: Rollout) -> dict[str, Any]:
         """Adds what the policy has said, and returns the reply."""
         conversation, limit = self.conversation, draw.sampling.max_tokens
         say(conversation, rollout, limit)
@@ -139,11 +118,11 @@ class Trajectory:
             finish_reason=FinishReason.length if self.was_cut else FinishReason.stop,
         )
         self.last = completion.token_ids
-        reply, messages = reply_of(body, self.model, self.speech, draw, [completion])
+        reply, messages = service.reply_of(body, self.model, self.speech, draw, [completion])
         for said in messages:
             self._note_calls(said)
             assert self.known is not None, "a chat has messages"
-            self.known.append(Sent.model_validate(as_message(said, draw.seed)).plain)
+            self.known.append(bodies.Message.model_validate(bodies.as_message(said, draw.seed)).plain)
         return reply
 
     def finish(self, reply: Reply, end_token: int) -> None:
@@ -165,10 +144,12 @@ class Trajectory:
         conversation.text = last.text if single else decode(self.speech.tokenizer, conversation.transcript.token_ids)
 
     # -- what the policy reads -----------------------------------------------------------------------------------------
-    def _read(self, body: Chat | Generate, messages: list[Message] | None) -> tuple[Sequence[int], Sequence[Message]]:
+    def _read(
+        self, body: bodies.Chat | bodies.Generate, messages: list[service.Message] | None
+    ) -> tuple[Sequence[int], Sequence[service.Message]]:
         """(all tokens that the policy reads before its turn, the messages of them that are new)."""
-        if isinstance(body, Generate):
-            return check_ids(body.token_ids, len(self.speech.tokenizer)), []
+        if isinstance(body, bodies.Generate):
+            return service.check_ids(body.token_ids, len(self.speech.tokenizer)), []
         assert messages is not None, "a chat has messages"
         spoken = self.speech.of(body)
         new = self._continued_by(messages) if _shown(body) == self.shown else None
@@ -176,7 +157,7 @@ class Trajectory:
             return (*self.conversation.transcript.context, *spoken.suffix(self.last, new)), new
         return spoken.prompt(messages), messages[-1:] if new is None else new
 
-    def _continued_by(self, messages: list[Message]) -> list[Message] | None:
+    def _continued_by(self, messages: list[service.Message]) -> list[service.Message] | None:
         """The messages after the conversation so far; None if these messages do not continue it."""
         known = self.known
         if known is None or len(messages) <= len(known):
@@ -184,13 +165,13 @@ class Trajectory:
         same = all(_alike(a, b) for a, b in zip(known, messages, strict=False))
         return messages[len(known) :] if same else None
 
-    def _begin(self, context: Sequence[int], messages: list[Message] | None) -> None:
+    def _begin(self, context: Sequence[int], messages: list[service.Message] | None) -> None:
         conversation = self.conversation
         room = self.longest_row - len(context)
         if room < 1:
             problem = f"the first request has {counted(len(context), 'token')}, and with what follows there may be"
             remedy = "send less, or raise prompts.max_tokens"
-            raise Refusal(400, f"{problem} {self.longest_row}; {remedy}", "context_length_exceeded")
+            raise bodies.Refusal(400, f"{problem} {self.longest_row}; {remedy}", "context_length_exceeded")
         shown = tuple({"role": m["role"], "content": m["content"]} for m in messages or ())
         prompt = conversation.data_prompt
         tail = prompt.tail if decode(self.speech.tokenizer, context).endswith(prompt.tail) else ""
@@ -210,14 +191,14 @@ class Trajectory:
             transcript.set_context(context)
         except ValueError:
             problem = "the request shares not even its first token with this conversation"
-            raise Refusal(409, f"{problem}; go on where it stands", DOES_NOT_CONTINUE) from None
+            raise bodies.Refusal(409, f"{problem}; go on where it stands", DOES_NOT_CONTINUE) from None
         return left
 
     # -- what is recorded of turns -------------------------------------------------------------------------------------
-    def _note_calls(self, said: Said) -> None:
+    def _note_calls(self, said: bodies.Said) -> None:
         answers = [(f"Error: {call.problem}", Cause.malformed) if call.problem else ("", None) for call in said.calls]
         pairs = zip(said.calls, answers, strict=True)
-        calls = tuple(tool_call(call.name, arguments_of(call), *answer) for call, answer in pairs)
+        calls = tuple(tool_call(call.name, bodies.arguments_of(call), *answer) for call, answer in pairs)
         conversation = self.conversation
         conversation.turns[-1] = replace(conversation.turns[-1], calls=calls)
         conversation.calls += len(calls)
@@ -225,7 +206,7 @@ class Trajectory:
         if limit is not None and conversation.calls > limit:
             conversation.end = conversation.end or FinishReason.calls
 
-    def _note_answers(self, messages: Sequence[Message]) -> None:
+    def _note_answers(self, messages: Sequence[service.Message]) -> None:
         """Records that the last turn was answered with these messages."""
         turns = self.conversation.turns
         if not turns or not messages:
@@ -236,19 +217,19 @@ class Trajectory:
         calls = (*answered, *calls[len(answered) :])
         turns[-1] = replace(turns[-1], calls=calls, answer="\n".join(answers))
 
-    def _over(self, end: FinishReason) -> Refusal:
+    def _over(self, end: FinishReason) -> bodies.Refusal:
         key = {
             FinishReason.turns: f"environment.max_turns={self.environment.max_turns}",
             FinishReason.calls: f"environment.max_tool_calls={self.environment.max_tool_calls}",
         }.get(end, f"generation.max_tokens={self.sampling.max_tokens}, of all turns together")
-        return Refusal(400, f"this conversation is over ({key}); end it, or raise that", OVER)
+        return bodies.Refusal(400, f"this conversation is over ({key}); end it, or raise that", OVER)
 
 
-def _shown(body: Chat) -> tuple[Any, Any]:
+def _shown(body: bodies.Chat) -> tuple[Any, Any]:
     return body.shown_tools, body.variables
 
 
-def _alike(known: Message, sent: Message) -> bool:
+def _alike(known: service.Message, sent: service.Message) -> bool:
     """Whether an agent has sent a message again unchanged but for ids; clients may leave out empty fields."""
     one, other = ({**each, "content": each["content"].strip()} for each in (known, sent))
     for each in (one, other):
@@ -278,11 +259,11 @@ class AgentGenerator(GeneratorOver):
     ) -> None:
         super().__init__(generator)
         self.environment = environment
-        self._speech = Speech(tokenizer, environment.syntax, f"{SECTION}.syntax")
+        self._speech = service.Speech(tokenizer, environment.syntax, f"{SECTION}.syntax")
         self._longest_row, self._traces = longest_row, traces
         self._version: int | None = None
         self._pool = EnvironmentPool(environment)
-        self._inbox = Inbox()
+        self._inbox = service.Inbox()
         self._server: Server | None = None
         self._open: dict[str, Trajectory] = {}
         self._keys = itertools.count()
@@ -320,20 +301,20 @@ class AgentGenerator(GeneratorOver):
         return self._inbox.fileno()
 
     def attend(self) -> None:
-        asked: list[tuple[Request, Trajectory, Chat | Generate, Draw]] = []
+        asked: list[tuple[service.Request, Trajectory, bodies.Chat | bodies.Generate, service.Draw]] = []
         for request in self._inbox.take(most=min(self.environment.workers, len(self._open))):
             trajectory, body = self._open.get(request.key), request.body
             try:
                 if trajectory is None:
-                    raise Refusal(401, "this conversation is over", "invalid_api_key")
-                if isinstance(body, Tokenize):
-                    request.reply.set_result(tokenized(body, self._speech, self._longest_row))
+                    raise bodies.Refusal(401, "this conversation is over", "invalid_api_key")
+                if isinstance(body, bodies.Tokenize):
+                    request.reply.set_result(service.tokenized(body, self._speech, self._longest_row))
                     continue
-                assert isinstance(body, Chat | Generate), "there are three kinds of requests"
+                assert isinstance(body, bodies.Chat | bodies.Generate), "there are three kinds of requests"
                 asked.append((request, trajectory, body, trajectory.ask(body)))
-            except Refusal as refusal:
+            except bodies.Refusal as refusal:
                 request.reply.set_exception(refusal)
-        groups = drawn(self.generator, [draw for *_, draw in asked])
+        groups = service.drawn(self.generator, [draw for *_, draw in asked])
         for (request, trajectory, body, draw), group in zip(asked, groups, strict=True):
             request.reply.set_result(trajectory.add_turn(body, draw, group.rollouts[0]))
 
