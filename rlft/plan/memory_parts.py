@@ -127,11 +127,6 @@ def parts(model: ModelSizes, demand: Demand, process: int) -> list[MemoryPart]:
 
 
 # -- what is held --------------------------------------------------------------------------------------------------
-def process_bytes(run: Run) -> int:
-    """The process with its libraries, measured where it is planned: on a GPU a CUDA context."""
-    return run.process + FIRST_USE * run.on_cpu
-
-
 def base_bytes(run: Run) -> int:
     """The base's weights, or what a rank holds of them."""
     model, ranks = run.model, run.demand.ranks
@@ -419,7 +414,8 @@ OF_THE_PROCESS, OF_THE_MARGIN = "process and libraries", "graphs, workspaces, fr
 """Parts that torch's allocator does not count."""
 
 HELD = (
-    Row(OF_THE_PROCESS, process_bytes),  # measured
+    # Measured where it is planned: on a GPU a CUDA context.
+    Row(OF_THE_PROCESS, lambda run: run.process + FIRST_USE * run.on_cpu),
     Row(OF_THE_MARGIN, lambda run: 0 if run.on_cpu else int(MARGIN * run.demand.device_memory)),  # an allowance
     Row("base", base_bytes, "model.dtype"),
     Row("adapters", adapter_bytes, learned_key),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 from hypothesis import given, settings, strategies as st
+from in_one_test import each
 
 from rlft.batch import fault
 from rlft.environment.conversations import Conversations, Transcript
@@ -415,16 +416,39 @@ def rollout_of(transcript: Transcript, prompt: Sequence[int]) -> Rollout:
     return Rollout(prompt=asked, completion=completion, policy_version=0)
 
 
-def test_what_goes_on_is_put_behind_what_was_said() -> None:
-    transcript = Transcript([1, 2])
-    transcript.add([10, 11], [-1.0, -2.0])
-    transcript.set_context([1, 2, 10, 11, 3, 4])
-    transcript.add([12], [-3.0])
-    assert transcript.token_ids == [10, 11, 3, 4, 12]
-    assert transcript.mask == [True, True, False, False, True]
-    assert transcript.logprobs == [-1.0, -2.0, 0.0, 0.0, -3.0]
-    assert transcript.branches == []
-    assert transcript.context == [1, 2, 10, 11, 3, 4, 12]
+# What the policy says (negative) and the contexts that it reads, then the tokens and branches that are left.
+TRANSCRIPTS = {
+    "what goes on": ([1, 2], [[-10, -11], [1, 2, 10, 11, 3, 4], [-12]], [-10, -11, 3, 4, -12], []),
+    # 11 is dropped: shared are 1, 2 and 10, the completion's token 0.
+    "history written anew": (
+        [1, 2], [[-10, -11, -12], [1, 2, 10, 12, 3], [-13]], [-10, -11, -12, 12, 3, -13], [(3, 0)]),
+    # Shared is the prompt's first token, which is -3.
+    "a branch inside the prompt": ([1, 2, 3], [[-10], [1, 5]], [-10, 5], [(1, -3)]),
+    # 20 is the completion's token 2.
+    "a branch from a branch": (
+        [1], [[-10, -11], [1, 20, 21], [-12], [1, 20, 30]], [-10, -11, 20, 21, -12, 30], [(2, -1), (5, 2)]),
+    "the same request again": ([1, 2], [[-10], [1, 2], [-11]], [-10, -11], [(1, -1)]),
+    "an empty branch": ([1, 2], [[-10], [1, 2], [1]], [-10], [(1, -2)]),
+}  # fmt: skip
+
+
+@each(("prompt", "told", "tokens", "branches"), TRANSCRIPTS.values())
+def test_only_what_a_context_changes_is_added(
+    prompt: list[int], told: list[list[int]], tokens: list[int], branches: list[tuple[int, int]]
+) -> None:
+    transcript, context = Transcript(prompt), prompt
+    for ids in told:
+        if ids[0] < 0:
+            transcript.add([-i for i in ids], [i / 10 for i in ids])
+            context = [*context, *(-i for i in ids)]
+        else:
+            transcript.set_context(ids)
+            context = ids
+    assert transcript.token_ids == [abs(i) for i in tokens]
+    assert transcript.mask == [i < 0 for i in tokens]
+    assert transcript.logprobs == [min(i, 0) / 10 for i in tokens]
+    assert transcript.branches == [Branch(start=start, after=after) for start, after in branches]
+    assert transcript.context == context
 
 
 def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first() -> None:
@@ -442,52 +466,6 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first() -> No
     assert transcript.token_ids == [10, 11, 12, 12, 3, 13, 14]
     assert transcript.experts is not None
     assert transcript.experts[:, 0, 0].tolist() == [0, 0, 0, 0, 255, 1, 1, 1, 255]
-
-
-def test_history_that_is_written_anew_makes_a_branch_of_what_differs() -> None:
-    transcript = Transcript([1, 2])
-    transcript.add([10, 11, 12], [-1.0] * 3)
-    transcript.set_context([1, 2, 10, 12, 3])  # 11 is dropped: shared are 1, 2 and 10, the completion's token 0
-    transcript.add([13], [-1.0])
-    assert transcript.token_ids == [10, 11, 12, 12, 3, 13]
-    assert transcript.mask == [True, True, True, False, False, True]
-    assert transcript.branches == [Branch(start=3, after=0)]
-    assert transcript.context == [1, 2, 10, 12, 3, 13]
-
-
-def test_a_branch_may_begin_inside_the_prompt() -> None:
-    transcript = Transcript([1, 2, 3])
-    transcript.add([10], [-1.0])
-    transcript.set_context([1, 5])  # shared is the prompt's first token, which is -3
-    assert transcript.branches == [Branch(start=1, after=-3)]
-    assert transcript.context == [1, 5]
-
-
-def test_a_branch_goes_on_from_a_branch() -> None:
-    transcript = Transcript([1])
-    transcript.add([10, 11], [-1.0] * 2)
-    transcript.set_context([1, 20, 21])
-    transcript.add([12], [-1.0])
-    transcript.set_context([1, 20, 30])  # 20 is the completion's token 2
-    assert transcript.token_ids == [10, 11, 20, 21, 12, 30]
-    assert transcript.branches == [Branch(start=2, after=-1), Branch(start=5, after=2)]
-
-
-def test_the_same_request_again_begins_with_what_is_sampled() -> None:
-    transcript = Transcript([1, 2])
-    transcript.add([10], [-1.0])
-    transcript.set_context([1, 2])
-    transcript.add([11], [-2.0])
-    assert (transcript.token_ids, transcript.mask) == ([10, 11], [True, True])
-    assert transcript.branches == [Branch(start=1, after=-1)]
-
-
-def test_a_branch_in_which_nothing_stands_is_none() -> None:
-    transcript = Transcript([1, 2])
-    transcript.add([10], [-1.0])
-    transcript.set_context([1, 2])
-    transcript.set_context([1])
-    assert transcript.branches == [Branch(start=1, after=-2)]
 
 
 def test_a_conversation_that_shares_no_token_is_another_one() -> None:

@@ -15,16 +15,13 @@ def cosine(**keys) -> Cosine:
     return Cosine(**{**TAGGED, "numeric": True, "ignore_case": False, "max_tokens": 100, **values, **keys})
 
 
-def test_right_answers_earn_less_the_longer_they_are():
-    # 1 + 0.5 * (2 - 1) * (1 + cos(pi n / 100)): cos is 1, sqrt(1/2), 0 and -1 at n = 0, 25, 50 and 100.
-    made = sized_group([RIGHT] * 4, [0, 25, 50, 100])
-    assert cosine()(made) == pytest.approx([2, 1.5 + math.sqrt(0.5) / 2, 1.5, 1], abs=1e-12)
-
-
-def test_wrong_answers_lose_less_the_longer_they_are():
-    # 0 + 0.5 * (-10 - 0) * (1 + cos(pi n / 100)).
-    made = sized_group([WRONG] * 4, [0, 25, 50, 100])
-    assert cosine()(made) == pytest.approx([-10, -5 - 5 * math.sqrt(0.5), -5, 0], abs=1e-12)
+# 1 + 0.5 * (2 - 1) * (1 + cos(pi n / 100)) and 0.5 * (-10) * (..): cos is 1, sqrt(1/2), 0, -1 at n = 0, 25, 50, 100.
+@each(
+    ("text", "scores"),
+    [(RIGHT, [2, 1.5 + math.sqrt(0.5) / 2, 1.5, 1]), (WRONG, [-10, -5 - 5 * math.sqrt(0.5), -5, 0])],
+)
+def test_right_answers_earn_less_and_wrong_ones_lose_less_the_longer_they_are(text, scores):
+    assert cosine()(sized_group([text] * 4, [0, 25, 50, 100])) == pytest.approx(scores, abs=1e-12)
 
 
 def test_what_exceeds_the_limit_loses_a_fixed_value_right_or_wrong():
