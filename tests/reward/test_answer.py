@@ -1,23 +1,29 @@
+from __future__ import annotations
+
 import random
 import re
 import time
 import unicodedata
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from in_one_test import each
 from reward_groups import TAGGED, make_group
 from slow_cases import slow_but
 
+from rlft.config.compose import compose
+from rlft.config.instantiate import instantiate
 from rlft.reward import choice
 from rlft.reward.answer import AnswerIn, AnswerKeys, Which, written_for
 from rlft.reward.choice import Choice
+from rlft.reward.code import prompt_tests
 from rlft.reward.exact_match import ExactMatch
 from rlft.reward.format import Format, FormatMode
 from rlft.reward.length import Length
 from rlft.reward.math import Math
 from rlft.reward.workers.worker import Failure, Loaded, score
-from rlft.types import UserError
+from rlft.types import Group, UserError
 
 
 def keys(answer_in=AnswerIn.tag, tag="answer", pattern=None, which=Which.only) -> AnswerKeys:
@@ -281,3 +287,33 @@ def test_a_reward_may_be_made_of_ones_scores_and_say_by_them_what_is_right():
     group = make_group(["<answer>18</answer>", "<answer>17</answer>"])
     assert exact_match(Graded)(group) == [10.0, 0.0]
     assert exact_match(Graded).right(group) == [True, False]
+
+
+# -- several answers ---------------------------------------------------------------------------------------------------
+CITIES = [f"<answer>{text}</answer>" for text in ("Rome", "Roma", "Paris", "0.5", "1/2")]
+
+
+def scores(name: str, group: Group, **keys: Any) -> list[float]:
+    section = {k: v for k, v in compose([f"reward={name}"])["reward"][name].items() if k not in ("weight", "on_error")}
+    return [getattr(score, "total", score) for score in instantiate({**section, **keys}, f"reward.{name}")(group)]
+
+
+def several(group: Group, *others: str) -> Group:
+    return replace(group, prompt=replace(group.prompt, other_answers=others))
+
+
+@each(
+    ("name", "expected"),
+    [("exact_match", [1, 1, 0, 1, 0]), ("math", [1, 1, 0, 1, 1])],
+)
+def test_each_of_several_answers_is_right(name: str, expected: list[float]) -> None:
+    """Of `choice` all of them are, together (test_choice.py)."""
+    group = several(make_group(CITIES, "Rome"), "Roma", "0.5")
+    assert scores(name, group) == expected
+    alone = replace(group, prompt=replace(group.prompt, other_answers=()))
+    assert scores(name, alone) == [1, 0, 0, 0, 0]
+
+
+def test_a_list_of_tests_in_the_answer_is_all_of_them() -> None:
+    prompt = several(make_group([], "assert add(1, 2) == 3"), "assert add(0, 0) == 0").prompt
+    assert prompt_tests(prompt, None) == ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
