@@ -510,7 +510,7 @@ def test_what_stands_outside_of_a_body_is_refused(serve: Serve) -> None:
 
 
 def test_fields_that_ask_for_what_is_not_done_are_refused_by_openais_client(serve: Serve) -> None:
-    """And those that ask for nothing are served; all of them are in test_fields.py."""
+    """And those that ask for nothing are served; all of them are in test_bodies.py."""
     client = serve(Recorder("five")).client()
     for more in (
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},  # which this template does not read
