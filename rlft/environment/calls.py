@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlft.environment.protocol import Call, is_text
-from rlft.tokens.answers import search_outside, without_reasoning
+from rlft.tokens.reasoning import search_outside, without_reasoning
 from rlft.tokens.text import CALL_ID, RunTokenizer, num_common, rendered_if_taken, special_pattern, special_tokens
 from rlft.types import NOTHING, Schema, Shown, UserError, well_formed
 

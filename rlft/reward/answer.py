@@ -20,7 +20,8 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from rlft.tokens.answers import boxed, closing_brace as closing_brace, hashed, tagged, without_reasoning
+from rlft.tokens.answers import boxed, closing_brace as closing_brace, hashed, tagged
+from rlft.tokens.reasoning import without_reasoning
 from rlft.types import Group, Prompt, Unscorable, Unscored, UserError, Verdict, require
 
 MAX_NUMBER_CHARS = 100

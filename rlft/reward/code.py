@@ -45,7 +45,8 @@ from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.system.sandbox import bubblewrap, protocol
 from rlft.system.sandbox.bubblewrap import Isolation, Limits, Reason, Required, check_isolation
 from rlft.system.sandbox.protocol import missing_names
-from rlft.tokens.answers import Block, blocks, tagged, without_reasoning
+from rlft.tokens.answers import Block, blocks, tagged
+from rlft.tokens.reasoning import without_reasoning
 from rlft.types import Group, Prompt, UserError, counted, require
 
 SPARE_S = 1.0  # part of the scorer's time limit that is not for the programs themselves

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from rlft.reward.http import Request, ServerKeys, scores_in
 from rlft.system.seeds import derive
-from rlft.tokens.answers import without_reasoning
+from rlft.tokens.reasoning import without_reasoning
 from rlft.types import Group, UserError, require
 
 INSTRUCTIONS = """\

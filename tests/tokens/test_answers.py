@@ -19,16 +19,8 @@ from rlft.config.resolved import with_token_budget
 from rlft.data.records import RowError
 from rlft.reward.code import fenced
 from rlft.reward.workers.reward_spec import specs
-from rlft.tokens.answers import (
-    END_OF_MESSAGE,
-    MARKERS,
-    ReferenceIn,
-    answers_in,
-    blocks,
-    opened,
-    unfenced,
-    without_reasoning,
-)
+from rlft.tokens.answers import ReferenceIn, answers_in, blocks, opened, unfenced
+from rlft.tokens.reasoning import END_OF_MESSAGE, MARKERS, without_reasoning
 from rlft.types import UserError
 from tests.plan.rewards.test_references import notes, rows
 

@@ -28,7 +28,8 @@ from rlft.reward.math import Math
 from rlft.reward.workers.reward_spec import RewardSpec, reported
 from rlft.reward.workers.worker import NOWHERE, Cause, Failure, Loaded, score
 from rlft.system.terminal import with_progress
-from rlft.tokens.answers import ReferenceIn, answers_in, boxes, end_of, names_an_answer, opened
+from rlft.tokens.answers import ReferenceIn, answers_in, boxes, names_an_answer, opened
+from rlft.tokens.reasoning import end_of
 from rlft.tokens.text import RunTokenizer
 from rlft.types import Completion, FinishReason, Group, Prompt, Unscored, UserError, counted
 

@@ -244,7 +244,7 @@ REMEDIES: Mapping[Family, str] = {
     Family.gold: "give a repeated answer no more than one",
     Family.wrong: "compare whole answers, as numbers where they are numbers, not whether one is in the other",
     Family.two: "let a completion with several answers have none, or count the last one",
-    Family.reasoning: "read the answer behind the reasoning (rlft.tokens.answers.without_reasoning)",
+    Family.reasoning: "read the answer behind the reasoning (rlft.tokens.reasoning.without_reasoning)",
     Family.nothing: "give nothing for a text without an answer",
     Family.endless: "give a repeated text no more than one, and limit it (reward=[..,repetition])",
     Family.language: "give nothing for a text without an answer (and reward=[..,language] for its language)",
