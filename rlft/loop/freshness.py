@@ -90,12 +90,14 @@ class Gap:
 class Limits:
     """The gap up to which an engine counts as fresh, in nats; inf: not judged by that.
 
-    Two float32 computations agree to 1e-5, so that the largest gap tells. In 16 bits it does not: with identical
-    weights gaps in bfloat16 have a standard deviation of 0.05 and a 95th percentile of 0.11, but single tokens differ
-    by 0.5 to 1.6 (huggingface/trl#6789, torchtitan's notes on RL). Whatever the shape of the tail, their mean is then
-    at most 0.05, and known to 0.0022 from FIXED_TOKENS tokens; the limit of the mean is twice that. More than 5 of 512
-    tokens beyond 1.5 do not occur. float16 rounds 8 times as finely, and its limits are an eighth. Some models amplify
-    their roundings more than that; theirs are measured where an engine exceeds these limits (`widened_by`).
+    Two float32 computations agree to 2e-5 nats, and to 1.4e-4 where log-probs reach -90, while nothing below -37 is
+    sampled: so the largest gap tells, however unlikely a token is (tests/loop/test_freshness.py). In 16 bits it does
+    not: with identical weights gaps in bfloat16 have a standard deviation of 0.05 and a 95th percentile of 0.11, but
+    single tokens differ by 0.5 to 1.6 (huggingface/trl#6789, torchtitan's notes on RL). Whatever the shape of the tail,
+    their mean is then at most 0.05, and known to 0.0022 from FIXED_TOKENS tokens; the limit of the mean is twice that.
+    More than 5 of 512 tokens beyond 1.5 do not occur. float16 rounds 8 times as finely, and its limits are an eighth.
+    Some models amplify their roundings more than that; theirs are measured where an engine exceeds these limits
+    (`widened_by`).
     """
 
     largest: float = math.inf

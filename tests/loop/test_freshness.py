@@ -24,6 +24,7 @@ from rlft.loop.freshness import (
     StaleAdapterError,
     distance,
     fixed_sequences,
+    flatten,
     limits_of,
     open_freshness,
 )
@@ -76,6 +77,27 @@ def publish(version, policy, engine):
 
 
 # -- a healthy engine --------------------------------------------------------------------------------------------------
+@each("times", [1, 4])
+def test_in_float32_gaps_are_small_in_long_rows_of_tokens_that_nobody_would_sample(backbone, make_roles, times):
+    """With the model's logits, and with logits that are four times as large. Nothing below -37 is sampled, since
+    uniform numbers of 53 bits find nothing less likely."""
+    [norm] = [module.weight for name, module in backbone.model.named_modules() if name == "model.norm"]
+    before, lowest = norm.detach().clone(), 0.0
+    norm.data.mul_(times)
+    for seed in range(3):
+        roles, dice = make_roles(noise=0.02), torch.Generator().manual_seed(seed)
+        ids = torch.randint(5, backbone.model.config.vocab_size, (4, 200), generator=dice).tolist()
+        expected = flatten(roles.score(ids))
+        lowest = min(lowest, *expected)
+        for weights in (Weights.merged, Weights.apart):
+            engine = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64, weights=weights)
+            engine.load(roles.publish(1))
+            gap = Gap.between(flatten(engine.score(ids)), expected)
+            assert gap.largest < LIMITS_IN_32_BITS.largest * times / 16, "there is room"
+    norm.data.copy_(before)
+    assert lowest < -20 * times
+
+
 def test_the_largest_gap_of_all_tokens_is_measured():
     gap = Freshness(SEQUENCES, 1.0, 1).check(0, Fixed(-1.0, -2.0, -3.0), Fixed(-1.1, -2.5, -2.8))
     assert gap == pytest.approx(0.5, abs=1e-12)
