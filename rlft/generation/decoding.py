@@ -151,7 +151,7 @@ class Sampled:
     ) -> None:
         self.tokens_RT, self.logprobs_RT = torch.full(shape, -1, dtype=torch.int64), torch.zeros(shape)
         self.limits_R, self._watch, self.callback = limits_R, watch, callback
-        self._ends = torch.tensor(sorted(ends), dtype=torch.int64)
+        self.ends = torch.tensor(sorted(ends), dtype=torch.int64)
 
     def add(self, rows: Tensor, place: Tensor, token: Tensor, logprob: Tensor) -> Tensor:
         """Adds a token to each of these rows, at its place in the row; bool: which of them do not end with it."""
@@ -159,12 +159,30 @@ class Sampled:
         if self.callback is not None:
             for row, token_id in zip(rows.tolist(), token.tolist(), strict=True):
                 self.callback(row, token_id)
-        live = ~torch.isin(token, self._ends)
+        live = ~torch.isin(token, self.ends)
         if self._watch is not None:
             steps = zip(rows.tolist(), token.tolist(), live.tolist(), strict=True)
             complete = [unfinished and self._watch.completes(row, token_id) for row, token_id, unfinished in steps]
             live = live & ~torch.tensor(complete, dtype=torch.bool)
         return live & (self.limits_R[rows] > place + 1)
+
+    def add_several(self, rows: Tensor, first: int, token_ER: Tensor, bits_ER: Tensor, live_ER: Tensor) -> Tensor:
+        """Adds the tokens of E places from `first` on to each of these rows, -1 after its end, with the bits of their
+        log-probs; bool: which rows do not end with them, by `live_ER` and stop strings. All are int32."""
+        live = live_ER[-1].bool()
+        if self._watch is not None:
+            ends = set(self.ends.tolist())
+            for i, row in enumerate(rows.tolist()):
+                for e, token in enumerate(token_ER[:, i].tolist()):
+                    if token < 0 or token in ends:
+                        break
+                    if self._watch.completes(row, token):
+                        live[i], token_ER[e + 1 :, i] = False, -1
+                        break
+        places = slice(first, first + len(token_ER))
+        self.tokens_RT[rows, places] = token_ER.t().long()
+        self.logprobs_RT[rows, places] = bits_ER.view(torch.float32).where(token_ER >= 0, 0.0).t()
+        return live
 
 
 def decode(

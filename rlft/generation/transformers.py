@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, cast
 
 from rlft.config.bounds import PositiveInt
-from rlft.config.schema import FASTEST
+from rlft.config.keys import Key
+from rlft.config.schema import AUTO, FASTEST
+from rlft.generation import graphs
 from rlft.generation.decoding import AT_ONCE, Decoder, NotingDecoder, Sampled, decode, draw, uniforms
 from rlft.generation.drafts import widest_pass
-from rlft.generation.engine import Engine, EngineArgs, Generator, Missing
+from rlft.generation.engine import NO_FACTS, Engine, EngineArgs, EngineFacts, Generator, Missing, Modules
 from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.repeated_cache import RepeatedCache
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
-from rlft.system.device import widest
+from rlft.system.device import kind_of, widest
 from rlft.system.lazy import torch
 from rlft.system.machine import processor
 from rlft.system.products import fastest_dtype
@@ -45,10 +47,11 @@ from rlft.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlft.config.model import LoraSettings
     from rlft.generation.loaded_adapter import LoadedAdapter
     from rlft.generation.sending import Part
 
-FLOAT32 = 4  # bytes
+FLOAT32, FLOAT64 = 4, 8  # bytes
 
 
 class Weights(StrEnum):
@@ -75,10 +78,10 @@ class Transformers(Engine):
     serves_whole_models: ClassVar[bool] = True
     notes_experts: ClassVar[bool] = True
     why_no_drafts: ClassVar[str | None] = None
-    in_graphs: ClassVar[bool | None] = False
+    in_graphs: ClassVar[bool | None] = False  # times are estimated without: none with graphs was measured on a GPU
     divisible: ClassVar[bool] = False  # products of other shapes may differ in their last bits
     at_once_key: ClassVar[str | None] = "batch_size"
-    may_change: ClassVar[tuple[str, ...]] = ("batch_size",)
+    may_change: ClassVar[tuple[str, ...]] = ("batch_size", "graphs")
     grows: ClassVar[Mapping[str, tuple[str, str]]] = {
         "sample": ("keys and values of the completions", "batch_size"),
         "publish": ("the engine's sum of base and adapter", "weights"),
@@ -86,6 +89,7 @@ class Transformers(Engine):
 
     batch_size: PositiveInt
     weights: Weights
+    graphs: Annotated[Literal["auto", "off"], Key(before="off")]
 
     @property
     def chosen(self) -> Weights:
@@ -125,9 +129,19 @@ class Transformers(Engine):
         rows = self._prompts_at_once(largest) * largest.samples
         # The largest tensor is a layer's keys, or its values.
         freed = rows * load.max_tokens * model.key_size * model.itemsize // (2 * model.config.num_hidden_layers)
-        return EngineMemory(parts=tuple(self._parts(model, load, largest)), freed_block=freed)
+        parts = [*self._parts(model, load, largest), *self._fixed_parts(model, load)]
+        return EngineMemory(parts=tuple(parts), freed_block=freed)
+
+    def settled(
+        self, lora: LoraSettings | None, modules: Modules, fits: Callable[[Self], bool], device: str, quantized: bool
+    ) -> Self:
+        """Without CUDA graphs where a run on a GPU has no memory for what they hold."""
+        has_graphs = self.graphs == AUTO and kind_of(torch.device(device)).has_kernels
+        return self if not has_graphs or fits(self) else replace(self, graphs="off")
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
+        if self._fixed_parts(model, load):
+            yield replace(self, graphs="off")
         if load.decodings and self.chosen is Weights.merged:
             yield replace(self, weights=Weights.apart)
         group = max((decoding.samples for decoding in load.decodings), default=self.batch_size)
@@ -135,9 +149,9 @@ class Transformers(Engine):
             yield replace(self, batch_size=group)
 
     def open(self, args: EngineArgs) -> TransformersGenerator:
-        return TransformersGenerator(
-            args.slot, args.tokenizer, args.device, self.batch_size, weights=self.chosen, ends=args.ends.ids
-        )
+        of_run, in_graphs = (args.slot, args.tokenizer, args.device), self.graphs == AUTO
+        keys = {"weights": self.chosen, "ends": args.ends.ids, "in_graphs": in_graphs}
+        return TransformersGenerator(*of_run, self.batch_size, **keys)
 
     def _prompts_at_once(self, decoding: Decoding) -> int:
         return min(decoding.num_prompts, max(1, self.batch_size // decoding.samples))
@@ -148,7 +162,7 @@ class Transformers(Engine):
         sums = weights * ITEMSIZE.get(self.chosen, model.itemsize) if has_sums else 0
         prompts, longest = self._prompts_at_once(decoding), len(decoding.longest)
         rows = prompts * decoding.samples
-        tokens = prompts * longest + rows * load.max_tokens
+        tokens = prompts * longest + rows * load.max_tokens * (not self._fixed_parts(model, load))
         prefill = prompts * longest * model.layer_width * model.itemsize
         together = max(rows, math.prod(widest_pass(rows, load.max_tokens, load.draft_rows)))
         copies = 3 * FLOAT32 + (model.itemsize if model.itemsize < FLOAT32 else 0)  # and those that the head gives
@@ -162,6 +176,23 @@ class Transformers(Engine):
                 key="batch_size",
             ),
             MemoryPart(name="decoding", bytes=max(prefill, logits), when=When.sampling, key="batch_size"),
+        ]
+
+    def _fixed_parts(self, model: ModelSizes, load: Load) -> list[MemoryPart]:
+        """What CUDA graphs hold from the first sampling on, for the largest of all decodings; none without graphs."""
+        packs = model.packed and not model.plain and model.itemsize == 2
+        if self.graphs != AUTO or load.device != "cuda" or load.draft_rows or not packs:
+            return []
+        at_once = [self._prompts_at_once(each) for each in load.decodings]
+        sizes = list(zip(at_once, load.decodings, strict=True))
+        rows = max(graphs.bucket(prompts * each.samples) for prompts, each in sizes)
+        tokens = max(prompts * len(each.longest) for prompts, each in sizes) + rows * load.max_tokens
+        logits, layer = model.vocabulary * (model.itemsize + 3 * FLOAT32), model.layer_width * model.itemsize
+        step = rows * (logits + layer + load.max_tokens * FLOAT64)
+        keys = tokens * model.key_size * model.itemsize
+        return [
+            MemoryPart(name="keys and values for graphs", bytes=keys, when=When.always, key="graphs"),
+            MemoryPart(name="CUDA graphs", bytes=step, when=When.always, key="graphs"),
         ]
 
 
@@ -213,7 +244,24 @@ class TransformersGenerator(Generator):
     batch_size: int  # the most completions that are decoded together; a group is never split
     weights: Weights = Weights.merged  # which weights decoding multiplies with (configs/generation/auto.yaml)
     ends: Sequence[int] | None = None  # each ends a completion; None: those that model and tokenizer name
+    in_graphs: bool = False  # whether to decode in CUDA graphs where that can be
     version: int | None = field(default=None, init=False)
+
+    @functools.cached_property
+    def _graphs(self) -> graphs.Graphs | None:
+        return graphs.Graphs(self.device) if self.in_graphs and kind_of(self.device).has_kernels else None
+
+    @property
+    def facts(self) -> EngineFacts:  # type: ignore[override]
+        """Whether it decodes in CUDA graphs, on a GPU that has them."""
+        if not kind_of(self.device).has_kernels:
+            return NO_FACTS
+        plain, why = Sampling(max_tokens=1, temperature=1.0), "generation.transformers.graphs is off"
+        if self._graphs is not None:
+            with torch.no_grad(), self._active() as model:
+                why = graphs.obstacle(self._decoder(model, [[0]], 1), plain, reports=False)
+        explained = ("yes", "a launch for a token of all rows") if why is None else ("no", why)
+        return EngineFacts(rows=(("CUDA graphs", *explained),))
 
     def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
         tensors, _ = self.slot.sampler_tensors()
@@ -254,9 +302,16 @@ class TransformersGenerator(Generator):
         at_once = max(1, self.batch_size // n)
         with torch.no_grad(), self._active() as model:
             decoder = self._decoder(model, prompts[:at_once], max_tokens)
+            plain = Sampling(max_tokens=max_tokens, temperature=1.0)
+            has_graphs = self._graphs is not None and not draft_rows
+            if has_graphs and graphs.obstacle(decoder, plain, reports=False) is None:
+                uniforms_RT = torch.full((n * len(prompts[:at_once]), max_tokens), 0.5)
+                limits = torch.full((len(uniforms_RT),), min(3, max_tokens))  # a step is recorded, another one compared
+                sampled = Sampled(uniforms_RT.shape, self._own_ends(model), None, limits, None)
+                self._sample_in_graphs(decoder, n, uniforms_RT, plain, sampled)
+                return
             logits = decoder.prefill(n)
             uniform_R = torch.full((len(logits),), 0.5, dtype=widest(logits.device), device=logits.device)
-            plain = Sampling(max_tokens=max_tokens, temperature=1.0)
             token, _ = draw(logits, uniform_R, plain)
             logits = decoder.step(token)
             decoder.fill()
@@ -269,6 +324,10 @@ class TransformersGenerator(Generator):
                 del logits
                 logits = decoder.check(token[of_row_N], row_N, torch.arange(last - each, last).repeat(rows))
                 draw(logits, uniform_R[of_row_N], plain)
+
+    def _sample_in_graphs(self, decoder: Decoder, n: int, *args: Any) -> None:
+        assert self._graphs is not None, "the device has some"
+        self._graphs.decode(cast(graphs.FixedDecoder, decoder), n, *args, role=self.version is not None)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         from rlft.batch import score_sequences
@@ -291,13 +350,16 @@ class TransformersGenerator(Generator):
         shared = self.slot.prefix_cache(prompts, max_tokens, images)
         return shared or RepeatedCache(model, prompts, max_tokens, self.device, images)
 
+    def _own_ends(self, model: Any) -> frozenset[int]:
+        return end_tokens(model, self.tokenizer) if self.ends is None else frozenset(self.ends)
+
     def _sample_chunk(
         self, model: Any, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling, first: int
     ) -> list[Group]:
         """Groups of a chunk of prompts, whose first completion is number `first` of the whole call."""
         uniforms_RT = uniforms(seeds, n, sampling.max_tokens)
         limits = torch.tensor([sampling.tokens_of(prompt) for prompt in prompts]).repeat_interleave(n)
-        own_ends = end_tokens(model, self.tokenizer) if self.ends is None else frozenset(self.ends)
+        own_ends = self._own_ends(model)
         ends = own_ends | frozenset(sampling.stop_token_ids)
         ids, images = [p.token_ids for p in prompts], self.slot.images_of(prompts)
         decoder, experts = self._decoder(model, ids, sampling.max_tokens, images), None
@@ -311,7 +373,10 @@ class TransformersGenerator(Generator):
             if noted is not None:
                 decoder = NotingDecoder(decoder, noted, [len(prompt.token_ids) for prompt in prompts])
             sampled = Sampled(uniforms_RT.shape, ends, watch, limits, report)
-            decode(decoder, ids, n, uniforms_RT, sampling, sampled)
+            if self._graphs is None or graphs.obstacle(decoder, sampling, reports=report is not None) is not None:
+                decode(decoder, ids, n, uniforms_RT, sampling, sampled)
+            else:
+                self._sample_in_graphs(decoder, n, uniforms_RT, sampling, sampled)
         rows = [[token for token in row if token >= 0] for row in sampled.tokens_RT.tolist()]
         if isinstance(decoder, NotingDecoder):
             experts = decoder.experts([len(row) for row in rows])

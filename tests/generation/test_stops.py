@@ -226,7 +226,7 @@ def generation(**keys):
     fixed = {
         "engine": "auto", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
         "stop": [], "include_stop_str_in_output": False,
-        "transformers": {"batch_size": 8, "weights": "merged"},
+        "transformers": {"batch_size": 8, "weights": "merged", "graphs": "off"},
         "vllm": {
             "gpu_memory_utilization": 0.4, "max_num_seqs": 8, "sleep": False, "enforce_eager": False, "options": {}
         },

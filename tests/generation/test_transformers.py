@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from rlft.config.schema import RunConfig
 from rlft.generation.decoding import draw
+from rlft.generation.graphs import bucket
 from rlft.generation.repeated_cache import cache_argument
 from rlft.generation.transformers import Transformers, TransformersGenerator, Weights, _fastest, end_tokens
 from rlft.model.backbone import read_backbone
 from rlft.model.kernels.lora_linear import LoraLinear
+from rlft.runs.run_folder import completed
 from rlft.types import FinishReason, NextTurn, Sampling
 from tests.helpers.family_tokenizers import with_attributes
 
@@ -468,14 +473,17 @@ def test_of_a_head_the_copy_alone_is_rounded_and_only_while_the_sampler_is_in_us
         head.weight = own
 
 
+made = functools.partial(Transformers, batch_size=8, graphs="off")
+
+
 def test_fastest_is_what_the_processor_decodes_fastest_with(monkeypatch, capsys):
     for dtype, weights in {"float32": "merged", "bfloat16": "merged_bfloat16", "int8": "merged_int8"}.items():
         monkeypatch.setattr("rlft.generation.transformers.fastest_dtype", lambda dtype=dtype: dtype)
         monkeypatch.setattr("rlft.generation.transformers._fastest", _fastest.__wrapped__)
-        assert Transformers(batch_size=8, weights=Weights.fastest).chosen == weights
+        assert made(weights=Weights.fastest).chosen == weights
         assert f"generation.transformers.weights: {weights} is fastest on " in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Transformers(batch_size=8, weights=Weights.fastest).chosen is Weights.merged
+    assert made(weights=Weights.fastest).chosen is Weights.merged
 
 
 # -- other releases of transformers ------------------------------------------------------------------------------------
@@ -498,3 +506,35 @@ def test_the_cache_is_given_by_the_name_that_the_model_has_for_it_under_peft_too
 
     model = {"cache": New, "past_key_values": Old, "cache_params": OldMamba}[name]()
     assert cache_argument(model) == cache_argument(Wrapped()) == name
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------------------------
+def test_a_bucket_is_the_smallest_that_holds_the_live_rows():
+    sizes = sorted({bucket(live) for live in range(1, 1025)})
+    assert sizes[:12] == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192]
+    for live in range(1, 1025):
+        assert bucket(live) == next(size for size in sizes if size >= live)
+    assert all(bigger <= 2 * smaller for smaller, bigger in pairwise(sizes))
+
+
+def test_graphs_are_left_out_where_a_gpu_has_no_memory_for_them():
+    auto, off = (made(weights=Weights.apart, graphs=graphs) for graphs in ("auto", "off"))
+    for engine, device, fits, expected in (
+        (auto, "cuda:0", True, auto), (auto, "cuda", False, off), (auto, "cpu", False, auto), (off, "cuda", True, off),
+    ):  # fmt: skip
+        assert engine.settled(None, set, lambda _, fits=fits: fits, device, quantized=False) == expected
+
+
+def test_runs_from_before_there_were_graphs_go_on_without():
+    recorded = {"generation": {"transformers": {"batch_size": 8, "weights": "merged"}}}
+    assert completed(recorded, RunConfig)["generation"]["transformers"]["graphs"] == "off"
+
+
+def test_a_cpu_has_no_graphs(make_roles, backbone, prompts):
+    generators = [
+        TransformersGenerator(make_roles(), backbone.tokenizer, backbone.device, 64, in_graphs=in_graphs)
+        for in_graphs in (True, False)
+    ]
+    one, other = (generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT) for generator in generators)
+    assert one == other
+    assert not generators[0].facts.rows

@@ -142,7 +142,8 @@ def widest() -> dict[int, list[int]]:
         asked = plan.train_prompts.prompts[:prompts]
         decoding = Decoding(num_prompts=prompts, samples=group, longest=asked[0].token_ids)
         load = Load(decodings=(decoding,), max_tokens=LENGTH, max_sequence_tokens=16 + LENGTH, device="cuda")
-        settings, sizes = config.generation.named("transformers"), sizes_of(config.model, config.lora)
+        settings = replace(config.generation.named("transformers"), graphs="off")
+        sizes = sizes_of(config.model, config.lora)
         with open_roles(config, None) as roles:
             args = (roles, roles.backbone.tokenizer, roles.backbone.device, 64)
             engine, plain = TransformersGenerator(*args, ends=()), Sampling(max_tokens=LENGTH, temperature=1.0)

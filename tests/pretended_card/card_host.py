@@ -30,6 +30,7 @@ def main() -> None:
     torch.set_num_threads(1)
     import card_checks
     import card_decoding
+    import card_graphs
     import card_peaks
     import card_shared
     import card_steps
@@ -55,6 +56,9 @@ def main() -> None:
         "trl": of_trl,
         "decoding": card_decoding.main,
         "widest": card_decoding.widest,
+        "graphs": card_graphs.main,
+        "graph faults": card_graphs.faults,
+        "graph memory": card_graphs.memory,
     }
 
     def reported() -> None:

@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import flash_stand_in
+import recorded_graphs
 import torch
 import torch.distributed
+from recorded_graphs import recorded, refuse
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -77,16 +79,21 @@ class Counts:
     peak: int = 0
     by_line: bool = False
     hollow: bool = False  # whether products give zeros, for launches and bytes of sizes that would take long
+    replays: bool = False  # whether a graph is replayed, whose kernels the host does not launch
     inside: str = ""  # the compiled function whose operators are running
     fused: bool = False  # whether its last operator belongs to the kernel between two products
 
     def launch(self, name: str) -> None:
+        if self.replays:
+            return
         self.launches[f"{name} @ {line()}" if self.by_line else name] += 1
 
     def wait(self, name: str) -> None:
+        refuse(f"{name} @ {line()}")
         self.waits[f"{name} @ {line()}"] += 1
 
     def upload(self, name: str) -> None:
+        refuse(f"{name} @ {line()}")
         self.uploads[f"{name} @ {line()}"] += 1
 
     def clear(self) -> None:
@@ -118,11 +125,13 @@ class CardTensor(Tensor):
     def __new__(cls, inner: Tensor, device: torch.device) -> CardTensor:
         if device.type == "mps" and inner.dtype in (torch.float64, torch.complex128):
             raise TypeError(f"the MPS framework doesn't support {inner.dtype}, at {line()}")
-        _count_bytes(inner)
         COUNTS.tensors[visible()[device.index]] += 1
         sizes = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
         made = Tensor._make_wrapper_subclass(cls, inner.size(), **sizes, dtype=inner.dtype, device=device)
         made.inner = inner
+        captured = recorded_graphs.CUDAGraph.captured
+        if captured is None or not captured.holds(inner, made, _rounded(inner)):
+            _count_bytes(inner)
         return made
 
     def __init__(self, inner: Tensor, device: torch.device) -> None: ...
@@ -179,12 +188,16 @@ class CardTensor(Tensor):
 _alive: set[int] = set()
 
 
+def _rounded(inner: Tensor) -> int:
+    return -(-inner.untyped_storage().nbytes() // BLOCK) * BLOCK
+
+
 def _count_bytes(inner: Tensor) -> None:
     storage = inner.untyped_storage()
     key = storage._cdata
     if key in _alive:
         return
-    size, place = -(-storage.nbytes() // BLOCK) * BLOCK, line() if COUNTS.by_line else ""
+    size, place = _rounded(inner), line() if COUNTS.by_line else ""
     _alive.add(key)
     COUNTS.live += size
     COUNTS.bytes_by_line[place] += size
@@ -279,14 +292,15 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _meet(func, operator.name, [*card, *host])
     if operator.name in WAITS or _reads_a_mask(operator.name, plain):
         COUNTS.wait(operator.name)
-    is_hollow = COUNTS.hollow and operator.name in PRODUCTS  # flash attention says that it draws, for its dropout
-    if operator.draws and not is_hollow:
+    launches = operator.name not in WITHOUT_LAUNCH
+    if operator.draws and operator.name not in PRODUCTS:  # flash attention says that it draws, for its dropout
+        refuse(operator.name)
         out = _drawn(func, target, plain, named)
     else:
-        out = _computed(func, operator.name, plain, named)
+        out = recorded(lambda: _computed(func, operator.name, plain, named), (plain, named), launches=launches)
     if target is None:
         return out
-    if operator.name not in WITHOUT_LAUNCH:
+    if launches:
         COUNTS.launch(operator.name)
     out = _on_card(out, target)
     if operator.name == "_flash_attention_backward":
@@ -365,7 +379,7 @@ def _copied(
         target = source if named.pop("device", None) is None else target
         if target is not None:
             named.pop("pin_memory", None)
-    result = func(*plain, **named)
+    result = recorded(lambda: func(*plain, **named), (plain, named))
     if target is None:
         COUNTS.wait("copy to host")
     elif source is None:
@@ -414,15 +428,17 @@ def compiled(function: Any = None, **_: Any) -> Any:
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        tree = (args, kwargs)
-        given = [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-        inner = {id(x): x.inner if isinstance(x, CardTensor) else x for x in given}
-        device = next(x.device for x in given if isinstance(x, CardTensor))
+        device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, CardTensor))
+        tree = tree_map_only(CardTensor, lambda x: x.inner, (args, kwargs))
+        return _on_card(recorded(lambda: computed(tree), tree), device)
+
+    def computed(tree: Any) -> Any:
+        inner = {id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor)}
         COUNTS.inside, COUNTS.fused = function.__name__, False
-        if COUNTS.hollow or not any(x.dtype in HALF for x in given):
+        if COUNTS.hollow or not any(x.dtype in HALF for x in inner.values()):
             out = _called(function, tree, inner)
             COUNTS.inside = ""
-            return _on_card(out, device)
+            return out
         rounded = _called(function, tree, {key: x.clone() for key, x in inner.items()})
         rounded = tree_map_only(Tensor, lambda x: x.dtype, rounded)
         COUNTS.inside = ""
@@ -432,7 +448,7 @@ def compiled(function: Any = None, **_: Any) -> Any:
         for key, version in versions.items():
             if wide[key]._version != version:
                 inner[key].copy_(wide[key])
-        return tree_map(lambda r, e: CardTensor(e.to(r), device) if isinstance(e, Tensor) else e, rounded, exact)
+        return tree_map(lambda r, e: e.to(r) if isinstance(e, Tensor) else e, rounded, exact)
 
     return fused
 
@@ -591,6 +607,7 @@ def install(
     global KIND
     KIND = KINDS[kind]
     library.pretend(KIND.type.encode(), len(visible()))
+    recorded_graphs.CUDAGraph.counts = COUNTS
     generators[:] = [torch.Generator(device=f"{KIND.type}:{index}") for index in range(len(visible()))]
     first, properties = Queue(), Properties(total_memory, *capability)
 
@@ -615,6 +632,9 @@ def install(
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: COUNTS.peak),
         **dict.fromkeys(("stream", "current_stream", "default_stream"), lambda *_: first),
         **dict.fromkeys(("empty_cache", "_lazy_init"), lambda *_: None),
+        "CUDAGraph": recorded_graphs.CUDAGraph,
+        "graph": recorded_graphs.graph,
+        "graph_pool_handle": recorded_graphs.pool_handle,
         **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), torch._C._accelerator_exchangeDevice),
     }
     answers = {

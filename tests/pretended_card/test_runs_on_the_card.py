@@ -183,10 +183,11 @@ def near(one: float, other: float) -> bool:
 
 
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(on_card, half: str, tmp_path: Path) -> None:
-    """With dropout and flash attention, in bfloat16, and sampled by the transformers engine."""
+    """With dropout and flash attention, in bfloat16, and sampled by the transformers engine in CUDA graphs."""
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
     on_card.run(*SAMPLED.split(), half, cwd=tmp_path / "whole")
+    assert on_card.counts()["launches"]["graph"] > 5
     kill = {"at": "rlft.generation.transformers:TransformersGenerator.sample", "call": 3, "do": "kill", "when": "after"}
     on_card.run(*SAMPLED.split(), half, cwd=tmp_path / "killed", events=[kill], ends=KILLED)
     assert [line["step"] for line in metrics(tmp_path / "killed" / "run")] == [1]

@@ -146,18 +146,28 @@ class LoraLinear(Linear):
         return cast(nn.Linear, self.lora_A[role]).weight, cast(nn.Linear, self.lora_B[role]).weight
 
     def _copies(self, role: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The role's matrices in this dtype and without gradient, made anew when a matrix has changed.
+        """The role's matrices in this dtype and without gradient, written again when a matrix has changed.
 
-        They are parameters, whose sizes are constants to torch.compile.
+        They stay where they are, since CUDA graphs read them there, and are parameters, whose sizes are constants to
+        torch.compile.
         """
         matrices = self._matrices(role)
-        if role in self.copies:
-            copies, copied, versions = self.copies[role]
-            if copies[0].dtype == dtype and _unchanged(matrices, copied, versions):
-                return copies
-        down, up = (nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for matrix in matrices)
-        self.copies[role] = ((down, up), matrices, tuple(matrix._version for matrix in matrices))
-        return down, up
+        copies, copied, versions = self.copies.get(role, ((), (), ()))
+        is_known = all(copy.dtype == dtype and copy.shape == x.shape for copy, x in zip(copies, matrices, strict=False))
+        if copies and is_known and _unchanged(matrices, copied, versions):
+            return copies
+        if copies and is_known:
+            for copy, matrix in zip(copies, matrices, strict=True):
+                if copy.data_ptr() != matrix.data_ptr():
+                    copy.data.copy_(matrix.detach())
+        else:
+            copies = tuple(nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for matrix in matrices)
+        self.copies[role] = (copies, matrices, tuple(matrix._version for matrix in matrices))
+        return copies
+
+    def copies_in_use(self) -> Sequence[Tensor]:
+        """The copies of the active adapter; none where its own matrices are read."""
+        return self.copies.get(self._lone_role() or "", ((),))[0]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[.., out]` from x `[.., in]`."""

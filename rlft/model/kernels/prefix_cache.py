@@ -10,6 +10,7 @@ attends to the tokens inside it, of the prompt and of the completion.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,8 +21,10 @@ from rlft.model.images import both_ways
 from rlft.model.kernels import flash_attention, split_attention
 from rlft.model.kernels.attention import attention_of_layers, hidden_states, with_sinks
 from rlft.model.kernels.elementwise import Heads, as_written, fused, normed, turned
+from rlft.model.kernels.fixed_keys import FixedKeys
 from rlft.model.kernels.flash_attention import RowLengths, Runs, one_call, row_lengths, runs_of
 from rlft.model.kernels.lm_head import head_of
+from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.kernels.split_attention import Block, Scoring, Span, flash, make_blocks, padded, places_of
 
 if TYPE_CHECKING:
@@ -295,6 +298,52 @@ class FlashPrefixCache(PrefixCache):
     """The state of decoding U prompts x n completions on a CUDA GPU, in 16 bits. No gradient."""
 
     token_axis = 1
+    _fixed: FixedKeys | None = None  # what `advance` reads, after `fix`
+
+    def obstacle_to_graphs(self) -> str | None:
+        """Why no CUDA graph computes the steps; None if one can (`advance`)."""
+        if not self.checks():
+            return "completions move through a sliding window"
+        hooked = any(module._forward_pre_hooks or module._forward_hooks for module in self.model.modules())
+        return "hooks of its modules have to run" if hooked else None
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the weights lie that a pass reads, with the 16-bit copies of the adapter in use."""
+        tensors: list[Tensor] = []
+        for module in self.model.modules():
+            tensors += (*module._parameters.values(), *module._buffers.values())  # type: ignore[arg-type]
+            tensors += module.copies_in_use() if isinstance(module, LoraLinear) else ()
+        return tuple(x.data_ptr() for x in tensors if x is not None)
+
+    def fix(self, keys: FixedKeys | None, rows: Tensor) -> tuple[FixedKeys, bool]:
+        """Continues with these rows in `keys` (None: in new ones), with `advance` in place of `step`: (these, whether
+        they moved).
+
+        rows: int64 on the host, in ascending order; one may be there several times.
+        """
+        keys = FixedKeys() if keys is None else keys
+        moved = keys.fit(len(rows), self.max_tokens, len(self._lengths), self._prompt)
+        self._row = replace(self._row, prompts=keys.hold(self._prompt, self._row.prompts.starts))
+        self._fixed, self._prompt = keys, list(keys.of_prompts)
+        self._decoded = self.max_tokens = keys.tokens  # of a row's own keys those up to its place are used
+        self._arrange(self._owner[rows])
+        return keys, moved
+
+    def advance(self, token_R: Tensor) -> Tensor:
+        """As `step`, reading and changing nothing but tensors that stay where they are."""
+        fixed, rows = self._fixed, len(token_R)
+        assert fixed is not None, "`fix` comes first"
+        self._places = fixed.row_R[:rows], fixed.place.expand(rows)
+        self._own = [(k[:rows], v[:rows]) for k, v in fixed.own]
+        logits = self._logits(self._forward(token_R, fixed.first_R[:rows] + fixed.place))
+        fixed.place.add_(1)
+        return logits
+
+    def compact(self, rows: Tensor, written: int) -> None:
+        """As `keep` after `fix`: each row has so many own tokens."""
+        assert self._fixed is not None, "`fix` comes first"
+        self._fixed.keep(rows.to(self._token_ids.device), written)
+        self._arrange(self._owner[rows])
 
     @property
     def is_decoding(self) -> bool:
@@ -317,6 +366,7 @@ class FlashPrefixCache(PrefixCache):
         """
         if not self.is_decoding:
             return super().attend(query, key, value, scoring, window, sinks)
+        window = window if self._fixed is None else None  # it reaches all tokens (`obstacle_to_graphs`)
         layer, self._calls = self._calls, self._calls + 1
         rows, shared = len(query), query.shape[1] // key.shape[1]
         slots = self._slots(layer, key, value)
@@ -379,7 +429,10 @@ class FlashPrefixCache(PrefixCache):
     def _arrange_tokens(self, lengths_R: Tensor) -> None:
         """Notes which tokens belong to which prompt; rows stay in the order of prompts, so that siblings are a run."""
         counts_U = torch.bincount(self._owner.repeat_interleave(lengths_R), minlength=len(self._lengths))
-        self._siblings_of = runs_of(counts_U.tolist(), self._token_ids.device)
+        if self._fixed is not None:
+            self._siblings_of = self._fixed.arrange(counts_U, self._after_prompt)
+        else:
+            self._siblings_of = runs_of(counts_U.tolist(), self._token_ids.device)
 
 
 @fused

@@ -1,0 +1,201 @@
+"""Decoding in CUDA graphs: a token of all rows is one launch, and the host reads READ_EVERY of them at a time.
+
+A step, from the tokens that were drawn to the next ones and the rows that they end, is one function of tensors that
+stay where they are. It computes a bucket of rows, whose size follows from the number of live rows alone, so that the
+bits of a completion never depend on what was decoded before: a graph replays what the function computes, and where
+there can be none the function itself is called. The first replay of a graph is compared with it, at another place than
+the one that was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from rlft.generation.decoding import READ_EVERY, Decoder, Sampled, draw
+from rlft.system.device import kind_of, widest
+from rlft.system.lazy import torch
+from rlft.system.terminal import say
+from rlft.types import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@runtime_checkable
+class FixedDecoder(Decoder, Protocol):
+    """A decoder with steps that read nothing from the host; what they read stays in `rlft.model.kernels.fixed_keys`."""
+
+    def obstacle_to_graphs(self) -> str | None: ...
+
+    def addresses(self) -> tuple[int, ...]: ...
+
+    def fix(self, keys: Any, rows: Tensor) -> tuple[Any, bool]: ...
+
+    def advance(self, token_R: Tensor) -> Tensor: ...
+
+    def compact(self, rows: Tensor, written: int) -> None: ...
+
+
+def obstacle(decoder: Decoder, sampling: Sampling, *, reports: bool) -> str | None:
+    """Why these completions are not sampled in CUDA graphs; None if they are.
+
+    reports: whether somebody is told of each token.
+    """
+    if reports or sampling.drafts is not None or sampling.notes_experts:
+        return "the host reads each token at once"
+    if not isinstance(decoder, FixedDecoder):
+        return "its keys and values are not those of flash kernels"
+    return decoder.obstacle_to_graphs()
+
+
+def bucket(live: int) -> int:
+    """How many rows are computed where so many are live, at least 1: powers of two, and quarters between them from 8.
+
+    >>> [bucket(live) for live in (1, 3, 16, 17, 33, 100, 192, 200)]
+    [1, 4, 16, 24, 48, 128, 192, 256]
+    """
+    power = 1 << (live - 1).bit_length()
+    step = max(8, power // 4)
+    return power if live <= 16 else -(-live // step) * step
+
+
+class Graphs:
+    """The graphs of one engine, with the tensors that they read."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert kind_of(device).has_kernels, "other devices have no CUDA graphs, or were not tried"
+        self._device = device
+        self._keys: Any = None  # of the decoders, one after the other
+        self._make_room(0, 0)
+        self._recorded: dict[Any, Any] = {}  # graphs, by bucket, role and what sampling makes of logits
+        self._compared: set[Any] = set()  # those of them of which a replay was seen to give what the step gives
+        self._ends: dict[tuple[int, ...], Tensor] = {}
+        self._addresses: tuple[int, ...] = ()  # of the weights that the graphs read
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+        self._problem: str | None = None
+
+    def _make_room(self, rows: int, tokens: int) -> None:
+        """Makes what a step knows of each row."""
+        zeros = partial(torch.zeros, device=self._device)
+        self._token_R = zeros(rows, dtype=torch.int64)  # the last one
+        self._live_R = zeros(rows, dtype=torch.bool)
+        self._limits_R = zeros(rows, dtype=torch.int64)  # the most tokens
+        self._uniforms_RT = zeros(rows, tokens, dtype=widest(self._device))  # as of `decoding.decode`
+        # The last tokens, -1 after a row's end, the bits of their log-probs, and which rows are live.
+        self._noted = zeros(3, READ_EVERY, rows, dtype=torch.int32)
+
+    def decode(
+        self, decoder: FixedDecoder, n: int, uniforms_RT: Tensor, sampling: Sampling, into: Sampled, role: Any
+    ) -> None:
+        """Samples n completions of each of the decoder's prompts; `role` says with which adapter."""
+        num_rows, last = len(uniforms_RT), int(into.limits_R.max())
+        size = bucket(num_rows)
+        rows = torch.arange(size).clamp(max=num_rows - 1)  # those that fill the bucket do what the last one does
+        live = torch.arange(size) < num_rows
+        logits = decoder.prefill(n)
+        self._keys, moved = decoder.fix(self._keys, rows)
+        if moved:
+            self._make_room(self._keys.rows, self._keys.tokens)
+        if moved or (self._recorded and self._addresses != decoder.addresses()):
+            self._forget()
+        there, limits_R, live_R = torch.stack([rows, into.limits_R[rows], live.long()]).to(self._device)
+        uniforms_RT = uniforms_RT.to(self._uniforms_RT).index_select(0, there)
+        self._uniforms_RT[:size, : uniforms_RT.shape[1]] = uniforms_RT
+        self._limits_R[:size], self._live_R[:size] = limits_R, live_R
+        if (of_ends := tuple(into.ends.tolist())) not in self._ends:
+            self._ends[of_ends] = into.ends.to(self._device)
+        ends = self._ends[of_ends]
+        self._draw(logits.index_select(0, there), self._keys.place, size, sampling, ends)
+        key = (role, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, of_ends)
+        for t in range(last):
+            if (t + 1) % READ_EVERY == 0 or t + 1 == last:
+                first, going = t - t % READ_EVERY, live.nonzero()[:, 0]
+                noted = self._noted[:, : t + 1 - first, :size].cpu()[:, :, going]
+                live[going] = into.add_several(rows[going], first, *noted)
+                if not live.any():
+                    break
+                if (smaller := bucket(int(live.sum()))) < size:
+                    kept = (~live).int().argsort(stable=True)[:smaller].sort().values  # some that have ended fill it
+                    decoder.compact(kept, t)
+                    self._keep(kept.to(self._device), live[kept])
+                    rows, live, size = rows[kept], live[kept], smaller
+            if t + 1 < last:
+                run = partial(self._advance, decoder, self._keys.place, size, sampling, ends)
+                self._step(run, (size, *key), decoder, t)
+
+    # -- on the device -------------------------------------------------------------------------------------------------
+    def _advance(self, decoder: FixedDecoder, place: Tensor, size: int, sampling: Sampling, ends: Tensor) -> None:
+        """A step of the first rows. It may read nothing from the host that another step has otherwise."""
+        self._draw(decoder.advance(self._token_R[:size]), place, size, sampling, ends)
+
+    def _draw(self, logits_RV: Tensor, place: Tensor, size: int, sampling: Sampling, ends: Tensor) -> None:
+        token_R, logprob_R = draw(logits_RV, self._uniforms_RT[:size].index_select(1, place)[:, 0], sampling)
+        live_R = self._live_R[:size]
+        shown_R = token_R.where(live_R, -1)
+        live_R.logical_and_((token_R[:, None] != ends).all(1)).logical_and_(self._limits_R[:size] > place + 1)
+        self._token_R[:size].copy_(token_R)
+        noted = torch.stack([shown_R.int(), logprob_R.view(torch.int32), live_R.int()])
+        self._noted[:, :, :size].index_copy_(1, place % READ_EVERY, noted[:, None])
+
+    def _keep(self, kept: Tensor, live: Tensor) -> None:
+        for x in (self._token_R, self._limits_R, self._uniforms_RT):
+            x[: len(kept)] = x.index_select(0, kept)
+        self._live_R[: len(kept)] = live.to(self._device)
+
+    # -- graphs --------------------------------------------------------------------------------------------------------
+    def _step(self, run: Callable[[], None], key: Any, decoder: FixedDecoder, place: int) -> None:
+        if self._problem is not None:
+            run()
+        elif key not in self._recorded:
+            self._record(run, key, decoder)
+        elif key not in self._compared:
+            self._compare(run, key, place)
+        else:
+            self._recorded[key].replay()
+
+    def _record(self, run: Callable[[], None], key: Any, decoder: FixedDecoder) -> None:
+        """Takes the step, which compiles and allocates what it needs, and records another one, which is not taken."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._pool = self._pool or torch.cuda.graph_pool_handle()  # of all graphs that are held
+        graph, of_capture = torch.cuda.CUDAGraph(), {"pool": self._pool, "stream": self._stream}
+        with torch.cuda.stream(self._stream):
+            run()
+            try:
+                # Other threads may use the card meanwhile.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local", **of_capture):
+                    run()
+            except RuntimeError as error:  # memory, or an operator that waits for the host
+                self._give_up(next(iter(str(error).splitlines()), type(error).__name__))
+            else:
+                self._addresses, self._recorded[key] = decoder.addresses(), graph
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _compare(self, run: Callable[[], None], key: Any, place: int) -> None:
+        """Takes the step, after a replay of it."""
+        size, *_ = key
+        changed = self._token_R, self._live_R, self._noted, self._keys.place
+        written = [x[:size, place] for pair in self._keys.own for x in pair]
+        before = [x.clone() for x in changed]
+        self._recorded[key].replay()
+        replayed = [x.clone() for x in (*changed, *written)]
+        for x, old in zip(changed, before, strict=True):
+            x.copy_(old)
+        run()
+        same = [(x == y).all() for x, y in zip(replayed, (*changed, *written), strict=True)]
+        if torch.stack(same).all():
+            self._compared.add(key)
+        else:
+            self._give_up(f"a replay of {size} rows differs from the step that was recorded")
+
+    def _forget(self) -> None:
+        self._recorded.clear()
+        self._compared.clear()
+        self._pool = None  # torch takes the handle of a pool no more once its graphs are gone
+
+    def _give_up(self, problem: str) -> None:
+        self._problem = problem
+        self._forget()
+        say(f"generation.transformers.graphs: the same steps are computed without CUDA graphs: {problem}")

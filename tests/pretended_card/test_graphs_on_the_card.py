@@ -1,0 +1,71 @@
+"""Decoding in CUDA graphs on the pretended card: the bits of the steps that they record, a launch a token, no waits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import card_decoding
+import card_graphs
+import pytest
+
+CASES = [
+    "qwen2",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("no biases", "norms over heads", "few adapters")),
+]
+
+
+def found(on_card, folder: Path, command: str, *names: str) -> dict[str, Any]:
+    on_card.run(command, "found.json", *names, cwd=folder)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_replay_gives_the_bits_of_the_step_that_it_replaces(on_card, tmp_path: Path, name: str) -> None:
+    """For chunks of 12, 8 and 20 rows, versions of the adapter, and ways of sampling; rows end at different times."""
+    ways = found(on_card, tmp_path, "graphs", "same", name)[name]
+    assert len(ways) == len(card_graphs.WAYS) + 2
+    for way, (is_same, lengths, replays, problem) in ways.items():
+        assert is_same, way
+        assert problem is None, way
+        assert replays > 8, way
+        assert len(lengths) > 4 or "greedy" in way, way
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_is_one_launch_and_the_host_waits_once_for_several(on_card, tmp_path: Path, name: str) -> None:
+    counts = found(on_card, tmp_path, "graphs", "counted", name)[name]
+    launches, waits, uploads = counts["graphs"]
+    assert launches["graph"] == card_decoding.TOKENS
+    assert sum(launches.values()) <= card_decoding.TOKENS + 2, launches
+    assert list(waits.values()) == [1]
+    assert not uploads
+    one_by_one, *others = counts["without"]
+    assert sum(one_by_one.values()) > 40 * card_decoding.TOKENS
+    assert others == [waits, {}], "nothing is read in between there either"
+
+
+def test_what_would_make_replays_wrong_is_seen(on_card, tmp_path: Path) -> None:
+    """A fault gives other results, unless the engine notices it and computes the steps without graphs."""
+    differs = "a replay of 16 rows differs from the step that was recorded"
+    waits = "operation not permitted when stream is capturing: _local_scalar_dense"
+    expected = {
+        "none": (True, None),
+        "a place of the host": (True, differs),
+        "a place of the host, trusted": (False, None),
+        "keys that moved": (False, None),
+        "weights that moved": (True, None),
+        "copies that move": (True, None),
+        "copies that move, unwatched": (False, None),
+        "no memory": (True, "CUDA out of memory. Tried to allocate 2.00 GiB."),
+        "a step that waits": (True, waits),
+    }
+    faults = found(on_card, tmp_path, "graph faults")
+    assert {name: (same, said and said.partition(" @ ")[0]) for name, (same, said) in faults.items()} == expected
+
+
+def test_the_plan_has_the_memory_that_graphs_hold(on_card, tmp_path: Path) -> None:
+    memory = found(on_card, tmp_path, "graph memory")
+    assert set(memory["planned"]) == {"keys and values for graphs", "CUDA graphs"}
+    assert 0.9 < sum(memory["planned"].values()) / memory["counted"] < 1.15
