@@ -161,6 +161,16 @@ class Generator(ABC):
         """End the engine and every process it started. Safe to call twice."""
 
 
+def rehearse(
+    generator: Generator, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0
+) -> None:
+    """`Generator.rehearse`, also of a generator from outside that knows no drafts and has no parameter for them."""
+    if draft_rows:
+        generator.rehearse(prompts, n, max_tokens, draft_rows)
+    else:
+        generator.rehearse(prompts, n, max_tokens)
+
+
 class GeneratorOver(Generator):
     """A generator that makes its completions with another one, `generator`; whoever opened that one closes it."""
 
@@ -194,7 +204,7 @@ class GeneratorOver(Generator):
         self.generator.verify(check, now=now)
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0) -> None:
-        self.generator.rehearse(prompts, n, max_tokens, draft_rows)
+        rehearse(self.generator, prompts, n, max_tokens, draft_rows)
 
     def sleep(self) -> None:
         self.generator.sleep()
@@ -334,7 +344,7 @@ class Engine(ABC):
     @property
     def needs_sums(self) -> bool:
         """Whether its config asks for sums of base and adapter that may be rounded."""
-        return False
+        return self.on_trainers_base and self.rounds
 
     @property
     def rounds_sums(self) -> bool:

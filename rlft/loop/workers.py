@@ -22,7 +22,7 @@ from rlft.config.model import ModelConfig
 from rlft.config.schema import RunConfig
 from rlft.config.trainer import ClusterConfig
 from rlft.environment.protocol import Environment
-from rlft.generation.engine import Engine, EngineArgs, units_of
+from rlft.generation.engine import Engine, EngineArgs, rehearse, units_of
 from rlft.generation.loaded_adapter import LoadedAdapter
 from rlft.generation.pool import EnginePool
 from rlft.generation.sending import Incoming, parts_of
@@ -290,7 +290,7 @@ class EngineWorker:
             return self._engine.loaded_adapter()
 
     def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0) -> None:
-        self._generator.rehearse(prompts, n, max_tokens, draft_rows)
+        rehearse(self._generator, prompts, n, max_tokens, draft_rows)
 
     def sleep(self) -> None:
         self._generator.sleep()

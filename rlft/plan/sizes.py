@@ -16,7 +16,7 @@ from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRo
 from rlft.config.trainer import CheckpointConfig
 from rlft.data.prompts import PromptSet, scan
 from rlft.generation.drafts import ROWS, Drafts
-from rlft.generation.engine import Generator
+from rlft.generation.engine import Generator, rehearse
 from rlft.generation.memory import Decoding, ModelSizes
 from rlft.generation.stops import check_stops
 from rlft.model.activations import NO_ADAPTER, AdapterLayers, layer_modules, layer_sizes
@@ -210,7 +210,8 @@ def rehearse_decoding(
 ) -> None:
     """Has the engine allocate as much memory as the longest rows of each decoding need."""
     for decoding in decodings:
-        generator.rehearse([decoding.longest] * decoding.num_prompts, decoding.samples, max_tokens, draft_rows)
+        prompts = [decoding.longest] * decoding.num_prompts
+        rehearse(generator, prompts, decoding.samples, max_tokens, draft_rows)
 
 
 CHECKPOINT = 64 * 2**10  # bytes of a checkpoint besides its tensors: their names, state.json, MANIFEST

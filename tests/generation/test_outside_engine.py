@@ -376,6 +376,9 @@ class Says(Generator):
 
     def score(self, sequences):
         return []
+
+    def rehearse(self, prompts, n, max_tokens):  # without drafts
+        print("rehearsed")
 """
 
 
@@ -387,8 +390,22 @@ def test_a_module_and_a_yaml_are_enough(workplace: Path, capsys: pytest.CaptureF
     words = ["--config-dir", "mine", *typed("generation=plain", "steps=1")]
     assert cli.run(["plan", "--json", *words]) == 0
     assert ("engine", "plain") in {(row["what"], row["value"]) for row in json.loads(capsys.readouterr().out)["sizes"]}
+    capsys.readouterr()
     assert cli.run(["train", "hydra.run.dir=run", *words]) == 0
+    assert "rehearsed" in capsys.readouterr().out
     [line] = lines_of(Path("run"))
     assert line["step"] == 1
     [rollouts] = rollouts_of(Path("run")).values()
     assert {json.loads(row)["completion"] for row in rollouts.splitlines()} == {"aye", "<think></think>", "nay"}
+
+
+def test_an_engine_that_rounds_the_trainers_base_is_refused_where_all_weights_are_trained(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = "    on_trainers_base = serves_whole_models = rounds = True\n    texts: list[str]"
+    Path("rounding_engine.py").write_text(PLAIN.replace("    texts: list[str]", keys))
+    section = "plain:\n  _target_: rounding_engine.Plain\n  texts: [aye]\n"
+    Path("mine/generation/plain.yaml").write_text(f"defaults: [auto, _self_]\nengine: plain\n{section}")
+    words = [word for word in typed("generation=plain", "lora=null") if not word.startswith("lora.")]
+    assert cli.run(["train", "--config-dir", "mine", *words]) == 2
+    assert "rounds the sum of base and adapter, and lora=null has none" in capsys.readouterr().err
