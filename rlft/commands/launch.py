@@ -127,7 +127,12 @@ def launch(
     plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
     plain = plan.plain
     if flatten(plain).get(WEIGHTS) == FASTEST:
-        plain = with_values(plain, {WEIGHTS: str(plan.config.generation.named(ANYWHERE).chosen)})
+        generation = plan.config.generation
+        engine = generation.named(ANYWHERE)
+        measured = replace(engine, weights=engine.chosen)  # engines in other processes do not measure again
+        generation = replace(generation, engines={**generation.engines, ANYWHERE: measured})
+        plan = replace(plan, config=replace(plan.config, generation=generation))
+        plain = with_values(plain, {WEIGHTS: str(measured.weights)})
     if fork is not None:
         forks.check(fork, plain, plan.fingerprints, plan.num_steps)
     run_folder.check_writable(folder)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_one_test import each
 from transformers import PreTrainedModel
 
 from rlft import cli
-from rlft.commands.launch import after_the_end
+from rlft.commands.launch import after_the_end, launch
 from rlft.config import command as commands
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.generation.transformers import Weights
 from rlft.model.backbone import load_backbone
+from rlft.system.interrupt import Reported
 
 RUN = Path("run")
 MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
@@ -102,3 +109,20 @@ def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(
     assert (late[: len(early)], len({*late})) == (early, len(late))
     assert set(late[len(early) :]) >= {"parameters", *of_model}
     assert shown("steps=2") == late
+
+
+def test_what_was_measured_is_in_the_config_that_other_processes_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlft.generation.transformers._fastest", lambda: Weights.merged_int8)
+    words = ["+recipe=grpo_arithmetic", "generation=transformers", "generation.transformers.weights=fastest"]
+    resolved, handed_on = resolve(compose([*words, "data.size=64"])), []
+
+    def run(plan: Any, *_: object) -> Any:
+        handed_on.append(pickle.loads(pickle.dumps(plan.config)))
+        raise KeyboardInterrupt
+
+    with pytest.raises(Reported):
+        launch(replace(resolved, command=replace(resolved.command, run=run)), Path("run"))
+    assert handed_on[0].generation.named("transformers").weights is Weights.merged_int8
