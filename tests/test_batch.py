@@ -7,7 +7,7 @@ import pytest
 import torch
 from in_one_test import each
 
-from rlft.batch import collate
+from rlft.batch import batch_of_rows, collate
 from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Scores, StepScores, Turn
 
 
@@ -368,3 +368,11 @@ def test_each_reward_stands_by_itself_with_its_weight_and_those_of_weight_0_are_
 def test_without_rewards_that_count_there_are_none_by_themselves(batch):
     assert batch.each_reward is None
     assert batch.each_weight is None
+
+
+def test_rows_are_padded_on_the_right_and_their_completions_are_learned():
+    batch = batch_of_rows([(0, (5, 6, 7), (20, 21, 2)), (0, (5, 6, 7), (22,)), (1, (9,), (30, 31))])
+    assert batch.token_ids.tolist() == [[5, 6, 7, 20, 21, 2], [5, 6, 7, 22, 0, 0], [9, 30, 31, 0, 0, 0]]
+    assert batch.attention_mask.sum(1).tolist() == [6, 4, 3]
+    assert batch.loss_mask.nonzero().tolist() == [[0, 3], [0, 4], [0, 5], [1, 3], [2, 1], [2, 2]]
+    assert batch.group_ids.tolist() == [0, 0, 1]

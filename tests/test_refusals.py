@@ -894,7 +894,7 @@ TABLE = [
     ),
     (f"{ALL} generation.transformers.weights=merged_int8", "generation.transformers.weights", "got merged_int8; leave"),
     (
-        "generation=transformers generation.transformers.weights=fastest model.kernels=plain",
+        "train generation=transformers generation.transformers.weights=fastest model.kernels=plain",
         "generation.transformers.weights",
         "needs rlft's LoRA layers, which model.kernels=plain does without, got fastest; use apart, or model.kernels",
     ),

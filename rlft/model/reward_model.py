@@ -252,8 +252,8 @@ class ClassifierReward:
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Row indices by length, as many at a time as fit the budget when padded; a row that exceeds it stands alone.
 
-    >>> micro_batches([5, 2, 9, 3], token_budget=6)
-    [[1, 3], [0], [2]]
+    >>> micro_batches([5, 2, 9, 3], token_budget=6), micro_batches([4, 4, 4], 8), micro_batches([], 8)
+    ([[1, 3], [0], [2]], [[0, 1], [2]], [])
     """
     parts: list[list[int]] = []
     for b in sorted(range(len(lengths)), key=lambda b: lengths[b]):

@@ -71,21 +71,24 @@ class DiskError(RuntimeError):
             cause, remedy = "the disk has room for no more files (inodes)", "remove files there"
         missing = "some space"
         if self.needed is not None:
-            missing = f"{size_text(max(BLOCK, self.needed - (self.free or 0)))} or more"
+            missing = f"{size_text(max(BLOCK, self.needed - (self._free or 0)))} or more"
         then = "repeat the command" if self.again is None else f"resume with: {self.again}"
         return f"{cause} ({os.strerror(self.code)}): {self._facts()}; {remedy.format(missing=missing)}, then {then}"
 
+    @property
+    def _free(self) -> int | None:
+        """Bytes that are free, of an error that they explain: a quota or a limit leaves others free."""
+        return self.free if self.code == errno.ENOSPC and self.has_inodes else None
+
     def _facts(self) -> str:
-        """Bytes are facts only of an error that has to do with them."""
         if self.target is None:
             return "the file is not known"
-        if self.code not in OF_SPACE:
-            return f"{self.target} could not be written"
-        free = "" if self.free is None else f"has {size_text(self.free)} free"
-        if self.needed is None:
-            return f"{self.target} {free or 'could not be written'}"
-        needs = f"{self.target.parent} needs {size_text(self.needed)} for {self.target.name}"
-        return f"{needs} and {free}" if free else needs
+        free = "" if self._free is None else f"has {size_text(self._free)} free"
+        if self.needed is not None and self.code in OF_SPACE and self.has_inodes:
+            needs = f"{self.target.parent} needs {size_text(self.needed)} for {self.target.name}"
+            return f"{needs} and {free}" if free else needs
+        place = self.target.parent if self.code == errno.ENOENT else self.target
+        return f"{place} {free or 'could not be written'}"
 
 
 @contextmanager

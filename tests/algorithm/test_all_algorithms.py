@@ -87,7 +87,8 @@ IN_REWARD, BY_STEPS = {"kl_coef": 0.1, "kl_in": "reward"}, {"supervision": "proc
 @each(
     ("name", "keys", "said"),
     [
-        ("grpo", {}, {"needs_reference": False, "needs_entropy": False, "needs_old_in_credit": False}),
+        ("grpo", {}, {"needs_reference": False, "needs_entropy": False, "needs_steps": False}),
+        ("grpo", {}, {"needs_old_in_credit": False}),
         ("grpo", {"kl_coef": 0.1}, {"needs_reference": True, "needs_entropy": False, "needs_old_in_credit": False}),
         ("grpo", IN_REWARD, {"needs_reference": True, "needs_entropy": False, "needs_old_in_credit": True}),
         ("grpo", {"kl_in": "reward", "entropy_coef": 0.1}, {"needs_reference": False, "needs_entropy": True}),

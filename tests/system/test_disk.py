@@ -50,7 +50,9 @@ def test_a_disk_without_inodes_is_told_as_one(free: SimpleNamespace) -> None:
 def test_every_error_while_writing_is_one_line_with_its_name(code: int, free: SimpleNamespace) -> None:
     line = failed(OSError(code, "x"))
     assert f"({os.strerror(code)}): run/checkpoints" in line
-    assert ("needs 10.0 MB" in line, "4.1 MB free" in line) == (code in disk.OF_SPACE,) * 2
+    assert ("needs 10.0 MB" in line, "4.1 MB free" in line) == (code in disk.OF_SPACE, code == errno.ENOSPC)
+    assert ("run/checkpoints could" in line) == (code == errno.ENOENT), "the folder that is gone, not the file in it"
+    assert ("free 10.0 MB or more" in line) == (code == errno.EDQUOT), "what others have free is not the quota's"
     assert line.endswith(", then resume with: rlft resume run")
     assert "{" not in line
     assert "\n" not in line

@@ -320,10 +320,15 @@ def update(*passes, **optimizers):
 STEPS = {
     "passes are added up, and updates averaged": (
         [
-            update(done(loss__total=1.0, kl__old=0.25), done(loss__total=2.0, kl__old=0.5), critic__lr=0.5),
-            update(done(loss__total=-1.0, kl__old=0.25), critic__lr=0.25),
+            update(
+                done(loss__total=1.0, kl__old=0.25),
+                done(loss__total=2.0, kl__old=0.5),
+                critic__lr=0.5,
+                policy__grad_norm=4.0,
+            ),
+            update(done(loss__total=-1.0, kl__old=0.25), critic__lr=0.25, policy__grad_norm=2.0),
         ],
-        {"loss/total": 1.0, "loss/policy": 0.0, "kl/old": 0.5, "critic/lr": 0.375},
+        {"loss/total": 1.0, "loss/policy": 0.0, "kl/old": 0.5, "critic/lr": 0.375, "policy/grad_norm": 3.0},
     ),
     "maxima are combined by maximum": (
         [update(done(0.5, sampler__logprob_gap_max=value)) for value in (0.5, 2.0, 1.0)],
@@ -365,6 +370,14 @@ def test_metrics_of_a_step(case):
     found = step_metrics([updates])
     assert {name: found.get(name) for name in expected} == pytest.approx(expected)
     assert not {"sampler/weight", "sampler/weight_squared"} & found.keys()
+
+
+def test_a_step_has_its_losses_the_counts_of_its_passes_and_what_these_and_the_optimizers_give():
+    always = {"kl/old_last", "loss/policy", "loss/total", "tokens/trained", "waste/padding_fraction"}
+    assert step_metrics([[]]).keys() == always
+    assert step_metrics([[update(done(kl__reference=0.5), policy__lr=0.1)]]).keys() == always | {
+        "kl/reference", "policy/lr",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
