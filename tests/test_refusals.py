@@ -1354,7 +1354,8 @@ READ_BY_LIBRARIES = (
     "cannot be read", "policy,wider", "vLLM cannot serve",
     # a folder that shows only when it is made that it cannot be
     "hydra.sweep.dir=/dev/null/x",
-    # devices
+    # devices, by which `auto` chooses an engine
+    "train lora=null generation.transformers.weights=merged_int8",
     "no CUDA device", "need a CUDA device", "(job 1: model.device=cuda)",
     "share_base=true", "weights=copy", "batch_invariant=true", "fit on one GPU", "no Ray answers",
     "cluster.address=head", "cluster.address=ray://",

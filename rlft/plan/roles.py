@@ -89,6 +89,8 @@ def check_learner_on(
         remedy = "train an adapter, or use a model of texts"
         require(getattr(model, "vision_config", None) is None, "lora", problem, got="null", remedy=remedy)
         if engine is not None:
+            # `auto` has chosen it by now; what is said of an engine that samples nothing does not matter.
+            _check_sums(engine, next(name for name, own in config.generation.engines.items() if own is engine))
             model_rules.check_whole(engine, settings, model)
     else:
         model_rules.check_targets(lora, settings, model)
@@ -140,8 +142,13 @@ def _check_engine(config: RunConfig | SftConfig) -> None:
     problem = "is given adapters only, and lora=null has none"
     remedy = "use transformers"
     require(engine.serves_whole_models, "generation.engine", problem, got=generation.engine, remedy=remedy)
+    if generation.engine != AUTO:
+        _check_sums(engine, section_of(name))
+
+
+def _check_sums(engine: Engine, section: str) -> None:
     if engine.needs_sums:
-        key = f"generation.{section_of(name)}.weights"
+        key = f"generation.{section}.weights"
         problem = "rounds the sum of base and adapter, and lora=null has none"
         raise UserError(key, problem, got=str(getattr(engine, "weights", "")), remedy="leave it out")
 

@@ -168,7 +168,7 @@ def completed(recorded: Mapping[str, Any], root: type) -> dict[str, Any]:
     config = _completed(_with_console(recorded, root), root)
     config |= {name: _with_components(config[name]) for name in OPEN if name in config}
     if isinstance(generation := config.get("generation"), Mapping):
-        generation = _with_adapted_layers(generation, recorded["generation"])
+        generation = _with_adapted_layers(generation, recorded["generation"], whole=config.get("lora", {}) is None)
         own = {name: (generation.get(name, {}), of) for name, of in engine_classes({}).items()}
         engines = {name: _section(getattr(of, "of_older", dict)(keys), of) for name, (keys, of) in own.items()}
         config["generation"] = {**generation, **{name: keys for name, keys in engines.items() if keys is not ABSENT}}
@@ -186,13 +186,16 @@ def _with_console(recorded: Mapping[str, Any], root: type) -> Mapping[str, Any]:
     return {**recorded, "logger": trackers, "console": console}
 
 
-def _with_adapted_layers(generation: Mapping[str, Any], recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_adapted_layers(
+    generation: Mapping[str, Any], recorded: Mapping[str, Any], *, whole: bool
+) -> Mapping[str, Any]:
     """The section as it is written now: before there were drafts, `merged_bfloat16` left the LM head and layers without
-    an adapter as they are, and nothing corrected its roundings."""
+    an adapter as they are, and nothing corrected its roundings. For a `whole` model, without adapters, it did nothing.
+    """
     keys = generation.get(ANYWHERE, {})
     if "drafts" in recorded or keys.get("weights") != "merged_bfloat16":
         return generation
-    return {**generation, ANYWHERE: {**keys, "weights": "adapted_bfloat16"}}
+    return {**generation, ANYWHERE: {**keys, "weights": "merged" if whole else "adapted_bfloat16"}}
 
 
 def _completed(recorded: Mapping[str, Any], cls: type) -> dict[str, Any]:

@@ -113,6 +113,12 @@ def test_an_engine_that_takes_adapters_alone_does_not_serve_all_weights(
     command, recipe = words.split()
     config = compose([recipe, "lora=null", "eval.every=0", "generation=vllm"], command=command)
     resolve(config).plan(runs_here=False)
+    rounded = compose([recipe, "lora=null", "generation.transformers.weights=merged_int8"], command=command)
+    with pytest.raises(UserError, match="rounds the sum of base and adapter, and lora=null has none, got merged_int8"):
+        resolve(rounded).plan(runs_here=False)
+    with monkeypatch.context() as patched:  # `auto` on a GPU
+        patched.setattr("rlft.plan.model_rules.choose_engine", lambda *_, **__: ("vllm", "installed, with a GPU"))
+        assert resolve(rounded).plan(runs_here=False).engine == "vllm", "whose keys these are not"
     monkeypatch.setattr(VLLM, "serves_whole_models", False)
     with pytest.raises(UserError, match="is given adapters only, and lora=null has none, got vllm; use tr") as refused:
         resolve(config).plan(runs_here=False)

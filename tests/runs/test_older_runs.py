@@ -202,6 +202,15 @@ def test_a_policy_that_was_merged_into_a_shared_base_is_a_copy_now_and_a_resume_
     assert kept == {"vllm": {"weights": "adapter", "share_base": "auto"}, "engine": "vllm"}
 
 
+def test_older_rounded_weights_are_what_they_were_and_of_a_whole_model_they_were_not_rounded() -> None:
+    for lora, weights in (({"rank": 4}, "adapted_bfloat16"), (None, "merged")):
+        config = run_folder.read(RECORDED / "train") | {"lora": lora}
+        del config["generation"]["drafts"]
+        config["generation"]["transformers"]["weights"] = "merged_bfloat16"
+        read = run_folder.completed(config, commands.named("train").root)["generation"]["transformers"]
+        assert read["weights"] == weights
+
+
 def write_keys() -> None:
     """Wrote keys.txt, at 787aee2."""
     (RECORDED / "keys.txt").write_text("".join(f"{key}\n" for key, _ in all_keys()))
