@@ -124,8 +124,9 @@ def _smaller_engines(model: ModelSizes, demand: Demand, process: int, limit: int
 
 def _other_teachers(model: ModelSizes, demand: Demand, process: int, limit: int) -> Iterator[TeacherDemand]:
     """The teacher with another share of the device."""
-    teacher_bytes = sum(part.bytes for part in teacher_memory(demand).parts if part.key == TEACHER_SHARE)
-    if demand.teacher is not None and teacher_bytes:
+    memory = teacher_memory(demand)
+    teacher_bytes = sum(part.bytes for part in memory.parts if part.key == TEACHER_SHARE)
+    if demand.teacher is not None and (teacher_bytes or memory.lacks):
         rest = peak(parts(model, demand, process)) - teacher_bytes
         yield from demand.teacher.other_shares(demand.teacher_load, max(0, limit - rest))
 

@@ -256,6 +256,16 @@ def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
         assert not any("vLLM" in name for name in there)
         assert "a block of the policy's weights" not in there
         assert found["peak"] == found["peak_without_engine"]
+    elsewhere = (*ON_A_GPU[:-1], "device_memory=2GiB", "model.device=cuda:1")
+    for who, share, keys in (
+        ("engine", "generation.vllm.gpu_memory_utilization", ("generation=vllm",)),
+        ("teacher", "snapshot.teacher_gpu_memory_utilization", (*teacher, "generation=transformers")),
+    ):  # too small for vLLM to start there
+        assert cli.run(["plan", *elsewhere, *keys, f"{share}=0.0001"]) == 1
+        told, fitting, *_ = capsys.readouterr().out.splitlines()
+        assert told.startswith(f"does not start: the {who}'s share of the device is ")
+        assert f" {share}=0." in fitting
+        assert planned(capsys, *shlex.split(fitting)[4:])["fits"]
     assert cli.run(["plan", *ON_A_GPU]) == 2
     told = capsys.readouterr().err
     assert told.startswith("rlft: model.device: this machine has no such GPU, so its memory cannot be read")

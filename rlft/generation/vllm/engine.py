@@ -253,16 +253,14 @@ class VLLM(VLLMKeys, Engine):
             raise UserError(TEACHER_SHARE, f"with {policys} it is more than a device has", got=share, remedy=remedy)
 
     def teacher_memory(self, model: ModelSizes, load: TeacherLoad) -> EngineMemory:
-        if _is_elsewhere(load.device):
-            return EngineMemory()
         if load.device == "cpu":
             return teacher_on_a_cpu(model, load.row_tokens, libraries=load.libraries)
-        return teacher_on_a_gpu(model, load.row_tokens, load.device_memory, load.share)
+        memory = teacher_on_a_gpu(model, load.row_tokens, load.device_memory, load.share)
+        return replace(memory, parts=()) if _is_elsewhere(load.device) else memory
 
     def least_teacher_share(self, model: ModelSizes, load: TeacherLoad) -> float | None:
-        if _is_elsewhere(load.device):
-            return None
-        return share_of(teacher_least_bytes(model, load.row_tokens, load.device_memory), load.device_memory)
+        least = share_of(teacher_least_bytes(model, load.row_tokens, load.device_memory), load.device_memory)
+        return None if _is_elsewhere(load.device) and least > MOST_SHARE else least
 
     def teacher_settings(self, settings: TeacherSettings) -> TeacherSettings:
         return replace(settings, batch_invariant=self.batch_invariant)
@@ -275,10 +273,9 @@ class VLLM(VLLMKeys, Engine):
     def memory(self, model: ModelSizes, load: Load) -> EngineMemory:
         """On a GPU its share of the memory, or the least that it needs where that is more.
 
-        On a CPU a second base and the KV cache, which vLLM writes to at once.
+        Next to a trainer on another GPU it takes nothing of that; its own, taken to be as large, may lack memory. On a
+        CPU a second base and the KV cache, which vLLM writes to at once.
         """
-        if _is_elsewhere(load.device):
-            return EngineMemory()
         if load.device == "cpu":
             token = model.key_size * model.itemsize
             size = model.base_bytes + load.tower + cpu_cache_bytes(token, load.max_sequence_tokens, self.max_num_seqs)
@@ -286,6 +283,8 @@ class VLLM(VLLMKeys, Engine):
             return EngineMemory(parts=(_part("vLLM, its base and KV cache", size, "max_num_seqs"), libraries))
         least = least_bytes(model, load, self.options, self.max_num_seqs)
         size, lacks = taken(least, self.gpu_memory_utilization, load.device_memory)
+        if _is_elsewhere(load.device):
+            return EngineMemory(lacks=lacks)
         when = When.sampling if self.sleep else When.always
         if not self._shares_base(model, load):
             whole = _part("vLLM, its base and KV cache", size, "gpu_memory_utilization", when)
@@ -303,12 +302,16 @@ class VLLM(VLLMKeys, Engine):
         return EngineMemory(parts=(cache, *graph_parts), lacks=lacks)
 
     def smaller(self, model: ModelSizes, load: Load, room: int) -> Iterator[Self]:
-        if load.device == "cpu" or _is_elsewhere(load.device):
+        if load.device == "cpu":
+            return
+        least = least_share(model, load, self.options, self.max_num_seqs)
+        if _is_elsewhere(load.device):
+            if self.gpu_memory_utilization < least <= MOST_SHARE:
+                yield replace(self, gpu_memory_utilization=least)
             return
         if self._shares_base(model, load):
             room += model.base_bytes  # the rest of the run counts it
         fitting_share = min(MOST_SHARE, int(100 * room / load.device_memory) / 100)
-        least = least_share(model, load, self.options, self.max_num_seqs)
         if self.gpu_memory_utilization < least:
             yield replace(self, gpu_memory_utilization=max(fitting_share, least))
         elif not self.sleep and least <= fitting_share < self.gpu_memory_utilization:
