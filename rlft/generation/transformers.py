@@ -260,8 +260,8 @@ class TransformersGenerator(Generator):
         if self._graphs is not None:
             with torch.no_grad(), self._active() as model:
                 why = graphs.obstacle(self._decoder(model, [[0]], 1), plain, reports=False)
-        explained = ("yes", "a launch for a token of all rows") if why is None else ("no", why)
-        return EngineFacts(rows=(("CUDA graphs", *explained),))
+        value, explained = ("yes", "a launch for a token of all rows") if why is None else ("no", why)
+        return EngineFacts(rows=(("CUDA graphs", value, explained),))
 
     def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
         tensors, _ = self.slot.sampler_tensors()

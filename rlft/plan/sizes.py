@@ -125,10 +125,11 @@ def sizes_of(settings: ModelConfig, lora: LoraSettings | None) -> ModelSizes:
 def on_a_gpu(demand: Demand, plan: Plan, device_memory: int, *, absent: bool, where: str = "cuda") -> Demand:
     """The demand on a GPU with `device_memory` bytes; on one in another machine (`where`, such as "cuda:1")
     `auto` may choose another engine."""
-    where = where if absent else str(device := resolve_device(plan.config.model.device))
+    device = None if absent else resolve_device(plan.config.model.device)
+    where = where if device is None else str(device)
     kind, index = "cuda" if demand.device == "cpu" else demand.device, int(where.partition(":")[2] or 0)
     demand = replace(demand, device=kind, index=index, device_memory=device_memory)
-    if not absent and device.type == "cuda":
+    if device is not None and device.type == "cuda":
         demand = replace(demand, multiprocessors=multiprocessors(device))
     if demand.engine is None or not absent or plan.config.generation.engine != AUTO:
         return demand

@@ -152,18 +152,20 @@ class LoraLinear(Linear):
         torch.compile.
         """
         matrices = self._matrices(role)
-        copies, copied, versions = self.copies.get(role, ((), (), ()))
-        is_known = all(copy.dtype == dtype and copy.shape == x.shape for copy, x in zip(copies, matrices, strict=False))
-        if copies and is_known and _unchanged(matrices, copied, versions):
-            return copies
-        if copies and is_known:
-            for copy, matrix in zip(copies, matrices, strict=True):
-                if copy.data_ptr() != matrix.data_ptr():
+        now = tuple(matrix._version for matrix in matrices)
+        if (known := self.copies.get(role)) is not None and known[0][0].dtype == dtype:
+            copies, copied, versions = known
+            if _unchanged(matrices, copied, versions):
+                return copies
+            # In the matrices' own dtype a copy is the matrix itself, perhaps one that is used elsewhere by now.
+            if dtype != matrices[0].dtype and all(x.shape == y.shape for x, y in zip(copies, matrices, strict=True)):
+                for copy, matrix in zip(copies, matrices, strict=True):
                     copy.data.copy_(matrix.detach())
-        else:
-            copies = tuple(nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for matrix in matrices)
-        self.copies[role] = (copies, matrices, tuple(matrix._version for matrix in matrices))
-        return copies
+                self.copies[role] = (copies, matrices, now)
+                return copies
+        down, up = (nn.Parameter(matrix.detach().to(dtype), requires_grad=False) for matrix in matrices)
+        self.copies[role] = ((down, up), matrices, now)
+        return down, up
 
     def copies_in_use(self) -> Sequence[Tensor]:
         """The copies of the active adapter; none where its own matrices are read."""
