@@ -22,6 +22,9 @@ from rlft.types import Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_WAYS = 8
+"""Of sampling, that graphs are held of: requests of an endpoint or a chat may each have a temperature of their own."""
+
 
 @runtime_checkable
 class FixedDecoder(Decoder, Protocol):
@@ -31,7 +34,7 @@ class FixedDecoder(Decoder, Protocol):
 
     def addresses(self) -> tuple[int, ...]: ...
 
-    def fix(self, keys: Any, rows: Tensor) -> tuple[Any, bool]: ...
+    def fix(self, keys: Any, rows: Tensor) -> Any: ...
 
     def advance(self, token_R: Tensor) -> Tensor: ...
 
@@ -68,17 +71,18 @@ class Graphs:
         assert kind_of(device).has_kernels, "other devices have no CUDA graphs, or were not tried"
         self._device = device
         self._keys: Any = None  # of the decoders, one after the other
-        self._make_room(0, 0)
         self._recorded: dict[Any, Any] = {}  # graphs, by bucket, role and what sampling makes of logits
         self._compared: set[Any] = set()  # those of them of which a replay was seen to give what the step gives
-        self._ends: dict[tuple[int, ...], Tensor] = {}
-        self._addresses: tuple[int, ...] = ()  # of the weights that the graphs read
+        self._ends: dict[Any, Tensor] = {}  # that rows end with, by role and what sampling makes of logits
+        self._addresses: tuple[int, ...] = ()  # of what the graphs read
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
-        self._problem: str | None = None
+        self.problem: str | None = None  # why there are none any more
+        self._make_room(0, 0)
 
     def _make_room(self, rows: int, tokens: int) -> None:
         """Makes what a step knows of each row."""
+        self._forget()
         zeros = partial(torch.zeros, device=self._device)
         self._token_R = zeros(rows, dtype=torch.int64)  # the last one
         self._live_R = zeros(rows, dtype=torch.bool)
@@ -96,20 +100,22 @@ class Graphs:
         rows = torch.arange(size).clamp(max=num_rows - 1)  # those that fill the bucket do what the last one does
         live = torch.arange(size) < num_rows
         logits = decoder.prefill(n)
-        self._keys, moved = decoder.fix(self._keys, rows)
-        if moved:
+        self._keys = decoder.fix(self._keys, rows)
+        if self._uniforms_RT.shape != (self._keys.rows, self._keys.tokens):
             self._make_room(self._keys.rows, self._keys.tokens)
-        if moved or (self._recorded and self._addresses != decoder.addresses()):
+        key = (role, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, tuple(into.ends.tolist()))
+        is_full = len(self._ends) == MOST_WAYS and key not in self._ends
+        if is_full or (self._recorded and self._addresses != decoder.addresses()):
             self._forget()
         there, limits_R, live_R = torch.stack([rows, into.limits_R[rows], live.long()]).to(self._device)
         uniforms_RT = uniforms_RT.to(self._uniforms_RT).index_select(0, there)
         self._uniforms_RT[:size, : uniforms_RT.shape[1]] = uniforms_RT
         self._limits_R[:size], self._live_R[:size] = limits_R, live_R
-        if (of_ends := tuple(into.ends.tolist())) not in self._ends:
-            self._ends[of_ends] = into.ends.to(self._device)
-        ends = self._ends[of_ends]
+        if key not in self._ends:
+            self._ends[key] = into.ends.to(self._device)
+        ends = self._ends[key]
         self._draw(logits.index_select(0, there), self._keys.place, size, sampling, ends)
-        key = (role, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, of_ends)
+        del logits, uniforms_RT  # they would stay until the last token
         for t in range(last):
             if (t + 1) % READ_EVERY == 0 or t + 1 == last:
                 first, going = t - t % READ_EVERY, live.nonzero()[:, 0]
@@ -147,7 +153,7 @@ class Graphs:
 
     # -- graphs --------------------------------------------------------------------------------------------------------
     def _step(self, run: Callable[[], None], key: Any, decoder: FixedDecoder, place: int) -> None:
-        if self._problem is not None:
+        if self.problem is not None:
             run()
         elif key not in self._recorded:
             self._record(run, key, decoder)
@@ -161,17 +167,20 @@ class Graphs:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._pool = self._pool or torch.cuda.graph_pool_handle()  # of all graphs that are held
         graph, of_capture = torch.cuda.CUDAGraph(), {"pool": self._pool, "stream": self._stream}
-        with torch.cuda.stream(self._stream):
-            run()
-            try:
-                # Other threads may use the card meanwhile.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local", **of_capture):
-                    run()
-            except RuntimeError as error:  # memory, or an operator that waits for the host
-                self._give_up(next(iter(str(error).splitlines()), type(error).__name__))
-            else:
-                self._addresses, self._recorded[key] = decoder.addresses(), graph
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()
+                try:
+                    # Other threads may use the card meanwhile.
+                    with torch.cuda.graph(graph, capture_error_mode="thread_local", **of_capture):
+                        run()
+                except RuntimeError as error:  # memory, or an operator that waits for the host
+                    cause = error.__context__ or error  # what the end of a capture that failed raises names no operator
+                    self._give_up(next(iter(str(cause).splitlines()), type(cause).__name__))
+                else:
+                    self._addresses, self._recorded[key] = decoder.addresses(), graph
+        finally:  # what follows uses the same tensors
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _compare(self, run: Callable[[], None], key: Any, place: int) -> None:
         """Takes the step, after a replay of it."""
@@ -193,9 +202,10 @@ class Graphs:
     def _forget(self) -> None:
         self._recorded.clear()
         self._compared.clear()
+        self._ends.clear()
         self._pool = None  # torch takes the handle of a pool no more once its graphs are gone
 
     def _give_up(self, problem: str) -> None:
-        self._problem = problem
+        self.problem = problem
         self._forget()
         say(f"generation.transformers.graphs: the same steps are computed without CUDA graphs: {problem}")

@@ -259,7 +259,7 @@ class TransformersGenerator(Generator):
         plain, why = Sampling(max_tokens=1, temperature=1.0), "generation.transformers.graphs is off"
         if self._graphs is not None:
             with torch.no_grad(), self._active() as model:
-                why = graphs.obstacle(self._decoder(model, [[0]], 1), plain, reports=False)
+                why = self._graphs.problem or graphs.obstacle(self._decoder(model, [[0]], 1), plain, reports=False)
         value, explained = ("yes", "a launch for a token of all rows") if why is None else ("no", why)
         return EngineFacts(rows=(("CUDA graphs", value, explained),))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pretended_card import COUNTS
 from recorded_graphs import CUDAGraph
 
 from rlft.generation.decoding import READ_EVERY
-from rlft.generation.graphs import Graphs
+from rlft.generation.graphs import MOST_WAYS, Graphs
 from rlft.generation.memory import When
 from rlft.generation.transformers import TransformersGenerator
 from rlft.loop.parts import open_roles
@@ -73,7 +73,7 @@ class Model:
             in_graphs=True,
         )  # fmt: skip
         if not records:
-            made._graphs._problem = "its steps are to be computed one by one"
+            made._graphs.problem = "its steps are to be computed one by one"
         return made
 
     def sampled(self, engine: Any, sampling: Sampling = PLAIN) -> list[Any]:
@@ -108,7 +108,7 @@ def same(model: Model) -> dict[str, Any]:
                     rows.append(model.sampled(engine, sampling))
                     replays = max(replays, COUNTS.launches["graph"])
                 lengths = sorted({len(ids) for ids, *_ in rows[0]})
-                problem = engines[0]._graphs._problem
+                problem = engines[0]._graphs.problem
                 found[f"{batch_size}, {version.version}, {way}"] = [rows[0] == rows[1], lengths, replays, problem]
     return found
 
@@ -142,7 +142,7 @@ def faults() -> dict[str, Any]:
 
 
 def planted(
-    model: Model, right: list[Any], fault: Callable[[], Any], between: Callable[[Any], None], trusts: bool
+    model: Model, right: list[Any], fault: Callable[[], Any], between: Callable[[Model, Any], None], trusts: bool
 ) -> list[Any]:
     """trusts: whether the comparison of the first replay is left out."""
     engine = model.engine()
@@ -150,9 +150,9 @@ def planted(
     with fault(), compared:
         engine.load(model.versions[0])
         model.sampled(engine, SHORT)
-        between(engine)
+        between(model, engine)
         engine.load(model.versions[1])
-        return [model.sampled(engine, SHORT) == right, engine._graphs._problem]
+        return [model.sampled(engine, SHORT) == right, engine._graphs.problem]
 
 
 def trusting(graphs: Graphs, run: Any, key: Any, place: int) -> None:
@@ -187,12 +187,12 @@ def new_copies() -> Any:
     return mock.patch.object(LoraLinear, "_copies", anew)
 
 
-def unwatched() -> Any:
-    patched = new_copies()
+def unwatched(fault: Callable[[], Any] = nullcontext) -> Any:
+    """The fault, where nobody asks whether something has moved."""
 
     @contextmanager
     def both() -> Iterator[None]:
-        with patched, mock.patch.object(FlashPrefixCache, "addresses", return_value=()):
+        with fault(), mock.patch.object(FlashPrefixCache, "addresses", return_value=()):
             yield
 
     return both()
@@ -213,16 +213,32 @@ def waiting() -> Any:
     return mock.patch.object(FlashPrefixCache, "advance", reading)
 
 
-def nothing(engine: Any) -> None: ...
+def nothing(model: Model, engine: Any) -> None: ...
 
 
-def move_keys(engine: Any) -> None:
+def move_keys(model: Model, engine: Any) -> None:
     keys: FixedKeys = engine._graphs._keys
     kept.append(keys.own)
     keys.own = [(k.clone(), v.clone()) for k, v in keys.own]
 
 
-def move_weights(engine: Any) -> None:
+def more_room(model: Model, engine: Any) -> None:
+    """Longer completions than there is room for, the first time without the memory for them."""
+    longer = replace(SHORT, max_tokens=30)
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    with mock.patch.object(Graphs, "_make_room", side_effect=error), suppress(torch.OutOfMemoryError):
+        model.sampled(engine, longer)
+    model.sampled(engine, longer)
+
+
+def other_ways(model: Model, engine: Any) -> None:
+    """More temperatures than graphs are held of."""
+    for temperature in range(1, MOST_WAYS + 2):
+        model.sampled(engine, replace(SHORT, max_tokens=2, temperature=0.1 * temperature))
+    assert len(engine._graphs._ends) <= MOST_WAYS
+
+
+def move_weights(model: Model, engine: Any) -> None:
     for parameter in engine.slot.backbone.model.parameters():
         kept.append(parameter.data)
         parameter.data = parameter.data.clone()
@@ -231,14 +247,17 @@ def move_weights(engine: Any) -> None:
 kept: list[Any] = []
 """What was moved, else its memory would be used again."""
 
-FAULTS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], bool]] = {
+FAULTS: dict[str, tuple[Callable[[], Any], Callable[[Model, Any], None], bool]] = {
     "none": (nullcontext, nothing, False),
     "a place of the host": (place_of_the_host, nothing, False),
     "a place of the host, trusted": (place_of_the_host, nothing, True),
     "keys that moved": (nullcontext, move_keys, False),
+    "keys that moved, unwatched": (unwatched, move_keys, False),
+    "more room": (nullcontext, more_room, False),
+    "other ways": (nullcontext, other_ways, False),
     "weights that moved": (nullcontext, move_weights, False),
     "copies that move": (new_copies, nothing, False),
-    "copies that move, unwatched": (unwatched, nothing, False),
+    "copies that move, unwatched": (lambda: unwatched(new_copies), nothing, False),
     "no memory": (no_memory, nothing, False),
     "a step that waits": (waiting, nothing, False),
 }

@@ -33,27 +33,35 @@ class FixedKeys:
     row_R: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, 0, 1, 2 ..
     place: Tensor = field(default_factory=lambda: torch.empty(0))  # int64 `[1]`, that of the next token among its row's
 
-    def fit(self, rows: int, tokens: int, prompts: int, of_prompts: Pairs) -> bool:
-        """Makes room for so many rows of so many tokens, and for the keys and values of so many prompts; whether it
-        moved, and what it held is lost."""
-        needed = (rows, tokens, prompts, len(of_prompts[0][0]))
-        room = (self.rows, self.tokens, self.prompts, self.prompt_tokens)
+    def fit(self, rows: int, tokens: int, prompts: int, of_prompts: Pairs) -> None:
+        """Makes room for so many rows of so many tokens, and for the keys and values of so many prompts; where it has
+        less, it moves, and what it held is lost."""
+        needed, room = (rows, tokens, prompts, len(of_prompts[0][0])), self.sizes
         if all(has >= needs for has, needs in zip(room, needed, strict=True)):
-            return False
+            return
+        self.rows = self.tokens = self.prompts = self.prompt_tokens = 0  # until all of the room is there
         self.of_prompts = self.own = ()  # they are freed before the larger ones are made
-        self.rows, self.tokens, self.prompts, self.prompt_tokens = map(max, room, needed)
+        rows, tokens, prompts, prompt_tokens = map(max, room, needed)
         if room[-1]:  # conversations grow from turn to turn
-            self.prompt_tokens += self.prompt_tokens // 8
-        sizes = (self.prompt_tokens,), (self.rows, self.tokens)
+            prompt_tokens += prompt_tokens // 8
         self.of_prompts, self.own = (
             [(k.new_empty(*size, *k.shape[1:]), v.new_empty(*size, *v.shape[1:])) for k, v in of_prompts]
-            for size in sizes
+            for size in ((prompt_tokens,), (rows, tokens))
         )
         device = of_prompts[0][0].device
-        self.starts, self.siblings = (torch.zeros(self.prompts + 1, dtype=torch.int32, device=device) for _ in "ks")
-        self.first_R, self.row_R = (torch.arange(self.rows, device=device) for _ in "fr")
+        self.starts, self.siblings = (torch.zeros(prompts + 1, dtype=torch.int32, device=device) for _ in "ks")
+        self.first_R, self.row_R = (torch.arange(rows, device=device) for _ in "fr")
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
-        return True
+        self.rows, self.tokens, self.prompts, self.prompt_tokens = rows, tokens, prompts, prompt_tokens
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.rows, self.tokens, self.prompts, self.prompt_tokens
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        pairs = [x for pair in (*self.of_prompts, *self.own) for x in pair]
+        return [*pairs, self.starts, self.siblings, self.first_R, self.row_R, self.place]
 
     def hold(self, of_prompts: Pairs, starts: Tensor) -> Runs:
         """Copies the keys and values of a batch's prompts here, whose runs start so; returns these. No row has an own

@@ -308,26 +308,27 @@ class FlashPrefixCache(PrefixCache):
         return "hooks of its modules have to run" if hooked else None
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the weights lie that a pass reads, with the 16-bit copies of the adapter in use."""
-        tensors: list[Tensor] = []
+        """Where all lies that `advance` reads: weights, the 16-bit copies of the adapter in use, and keys and values,
+        with the sizes of their room."""
+        assert self._fixed is not None, "`fix` comes first"
+        tensors: list[Tensor | None] = [*self._fixed.tensors]
         for module in self.model.modules():
-            tensors += (*module._parameters.values(), *module._buffers.values())  # type: ignore[arg-type]
+            tensors += (*module._parameters.values(), *module._buffers.values())
             tensors += module.copies_in_use() if isinstance(module, LoraLinear) else ()
-        return tuple(x.data_ptr() for x in tensors if x is not None)
+        return (*self._fixed.sizes, *(x.data_ptr() for x in tensors if x is not None))
 
-    def fix(self, keys: FixedKeys | None, rows: Tensor) -> tuple[FixedKeys, bool]:
-        """Continues with these rows in `keys` (None: in new ones), with `advance` in place of `step`: (these, whether
-        they moved).
+    def fix(self, keys: FixedKeys | None, rows: Tensor) -> FixedKeys:
+        """Continues with these rows in `keys` (None: in new ones), which it returns, with `advance` in place of `step`.
 
         rows: int64 on the host, in ascending order; one may be there several times.
         """
         keys = FixedKeys() if keys is None else keys
-        moved = keys.fit(len(rows), self.max_tokens, len(self._lengths), self._prompt)
+        keys.fit(len(rows), self.max_tokens, len(self._lengths), self._prompt)
         self._row = replace(self._row, prompts=keys.hold(self._prompt, self._row.prompts.starts))
         self._fixed, self._prompt = keys, list(keys.of_prompts)
         self._decoded = self.max_tokens = keys.tokens  # of a row's own keys those up to its place are used
         self._arrange(self._owner[rows])
-        return keys, moved
+        return keys
 
     def advance(self, token_R: Tensor) -> Tensor:
         """As `step`, reading and changing nothing but tensors that stay where they are."""
