@@ -51,10 +51,10 @@ TOP_K_LOGITS, TOP_K_FIELDS = 4, 4
 """In the backward through the log-probs of given tokens: copies of a chunk's logits in float32 (the logits, and the
 gradients of their sum, of the tokens' own and of both), and float tensors `[B, T, K]` of a micro-batch. Counted by
 tests/plan/test_memory_parts.py."""
-KL_LOGITS, PADDED_KL_LOGITS = 5, 3
+KL_LOGITS, PADDED_KL_LOGITS = 5, 1
 """Copies of logits in float32 that are alive while a KL over the vocabulary is computed: of a chunk the logits, the
-other policy's log-probs, probabilities, differences and their products; of all padded rows, besides `PADDED_LOGITS`,
-the other policy's log-probs, the slopes and their products. Counted by tests/plan/test_memory_parts.py."""
+other policy's log-probs, probabilities, differences and their products; of all padded rows as many besides
+`PADDED_LOGITS`. Counted by tests/plan/test_memory_parts.py and on the pretended card."""
 PADDED_LOGITS = 5
 """Float32 copies of logits that are alive in autograd's backward, of all logits in padded rows, else of a chunk: the
 logits, the gradients through the normaliser (two), through the tokens' own logits, and of both; of given tokens there
@@ -362,7 +362,7 @@ def bytes_of_a_logit(model: ModelSizes, demand: Demand) -> int:
     if demand.loss.top_k:  # this pass and the other one, one after the other
         found = max(found, FLOAT32 * (TOP_K_LOGITS + (size == 2)))
     if demand.loss.exact_kl:  # of this pass as well
-        found = max(found, FLOAT32 * KL_LOGITS + size * (size == 2))
+        found = max(found, FLOAT32 * KL_LOGITS)
     return found
 
 

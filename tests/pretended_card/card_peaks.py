@@ -79,6 +79,14 @@ CASES = {
     "151k tokens": Case(vocabulary=151936),
     "long completions": Case(prompt=32, completion=512),
     "a reference and an entropy": Case("snapshot.reference=copy algorithm.kl_coef=0.05 algorithm.entropy_coef=0.01"),
+    "an exact KL": Case("algorithm.kl_estimator=exact snapshot.reference=base algorithm.kl_coef=0.1", vocabulary=49152),
+    "an exact KL to old": Case(
+        "algorithm=ppo_penalty algorithm.kl_estimator=exact snapshot.old=copy epochs=2 critic.kind=adapter",
+        vocabulary=49152,
+    ),
+    "an exact KL in padded rows": Case(
+        "algorithm.kl_estimator=exact snapshot.reference=copy algorithm.kl_coef=0.1 model.kernels=plain"
+    ),
     "dora": Case("lora.use_dora=true"),
     "dropout": Case("lora.dropout=0.1"),
     "demonstrations": Case(SFT, command="sft"),
@@ -124,7 +132,10 @@ CASES |= LONG | {
         size=NARROW, rows=(1, 2), prompt=256, completion=7936,
     ),
 }  # fmt: skip
-QUICK = ("bfloat16", "a critic's adapter", "all weights and a copy", "offload, a row of 8192", "four norms and caps")
+QUICK = (
+    *("bfloat16", "a critic's adapter", "all weights and a copy", "offload, a row of 8192", "four norms and caps"),
+    *("an exact KL", "an exact KL in padded rows"),
+)
 
 
 def main(*names: str) -> dict[str, Any]:
