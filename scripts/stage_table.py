@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from rlft.logger.forecast import seconds_without_pauses
+from rlft.runs.forecast import seconds_without_pauses
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.system.files import write_atomically
 

@@ -441,6 +441,6 @@ class Terminal:
         """Prints text of a model, whose control characters must not move the cursor, hide or recolour anything."""
         from rich.text import Text
 
-        from rlft.logger.text import visible
+        from rlft.system.text import visible
 
         self.console.print(Text(visible(text), style=style))

@@ -11,13 +11,14 @@ from typing import Any
 
 from rlft.commands.launch import import_libraries, settled
 from rlft.commands.policy import check_base, sampled_by
+from rlft.commands.training import check_train
 from rlft.config.keys import is_below, known
 from rlft.config.model import SnapshotConfig
 from rlft.config.overrides import key_of
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.schema import RunConfig
 from rlft.loop.evaluations import label_of
-from rlft.plan.rules import check_train, models_of
+from rlft.plan.rules import models_of
 from rlft.runs.find import NamedRun, check_own_model, find_checkpoint
 from rlft.system.terminal import say, show
 from rlft.types import Evaluation, Group, Scores, counted

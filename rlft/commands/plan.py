@@ -24,12 +24,12 @@ from rlft.config.resolved import resolve
 from rlft.config.suggest import OWN_KEYS
 from rlft.generation.memory import busiest, in_words, peak
 from rlft.logger.console import grid, open_terminal
-from rlft.logger.forecast import FIRST, Forecast, Price, read_price
 from rlft.logger.tables import Column, WordTable
-from rlft.logger.text import duration, one_line, visible
 from rlft.plan.cards import read_card
+from rlft.runs.forecast import FIRST, Forecast, Price, read_price
 from rlft.system.disk import size_text
 from rlft.system.terminal import command_line
+from rlft.system.text import duration, one_line, visible
 from rlft.types import Mistakes, UserError, require
 
 if TYPE_CHECKING:

@@ -32,13 +32,13 @@ from rlft.config.overrides import unquoted
 from rlft.data.fields import RowError
 from rlft.data.files import parsed
 from rlft.data.records import Sampled, check_prompt_ids, is_sampled, parse_sampled
-from rlft.logger.text import visible
 from rlft.runs.lines import DamagedLines, complete_lines, encode
 from rlft.system import crash, interrupt
 from rlft.system.disk import DiskError, blame_key, writing
 from rlft.system.files import append, flush
 from rlft.system.locks import Taken, take
 from rlft.system.terminal import command_line, program, say
+from rlft.system.text import visible
 from rlft.types import IMAGE, counted, require
 
 Row = dict[str, Any]

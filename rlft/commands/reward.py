@@ -17,10 +17,10 @@ from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
 from rlft.config.suggest import OWN_KEYS
 from rlft.logger.tables import Column, WordTable
-from rlft.logger.text import one_line, visible
 from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
 from rlft.system import interrupt
 from rlft.system.terminal import CheckRow, Status, command_line, say
+from rlft.system.text import one_line, visible
 from rlft.types import Mistakes, Prompt, UserError, counted, require
 
 if TYPE_CHECKING:

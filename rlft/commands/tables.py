@@ -38,7 +38,7 @@ def rows_table(rows: Sequence[CheckRow]) -> WordTable:
     from rich.text import Text
 
     from rlft.logger.tables import Column, WordTable
-    from rlft.logger.text import visible
+    from rlft.system.text import visible
 
     cells = []
     for row in rows:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlft.config import command as known_commands
-from rlft.config.command import Command, Headline, lazy
+from rlft.config.command import Command, Headline, Step, lazy
 from rlft.config.model import EMBEDDED
 from rlft.config.overrides import key_of
 from rlft.config.schema import DpoConfig, RmConfig, RunConfig, SftConfig
@@ -17,6 +17,8 @@ from rlft.runs.words import words_of
 from rlft.system.terminal import Say, command_line, override, overrides, program, resuming
 
 if TYPE_CHECKING:
+    from rlft.algorithm.objective import Objective
+    from rlft.logger.interface import Logger
     from rlft.loop.driver import Outcome
     from rlft.loop.parts import Engines
     from rlft.plan.run_plan import Plan
@@ -24,6 +26,29 @@ if TYPE_CHECKING:
     from rlft.plan.train_plan import TrainPlan
 
 
+# -- what a config makes (`Resolved.parts`), and what is wrong with it -------------------------------------------------
+def check_train(config: RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
+    """The algorithm and the loggers of a run, which is only evaluated unless it `trains`."""
+    from rlft.logger.loggers import loggers_of
+    from rlft.plan.rules import check_components, check_contents
+
+    components = check_components(config, trains=trains), loggers_of(config.logger)
+    check_contents(config)
+    return components
+
+
+def with_loggers(check: Step) -> Step:
+    """A check that makes the loggers of the config as well."""
+
+    def check_both(config: Any) -> tuple[Any, tuple[Logger, ...]]:
+        from rlft.logger.loggers import loggers_of
+
+        return check(config), loggers_of(config.logger)
+
+    return check_both
+
+
+# -- runs and their pages ----------------------------------------------------------------------------------------------
 Suggested = list[tuple[str, list[str]]]  # (what it does, the words after `rlft`) of each command
 
 
@@ -118,7 +143,7 @@ TRAIN = Command(
     usage="+recipe=<name> [<key>=<value>] ...",
     help="reinforcement learning; -m with several values sweeps",
     root=RunConfig,
-    check=lazy("rlft.plan.rules:check_train"),
+    check=check_train,
     make_plan=lazy("rlft.plan.train_plan:make_plan"),
     run=train,
     print_summary=print_train_page,
@@ -128,7 +153,7 @@ TRAIN = Command(
 _of_data = partial(Command, usage="+recipe=<name> [...]")
 _of_rankings = partial(
     _of_data,
-    check=lazy("rlft.plan.rules:check_preferences"),
+    check=with_loggers(lazy("rlft.plan.rules:check_preferences")),
     make_plan=lazy("rlft.plan.supervised_plan:plan_rankings"),
     run=lazy("rlft.loop.supervised:run_preferences"),
 )
@@ -136,7 +161,7 @@ SFT = _of_data(
     name="sft",
     help="supervised fine-tuning on demonstrations",
     root=SftConfig,
-    check=lazy("rlft.plan.rules:check_sft"),
+    check=with_loggers(lazy("rlft.plan.rules:check_sft")),
     make_plan=lazy("rlft.plan.supervised_plan:plan_demonstrations"),
     run=lazy("rlft.loop.supervised:run_demonstrations"),
     print_summary=print_policy_page,

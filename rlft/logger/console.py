@@ -15,12 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rlft.logger.forecast import Forecast, Pace, Price, seconds_without_pauses
 from rlft.logger.interface import Logger, RunInfo
 from rlft.logger.tables import Column, WordTable
-from rlft.logger.text import Glyphs, duration, glyphs_for, sparkline, visible
+from rlft.runs.forecast import Forecast, Pace, Price, seconds_without_pauses
 from rlft.runs.lines import EVALUATIONS, METRICS, StepRecord, read_lines, silent
 from rlft.system.terminal import discard
+from rlft.system.text import Glyphs, duration, glyphs_for, sparkline, visible
 from rlft.types import Evaluation, counted
 
 if TYPE_CHECKING:

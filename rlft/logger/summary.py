@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rlft.logger.console import open_terminal
-from rlft.logger.forecast import seconds_of, trend_of
 from rlft.logger.tables import Column, WordTable
-from rlft.logger.text import ASCII, Glyphs, duration, glyphs_for, one_line, visible
+from rlft.runs.forecast import seconds_of, trend_of
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
+from rlft.system.text import ASCII, Glyphs, duration, glyphs_for, one_line, visible
 from rlft.types import counted
 
 EXAMPLES = 4

@@ -9,8 +9,8 @@ from itertools import zip_longest
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from rlft.logger.text import visible
 from rlft.system.terminal import unbroken, with_spaces
+from rlft.system.text import visible
 
 GAP, INDENT = "  ", " " * 4
 NARROW = 16  # cells of the terminal that a column of long words has at least

@@ -24,7 +24,6 @@ from rlft.config.trainer import FLAT, CheckpointConfig
 from rlft.generation.engine import Generator
 from rlft.generation.memory import in_words
 from rlft.logger.alarms import Hint
-from rlft.logger.forecast import newly_flat, trend_of
 from rlft.logger.interface import RunInfo
 from rlft.logger.loggers import Loggers, own_loggers
 from rlft.loop.metrics import Clock
@@ -33,6 +32,7 @@ from rlft.plan.run_plan import Facts, Plan
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.chain import Chain, made_on
 from rlft.runs.checkpoint import CHECKSUMS, Checkpoint
+from rlft.runs.forecast import newly_flat, trend_of
 from rlft.runs.lines import EVALUATIONS, StepRecord, read_lines, silent
 from rlft.system.device import fork_rng, peak_memory_bytes, repeatable, resolve_device, to_cpu
 from rlft.system.interrupt import Interrupt, StepAbandoned
@@ -161,7 +161,7 @@ class RunDriver(ABC):
         is_new = step == 0 and not self.interrupted
         if is_new:
             self.evaluate_if_due(0)
-        with self.clock("seal"):  # no line of metrics lacks it, by which `rlft.logger.forecast` knows its meaning
+        with self.clock("seal"):  # no line of metrics lacks it, by which `rlft.runs.forecast` knows its meaning
             if is_new:
                 self.chain.seal(0)
         return saved

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.memory import ModelSizes
-from rlft.logger.forecast import Forecast
 from rlft.model.activations import layer_sizes
 from rlft.plan.cards import CARDS, NAMES, Machine
 from rlft.plan.demand import Demand
 from rlft.plan.memory_parts import FLOAT32, averages_bytes
 from rlft.plan.roofline import Kernel, Network, StepWork, Work, publishing, sampling, seconds_of, update
+from rlft.runs.forecast import Forecast
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.machine import host_rates, machine
 from rlft.types import UserError

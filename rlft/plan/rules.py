@@ -19,8 +19,6 @@ from rlft.config.model import LoraSettings, Old, is_adapter
 from rlft.config.trainer import FLAT, ClusterConfig
 from rlft.environment.protocol import Environment, read_environment
 from rlft.generation.engine import Engine, units_of
-from rlft.logger.interface import Logger
-from rlft.logger.loggers import loggers_of
 from rlft.model.adapter_folder import check_adapter_folder, check_shape, has_head, layers_of, switches_of
 from rlft.plan import model_rules, roles
 from rlft.reward.workers.reward_spec import RewardSpec, specs
@@ -35,20 +33,8 @@ if TYPE_CHECKING:
 
 
 # -- what each command refuses in its config ---------------------------------------------------------------------------
-def check_train(config: schema.RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
-    """The algorithm and the loggers of a run, which is only evaluated unless it `trains`."""
-    components = check_components(config, trains=trains)
-    if config.data:
-        check_data(config.data)
-    if (text := config.pretrain).path is not None:
-        from rlft.data.examples import check_texts  # with numpy, which a refusal does without
-
-        check_texts(text.path, text.field, text.given_field, text.rows)
-    return components
-
-
-def check_components(config: schema.RunConfig, *, trains: bool = True) -> tuple[Objective, tuple[Logger, ...]]:
-    """The algorithm and the loggers, after every rule that needs neither model nor data."""
+def check_components(config: schema.RunConfig, *, trains: bool = True) -> Objective:
+    """The algorithm, after every rule that needs neither model nor data; `trains`: False if it is only evaluated."""
     algorithm = instantiate(config.algorithm, "algorithm")
     check_name(config.name)
     _sizes(config, algorithm)
@@ -72,11 +58,23 @@ def check_components(config: schema.RunConfig, *, trains: bool = True) -> tuple[
     roles.check_roles(config, algorithm, rewards, trains=trains)
     check_stops_and_rewards(config.generation, rewards)
     roles.check_folders(roles.uses(config, rewards), config.lora)
-    return algorithm, checked_loggers(config) if trains else loggers_of(config.logger)
+    if trains:
+        check_stop(config)
+    return algorithm
 
 
-def check_sft(config: schema.SftConfig) -> tuple[Logger, ...]:
-    """The loggers of `rlft sft`."""
+def check_contents(config: schema.RunConfig) -> None:
+    """Reads a little of the data and of the pretraining text of `rlft train`."""
+    if config.data:
+        check_data(config.data)
+    if (text := config.pretrain).path is not None:
+        from rlft.data.examples import check_texts  # with numpy, which a refusal does without
+
+        check_texts(text.path, text.field, text.given_field, text.rows)
+
+
+def check_sft(config: schema.SftConfig) -> None:
+    """Makes nothing for `rlft sft`."""
     check_name(config.name)
     model_rules.check_engine(config.generation, config.model)
     roles.check_learner(config)
@@ -96,7 +94,7 @@ def check_sft(config: schema.SftConfig) -> tuple[Logger, ...]:
     for key, section in (("data", config.data), ("demonstrations", config.demonstrations)):
         if section:
             check_data(section, key)
-    return checked_loggers(config)
+    check_stop(config)
 
 
 def check_sample(config: schema.SampleConfig) -> None:
@@ -120,8 +118,8 @@ def check_sample(config: schema.SampleConfig) -> None:
     check_data(config.data)
 
 
-def check_preferences(config: schema.RmConfig | schema.DpoConfig) -> tuple[RankingLoss, tuple[Logger, ...]]:
-    """The loss and the loggers of `rlft rm` and `rlft dpo`."""
+def check_preferences(config: schema.RmConfig | schema.DpoConfig) -> RankingLoss:
+    """The loss of `rlft rm` and `rlft dpo`."""
     check_name(config.name)
     model_rules.check_model(config.model)
     longest, what = config.prompts.max_tokens + config.max_completion_tokens, "prompts.max_tokens and a completion"
@@ -134,10 +132,11 @@ def check_preferences(config: schema.RmConfig | schema.DpoConfig) -> tuple[Ranki
     if isinstance(config, schema.RmConfig) and config.replay.path is not None:
         with replay_is_meant():
             check_data(replayed(config), "preferences")
-    return loss, checked_loggers(config)
+    check_stop(config)
+    return loss
 
 
-# -- names, data, loggers ----------------------------------------------------------------------------------------------
+# -- names, data, what ends a run --------------------------------------------------------------------------------------
 def check_name(name: str) -> None:
     """Refuses a run's name that cannot be a folder's name."""
     if not name.strip() or name == ".." or Path(name).name != name:
@@ -152,14 +151,11 @@ def check_data(section: Mapping[str, Any], key: str = "data") -> None:
         check()
 
 
-def checked_loggers(
-    config: schema.RunConfig | schema.SftConfig | schema.RmConfig | schema.DpoConfig,
-) -> tuple[Logger, ...]:
-    """The trackers of a run that trains, after the rule of what ends it."""
+def check_stop(config: schema.RunConfig | schema.SftConfig | schema.RmConfig | schema.DpoConfig) -> None:
+    """Refuses a run that its evaluations end, and that has none."""
     if config.stop.when == FLAT:
         problem, got = "ends a run by its evaluations, and there are none", config.stop.when
         require(config.eval.every, "stop.when", problem, got=got, remedy="set eval.every to a number of steps")
-    return loggers_of(config.logger)
 
 
 # -- the sizes of a step -----------------------------------------------------------------------------------------------

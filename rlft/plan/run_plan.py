@@ -20,8 +20,7 @@ from rlft.config.schema import DpoConfig, RankingRoot, RmConfig, RunConfig, SftC
 from rlft.config.trainer import OptimizerKind
 from rlft.environment.protocol import read_environment
 from rlft.generation.engine import NO_FACTS, EngineFacts
-from rlft.logger.forecast import number_due
-from rlft.logger.interface import Logger
+from rlft.runs.forecast import number_due
 from rlft.system.machine import multiplies_in
 from rlft.types import counted
 
@@ -58,7 +57,7 @@ class Plan(ABC):
     fingerprints: Mapping[str, str]  # {<section>_fingerprint: that of its data or weights}; a resume needs the same
     engine: str | None  # the name of the engine that samples; None if nothing is sampled
     notes: tuple[str, ...] = ()  # what the person watching should know about its config, data, tokenizer and rewards
-    loggers: tuple[Logger, ...] = ()  # receive the numbers of each step, after the run's own files and the console
+    loggers: tuple[Any, ...] = ()  # `rlft.logger.interface.Logger`s, which follow the run's own files and the console
     ends: TurnEnds | None = None  # what ends a turn; None for a command that does not say
 
     @property

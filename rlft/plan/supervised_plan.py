@@ -124,6 +124,7 @@ def _work_of_examples(examples: Examples, budget: int, number: int | None = None
 def plan_demonstrations(resolved: Resolved, *, runs_here: bool = True) -> SftPlan:
     """Reads the model's config.json and tokenizer, and scans the data: `rlft.config.command.Command.make_plan`."""
     config: SftConfig = resolved.config
+    _, loggers = resolved.parts
     model_rules.check_machine(config.model, runs_here=runs_here)
     model_rules.check_optimizer(config.trainer.optimizer, config.model, runs_here=runs_here)
     engine, _ = model_rules.choose_engine(
@@ -159,7 +160,7 @@ def plan_demonstrations(resolved: Resolved, *, runs_here: bool = True) -> SftPla
         train=train,
         held_out_examples=held_out_examples,
         held_out=held_out,
-        loggers=resolved.parts,
+        loggers=loggers,
         ends=ends,
         fingerprints={
             "demonstrations_fingerprint": train.fingerprint,

@@ -22,12 +22,12 @@ from rlft.commands.chat import COMMANDS, Talk, Terminal, open_talk
 from rlft.config.compose import compose
 from rlft.generation.transformers import TransformersGenerator
 from rlft.logger.console import open_terminal
-from rlft.logger.text import visible
 from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import NamedRun, find
 from rlft.runs.lines import silent
 from rlft.system.interrupt import Terminated
+from rlft.system.text import visible
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
 QUESTION, ANSWER = "What is 47 + 85?", "132"

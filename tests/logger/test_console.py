@@ -15,7 +15,7 @@ import pytest
 from rlft.config.schema import ConsoleConfig
 from rlft.logger.console import Console, Progress, step_line
 from rlft.logger.interface import RunInfo
-from rlft.logger.text import UNICODE
+from rlft.system.text import UNICODE
 from rlft.types import Evaluation
 
 ROOT = Path(__file__).parents[2]

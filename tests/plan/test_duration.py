@@ -21,7 +21,6 @@ from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes
-from rlft.logger.forecast import Forecast, Price
 from rlft.plan.cards import CARDS, NAMES, Machine
 from rlft.plan.demand import Demand, Networks, Rows
 from rlft.plan.duration import (
@@ -40,6 +39,7 @@ from rlft.plan.duration import (
 from rlft.plan.roofline import Network, Work, seconds_of, update
 from rlft.plan.run_plan import Plan, Schedule
 from rlft.plan.sizes import sizes_of
+from rlft.runs.forecast import Forecast, Price
 from rlft.system import machine as rates
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from rlft.commands.sweep.space import Interval, Space
 from rlft.commands.training import after_a_sweep
 from rlft.commands.watch.report import SWEEP as TABLE
-from rlft.logger.forecast import seconds_of
 from rlft.loop.evaluations import metric_of
 from rlft.runs import run_folder, run_status
+from rlft.runs.forecast import seconds_of
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines, silent
 from rlft.runs.run_status import Status
 from rlft.system.files import write_atomically
@@ -304,7 +304,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """Prints a table. Headers and numbers are never cut; keys and states take as many lines as they need."""
     from rlft.logger.console import open_terminal
     from rlft.logger.tables import Column, WordTable
-    from rlft.logger.text import glyphs_for
+    from rlft.system.text import glyphs_for
 
     terminal = open_terminal()
     terminal.print(title)

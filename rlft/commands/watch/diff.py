@@ -17,11 +17,11 @@ from rlft.config.choices import choice_remedy
 from rlft.logger.console import open_terminal
 from rlft.logger.summary import points
 from rlft.logger.tables import Column, WordTable
-from rlft.logger.text import visible
 from rlft.runs.find import one_run, runs_below
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.runs.run_folder import flatten, read
 from rlft.system.terminal import say
+from rlft.system.text import visible
 from rlft.types import require
 
 ABSENT = "-"

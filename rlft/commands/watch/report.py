@@ -17,9 +17,9 @@ from rlft.commands.watch import runs as runs_command
 from rlft.commands.watch.report_completions import MAX_IMAGE_BYTES, choose, safe, shown_images
 from rlft.commands.watch.runs import REPORT, differing, names_of, read_words, same_settings, text_of
 from rlft.config import command as commands
-from rlft.logger.forecast import seconds_of
 from rlft.runs.chain import CHAIN
 from rlft.runs.find import LATEST, named_folder
+from rlft.runs.forecast import seconds_of
 from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, last_line, read_lines, silent
 from rlft.runs.run_folder import ORIGIN, flatten, read
 from rlft.runs.words import changed_keys, choices_of, words_of

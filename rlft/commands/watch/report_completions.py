@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rlft.config.instantiate import instantiate
-from rlft.logger.text import visible
 from rlft.runs import lines
 from rlft.system.terminal import say
+from rlft.system.text import visible
 from rlft.tokens.images import picture
 from rlft.types import Image, Split
 

@@ -26,15 +26,15 @@ from rlft.config.keys import is_path_key
 from rlft.config.overrides import unquoted
 from rlft.config.suggest import OWN_KEYS, of_other_commands
 from rlft.logger.console import open_terminal
-from rlft.logger.forecast import Forecast, Pace
-from rlft.logger.text import duration, visible
 from rlft.runs import run_folder, run_status
 from rlft.runs.find import named_folder, run_folders, setting_name
+from rlft.runs.forecast import Forecast, Pace
 from rlft.runs.lines import ALARMS, EVALUATIONS, METRICS, last_line, read_lines
 from rlft.runs.run_folder import CONFIG, ORIGIN, flatten, whole_config
 from rlft.runs.run_status import NewerError, Status
 from rlft.system.disk import size_text
 from rlft.system.terminal import Say, resuming, say
+from rlft.system.text import duration, visible
 from rlft.types import Mistakes, UserError, require
 
 MAX_KEYS_OF_NAME = 4

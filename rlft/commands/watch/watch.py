@@ -14,15 +14,15 @@ from rlft.commands.watch.runs import read_words
 from rlft.config import command as commands
 from rlft.config.command import LOSS
 from rlft.logger.console import LiveView, PlainView, Progress, evaluation_of, open_terminal
-from rlft.logger.forecast import Price, newly_flat, read_price, seconds_of
 from rlft.logger.interface import RunInfo
 from rlft.logger.summary import print_summary
-from rlft.logger.text import glyphs_for, visible
 from rlft.runs import run_folder, run_status
 from rlft.runs.find import LATEST, one_run
+from rlft.runs.forecast import Price, newly_flat, read_price, seconds_of
 from rlft.runs.lines import EVALUATIONS, METRICS, StepRecord, complete_lines, read_lines, silent
 from rlft.runs.run_status import Status
 from rlft.system.terminal import say
+from rlft.system.text import glyphs_for, visible
 from rlft.types import require
 
 SECONDS = 0.5

@@ -21,7 +21,6 @@ from typing import Any
 
 from rlft.config.schema import SamplingRoot
 from rlft.generation.stops import shown_texts
-from rlft.logger.text import one_line
 from rlft.model.backbone import ends_of, load_tokenizer
 from rlft.plan.rewards.attacks import Aim, Attack, Family, Form, another_answer, attacks, filler, forms
 from rlft.plan.rewards.verdicts import AGAIN, EPS, SIBLINGS, ScoredText, Tried, best_form, cheapest_of, summary_of
@@ -32,6 +31,7 @@ from rlft.reward.workers.pool import InProcess, RewardError, WorkerPool
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.reward.workers.scorer import Scorer, number, policy_on, with_tail
 from rlft.reward.workers.worker import Cause, Failure, Outcome, Reply, Task
+from rlft.system.text import one_line
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import RunTokenizer, TurnEnds, special_tokens, without_tail
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted

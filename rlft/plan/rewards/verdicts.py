@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from rlft.logger.text import one_line
 from rlft.plan.rewards.attacks import Attack, Family, Form, number_in, value as value_of
 from rlft.system.terminal import CheckRow, Status
+from rlft.system.text import one_line
 from rlft.types import counted
 
 EPS = 1e-6

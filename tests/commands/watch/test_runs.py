@@ -21,8 +21,8 @@ from rlft import cli
 from rlft.commands.watch import runs, watch
 from rlft.commands.watch.runs import names_of
 from rlft.logger.console import StandardOutput as Terminal
-from rlft.logger.forecast import Price
 from rlft.runs import run_folder, run_status
+from rlft.runs.forecast import Price
 from rlft.runs.run_status import Status
 
 TINY = (

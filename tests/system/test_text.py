@@ -1,6 +1,6 @@
 from in_one_test import each
 
-from rlft.logger.text import ASCII, UNICODE, duration, glyphs_for, one_line, sparkline, visible
+from rlft.system.text import ASCII, UNICODE, duration, glyphs_for, one_line, sparkline, visible
 
 
 @each(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from in_one_test import each
 
-from rlft.logger.forecast import DRIFT, FIRST, Forecast, Pace, Price, Z, forecast, newly_flat, read_price, trend_of
+from rlft.runs.forecast import DRIFT, FIRST, Forecast, Pace, Price, Z, forecast, newly_flat, read_price, trend_of
 from rlft.types import UserError
 
 CHAINS = Path(__file__).parents[2] / "recipes" / "chains.json"

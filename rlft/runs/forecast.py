@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, linear_regression, median, variance
 from typing import Any
 
-from rlft.logger.text import duration
+from rlft.system.text import duration
 from rlft.types import UserError, counted, require
 
 FEWEST = 6  # evaluations that a judgement needs
