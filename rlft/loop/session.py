@@ -26,7 +26,7 @@ from rlft.loop.freshness import check_decoding, check_sampled, open_freshness, s
 from rlft.loop.metrics import Clock, Inspection, evaluate, kl_to_base, text_loss, unknown_token_metrics
 from rlft.loop.parts import Engines, engine_args, layers_of_rank, open_roles, open_scorer, open_trainer, opened_teacher
 from rlft.loop.sampling import NextSamples, StepSampler, replace_uninformative_groups
-from rlft.loop.workers import make_trainer, open_workers
+from rlft.loop.workers import open_workers
 from rlft.model.backbone import ids_without_token
 from rlft.model.critic import CRITIC
 from rlft.model.forward import Forward
@@ -40,6 +40,7 @@ from rlft.runs.checkpoint import DRAFTS, EVALUATION_DRAFTS, SAMPLED, Checkpoint
 from rlft.runs.lines import StepRecord, TokenValues
 from rlft.trainer.local import TrainerState
 from rlft.trainer.ranked_trainer import Trainer
+from rlft.trainer.ranks import LaneShare
 from rlft.types import Batch, Evaluation, Group, Prompt, Rollouts, Scores, counted
 
 CURRICULUM = "curriculum"  # name of the curriculum's tensors and values in a checkpoint
@@ -333,7 +334,7 @@ def open_session(
     config, trains = plan.config, again is not None
     with ExitStack() as stack:
         run = stack.enter_context(open_run(plan, folder, say, again))
-        workers = stack.enter_context(open_workers(plan, folder, run.logger.note, has_ranks=trains))
+        workers = stack.enter_context(open_workers(plan, folder, run.logger.note, again))
         adopt, base, pool = None, None, workers.pool
         if pool is None:  # an engine in this process needs the whole base
             adopt = engines.adopting(plan, config.lora)
@@ -358,7 +359,8 @@ def open_session(
             if engine.on_trainers_base and config.cluster.num_parts == 1 and config.lora is not None:
                 pool.here = engine.open(engine_args(config, config.lora, roles))
         local = open_trainer(plan, roles, base)
-        trainer = make_trainer(local, config.cluster, workers.ranks, run.logger.note, again)
+        local.share = LaneShare(lanes=config.cluster.num_lanes)
+        trainer = local if workers.ranked is None else workers.ranked(local)
         session = Session(run, roles, generator, scorer, trainer)
         if samples_tell(config) and not roles.routing.layers:  # an expert chosen otherwise is a large gap, and no fault
             session.freshness.samples_tell = True

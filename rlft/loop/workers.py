@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ import torch
 from torch import Tensor
 
 from rlft.algorithm.objective import Objective
-from rlft.config.model import ModelConfig
 from rlft.config.schema import RunConfig
-from rlft.config.trainer import ClusterConfig
 from rlft.environment.protocol import Environment
 from rlft.generation.engine import Engine, EngineArgs, rehearse, units_of
 from rlft.generation.loaded_adapter import LoadedAdapter
@@ -38,7 +37,7 @@ from rlft.system.device import resolve_device
 from rlft.system.memory import keep_blocks
 from rlft.system.process.launcher import open_launcher
 from rlft.system.process.placement import Placement, all_gpus
-from rlft.system.process.worker import Launcher, Worker, WorkerSpec
+from rlft.system.process.worker import Launcher, WorkerSpec
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.ranked_trainer import RankedTrainer, Trainer
 from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous, Shapes, Start, shapes_of
@@ -50,38 +49,33 @@ NOT_BOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """The ranks 1, 2, .. besides the run's own process, which load their bases while this one loads its own."""
-
-    launcher: Launcher
-    specs: Sequence[WorkerSpec]
-    workers: Sequence[Worker]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
     """What a run has in other processes; None where it has none."""
 
     # The engines. Those that have GPUs of their own, or none, still start: they load their bases while this process
     # loads its own.
     pool: EnginePool | None = None
-    ranks: Ranks | None = None
     open_rewards: Callable[[Sequence[RewardSpec]], ClusterPool] | None = None
+    # Gives the trainer of ranks 0, 1, .., of which it gets rank 0; the others load their bases meanwhile.
+    ranked: Callable[[LocalTrainer], Trainer] | None = None
 
 
 @contextmanager
-def open_workers(plan: TrainPlan, folder: Path, note: Callable[[str], None], *, has_ranks: bool) -> Iterator[Workers]:
+def open_workers(
+    plan: TrainPlan, folder: Path, note: Callable[[str], None], again: str | None = None
+) -> Iterator[Workers]:
     """Starts engines and ranks in other processes as far as the plan has any; they end afterwards.
 
-    note: called with a line when a worker is replaced. has_ranks: whether the run trains, and so has ranks.
+    note: called with a line when a worker is replaced. again: the command that resumes the run from its newest
+    checkpoint; None for one that does not train, and so has no ranks.
     """
     cluster = plan.config.cluster
-    has_ranks = has_ranks and cluster.ranks > 1
+    has_ranks = again is not None and cluster.ranks > 1
     if not (cluster.engines or has_ranks or cluster.scoring):
         yield Workers()
         return
     with ExitStack() as stack:
-        launcher, pool, ranks = stack.enter_context(opened_launcher(plan, folder)), None, None
+        launcher, pool, ranked = stack.enter_context(opened_launcher(plan, folder)), None, None
         if cluster.engines:  # before ranks: with several GPUs each, engines are the hardest to place
             pool = open_engines(plan, launcher, note)
             stack.callback(pool.close)
@@ -89,16 +83,26 @@ def open_workers(plan: TrainPlan, folder: Path, note: Callable[[str], None], *, 
                 # vLLM measures what it takes of a GPU by what is free before and after: a base that a rank loads there
                 # meanwhile would count as its own.
                 pool.wait_until_started()
-        if has_ranks:
+        if again is not None and has_ranks:
             specs = rank_specs(plan)
-            ranks = Ranks(launcher=launcher, specs=specs, workers=[launcher.start(spec) for spec in specs])
+            ranked = partial(
+                RankedTrainer,
+                launcher=launcher,
+                specs=specs,
+                workers=[launcher.start(spec) for spec in specs],
+                lanes=cluster.num_lanes,
+                sequence=cluster.sequence_ranks,
+                timeout=cluster.timeout,
+                note=note,
+                again=again,
+            )
 
         def open_rewards(rewards: Sequence[RewardSpec]) -> ClusterPool:
             scoring = plan.config.scoring
             times = {"timeout_s": scoring.timeout, "answer_s": cluster.timeout}
             return ClusterPool(launcher, rewards, scoring.workers, **times, note=note)
 
-        yield Workers(pool=pool, ranks=ranks, open_rewards=open_rewards if cluster.scoring else None)
+        yield Workers(pool=pool, ranked=ranked, open_rewards=open_rewards if cluster.scoring else None)
 
 
 def opened_launcher(plan: TrainPlan, folder: Path) -> AbstractContextManager[Launcher]:
@@ -131,89 +135,55 @@ def open_engines(plan: TrainPlan, launcher: Launcher, note: Callable[[str], None
 def engine_specs(
     config: RunConfig, engine: str, placement: Placement, environment: Environment | None = None, images: int = 0
 ) -> list[WorkerSpec]:
-    """The engines' specs, for prompts with at most so many images.
-
-    Each has as many threads as this process: on a CPU the bits of a product depend on them.
-    """
-    cluster = config.cluster
-    for_workers = replace(config, model=model_of_a_worker(config.model))
-    unbound = {"gpus": 0, "environment": NOT_BOUND}
+    """The engines' specs, for prompts with at most so many images."""
+    arguments = {"engine": engine, "environment": environment, "images": images}
     return [
-        WorkerSpec(
-            name=f"engine-{number}",
-            factory="rlft.loop.workers:EngineWorker",
-            arguments={"config": for_workers, "engine": engine, "environment": environment, "images": images},
-            threads=torch.get_num_threads(),
-            **(unbound if placement.kind == "processes" else gpus_of_a_worker(config, placement.engines[number])),
+        _spec(
+            f"engine-{number}",
+            "EngineWorker",
+            config,
+            None if placement.kind == "processes" else placement.engines[number],
+            **arguments,
         )
-        for number in range(cluster.engines)
+        for number in range(config.cluster.engines)
     ]
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
 def rank_specs(plan: TrainPlan) -> list[WorkerSpec]:
-    """The specs of the workers that are ranks 1, 2, .., each with as many threads as this process."""
+    """The specs of the workers that are ranks 1, 2, .."""
     config, cluster = plan.config, plan.config.cluster
     assert plan.placement is not None, "a run with ranks is placed"
     gpus = plan.placement.ranks
+    arguments = {"lanes": cluster.num_lanes, **plan.annotated}
     return [
-        WorkerSpec(
-            name=f"rank-{rank}",
-            factory="rlft.loop.workers:RankWorker",
-            arguments={
-                "config": replace(config, model=model_of_a_worker(config.model)),
-                "rank": rank,
-                "lanes": cluster.num_lanes,
-                **plan.annotated,
-            },
-            threads=torch.get_num_threads(),
-            **gpus_of_a_worker(config, gpus[rank : rank + 1]),
-        )
+        _spec(f"rank-{rank}", "RankWorker", config, gpus[rank : rank + 1], rank=rank, **arguments)
         for rank in range(1, cluster.ranks)
     ]
 
 
-def make_trainer(
-    local: LocalTrainer, cluster: ClusterConfig, ranks: Ranks | None, note: Callable[[str], None], again: str | None
-) -> Trainer:
-    """The trainer of these ranks, of which `local` is rank 0, or `local` alone with all lanes.
+def _spec(name: str, factory: str, config: RunConfig, gpus: Sequence[int] | None, **arguments: Any) -> WorkerSpec:
+    """The spec of a worker with as many threads as this process: on a CPU the bits of a product depend on them.
 
-    note: called with a line when a rank is replaced. again: the command that goes on from the newest checkpoint.
+    gpus: those of the run's placement that it gets; None if the run is placed on none. A cluster that the run has
+    joined assigns GPUs itself. Workers on this machine see theirs through environment variables.
     """
-    if ranks is None:
-        local.share = LaneShare(lanes=cluster.num_lanes)
-        return local
-    assert again is not None, "only a run that trains has ranks"
-    return RankedTrainer(
-        local,
-        ranks.launcher,
-        ranks.specs,
-        ranks.workers,
-        lanes=cluster.num_lanes,
-        sequence=cluster.sequence_ranks,
-        timeout=cluster.timeout,
-        note=note,
-        again=again,
+    device, asked, environment = resolve_device(config.model.device), 0, {}
+    if gpus is None:
+        environment = NOT_BOUND
+    elif device.type == "cuda" and config.cluster.is_joined:
+        asked = len(gpus)
+    elif device.type == "cuda":
+        names = all_gpus(device)
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}
+    model = replace(config.model, device=device.type)  # it sees only its own GPUs
+    return WorkerSpec(
+        name=name,
+        factory=f"rlft.loop.workers:{factory}",
+        arguments={"config": replace(config, model=model), **arguments},
+        threads=torch.get_num_threads(),
+        gpus=asked,
+        environment=environment,
     )
-
-
-# -- each worker -------------------------------------------------------------------------------------------------------
-def gpus_of_a_worker(config: RunConfig, gpus: Sequence[int]) -> dict[str, Any]:
-    """The fields of the `WorkerSpec` of a worker with these GPUs of the run's placement.
-
-    A cluster that the run has joined assigns GPUs itself. Workers on this machine see theirs through environment
-    variables.
-    """
-    device = resolve_device(config.model.device)
-    if device.type != "cuda" or config.cluster.is_joined:
-        return {"gpus": len(gpus) if device.type == "cuda" else 0, "environment": {}}
-    names = all_gpus(device)
-    return {"gpus": 0, "environment": {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] for gpu in gpus)}}
-
-
-def model_of_a_worker(model: ModelConfig) -> ModelConfig:
-    """The model's settings for a process that sees only its own GPUs."""
-    return replace(model, device=resolve_device(model.device).type)
 
 
 # -- in its process, an engine -----------------------------------------------------------------------------------------

@@ -4,26 +4,23 @@ The sizes of each decoder layer come from a model's config alone, whichever of i
 
 A checkpointed layer keeps its input alone, and its activations are computed again in the backward. Beyond that, gated
 MLPs can be computed some tokens at a time (`decoder_layer.mlp_branch`), and layers' inputs be kept in main memory
-(`HostCopies`), for rows that would not fit otherwise. Each input is copied there while the next layers are computed,
-and comes back while the layer above is in its backward: copies run on a stream of their own, to and from pinned memory.
-The numbers are the same bits.
+(torch's `save_on_cpu`), for rows that would not fit otherwise. The numbers are the same bits.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -50,11 +47,11 @@ def is_recomputing() -> bool:
 class TiledCheckpoint:
     """Checkpoints a layer whose gated MLP is computed in tiles; it is called as torch's `checkpoint`."""
 
-    copies: HostCopies | None  # keeps the layers' inputs; None: they stay on the device
+    offloads: bool  # whether the layers' inputs are kept in main memory, and not on the device
     draws_again: bool  # whether the recomputation has to be told which random numbers the forward had
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.copies is None else self.copies.kept():
+        with save_on_cpu(pin_memory=True) if self.offloads else nullcontext():
             return checkpoint(function, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -99,8 +96,7 @@ def set_checkpointing(model: PreTrainedModel, how: Recompute) -> None:
         _method(model, "enable")({"use_reentrant": False, **({"context_fn": drawing_again} if draws_again else {})})
         model.disable_input_require_grads()  # only re-entrant checkpointing needs the hook that sets this
         if how is not True:
-            copies = HostCopies(model.device) if how == OFFLOAD else None
-            own = TiledCheckpoint(copies=copies, draws_again=draws_again)
+            own = TiledCheckpoint(offloads=how == OFFLOAD, draws_again=draws_again)
             modules: Iterator[Any] = model.modules()
             for module in modules:
                 if hasattr(module, "_gradient_checkpointing_func"):
@@ -118,94 +114,6 @@ def is_checkpointed(model: PreTrainedModel) -> bool:
     """Whether gradient checkpointing is on, by the model's own answer, which was renamed in the same release."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return next((bool(getattr(model, name)) for name in names if hasattr(model, name)), False)
-
-
-# -- layers' inputs in main memory -------------------------------------------------------------------------------------
-INPUTS_LEAVING = 2
-"""Inputs whose memory is not free yet, since they are being copied while the next layers are computed."""
-INPUTS_AT_ONCE = 2
-"""Inputs on the device in a backward, in which most memory is in use: the present layer's, and the next one's."""
-
-
-class HostCopy:
-    """A tensor in main memory, and the one that was copied before it, which a backward needs next."""
-
-    def __init__(self, numbers: Tensor, previous: HostCopy | None) -> None:
-        self.numbers = numbers
-        self.previous = None if previous is None else ref(previous)
-        self.arriving: tuple[Tensor, Any] | None = None  # on the device, with the event after which it is complete
-
-
-class HostCopies:
-    """The copies of one model's passes, on a CUDA GPU by a second stream, else one after the other.
-
-    device: where tensors come from and go back to.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: ref[HostCopy] | None = None
-        self._leaving: deque[tuple[Any, Tensor]] = deque()  # tensors whose memory the copy still reads
-
-    def kept(self) -> AbstractContextManager[Any]:
-        """Inside, what autograd saves of a forward is kept here."""
-        return torch.autograd.graph.saved_tensors_hooks(self._keep, self._get)
-
-    def _keep(self, tensor: Tensor) -> Tensor | HostCopy:
-        if tensor.numel() == 0:  # torch's checkpoint saves an empty one as well
-            return tensor
-        on_gpu = self._stream is not None
-        copy = HostCopy(
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu),
-            None if self._last is None else self._last(),
-        )
-        self._last = ref(copy)
-        self._copy(copy.numbers, tensor)
-        if on_gpu:
-            self._leaving.append((self._stream.record_event(), tensor))
-            self._free(INPUTS_LEAVING)
-        return copy
-
-    def _get(self, copy: Tensor | HostCopy) -> Tensor:
-        if isinstance(copy, Tensor):
-            return copy
-        self._free(0)
-        self._fetch(copy)
-        assert copy.arriving is not None, "it was begun"
-        (tensor, event), copy.arriving = copy.arriving, None
-        if event is not None:
-            self._computing.wait_event(event)
-            if copy.previous is not None and (previous := copy.previous()) is not None:
-                self._fetch(previous)
-        return tensor
-
-    def _fetch(self, copy: HostCopy) -> None:
-        """Begins to bring it to the device, unless that has begun."""
-        if copy.arriving is None:
-            tensor = torch.empty(copy.numbers.shape, dtype=copy.numbers.dtype, device=self._device)
-            self._copy(tensor, copy.numbers)
-            copy.arriving = tensor, None if self._stream is None else self._stream.record_event()
-
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        """Begins a copy, once what is computed so far has written the source and no longer uses the target's memory."""
-        if self._stream is None:
-            target.copy_(source)
-            return
-        self._stream.wait_stream(self._computing)
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-
-    def _free(self, number: int) -> None:
-        """Lets go of all tensors that leave but for so many of the newest: what is computed next may reuse their memory
-        as soon as their copies are done."""
-        while len(self._leaving) > number:
-            event, _ = self._leaving.popleft()
-            self._computing.wait_event(event)
-
-    @property
-    def _computing(self) -> Any:
-        return torch.cuda.current_stream(self._device)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -559,5 +467,5 @@ def checkpointed_bytes(
     activations)."""
     text = config.get_text_config()
     whole = activation_bytes(config, tokens, itemsize, **layers)
-    inputs = min(INPUTS_AT_ONCE, text.num_hidden_layers) if offloaded else text.num_hidden_layers
+    inputs = 1 if offloaded else text.num_hidden_layers  # that of the layer whose activations are computed again
     return tokens * text.hidden_size * inputs * itemsize, whole // text.num_hidden_layers

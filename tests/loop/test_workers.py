@@ -110,7 +110,7 @@ def test_ranks_load_their_bases_once_an_engine_on_the_same_gpu_has_measured_its_
     plan: Any = SimpleNamespace(config=config, engine="transformers", placement=placement, environment=None, images=2)
     if kind == "pairs":
         threading.Timer(0.05, may_start.set).start()
-    with workers.open_workers(plan, tmp_path, print, has_ranks=True) as opened:
+    with workers.open_workers(plan, tmp_path, print, "resume") as opened:
         events.append("base")
         assert events == order
         may_start.set()
