@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console as Terminal
-from rich.table import Table
 from rich.text import Text
 
 from rlft.config import command as commands
@@ -26,6 +25,7 @@ from rlft.config.keys import is_path_key
 from rlft.config.overrides import unquoted
 from rlft.config.suggest import OWN_KEYS, of_other_commands
 from rlft.logger.console import open_terminal
+from rlft.logger.tables import GAP, Column, WordTable
 from rlft.runs import run_folder, run_status
 from rlft.runs.find import named_folder, run_folders, setting_name
 from rlft.runs.forecast import Forecast, Pace
@@ -93,7 +93,6 @@ TITLES = ("run", "setting", "command", "status", "step", "reward", "loss", "accu
 LEFT_OUT_FIRST = ("size", "command", "age")  # in this order, until folders fit in full length
 LEFT_OUT_LAST = ("accuracy", "left", "step")  # until the last LEAST_ROOM characters of a folder fit
 LEAST_ROOM = 12
-GAP = 2
 DAMAGED = "damaged"  # the status of a run whose config or metrics cannot be read
 CHOICES = {"status": (*map(str, Status), DAMAGED), "sort": COLUMNS}
 WRITTEN_BY_RUNS = ("status.json", METRICS, EVALUATIONS, "checkpoints", "rollouts", run_status.PROGRESS)
@@ -274,22 +273,29 @@ def print_lines(listed: Sequence[RunRow]) -> None:
 
 
 def print_table(terminal: Terminal, listed: Sequence[RunRow], root: Path) -> None:
-    """Prints one line per run within the terminal's width, and the reasons of stops below."""
+    """Prints a row per run in as many columns as the terminal has room for, and the reasons of stops below."""
     rows = [{name: visible(cell).replace("\n", "\\n") for name, cell in cells_of(row).items()} for row in listed]
     titles = [name for name in TITLES if any(row[name] for row in rows)]
-    titles, room = fitting_columns(rows, titles, root, terminal.width)
-    if any(len(row["run"]) > room for row in rows):
+
+    def lacking(least: int = sys.maxsize) -> int:
+        """The columns that the terminal lacks; folders need `least` at most, and a setting may take several lines."""
+        texts = {name: [row[name] for row in rows] for name in titles}
+        texts |= {"setting": " ".join(texts["setting"]).split()} if "setting" in titles else {}
+        widths = {name: max(len(name), *map(len, texts[name])) for name in titles}
+        widths["run"] = min(widths["run"], least)
+        return sum(widths.values()) + len(GAP) * (len(titles) - 1) - terminal.width
+
+    if lacking() > 0:
         terminal.print(Text(f"in {visible(str(root))}:", style="dim"))
-        folders = [_relative(row["run"], root) for row in rows]
-        rows = [{**row, "run": _shortened(text, room)} for row, text in zip(rows, folders, strict=True)]
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
-    for name in titles:
-        is_text = name in ("run", "setting", "command", "status")
-        justify, no_wrap = "left" if is_text else "right", name != "setting"
-        table.add_column(name, justify=justify, no_wrap=no_wrap, overflow="crop")
-    for row in rows:
-        table.add_row(*(Text(row[name]) for name in titles))
-    terminal.print(table)
+        rows = [{**row, "run": _relative(row["run"], root)} for row in rows]
+    for name in (*LEFT_OUT_FIRST, *LEFT_OUT_LAST):
+        if name in titles and lacking(LEAST_ROOM if name in LEFT_OUT_LAST else sys.maxsize) > 0:
+            titles.remove(name)
+    if (excess := lacking()) > 0:
+        room = max(LEAST_ROOM, max(len(row["run"]) for row in rows) - excess)
+        rows = [{**row, "run": f"...{row['run'][3 - room :]}"} if len(row["run"]) > room else row for row in rows]
+    columns = [Column(name, right=name not in ("run", "setting", "command", "status")) for name in titles]
+    terminal.print(WordTable(columns, [[row[name] for name in titles] for row in rows]))
     for row in listed:
         if explanation := explained(row):
             text = f"{row.folder} {row.status}: {visible(explanation)}"
@@ -304,34 +310,6 @@ def explained(row: RunRow) -> str:
     if row.status in (Status.killed, Status.interrupted) and not has_all_steps:
         return f"{RESUME} {resuming(Path(row.folder))}"
     return row.reason
-
-
-def fitting_columns(
-    rows: Sequence[Mapping[str, str]], titles: Sequence[str], root: Path, width: int
-) -> tuple[list[str], int]:
-    """(columns, characters for the run's folder): as many columns as leave room for folders relative to the root."""
-    kept = list(titles)
-    longest = max(len("run"), *(len(_relative(row["run"], root)) for row in rows))
-
-    texts = {name: [row[name] for row in rows] for name in titles}
-
-    def room() -> int:
-        return width - sum(max(len(name), *map(len, texts[name])) + GAP for name in kept if name != "run")
-
-    for columns, least in ((LEFT_OUT_FIRST, longest), (LEFT_OUT_LAST, min(longest, LEAST_ROOM))):
-        for name in columns:
-            if room() < least and name in kept:
-                kept.remove(name)
-        if room() < longest and "setting" in kept:  # takes several lines, then
-            texts["setting"] = [word for text in texts["setting"] for word in text.split()]
-    return kept, max(room(), min(longest, LEAST_ROOM))
-
-
-def _shortened(folder: str, room: int) -> str:
-    """The last parts of the folder that have room, or else its last characters."""
-    names = folder.split("/")
-    shown = [folder, *(f".../{'/'.join(names[i:])}" for i in range(1, len(names)))]
-    return next((text for text in shown if len(text) <= room), f"...{folder[3 - room :]}")
 
 
 def _relative(folder: str, root: Path) -> str:
