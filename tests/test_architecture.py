@@ -49,7 +49,7 @@ PLACES = {
     "httpx2": {"reward/http"},
     "optuna": {"commands/sweep/study"},
     "PIL": {"data/shapes", "tokens/images"},
-    "matplotlib": {"commands/sweep/page"},
+    "matplotlib": {"commands/sweep/study"},
 }
 HEAVY = ("torch", "transformers", "peft", "datasets", "vllm", "math_verify", "reasoning_gym", "httpx2")
 LIGHT_ROOMS = ("types", "config", "data", "reward", "environment", "runs", "logger", "cli", "commands/watch")

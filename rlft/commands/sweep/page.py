@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from statistics import stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlft.commands.sweep.space import Interval, Space
+from rlft.commands.sweep.space import Space
 from rlft.commands.training import after_a_sweep
 from rlft.commands.watch.report import SWEEP as TABLE
 from rlft.loop.evaluations import metric_of
@@ -24,17 +23,9 @@ from rlft.system.files import write_atomically
 from rlft.system.terminal import command_line, program
 from rlft.types import counted
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 PICTURE = "sweep.png"
 KEYS, STATE, PLUS_MINUS = "keys", "state", "±"
 FINISHED = str(Status.finished)
-COLUMNS = 3  # panels in a row of the picture
-MOST_KEYS = 7  # keys with a panel of their own in the picture: the most important ones
-GREY, BLUE, ORANGE, RED = "0.6", "#1f77b4", "#ff7f0e", "#d62728"
-COLOURS = {"complete": BLUE, "pruned": ORANGE, "failed": RED, "unfinished": GREY}
 PRINTED = ("accuracy_before", "accuracy", "reward", "loss", "seconds")
 """Columns of a plain sweep's table: means over seeds; what ranks the settings is printed with its standard error."""
 RESULTS = ("job", "state", "why", "steps", "accuracy_before", "accuracy", "accuracy_se", "reward", "loss", "seconds",
@@ -76,7 +67,6 @@ class Trial:
     state: str = "unfinished"  # complete, pruned, failed or unfinished
     value: float | None = None  # of the metric: at the end, or where it was pruned; None if it has none
     values: Sequence[float] = ()
-    same_as: int | None = None  # the number of the trial whose result it has, or None
     why: str = ""  # why it failed, or what pruned it and where
 
 
@@ -93,16 +83,15 @@ class Page:
     def write_table(self, trials: Iterable[Trial]) -> None:
         """Writes sweep.csv with a line a trial, the best first: its values, its metric, and where its runs are."""
         keys = [one.key for one in self.space.varied]
-        columns = ["trial", "state", *keys, self.metric, "standard_error", "by_seed", "same_as", "why", "folder"]
+        columns = ["trial", "state", *keys, self.metric, "standard_error", "by_seed", "why", "folder"]
         rows: list[list[Any]] = []
         for row in trials:
-            folder = self.folder / str(row.number if row.same_as is None else row.same_as)
             by_seed = " ".join(map(repr, row.values))
-            results = [row.value, standard_error(row.values), by_seed, row.same_as, row.why, str(folder)]
+            results = [row.value, standard_error(row.values), by_seed, row.why, str(self.folder / str(row.number))]
             rows.append([row.number, row.state, *(row.params[key] for key in keys), *results])
         write_csv(self.folder, columns, rows)
 
-    def show(self, rows: Sequence[Trial], importance: Mapping[str, float]) -> None:
+    def show(self, rows: Sequence[Trial], importance: Mapping[str, float], picture: Callable[[], bytes]) -> None:
         """Writes sweep.csv and sweep.png, and prints the table; does nothing without trials, which are sorted."""
         if not rows:
             return
@@ -117,12 +106,9 @@ class Page:
         print_table(f"sweep of {counted(len(rows), 'trial')}{best}", columns, lines)
         for key, share in importance.items():
             print(f"importance of {key}: {share:.2f}")
-        picture = io.BytesIO()
-        drawn = figure(rows, self.space, self.metric, importance, lower=self.lower_is_better)
-        drawn.savefig(picture, dpi=120, metadata={"Software": None})
-        write_atomically(self.folder / PICTURE, picture.getvalue())
+        write_atomically(self.folder / PICTURE, picture())
         print(f"written to {self.folder / TABLE} and {self.folder / PICTURE}")
-        complete = [row for row in rows if row.state == "complete" and row.same_as is None and row.values]
+        complete = [row for row in rows if row.state == "complete" and row.values]
         print_best([self._result(row) for row in complete], self.metric)
 
     def _result(self, row: Trial) -> Result:
@@ -314,49 +300,4 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def state_of(row: Trial) -> str:
-    said = "" if row.state == "complete" else f"{row.state}: {row.why}" if row.why else row.state
-    return said if row.same_as is None else f"as {row.same_as}" + (f", {said}" if said else "")
-
-
-def figure(rows: Sequence[Trial], space: Space, metric: str, importance: Mapping[str, float], *, lower: bool) -> Figure:
-    """The metric by trial with the best so far, by each key, and the importance of the keys."""
-    from matplotlib.figure import Figure
-
-    varied = sorted(space.varied, key=lambda one: -importance.get(one.key, 0.0))[:MOST_KEYS]
-    number = 1 + len(varied) + bool(importance)
-    lines = math.ceil(number / COLUMNS)
-    drawn = Figure(figsize=(4 * min(number, COLUMNS), 3.2 * lines), layout="constrained")
-    panels = [drawn.add_subplot(lines, min(number, COLUMNS), i + 1) for i in range(number)]
-    measured = [row for row in sorted(rows, key=lambda row: row.number) if row.value is not None]
-    _by_trial(panels[0], measured, metric, lower=lower)
-    for panel, one in zip(panels[1:], varied, strict=False):
-        _by_key(panel, measured, one, metric)
-    if importance:
-        names = list(importance)[::-1]
-        panels[-1].barh(names, [importance[name] for name in names], color=BLUE)
-        panels[-1].set_xlabel("importance (PED-ANOVA)")
-    return drawn
-
-
-def _by_trial(panel: Axes, rows: Sequence[Trial], metric: str, *, lower: bool) -> None:
-    for state, colour in COLOURS.items():
-        of = [row for row in rows if row.state == state]
-        if of:
-            panel.scatter([row.number for row in of], [row.value or 0.0 for row in of], s=18, color=colour, label=state)
-    complete = [row for row in rows if row.state == "complete"]
-    best = list(accumulate((row.value or 0.0 for row in complete), min if lower else max))
-    panel.step([row.number for row in complete], best, where="post", color=GREY, zorder=0, label="best so far")
-    panel.set(xlabel="trial", ylabel=metric)
-    panel.legend(fontsize="small")
-
-
-def _by_key(panel: Axes, rows: Sequence[Trial], one: Any, metric: str) -> None:
-    values: list[Any] = [row.params[one.key] for row in rows]
-    if not isinstance(one, Interval):
-        places = {value: i for i, value in enumerate(one.values)}
-        panel.set_xticks(range(len(places)), list(places))
-        values = [places[value] for value in values]
-    elif one.log:
-        panel.set_xscale("log")
-    panel.scatter(values, [row.value or 0.0 for row in rows], s=18, color=[COLOURS[row.state] for row in rows])
-    panel.set(xlabel=one.key, ylabel=metric)
+    return "" if row.state == "complete" else f"{row.state}: {row.why}" if row.why else row.state

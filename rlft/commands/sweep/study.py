@@ -11,6 +11,7 @@ from eval.jsonl alone, so that it makes no difference in which process they are 
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import json
 import math
@@ -61,9 +62,9 @@ NAME = "sweep"
 REDUCTION = 3  # Hyperband lets one of so many trials continue at each rung
 FEWEST_TO_COMPARE = 4  # complete trials without which the importance of a key is not told
 
-SAME_AS, VALUES, WHY, ATTEMPTS = "same_as", "values", "why", "attempts"
-"""Attributes of a trial: the number of the trial whose result it has; its value by seed; why it failed or was pruned;
-[how far its runs were when they were last begun, how often they were begun or resumed since they were there]."""
+VALUES, WHY, ATTEMPTS = "values", "why", "attempts"
+"""Attributes of a trial: its value by seed; why it failed or was pruned; [how far its runs were when they were last
+begun, how often they were begun or resumed since they were there]."""
 
 
 class Journal(BaseJournalBackend):
@@ -155,17 +156,13 @@ class Trials:
         return [trial_of(trial) for trial in self._all((TrialState.RUNNING,))]
 
     def draw(self) -> Trial:
-        """Begins another trial; one with the values of a trial that has ended gets its result at once."""
+        """Begins another trial."""
         number = self.number_drawn
         self._study.sampler = sampler(self._config, number, parallel=self._parallel)
         with self._changing():
             if self._config.sampler == "grid":
                 self._study.enqueue_trial(next(itertools.islice(self._space.combinations(), number, None)))
-            drawn = self._study.ask(self._distributions)
-            ended = self._all((TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
-            same = next((t for t in ended if t.params == drawn.params), None)
-            if same is not None:
-                self._end_like(drawn, same)
+            self._study.ask(self._distributions)
         return trial_of(self._all()[number])
 
     def attempt(self, number: int, progress: Sequence[int]) -> int:
@@ -246,19 +243,30 @@ class Trials:
             shares = get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator(), params=varied)
         return {key: float(share) for key, share in shares.items()}
 
+    def picture(self, metric: str) -> bytes:
+        """The metric of the complete trials by each key, as a PNG."""
+        import matplotlib
+
+        matplotlib.use("Agg")  # which needs no display
+        from matplotlib import pyplot
+        from optuna.visualization.matplotlib import plot_slice
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plot_slice(self._study, target_name=metric)
+        drawn, file = pyplot.gcf(), io.BytesIO()
+        drawn.set_size_inches(4 * len(self._distributions), 4)
+        for panel in drawn.axes:
+            panel.tick_params(axis="x", which="both", labelrotation=90)
+        drawn.savefig(file, dpi=120, bbox_inches="tight", metadata={"Software": None})
+        pyplot.close(drawn)
+        return file.getvalue()
+
     def _all(self, states: tuple[TrialState, ...] | None = None) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False, states=states)
 
     def _handle(self, number: int) -> optuna.Trial:
         return optuna.Trial(self._study, self._all()[number]._trial_id)
-
-    def _end_like(self, drawn: optuna.Trial, same: FrozenTrial) -> None:
-        for point, value in same.intermediate_values.items():
-            drawn.report(value, point)
-        for name in (name for name in (VALUES, WHY) if name in same.user_attrs):
-            drawn.set_user_attr(name, same.user_attrs[name])
-        drawn.set_user_attr(SAME_AS, same.number)
-        self._study.tell(drawn, same.value if same.state is TrialState.COMPLETE else None, same.state)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -275,7 +283,6 @@ def trial_of(trial: FrozenTrial) -> Trial:
         state=STATES[trial.state],
         value=trial.value,
         values=trial.user_attrs.get(VALUES, ()),
-        same_as=trial.user_attrs.get(SAME_AS),
         why=trial.user_attrs.get(WHY, ""),
     )
 
@@ -367,10 +374,7 @@ class Study(Source[TrialRun]):
             run = self._waiting.pop(0) if self._waiting else self.run(self.trials.draw(), 0)
             trial = run.trial
             say(f"trial {trial.number}: {self._space.name(trial.params)}" if run.index == 0 else run.name)
-            if trial.same_as is not None:
-                say(f"trial {trial.number} has the values of trial {trial.same_as}, and so its result")
-                self._page.write_table(self.trials.rows())
-            elif self.trials.attempt(trial.number, self._progress(trial)) > MOST_CRASHES:
+            if self.trials.attempt(trial.number, self._progress(trial)) > MOST_CRASHES:
                 why = f"{MOST_CRASHES} attempts in a row ended without an explanation and without a new evaluation"
                 self._has_failed(trial, f"{why} or checkpoint: its process was killed or crashed")
             else:
@@ -439,7 +443,7 @@ class Study(Source[TrialRun]):
             say(f"note: {len(failed)} of {counted(len(rows), 'trial')} failed; {TABLE} says why")
 
     def show(self) -> None:
-        self._page.show(self.trials.rows(), self.trials.importance())
+        self._page.show(self.trials.rows(), self.trials.importance(), partial(self.trials.picture, self._metric))
 
     def _complete(self, trial: Trial) -> None:
         """All runs of a trial are done. It fails if the last step of one was not evaluated."""

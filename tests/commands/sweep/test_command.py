@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 from fake_studies import STEPS, FakeRuns, accuracy, do_all
-from matplotlib.figure import Figure
 
 from rlft.commands.sweep import checks, command, page, space
-from rlft.commands.sweep.study import Study, TrialRun
+from rlft.commands.sweep.study import Study, TrialRun, Trials
 from rlft.commands.watch.report import sweep_of
 from rlft.config.overrides import parse
 from rlft.system.disk import DiskError
@@ -58,7 +57,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
         do_all(study, runs)
 
     monkeypatch.setattr(command, "drive", made_up)
-    monkeypatch.setattr(page, "figure", lambda *_, **__: Figure())
+    monkeypatch.setattr(Trials, "picture", lambda *_: b"")
     (tmp_path / "place").mkdir()
     monkeypatch.chdir(tmp_path / "place")
     for name in ("data", "held_out", "more"):
@@ -125,7 +124,7 @@ def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(
     def before(run: TrialRun, step: int) -> None:
         raise OSError(errno.ENOSPC, "the disk is full")  # of a trial's own errors a sweep does not end
 
-    monkeypatch.setattr(page, "figure", broken)
+    monkeypatch.setattr(Trials, "picture", broken)
     begin.runs.before = before
     with pytest.raises(DiskError, match="the disk is full"):
         begin(*RATES)

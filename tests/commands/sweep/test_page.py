@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, do_all, keys, make_and_do, make_study
-from matplotlib.figure import Figure
 
 from rlft.commands.sweep import page
 from rlft.commands.sweep.checks import Checked
@@ -50,30 +49,9 @@ def test_a_studys_results_are_a_table_a_file_and_a_picture(
     assert f"written to {tmp_path / 'sweep.csv'}" in out.replace("\n", "")
 
 
-def test_the_picture_has_a_panel_a_key_and_the_best_so_far() -> None:
-    values = [(0.2, "complete"), (0.5, "complete"), (0.1, "pruned"), (0.4, "complete")]
-    rows = [
-        Trial(number=i, params={"trainer.lr": 10.0 ** -(i + 2), "lora.rank": "4", "algorithm": "grpo"},
-            state=state, value=value)
-        for i, (value, state) in enumerate(values)
-    ]  # fmt: skip
-    drawn = page.figure(rows, SPACE, "accuracy", {"trainer.lr": 0.8, "lora.rank": 0.2}, lower=False)
-    panels = drawn.get_axes()
-    assert [panel.get_xlabel() for panel in panels[1:4]] == ["trainer.lr", "lora.rank", "algorithm"]
-    assert panels[4].get_xlabel() == "importance (PED-ANOVA)"
-    assert panels[1].get_xscale() == "log"
-    [best] = panels[0].get_lines()
-    assert list(best.get_ydata()) == [0.2, 0.5, 0.5]
-    [best] = page.figure(rows, SPACE, "eval/loss", {}, lower=True).get_axes()[0].get_lines()
-    assert list(best.get_ydata()) == [0.2, 0.2, 0.2], "of what is better when it is lower the lowest"
-
-
-def test_a_study_of_a_loss_draws_its_lowest_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study, lowest = make_study(tmp_path, keys(trials=3), lower=True), []
+def test_a_study_of_a_loss_ranks_its_lowest_value_first(tmp_path: Path) -> None:
+    study = make_study(tmp_path, keys(trials=3), lower=True)
     do_all(study, FakeRuns())
-    monkeypatch.setattr(page, "figure", lambda *_, lower: lowest.append(lower) or Figure())
-    study.show()
-    assert lowest == [True]
     values = [row.value for row in study.trials.rows()]
     assert values == sorted(value for value in values if value is not None)
     # the made-up loss is the accuracy with the other sign
@@ -87,8 +65,8 @@ def test_a_study_without_trials_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_the_table_says_of_a_trial() -> None:
-    row = Trial(number=3, params={}, state="pruned", value=0.2, why="median at step 4", same_as=1)
-    assert page.state_of(row) == "as 1, pruned: median at step 4"
+    row = Trial(number=3, params={}, state="pruned", value=0.2, why="median at step 4")
+    assert page.state_of(row) == "pruned: median at step 4"
     assert page.state_of(Trial(number=0, params={}, state="complete", value=0.5)) == ""
 
 

@@ -49,7 +49,7 @@ class Killed(BaseException):
 def outcome(study: Study) -> list[tuple[Any, ...]]:
     """All that a study knows, in the order of its trials."""
     return [
-        (row.number, dict(row.params), row.state, row.value, tuple(row.values), row.same_as, row.why,
+        (row.number, dict(row.params), row.state, row.value, tuple(row.values), row.why,
          dict(study.trials.reported(row.number)))
         for row in by_number(study)
     ]  # fmt: skip
@@ -210,7 +210,7 @@ def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -
 
 
 def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trial 1 cannot be done and fails, the others go on; of four combinations six trials repeat some."""
+    """Trial 1 cannot be done and fails, the others go on."""
     told: list[list[str]] = []
     study = make_study(tmp_path, keys(trials=6, startup=6), RANK, ALGORITHM)
     monkeypatch.setattr(studies.Page, "write_table", lambda page, trials: told.append(states(study)))
@@ -221,11 +221,9 @@ def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path, monkeyp
 
     do_all(study, FakeRuns(before=before))
     assert told[:4] == [["unfinished"], ["complete"], ["complete", "unfinished"], ["complete", "failed"]]
-    repeated = sum(row.same_as is not None for row in study.trials.rows())
-    assert repeated > 0
-    assert len(told) == 2 * (6 - repeated) + repeated
+    assert len(told) == 2 * 6
     assert by_number(study)[1].why == "the loss is not finite"
-    assert {row.state for row in by_number(study) if 1 not in (row.number, row.same_as)} == {"complete"}
+    assert {row.state for row in by_number(study) if row.number != 1} == {"complete"}
 
 
 def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_one(tmp_path: Path) -> None:
@@ -311,8 +309,7 @@ def done(trials: Trials, number: int) -> list[dict[str, object]]:
     found = []
     for _ in range(number):
         trial = trials.draw()
-        if trial.same_as is None:
-            trials.complete(trial.number, [accuracy(trial.params, STEPS, 0)])
+        trials.complete(trial.number, [accuracy(trial.params, STEPS, 0)])
         found.append(dict(trial.params))
     return found
 
@@ -349,20 +346,6 @@ def test_an_interval_of_whole_numbers_has_whole_numbers(tmp_path: Path) -> None:
     values = [params["lora.rank"] for params in done(make_trials(tmp_path, keys(), WHOLE), 6)]
     assert all(isinstance(value, int) and 4 <= value <= 64 for value in values)
     assert len(set(values)) > 3
-
-
-def test_a_trial_with_the_values_of_an_earlier_one_has_its_result_at_once(tmp_path: Path) -> None:
-    trials = make_trials(tmp_path, keys(), Space(fixed=(), varied=(RANK,)))
-    first = trials.draw()
-    trials.report(first.number, 1, 0.2, may_end=True)
-    trials.complete(first.number, [0.4, 0.6])
-    later = [trials.draw() for _ in range(6)]
-    [same] = {trial.same_as for trial in later if trial.params == first.params}
-    assert same == 0
-    repeated = next(trial.number for trial in later if trial.same_as == 0)
-    rows = {row.number: row for row in trials.rows()}
-    assert (rows[repeated].state, rows[repeated].value, rows[repeated].values) == ("complete", 0.5, [0.4, 0.6])
-    assert trials.reported(repeated) == {1: 0.2}, "so that it counts for the others like one that was run"
 
 
 def test_median_prunes_a_trial_that_is_worse_than_half_of_the_others_there(tmp_path: Path) -> None:
