@@ -1,6 +1,6 @@
 """Starts a run's workers as the section `cluster` says: as processes of this machine, or on a Ray cluster.
 
-Two threads for each process send its calls and read its answers, so that no call waits for a worker that is busy,
+A thread for each process sends its calls and waits for the answers, so that no caller waits for a worker that is busy,
 stopped or dead. One thread of the launcher starts all of them: the kernel ends a worker with the thread that started
 it, and this thread lives as long as the process.
 """
@@ -8,17 +8,15 @@ it, and this thread lives as long as the process.
 from __future__ import annotations
 
 import pickle
-import queue
-import threading
-from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rlft.system.process.child import END_S, Child, Start, start_server
 from rlft.system.process.placement import check_room
+from rlft.system.process.running_time import InOrder
 from rlft.system.process.worker import LOGS, Answer, Launcher, Shared, WorkerError, WorkerSpec, where_it_wrote
 
 POLL_S = 0.5
@@ -78,60 +76,24 @@ class ProcessWorker(Child):
                 environment=spec.variables,
                 start=start,
             )
-        self._lock = threading.Lock()
-        self._ended: str | None = None
-        self._waiting: deque[Future[Any]] = deque()
-        self._calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        for work in (self._send, self._read):
-            threading.Thread(target=work, name=f"rlft-{spec.name}", daemon=True).start()
+        self._calls = InOrder(f"rlft-{spec.name}")
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        message = pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._ended is None:
-                self._waiting.append(future)
-                self._calls.put(message)
-                return future
-        future.set_exception(WorkerError(self._ended))
-        return future
+        return self._calls.submit(self._answer, pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL))
 
-    def _send(self) -> None:
-        with suppress(OSError):
-            while (message := self._calls.get()) is not None:
-                self.connection.send_bytes(message)
-
-    def _read(self) -> None:
+    def _answer(self, message: bytes) -> Any:
+        """What the process returns for a call, or raises, or WorkerError once it has ended."""
         try:
-            while True:
-                while not self.connection.poll(POLL_S):
-                    if not self.is_alive() and not self.connection.poll(0):
-                        raise EOFError
-                self._resolve(self.connection.recv_bytes())
+            self.connection.send_bytes(message)
+            while not self.connection.poll(POLL_S):
+                if not self.is_alive() and not self.connection.poll(0):
+                    raise EOFError
+            answered = self.connection.recv_bytes()
         except (EOFError, OSError):
-            self._reap()
-
-    def _resolve(self, message: bytes) -> None:
-        with self._lock:
-            future = self._waiting.popleft()
-        try:
-            reply: Answer = pickle.loads(message)
-        except Exception as error:  # an unreadable reply must fail its call only, not this thread
-            reply = Answer(error=error)
-        reply.resolve(future)
-
-    def _reap(self) -> None:
-        """Gives every open future the error that says how the process ended."""
-        self.kill()  # the process may still live without its connection
-        self.wait(END_S)
-        text = f"{self.name} {self.how_it_ended()}; {where_it_wrote(self.log)}"
-        with self._lock:
-            self._ended = text
-            waiting, self._waiting = list(self._waiting), deque()
-        self._calls.put(None)
-        self.connection.close()
-        for future in waiting:
-            Answer(error=WorkerError(text)).resolve(future)
+            self.end()  # the process may still live without its connection
+            raise WorkerError(f"{self.name} {self.how_it_ended()}; {where_it_wrote(self.log)}") from None
+        answer: Answer = pickle.loads(answered)
+        return answer.result()
 
 
 @contextmanager

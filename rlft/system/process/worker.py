@@ -17,7 +17,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -68,14 +68,11 @@ class Answer:
     error: BaseException | None = None
     traceback: str = ""
 
-    def resolve(self, future: Future[Any]) -> None:
-        """Gives it to whoever waits for the call, unless the wait was cancelled."""
-        with suppress(InvalidStateError):
-            if self.error is None:
-                future.set_result(self.value)
-            else:
-                self.error.__cause__ = RemoteTracebackError(self.traceback) if self.traceback else None
-                future.set_exception(self.error)
+    def result(self) -> Any:
+        """What the call returned; raises what it raised."""
+        if self.error is not None:
+            raise self.error from (RemoteTracebackError(self.traceback) if self.traceback else None)
+        return self.value
 
 
 class Worker(Protocol):
