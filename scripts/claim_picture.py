@@ -37,6 +37,7 @@ def draw(panels: Sequence[tuple[str, str, Values]], file: Path) -> None:
             panel.set_ylabel(quantity, fontsize=8)
         panel.set_title(fill(title, 36), fontsize=9, loc="left")
         panel.tick_params(labelsize=8)
+        panel.locator_params("x", nbins=5, integer=curves)
         panel.grid(color="#EEEEEE", linewidth=0.6, zorder=0)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, metadata={"Software": None})

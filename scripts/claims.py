@@ -222,7 +222,8 @@ def checked(values: Values, rule: tuple[str, str, str, str | float]) -> Check:
     low, high = (-math.inf, math.inf) if half is None else (mean - half, mean + half)
     holds = {"<": high < 0, ">": low > 0, "~": low <= 0 <= high, "not below": high >= 0, "not above": low <= 0}[sign]
     words = {"<": "is below", ">": "is above", "~": "is not told apart from"}.get(sign, f"is {sign}")
-    text = f"{arm}: {quantity} {words} {other}: {mean:+.3g}, {low:+.3g} to {high:+.3g}"
+    named = other if isinstance(other, str) else f"{other:.3g}"
+    text = f"{arm}: {quantity} {words} {named}: {mean:+.3g}, {low:+.3g} to {high:+.3g}"
     return Check(text=text, holds=holds)
 
 
