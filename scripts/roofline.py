@@ -2,17 +2,17 @@
 
 python scripts/roofline.py                                   # the table of docs/benchmarks/performance.md
 python scripts/roofline.py --prompts 32 --group 8 --prompt 150 --completion 512 --budget 32768
-python scripts/roofline.py --fusion                          # updates with and without compiled functions
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 from rlft.commands.doctor.work import SIZES, Size
 from rlft.model.activations import LayerSizes
 from rlft.plan.cards import CARDS, Machine
-from rlft.plan.roofline import LAUNCHES, Kernel, Network, Work, added_up, publishing, sampling, seconds_of, update
+from rlft.plan.roofline import Kernel, Network, Work, publishing, sampling, seconds_of, update
 
 RANK = 16
 SHOWN = ("H100", "A100", "4090", "L4")
@@ -32,11 +32,11 @@ MODELS = {
 }
 
 
-def stages(name: str, work: Work, *, fused: bool = True) -> dict[str, list[Kernel]]:
+def stages(name: str, work: Work) -> dict[str, list[Kernel]]:
     model = MODELS[name]
     return {
         "sample": list(sampling(model, work)),
-        "update": list(update(model, work, fused=fused)),
+        "update": list(update(model, work)),
         "publish": list(publishing(model)),
     }
 
@@ -45,60 +45,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("prompts", 32), ("group", 8), ("prompt", 150), ("completion", 512), ("budget", 32768)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--fusion", action="store_true")
-    arguments = vars(parser.parse_args())
-    fusion = arguments.pop("fusion")
-    work = Work(**arguments)
+    work = Work(**vars(parser.parse_args()))
     print(f"A model, not a measurement: {work.prompts} x {work.group}, {work.prompt} + {work.completion} tokens.\n")
-    columns = ("sample, s", "update, s", "publish, s", "step, s", "bound of the update", "the next ten per cent")
-    columns = ("update step by step, s", "as compiled, s", "what a compiled one spends") if fusion else columns
+    columns = ("sample, s", "update, s", "publish, s", "step, s", "the next ten per cent")
     print(f"| {' | '.join(('model', 'card', *columns))} |")
     print("|" + " --- |" * (2 + len(columns)))
     for model in MODELS:
         for name, card in ((name, CARDS[name]) for name in SHOWN):
-            print((before_and_after if fusion else row)(model, name, card, work))
-
-
-def before_and_after(model: str, name: str, card: Machine, work: Work) -> str:
-    """A line of the table that fusion is chosen by: what is largest beside the products is to be fused next."""
-    times = [sum(seconds_of(stages(model, work, fused=fused)["update"], card).values()) for fused in (False, True)]
-    spent = added_up((k.name, k.seconds(card)[0]) for k in stages(model, work)["update"])
-    shares = ", ".join(f"{kernel} {share / sum(spent.values()):.0%}" for kernel, share in largest(spent)[:4])
-    return f"| {' | '.join([model, name, *(f'{seconds:.2f}' for seconds in times), shares])} |"
+            print(row(model, name, card, work))
 
 
 def row(model: str, name: str, card: Machine, work: Work) -> str:
     of_stages = stages(model, work)
-    bounds = {stage: seconds_of(kernels, card) for stage, kernels in of_stages.items()}
-    seconds = {stage: sum(parts.values()) for stage, parts in bounds.items()}
-    of_update = largest(bounds["update"])[:2]
-    shares = ", ".join(f"{bound} {share / seconds['update']:.0%}" for bound, share in of_update)
-    cells = [f"{seconds[stage]:.2f}" for stage in of_stages]
-    return f"| {' | '.join([model, name, *cells, f'{sum(seconds.values()):.2f}', shares, gains(of_stages, card)])} |"
+    seconds = [seconds_of(kernels, card) for kernels in of_stages.values()]
+    cells = [f"{number:.2f}" for number in (*seconds, sum(seconds))]
+    return f"| {' | '.join([model, name, *cells, gains(of_stages, card)])} |"
 
 
 def gains(of_stages: dict[str, list[Kernel]], card: Machine) -> str:
     """The fewest groups of kernels whose time beyond their arithmetic is a tenth of the step, with these shares."""
-    bounds = {stage: seconds_of(kernels, card) for stage, kernels in of_stages.items()}
-    total = sum(sum(parts.values()) for parts in bounds.values())
-    beyond = added_up(
-        (f"{stage}: {k.name}", k.seconds(card)[0] - k.number * k.operations / (card.of_the_rate * card.rate))
-        for stage, kernels in of_stages.items()
-        if LAUNCHES not in bounds[stage]
-        for k in kernels
-    )
-    beyond |= {f"{stage}: launches": parts[LAUNCHES] for stage, parts in bounds.items() if LAUNCHES in parts}
+    total = sum(seconds_of(kernels, card) for kernels in of_stages.values())
+    beyond = Counter[str]()
+    for stage, kernels in of_stages.items():
+        if (seconds := seconds_of(kernels, card)) > sum(k.seconds(card) for k in kernels):
+            beyond[f"{stage}: launches"] += seconds
+            continue
+        for k in kernels:
+            beyond[f"{stage}: {k.name}"] += k.seconds(card) - k.number * k.operations / (card.of_the_rate * card.rate)
     told, so_far = [], 0.0
-    for name, seconds in largest(beyond):
+    for name, seconds in beyond.most_common():
         told.append(f"{name} {seconds / total:.0%}")
         so_far += seconds / total
         if so_far >= 0.1:
             break
     return ", ".join(told)
-
-
-def largest(numbers: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(numbers.items(), key=lambda item: -item[1])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from rlft.model.activations import layer_sizes
 from rlft.plan.cards import CARDS, NAMES, Machine
 from rlft.plan.demand import Demand
 from rlft.plan.memory_parts import FLOAT32, averages_bytes
-from rlft.plan.roofline import Kernel, Network, StepWork, Work, publishing, sampling, seconds_of, update
+from rlft.plan.roofline import Network, StepWork, Work, publishing, sampling, seconds_of, update
 from rlft.runs.forecast import Forecast
 from rlft.system.device import resolve_device, resolve_dtype
 from rlft.system.machine import host_rates, machine
@@ -161,19 +161,17 @@ def estimate(
 def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: Demand) -> dict[str, float]:
     """{stage: seconds} of a step, of an evaluation and of a checkpoint."""
 
-    def seconds(kernels: Iterable[Kernel]) -> float:
-        return sum(seconds_of(list(kernels), device).values())
-
     def sampled(rows: Work) -> float:
         """As many rows at once as the engine computes together, in whole groups."""
         assert demand.engine is not None, "something samples"
         times = math.ceil(rows.prompts / max(1, demand.engine.at_once // rows.group))
         part = replace(rows, prompts=rows.prompts / times)
-        return times * seconds(sampling(network, part, in_graphs=bool(demand.engine.in_graphs)))
+        return times * seconds_of(sampling(network, part, in_graphs=bool(demand.engine.in_graphs)), device)
 
-    passes = seconds(update(network, work.trained))
-    publish = seconds(publishing(network, CHECKED.get(network.itemsize, 128), by_the_host=device.is_host))
-    evaluation = OF_A_FORWARD * seconds(update(network, work.read)) if work.read else 0.0
+    passes = seconds_of(update(network, work.trained), device)
+    checked = CHECKED.get(network.itemsize, 128)
+    publish = seconds_of(publishing(network, checked, by_the_host=device.is_host), device)
+    evaluation = OF_A_FORWARD * seconds_of(update(network, work.read), device) if work.read else 0.0
     if work.sampled:
         evaluation += sampled(work.sampled) + (0.0 if work.is_sampled else publish)
     stages = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rlft.model.activations import LayerSizes
@@ -35,34 +35,20 @@ class Kernel:
     launch: float | None = None  # in seconds; None: the machine's
     least: float = 0.0  # seconds that a run takes at least, such as the gap between two kernels of a CUDA graph
 
-    def seconds(self, machine: Machine) -> tuple[float, str]:
-        """(seconds of all runs on the device, what bounds them)."""
-        bounds = {
-            "gaps": self.least,
-            "memory": self.bytes / (machine.of_the_bandwidth * machine.bandwidth),
-            "arithmetic": self.operations / (machine.of_the_rate * machine.rate),
-        }
-        bound = max(bounds, key=lambda name: bounds[name])
-        return self.number * bounds[bound], bound
+    def seconds(self, machine: Machine) -> float:
+        """Seconds of all runs on the device."""
+        moved = self.bytes / (machine.of_the_bandwidth * machine.bandwidth)
+        computed = self.operations / (machine.of_the_rate * machine.rate)
+        return self.number * max(self.least, moved, computed)
 
 
-LAUNCHES = "launches"
-
-
-def seconds_of(kernels: Sequence[Kernel], machine: Machine) -> dict[str, float]:
-    """{what bounds a stage: seconds}: launches alone where the host of a GPU takes longer than it."""
-    host = sum(k.number * (machine.launch if k.launch is None else k.launch) for k in kernels)
-    computed = added_up((k.seconds(machine)[1], k.seconds(machine)[0]) for k in kernels)
-    if machine.is_host:
-        return {**computed, LAUNCHES: host}
-    return computed if sum(computed.values()) >= host else {LAUNCHES: host}
-
-
-def added_up(pairs: Iterator[tuple[str, float]]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for name, number in pairs:
-        sums[name] = sums.get(name, 0.0) + number
-    return sums
+def seconds_of(kernels: Iterable[Kernel], machine: Machine) -> float:
+    """Seconds of a stage; those of the launches where the host of a GPU takes longer than it."""
+    device = host = 0.0
+    for kernel in kernels:
+        device += kernel.seconds(machine)
+        host += kernel.number * (machine.launch if kernel.launch is None else kernel.launch)
+    return device + host if machine.is_host else max(device, host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,19 +144,19 @@ def product(name: str, number: float, rows: float, inputs: float, outputs: float
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
-def update(network: Network, work: Work, *, fused: bool = True) -> Iterator[Kernel]:
+def update(network: Network, work: Work) -> Iterator[Kernel]:
     """The kernels of the forward and backward passes of a step's rows, and of the optimizer."""
     sampled = work.rows * work.completion
     parameters = network.rank * network.widths or network.linear + network.hidden * network.vocabulary
     for sizes, number in Counter(network.layers).items():
-        for kernel in layer(network, sizes, work, fused=fused):
+        for kernel in layer(network, sizes, work):
             yield replace(kernel, number=kernel.number * work.passes * number)
     yield product("LM head", 2 if network.rank else 3, sampled, network.hidden, network.vocabulary, network.itemsize)
     yield Kernel(name="softmax", number=3, bytes=sampled * network.vocabulary * network.itemsize)
     yield Kernel(name="optimizer", number=12, bytes=3 * 4 * parameters)
 
 
-def layer(network: Network, sizes: LayerSizes, work: Work, *, fused: bool = True) -> Iterator[Kernel]:
+def layer(network: Network, sizes: LayerSizes, work: Work) -> Iterator[Kernel]:
     """The kernels of a layer, forward and backward, on the tokens of a micro-batch."""
     tokens, rank, item = work.tokens / work.passes, network.rank, network.itemsize
     matrices = network.matrices(sizes)
@@ -185,31 +171,24 @@ def layer(network: Network, sizes: LayerSizes, work: Work, *, fused: bool = True
         if rank:
             yield product("LoRA", 3, tokens, inputs, rank * len(outputs), item)  # forward, of x, and of A
     hidden = tokens * network.hidden * item
-    yield from passes(hidden, tokens * sum(matrices[0][1]) * item, tokens * sizes.mlp * item, fused)
+    yield from passes(hidden, tokens * sum(matrices[0][1]) * item, tokens * sizes.mlp * item)
     scores, queries = 4 * work.pairs / work.passes * sizes.queries, tokens * sizes.queries * item
     yield Kernel(name="attention", number=2, bytes=4 * queries, operations=scores / 2)
     yield Kernel(name="attention", number=2, bytes=8 * queries, operations=1.25 * scores)
     yield Kernel(name="attention: merged", number=5, bytes=2 * queries)
 
 
-def passes(hidden: float, heads: float, mlp: float, fused: bool) -> Iterator[Kernel]:
-    """What stands between a layer's products, as compiled or step by step, as `model/kernels/` writes it.
+def passes(hidden: float, heads: float, mlp: float) -> Iterator[Kernel]:
+    """What stands between a layer's products, forward and backward, as `model/kernels/` compiles it.
 
     hidden, heads, mlp: bytes of the residual stream, of q, k and v, and of the MLP's gate, of all tokens.
     """
-    compiled_and_not = [  # (name, runs, bytes of a compiled one; kernels and bytes of its steps)
-        ("norms", 2, 2 * hidden, 9, 14 * hidden),
-        ("norms", 2, 6.5 * hidden, 11, 28 * hidden),  # backward, with the sums of x's gradient
-        ("residual sums", 2, 4 * hidden, 1, 3 * hidden),
-        ("rotary positions", 1, 3 * heads, 6, 5 * heads),
-        ("rotary positions", 1, 2 * heads, 6, 5 * heads),
-        ("SiLU", 1, 7 * mlp, 2, 5 * mlp),
-        ("SiLU", 1, 6 * mlp, 4, 11 * mlp),
-        ("LoRA: scales", 11, 0.0, 1, 0.0),  # of what has the adapter's rank
-    ]
-    for name, runs, written, steps, of_steps in compiled_and_not:
-        number, moved = (1, written) if fused else (steps, of_steps / steps)
-        yield Kernel(name=name, number=runs * number, bytes=moved)
+    yield Kernel(name="norms", number=2, bytes=2 * hidden)
+    yield Kernel(name="norms", number=2, bytes=6.5 * hidden)  # backward, with the sums of x's gradient
+    yield Kernel(name="residual sums", number=2, bytes=4 * hidden)
+    yield from (Kernel(name="rotary positions", number=1, bytes=times * heads) for times in (3, 2))
+    yield from (Kernel(name="SiLU", number=1, bytes=times * mlp) for times in (7, 6))
+    yield Kernel(name="LoRA: scales", number=11, bytes=0.0)  # of what has the adapter's rank
 
 
 # -- the other stages --------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_the_factor_covers_each_stage_that_was_measured() -> None:
     ratios: dict[str, list[float]] = {}
     for card, name, prompts, prompt, completion, seconds in PASSES:
         work = Work(prompts=prompts, group=8, prompt=prompt, completion=completion, budget=10**6)
-        ratio = seconds / sum(seconds_of(list(update(script.MODELS[name], work)), CARDS[card]).values())
+        ratio = seconds / seconds_of(update(script.MODELS[name], work), CARDS[card])
         assert 1 / FACTOR <= ratio <= FACTOR, (card, name, prompts, ratio)
         ratios.setdefault(card, []).append(ratio)
     assert {card: f"{min(found):.2f} to {max(found):.2f}" for card, found in ratios.items()} == {
@@ -285,7 +285,7 @@ def test_a_run_is_the_sum_of_its_steps_evaluations_and_checkpoints() -> None:
     work = StepWork(trained=ROWS, epochs=3, critics=1, forwards=2, scorers=1, is_sampled=True, sampled=ROWS)
     schedule = Schedule(steps=10, first_evaluation=5, evaluations=3, checkpoints=2)
     found = estimate(work, NETWORK, XEON, demand_of(), schedule, "words")
-    passes = sum(seconds_of(list(update(NETWORK, ROWS)), XEON).values())
+    passes = seconds_of(update(NETWORK, ROWS), XEON)
     stages = {name: stage.seconds for name, stage in found.stages.items()}
     assert list(stages) == ["sample", "score", "credit", "update", "publish", "evaluate", "checkpoint"]
     assert stages["score"] == pytest.approx(0.5 * passes)
