@@ -57,22 +57,9 @@ class Form:
         return said if reasoning == "-" else f"{reasoning}\n{said}"
 
 
-TEMPLATES: Mapping[str, str] = {
-    "alone": "{}",
-    "in a tag": "<answer>{}</answer>",
-    "in a box": r"\boxed{{}}",
-    "behind hashes": "#### {}",
-    "in a sentence": "The answer is {}.",
-    "on a line": "Answer: {}",
-    "in bold": "**{}**",
-    "in a program": "```python\n{}\n```",
-    "in JSON": '{"answer": "{}"}',
-}
-
-
 def forms(own: Sequence[Form]) -> list[Form]:
     """All forms, each with and without reasoning before it, and the config's own; no two write the same."""
-    plain = [Form(name=name, template=template) for name, template in TEMPLATES.items()]
+    plain = [Form(name=name, template=template) for name, template in texts()["forms"].items()]
     plain += [form for form in own if not form.thinks]
     found = [*plain, *(replace(form, name=f"{form.name} after reasoning", thinks="think") for form in plain), *own]
     return [*{form("\x00"): form for form in reversed(found)}.values()][::-1]
@@ -157,30 +144,43 @@ def whole(text: str) -> bool:
 
 def gold_answers(gold: str) -> dict[str, str]:
     """{kind: the same answer as models write it}."""
-    found = {
-        "full stop": f"{gold}.",
-        "spaces around": f"  {gold}\n",
-        "bold": f"**{gold}**",
-        "boxed": f"\\boxed{{{gold}}}",
-        "dollar signs": f"${gold}$",
-        "brackets of LaTeX": rf"\({gold}\)",
-        "sentence": f"The answer is {gold}.",
-        "equation": f"x = {gold}",
+    return _answers("right", gold)
+
+
+def wrong_answers(gold: str) -> dict[str, str]:
+    """{kind: an answer that is not this one, or "" where there is no such}."""
+    return _answers("wrong", gold)
+
+
+def _answers(section: str, gold: str) -> dict[str, str]:
+    """The answers of a section of assets/attacks.yaml whose conditions the reference answer meets."""
+    is_whole, is_number, has_digits = whole(gold), value(gold) is not None, re.search("[0-9]", gold) is not None
+    meets = {
+        "any": True,
+        "whole": is_whole,
+        "number": is_number and not is_whole,
+        "text": not is_number,
+        "digits": has_digits and not is_whole,
+        "letters": not has_digits,
     }
-    if whole(gold):
-        return found | {
-            "with a point": f"{gold}.0",
-            "separated thousands": f"{int(gold):,}",
-            "currency": f"${gold}",
-            "unit": f"{gold} apples",
-            "unit of LaTeX": rf"{gold} \text{{ apples}}",
-            "fraction": f"{2 * int(gold)}/2",
-            "fraction of LaTeX": rf"\frac{{{2 * int(gold)}}}{{2}}",
-        }
-    if value(gold) is not None:
-        return found | {"without separators": gold.replace(",", ""), "currency": f"${gold}"}
-    cases = {"lower case": gold.lower(), "upper case": gold.upper()}
-    return found | cases | {"text of LaTeX": rf"\text{{{gold}}}", "in round brackets": f"({gold})"}
+    templates = [of_kind for condition, of_kind in texts()[section].items() if meets[condition]]
+    fields = _notations(gold)
+    return {kind: filled(template, fields) for of_kind in templates for kind, template in of_kind.items()}
+
+
+def _notations(gold: str) -> dict[str, str]:
+    """What stands for `{name}` in answers: parts and other notations of the gold, and numbers near it."""
+    n, digits, number = int(gold) if whole(gold) else 0, gold.removeprefix("-"), re.search("[0-9]+", gold)
+    return {
+        "gold": gold, "lower": gold.lower(), "upper": gold.upper(), "bare": gold.replace(",", ""), "grouped": f"{n:,}",
+        "more": str(n + 1), "less": str(n - 1), "ten_more": str(n + 10), "negative": str(-n), "tenfold": str(10 * n),
+        "double": str(2 * n), "sign": "-" * gold.startswith("-"), "digits": digits, "reversed": digits[::-1],
+        "start": gold[:-1], "end": gold[1:], "half": gold[: len(gold) // 2] if len(gold) > 3 else "",
+        "number_more": f"{gold[: number.start()]}{int(number[0]) + 1}{gold[number.end() :]}" if number else "",
+        "contrary": CONTRARY.get(gold.casefold(), ""), "changed": gold[:-1] + ("x" if gold[-1:] != "x" else "y"),
+        "letter": "" if len(gold) != 1 else "B" if gold.upper() == "A" else "A",
+        "words_reversed": " ".join(reversed(gold.split())),
+    }  # fmt: skip
 
 
 def number_in(text: str, gold: str) -> bool:
@@ -189,49 +189,6 @@ def number_in(text: str, gold: str) -> bool:
     if due is None:
         return " ".join(gold.casefold().split()) in " ".join(text.casefold().split())
     return any(value(found.rstrip(",./")) == due for found in re.findall(r"-?[0-9][0-9,./]*", text))
-
-
-def wrong_answers(gold: str) -> dict[str, str]:
-    """{kind: an answer that is not this one}."""
-    found: dict[str, str] = {}
-    if whole(gold):
-        n, sign, digits = int(gold), "-" * gold.startswith("-"), gold.removeprefix("-")
-        found = {
-            "one more": str(n + 1),
-            "one less": str(n - 1),
-            "ten more": str(n + 10),
-            "with the other sign": str(-n),
-            "tenfold": str(10 * n),
-            "the gold at the end of another number": f"{sign}7{digits}",
-            "the gold at the start of another number": f"{gold}7",
-            "a part of the gold": gold[:-1],
-            "another part of the gold": gold[1:],
-            "digits reversed": sign + digits[::-1],
-            "a little more": f"{gold}.018",
-            "rounded to the gold": f"{gold}.4",
-            "cut to the gold": f"{gold}.9",
-            "zero": "0",
-        }
-    elif number := re.search(r"[0-9]+", gold):
-        one_more = f"{gold[: number.start()]}{int(number[0]) + 1}{gold[number.end() :]}"
-        found = {"a number in it one more": one_more, "the gold inside another number": f"{gold}7"}
-    else:
-        found = {
-            "the contrary": CONTRARY.get(gold.casefold(), ""),
-            "another letter": ("A" if gold.upper() != "A" else "B") if len(gold) == 1 else "",
-            "one letter changed": gold[:-1] + ("x" if gold[-1:] != "x" else "y"),
-            "the gold inside a longer word": f"{gold}ish",
-            "its words in another order": " ".join(reversed(gold.split())),
-        }
-    return found | {
-        "half of the gold": gold[: len(gold) // 2] if len(gold) > 3 else "",
-        "any number": "4711",
-        "the gold denied": f"not {gold}",
-        "the gold in another sentence": f"I am sure that it is anything but {gold}",
-        "a range around the gold": f"between {gold} and 4711",
-        "words": "I do not know",
-        "a placeholder": "your answer here",
-    }
 
 
 def is_another(answer: str, golds: Sequence[str]) -> bool:
