@@ -16,11 +16,10 @@ from rlft.config.compose import compose_run
 from rlft.config.overrides import only_overrides
 from rlft.config.resolved import resolve
 from rlft.config.suggest import OWN_KEYS
-from rlft.logger.tables import Column, WordTable
-from rlft.plan.rewards.verdicts import score_lines, summary_of, verdicts_on
+from rlft.plan.rewards.verdicts import summary_of, verdicts_on
 from rlft.system import interrupt
 from rlft.system.terminal import CheckRow, Status, command_line, say
-from rlft.system.text import one_line, visible
+from rlft.system.text import visible
 from rlft.types import Mistakes, Prompt, UserError, counted, require
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def command(arguments: list[str]) -> int:
         config: RunConfig = resolved.config
         rewards = specs_of(config)
         interrupt.set_interrupt_message("nothing was changed")
-        prompts, tried = try_rewards(resolved, rewards, num_rows)
+        _, tried = try_rewards(resolved, rewards, num_rows)
     rows = verdicts_on(tried, config.completions_per_step, config.scoring.workers)
     if "--json" in arguments:
         found = {
@@ -63,7 +62,7 @@ def command(arguments: list[str]) -> int:
         }
         print(json.dumps(found, indent=1))
     else:
-        print_page(tried, rows, len(prompts), None if "--all" in arguments else ["rlft", "reward", *arguments])
+        print_page(tried, rows, None if "--all" in arguments else ["rlft", "reward", *arguments])
     return 1 if any(row.status is Status.wrong for row in rows) else 0
 
 
@@ -133,11 +132,8 @@ def try_rewards(resolved: Resolved, rewards: Mapping[str, RewardSpec], num_rows:
     return prompts, RewardTester(config, rewards, writer).try_all(prompts)
 
 
-def print_page(tried: Tried, rows: Sequence[CheckRow], num_rows: int, words: Sequence[str] | None) -> None:
-    """Prints the verdict and the faults; words: of the command, or None to print all rows and mean scores as well.
-
-    Mean scores are those of gold answers by form, and of wrong texts the highest of each family.
-    """
+def print_page(tried: Tried, rows: Sequence[CheckRow], words: Sequence[str] | None) -> None:
+    """Prints the verdict and the faults; words: of the command, or None to print the rows without a fault as well."""
     from rlft.logger.console import open_terminal
 
     terminal = open_terminal()
@@ -148,12 +144,4 @@ def print_page(tried: Tried, rows: Sequence[CheckRow], num_rows: int, words: Seq
     faults = [row for row in rows if row.status is not Status.ok]
     terminal.print(rows_table(faults if words else rows))
     if words:
-        terminal.print(f"\nall rows and scores: {command_line(*words, '--all')}")
-        return
-    terminal.print(f"\nMean scores over {counted(num_rows, 'row')} of the data, before weights; answers {tried.form}")
-    scores = (
-        (title, one_line(visible(example), 48), *("" if mean is None else f"{mean:.3g}" for mean in means))
-        for title, example, means in score_lines(tried)
-    )
-    columns = (Column("text"), Column("example", "dim", folds=True))
-    terminal.print(WordTable((*columns, *(Column(name, right=True) for name in (*tried.weights, "total"))), scores))
+        terminal.print(f"\nall rows: {command_line(*words, '--all')}")

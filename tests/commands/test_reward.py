@@ -51,11 +51,10 @@ def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(capsys: pyt
     assert cheapest.startswith("cheapest text: 8 tokens")
     assert faults[0].startswith("exact_match: gold answers  limit  accepted in 5 of 18 forms; not: ")
     assert re.search(r"; such as +'<answer>\d+\.</answer>' +-> say in the prompt", " ".join(faults))
-    assert last == f"all rows and scores: rlft {' '.join(WORDS)} --all"
+    assert last == f"all rows: rlft {' '.join(WORDS)} --all"
     assert cli.run([*WORDS, "--all"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     for words in (
-        "right, in a tag",
         "two answers (7)",
         "cheapest text ok",
         "being right is worth 1, the form 0.2",

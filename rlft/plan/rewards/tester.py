@@ -86,7 +86,6 @@ FOR_FORMS = 0.5  # the part of them after which no further row is scored in all 
 MAX_TIME_LIMITS = 2  # after so many completions on which a reward exceeds its time limit it is tried no further
 NUM_TWICE = 12  # about so many texts, and the gold answer in each form, are scored again, and as siblings
 NUM_WORDS = 50  # words of which the tokens are counted
-MAX_REDUCED = 200  # characters of the longest text that is made shorter: each of them is a try
 
 
 @dataclass(slots=True)
@@ -139,10 +138,6 @@ class RewardTester:
         main = next(iter(weights))
         if again["differing"].get(main) == SIBLINGS and len({text.scores.get(main) for text in texts}) == 1:
             self._left_out[main] = "compares the completions of a group, and texts are tried alone: each gets the same"
-        cheapest = None if total is None else cheapest_of(texts, weights, total.name)
-        if cheapest is not None:
-            prompt = next(prompt for prompt in prompts if prompt.id == cheapest.prompt)
-            cheapest = self._reduced(prompt, cheapest, weights)
         over, hangs = f"its {self.limit_s:g} s were over", f"{MAX_TIME_LIMITS} texts took longer than scoring.timeout"
         return Tried(
             texts=tuple(texts),
@@ -156,7 +151,7 @@ class RewardTester:
                 if any(name not in text.scores for text in texts)
             },
             at_once=at_once,
-            cheapest=cheapest,
+            cheapest=None if total is None else cheapest_of(texts, weights, total.name),
             **again,
         )
 
@@ -304,24 +299,6 @@ class RewardTester:
                 if any(abs(number(score) - alone) > EPS for score, (_, alone) in pairs):
                     differing[name] = SIBLINGS
         return {"differing": differing, "noise": noise, "groups": failed, "late": frozenset(self._late)}
-
-    def _reduced(self, prompt: Prompt, cheapest: ScoredText, weights: Mapping[str, float]) -> ScoredText:
-        """The text, without what can be left out of it while its total stays."""
-        full = cheapest.total(weights)
-        size = len(cheapest.text) // 2 if len(cheapest.text) <= MAX_REDUCED and full is not None else 0
-        while size:
-            start = 0
-            while start < len(cheapest.text):
-                text = cheapest.text[:start] + cheapest.text[start + size :]
-                attack = Attack(family=cheapest.family, kind=cheapest.kind, text=text)
-                [tried] = self._score(prompt, cheapest.form, [attack])
-                total = tried.total(weights)
-                if total is not None and full is not None and total >= full - EPS and tried.tokens <= cheapest.tokens:
-                    cheapest = tried
-                else:
-                    start += size
-            size //= 2
-        return cheapest
 
 
 def own_forms(rewards: Mapping[str, RewardSpec]) -> list[Form]:

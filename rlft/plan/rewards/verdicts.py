@@ -421,30 +421,6 @@ def _of_total(tried: Tried) -> Iterator[CheckRow]:
         yield CheckRow("weights", Status.ok, scored.worth())
 
 
-def score_lines(tried: Tried) -> Iterator[tuple[str, str, list[float | None]]]:
-    """(text, an example, mean scores): every form and gold answer, then the best-paid kind of each wrong family."""
-    by_kind: dict[tuple[Family, str], list[ScoredText]] = {}
-    for text in tried.texts:
-        if text.form == tried.form or text.tries_form(Family.gold):
-            by_kind.setdefault((text.family, text.kind), []).append(text)
-
-    def means(texts: Sequence[ScoredText]) -> list[float | None]:
-        columns = [[text.scores.get(name) for text in texts] for name in tried.weights]
-        columns.append([text.total(tried.weights) for text in texts])
-        known = [[score for score in column if score is not None] for column in columns]
-        return [fmean(scores) if scores else None for scores in known]
-
-    for (family, kind), texts in by_kind.items():
-        if family is Family.gold:
-            yield f"right, {kind}", texts[0].text, means(texts)
-    for family in WRONG:
-        found = {kind: means(texts) for (of, kind), texts in by_kind.items() if of is family}
-        if found:
-            totals = {kind: -math.inf if mean[-1] is None else mean[-1] for kind, mean in found.items()}
-            kind = max(totals, key=totals.__getitem__)
-            yield f"{family} ({len(found)}): {kind}", by_kind[family, kind][0].text, found[kind]
-
-
 def shown_cheapest(text: ScoredText | None) -> str:
     if text is None:
         return "none has the full reward"

@@ -156,7 +156,7 @@ def test_what_keys_and_weights_allow_is_said(name: str) -> None:
     assert [row for row in rows if row.name == row_name and value in row.value], rows
 
 
-def test_the_cheapest_text_has_nothing_left_that_could_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cheapest_text_is_the_shortest_with_the_full_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     digits = faulty_rewards.reward(lambda text, gold, question: float(any(c.isdigit() for c in text)))
     cheapest = tried(mine(monkeypatch, digits), NUMBERS).cheapest
     assert cheapest is not None
