@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -23,15 +22,12 @@ from rlft.types import Image, Split
 
 MAX_STEPS = 40
 MAX_GROUPS_PER_STEP = 16
-MAX_RECURRING = 8
 MAX_EVALUATIONS = 20
-MAX_SEARCHED = 200  # number of steps that are searched for recurring prompts
 MAX_TEXT = 20_000  # the most characters of a prompt or completion; the page says where a text was cut
 MAX_EDGE = 256  # the most pixels along an edge of a shown image
 MAX_IMAGE_BYTES = 4_000_000  # of a page's images, as data URLs
 DIGITS = 3
 TRAINED, HELD_OUT = "trained on", "held out"
-_PROMPT_ID = re.compile(rb'^\{"step": \d+, "prompt_id": ("(?:[^"\\]|\\.)*"), "index": 0,')
 
 ShownGroup = dict[str, Any]
 
@@ -39,21 +35,13 @@ ShownGroup = dict[str, Any]
 def choose(folder: Path, max_bytes: int) -> dict[str, Any]:
     """The completions of a run to show, at most about `max_bytes` of JSON, as the page's script reads them.
 
-    These are the held-out examples of evaluations, then groups of evenly spaced steps. Groups with values of single
-    tokens and groups of recurring prompts come first in their step.
+    These are the held-out examples of evaluations, then groups of evenly spaced steps.
     """
     files = {step: path for path, step in lines.rollout_files(folder) if path.suffix == ".jsonl"}
     chosen = [*fitting(held_out_groups(lines.read_lines(folder / lines.EVALUATIONS, lines.silent)), max_bytes // 2)]
-    recurring = recurring_prompts(files)
-    order = in_halves(sorted(files)) if len(files) <= MAX_STEPS else in_halves(spread(sorted(files), MAX_STEPS))
-    steps = dict.fromkeys([*order, *(step for ends in recurring.values() for step in ends)])
-
-    def candidates() -> Iterator[ShownGroup]:
-        for step in steps:
-            only = None if step in order else {name for name, ends in recurring.items() if step in ends}
-            yield from groups_of(files[step], step, set(recurring), only)
-
-    chosen += fitting(candidates(), max_bytes - sum(map(_size, chosen)))
+    steps = sorted(files) if len(files) <= MAX_STEPS else spread(sorted(files), MAX_STEPS)
+    candidates = (group for step in evenly(steps) for group in groups_of(files[step], step))
+    chosen += fitting(candidates, max_bytes - sum(map(_size, chosen)))
     chosen.sort(key=lambda group: (group["kind"] != TRAINED, group["step"]))
     trained = [group for group in chosen if group["kind"] == TRAINED]
     return {
@@ -85,47 +73,15 @@ def spread(steps: Sequence[int], number: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / (number - 1))] for i in range(number)]
 
 
-def in_halves(steps: Sequence[int]) -> list[int]:
-    """The steps in an order in which any first few of them are evenly spaced.
+def evenly(steps: Sequence[int]) -> list[int]:
+    """The last step, then the others in an order (van der Corput's) in which any first few are about evenly spaced.
 
-    >>> in_halves([1, 2, 3, 4, 5])
-    [1, 5, 3, 2, 4]
+    >>> evenly([1, 2, 3, 4, 5])
+    [5, 1, 3, 2, 4]
     """
-    if len(steps) < 3:
-        return list(steps)
-    ordered, gaps = [steps[0], steps[-1]], [(0, len(steps) - 1)]
-    while gaps:
-        first, last = gaps.pop(0)
-        if last - first < 2:
-            continue
-        middle = (first + last) // 2
-        ordered.append(steps[middle])
-        gaps += [(first, middle), (middle, last)]
-    return ordered
-
-
-def recurring_prompts(files: Mapping[int, Path]) -> dict[str, tuple[int, int]]:
-    """{prompt: its first and last step} of a few prompts of the first step that occur again later."""
-    steps = sorted(files)
-    if len(steps) < 2:
-        return {}
-    first_ids = set(_prompt_ids(files[steps[0]]))
-    repeats: dict[str, tuple[int, int]] = {}
-    later = steps[1:] if len(steps) <= MAX_SEARCHED else spread(steps, MAX_SEARCHED)[1:]
-    for step in reversed(later):
-        for name in first_ids.intersection(_prompt_ids(files[step])) - repeats.keys():
-            repeats[name] = (steps[0], step)
-        if len(repeats) >= min(len(first_ids), MAX_RECURRING):
-            break
-    return dict(sorted(repeats.items())[:MAX_RECURRING])
-
-
-def _prompt_ids(file: Path) -> Iterator[str]:
-    """The prompt ids of all groups, without parsing the completions, of which a long run has gigabytes."""
-    for line in _lines(file):
-        if match := _PROMPT_ID.match(line):
-            with suppress(ValueError):  # a damaged file
-                yield json.loads(match[1])
+    digits = len(steps).bit_length()
+    order = sorted(range(len(steps) - 1), key=lambda i: f"{i:0{digits}b}"[::-1])
+    return [*steps[-1:], *(steps[i] for i in order)]
 
 
 def _lines(file: Path) -> Iterator[bytes]:
@@ -134,26 +90,21 @@ def _lines(file: Path) -> Iterator[bytes]:
         yield from stream
 
 
-def groups_of(file: Path, step: int, first: set[str], only: set[str] | None) -> list[ShownGroup]:
-    """The groups of a step: those with tokens' values, then those of the prompts in `first`, then others.
-
-    With `only`, these are all groups of the prompts in it. Otherwise there are at most MAX_GROUPS_PER_STEP, and no more
-    of each kind are in memory at a time.
-    """
-    by_kind: tuple[list[ShownGroup], list[ShownGroup], list[ShownGroup]] = ([], [], [])
+def groups_of(file: Path, step: int) -> list[ShownGroup]:
+    """At most MAX_GROUPS_PER_STEP groups of a step, those with tokens' values first; few more are ever in memory."""
+    with_values, others = list[ShownGroup](), list[ShownGroup]()
     lost: list[lines.DamagedLines] = []
-    for name, group in _groups(file, step, lost):
-        kind = 0 if any("tokens" in row for row in group["rows"]) else 1 if name in first else 2
-        if name in only if only is not None else len(by_kind[kind]) < MAX_GROUPS_PER_STEP:
-            by_kind[0 if only is not None else kind].append(group)
+    for group in _groups(file, step, lost):
+        of_kind = with_values if any("tokens" in row for row in group["rows"]) else others
+        if len(of_kind) < MAX_GROUPS_PER_STEP:
+            of_kind.append(group)
     if lost:
         say(lines.lost_text(file, lost))
-    groups = [group for of_kind in by_kind for group in of_kind]
-    return groups if only is not None else groups[:MAX_GROUPS_PER_STEP]
+    return [*with_values, *others][:MAX_GROUPS_PER_STEP]
 
 
-def _groups(file: Path, step: int, lost: list[lines.DamagedLines]) -> Iterator[tuple[str, ShownGroup]]:
-    """(the prompt's original id, the group), in the order of the file."""
+def _groups(file: Path, step: int, lost: list[lines.DamagedLines]) -> Iterator[ShownGroup]:
+    """The groups in the order of the file."""
     name, group = None, None
     for _, line in lines.complete_lines(_lines(file), lost):
         try:
@@ -161,13 +112,13 @@ def _groups(file: Path, step: int, lost: list[lines.DamagedLines]) -> Iterator[t
             if line["index"] == 0 or group is None or name != line["prompt_id"]:
                 new_group: ShownGroup = {"kind": TRAINED, "step": step, **_prompt_of(line), "rows": []}
                 if group is not None:
-                    yield str(name), group
+                    yield group
                 name, group = line["prompt_id"], new_group
             group["rows"].append(trained_row(line))
         except (KeyError, IndexError, TypeError, AttributeError):  # a damaged file: the lines before are shown
             break
     if group is not None:
-        yield str(name), group
+        yield group
 
 
 def _prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:

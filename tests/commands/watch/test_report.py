@@ -201,7 +201,7 @@ def test_of_many_steps_few_are_shown_evenly_whole_groups_within_the_budget(make_
     run = make_run("run", steps=200)
     everything = choose(run, 10**8)
     assert everything["steps_on_disk"] == 200
-    assert everything["steps"] == report_completions.MAX_STEPS + 1, "one of them for prompts that come again"
+    assert everything["steps"] == report_completions.MAX_STEPS
     steps = sorted({group["step"] for group in everything["groups"] if group["kind"] == TRAINED})
     assert steps[0] == 1
     assert steps[-1] == 200
@@ -210,12 +210,6 @@ def test_of_many_steps_few_are_shown_evenly_whole_groups_within_the_budget(make_
     assert len(json.dumps(few["groups"], ensure_ascii=False)) < 21_000
     assert 0 < few["steps"] < everything["steps"]
     assert all(len(group["rows"]) == 2 for group in few["groups"] if group["kind"] == TRAINED)
-
-
-def test_a_prompt_that_comes_again_is_shown_at_both_steps(make_run: Callable[..., Path]) -> None:
-    found = choose(make_run("run", steps=200), 10**8)
-    where = [group["step"] for group in found["groups"] if group["id"] == "again"]
-    assert where == [1, 198]
 
 
 def test_groups_with_values_of_tokens_come_first(make_run: Callable[..., Path]) -> None:
@@ -338,7 +332,7 @@ def large_step(file: Path, groups: int, characters: int) -> None:
     with file.open("w") as lines:
         for g in range(groups):
             for i in range(4):
-                line: dict[str, Any] = {"step": 1, "prompt_id": "again" if g == groups - 2 else f"p{g}", "index": i}
+                line: dict[str, Any] = {"step": 1, "prompt_id": f"p{g}", "index": i}
                 line |= {"prompt": [{"role": "user", "content": "?"}], "answer": "1", "completion": "x" * characters}
                 line |= {"token_ids": [1] * 10, "logprobs": [-1.0] * 10, "rewards": {}, "reward": 1.0, "advantage": 0.0}
                 line |= {"policy_version": 0, "finish_reason": "stop"}
@@ -351,22 +345,20 @@ def test_a_step_of_many_completions_is_read_without_holding_them(tmp_path: Path)
     file = tmp_path / "step_000001.jsonl"
     large_step(file, 300, 20_000)  # 24 MB
     tracemalloc.start()
-    found = report_completions.groups_of(file, 1, {"again"}, None)
+    found = report_completions.groups_of(file, 1)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    wanted = ["p299", "again", *(f"p{g}" for g in range(report_completions.MAX_GROUPS_PER_STEP - 2))]
+    wanted = ["p299", *(f"p{g}" for g in range(report_completions.MAX_GROUPS_PER_STEP - 1))]
     assert [group["id"] for group in found] == wanted
     assert [len(group["rows"]) for group in found] == [4] * len(wanted)
     # 16 groups and two, one of them being read, of 4 x 20,000 characters, and a line being parsed.
     assert peak < 18 * 4 * 20_000 + 1_000_000 < file.stat().st_size / 8
-    assert [group["id"] for group in report_completions.groups_of(file, 1, set(), {"again", "p7"})] == ["p7", "again"]
-    assert list(report_completions._prompt_ids(file)) == [*(f"p{g}" for g in range(298)), "again", "p299"]
 
 
 def test_a_completion_of_a_megabyte_is_shown_by_its_beginning(tmp_path: Path) -> None:
     file = tmp_path / "step_000001.jsonl"
     large_step(file, 2, 10**6)
-    rows = [row for group in report_completions.groups_of(file, 1, set(), None) for row in group["rows"]]
+    rows = [row for group in report_completions.groups_of(file, 1) for row in group["rows"]]
     assert {(len(row["text"]), row["cut"]) for row in rows} == {(report_completions.MAX_TEXT, 10**6)}
 
 
