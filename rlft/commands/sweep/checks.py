@@ -284,8 +284,7 @@ OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "include_stop_s
 
 `max_tokens` is not among them: it is part of what a run learns with, like the limits of its environment."""
 PROMPTS = "held_out_fingerprint"
-"""The key of a fingerprint of all held-out prompts and their tokens. Trials need only the same first prompts, whose
-tokens may differ."""
+"""The key of a fingerprint of all held-out prompts and their tokens. Trials need only the same first prompts."""
 
 
 def measured_by(plain: Mapping[str, Any], metric: str) -> dict[str, Any]:
@@ -347,31 +346,23 @@ def lower_is_better(metric: str, direction: str = "auto") -> bool:
 
 def check_same_questions(key: str, first: Plan, other: Plan) -> None:
     """Refuses plans that evaluate different held-out prompts, demonstrations or preferences, because of this key."""
-    before, after = _questions(first), _questions(other)
-    if before != after:
-        got = f"{len(before)} and {len(after)} prompts"
-        if len(before) == len(after):
-            different = sum(one != other for one, other in zip(before, after, strict=True))
-            got = f"{different} of {len(before)} other prompts"
-        problem = "decides which prompts are held out, so that trials could not be compared"
-        raise UserError(key, problem, got=got, remedy="give it one value")
-    texts, others = (
-        {name: value for name, value in plan.fingerprints.items() if name.startswith("held_out_") and name != PROMPTS}
-        for plan in (first, other)
-    )
-    for name in (name for name in texts if texts[name] != others.get(name)):
-        what = name.removesuffix("_fingerprint").removeprefix("held_out_")
+    before, after = _held_out(first), _held_out(other)
+    for what in (what for what in before if before[what] != after.get(what)):
         problem = f"decides which {what} are held out, or their tokens, so that trials could not be compared"
-        got = f"{what} with the fingerprints {texts[name][:12]} and {str(others.get(name))[:12]}"
-        raise UserError(key, problem, got=got, remedy="give it one value")
+        raise UserError(key, problem, got=f"other {what}", remedy="give it one value")
 
 
-def _questions(plan: Plan) -> list[tuple[Any, ...]]:
+def _held_out(plan: Plan) -> dict[str, Any]:
+    """{what: the prompts that are evaluated, whose tokens may differ; a fingerprint of demonstrations or rankings}."""
     held_out = getattr(plan, "held_out", None)
     number = getattr(getattr(plan.config, "eval", None), "num_prompts", None)
-    if held_out is None or number is None:
-        return []
-    return [(prompt.messages, prompt.answer) for prompt in held_out.prompts[:number]]
+    prompts = () if held_out is None or number is None else held_out.prompts[:number]
+    texts = {
+        name.removesuffix("_fingerprint").removeprefix("held_out_"): value
+        for name, value in plan.fingerprints.items()
+        if name.startswith("held_out_") and name != PROMPTS
+    }
+    return {"prompts": [(prompt.messages, prompt.answer) for prompt in prompts], **texts}
 
 
 def curve(run: Path, metric: str) -> dict[int, float]:

@@ -138,7 +138,8 @@ def show_jobs(folder: Path, space: Space, failed: Mapping[int, str]) -> None:
         numbers = [_mean(ended or jobs, of, error if of == metric else None) for of in shown]
         states = [(job["job"], job["state"]) for job in jobs if job not in ended]
         state = ", ".join(said if len(jobs) == 1 else f"job {number} {said}" for number, said in sorted(states))
-        lines.append([numbers_text([job["job"] for job in jobs]), name, str(len(ended)), *numbers, state])
+        of_setting = ", ".join(map(str, sorted(job["job"] for job in jobs)))
+        lines.append([of_setting, name, str(len(ended)), *numbers, state])
     is_shown = {"seeds": len(groups) < len(table), STATE: any(line[-1] for line in lines)}
     kept = [i for i, name in enumerate(columns) if is_shown.get(name, True)]
     title = f"sweep of {counted(len(table), 'job')}{RANKED_BY.get(metric, '')}"
@@ -171,17 +172,6 @@ def _mean(jobs: Sequence[Mapping[str, Any]], name: str, error: float | None) -> 
         return "-"
     text = f"{sum(values) / len(values):{'.1f' if name == 'seconds' else '.3f'}}"
     return text if error is None else f"{text} {PLUS_MINUS} {error:.3f}"
-
-
-def numbers_text(numbers: Sequence[int]) -> str:
-    """Numbers of jobs.
-
-    >>> numbers_text([2, 0]), numbers_text([0, 3, 2, 1])
-    ('0, 2', '0-3')
-    """
-    first, last = min(numbers), max(numbers)
-    is_range = len(numbers) > 2 and last - first == len(numbers) - 1
-    return f"{first}-{last}" if is_range else ", ".join(map(str, sorted(numbers)))
 
 
 def print_best(results: Sequence[Result], metric: str) -> None:

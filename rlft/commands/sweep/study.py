@@ -63,8 +63,8 @@ REDUCTION = 3  # Hyperband lets one of so many trials continue at each rung
 FEWEST_TO_COMPARE = 4  # complete trials without which the importance of a key is not told
 
 VALUES, WHY, ATTEMPTS = "values", "why", "attempts"
-"""Attributes of a trial: its value by seed; why it failed or was pruned; [how far its runs were when they were last
-begun, how often they were begun or resumed since they were there]."""
+"""Attributes of a trial: its value by seed; why it failed or was pruned; how far its runs were each time that they were
+begun or resumed, since they last ended by themselves."""
 
 
 class Journal(BaseJournalBackend):
@@ -166,26 +166,21 @@ class Trials:
         return trial_of(self._all()[number])
 
     def attempt(self, number: int, progress: Sequence[int]) -> int:
-        """Records that the runs of a trial are begun or resumed; returns how often they were since the last progress.
+        """Records that the runs of a trial are begun or resumed; returns how often they were with this progress.
 
-        `progress` is how far its runs are, in numbers that grow.
+        `progress` is how far its runs are.
         """
         with self._changing():
             trial = self._handle(number)
-            before, count = trial.user_attrs.get(ATTEMPTS, ([-1] * len(progress), 0))
-            furthest = [max(pair) for pair in zip(before, progress, strict=True)]
-            count = count + 1 if furthest == before else 1
-            trial.set_user_attr(ATTEMPTS, [furthest, count])
-        return count
+            attempts = [*trial.user_attrs.get(ATTEMPTS, ()), list(progress)]
+            trial.set_user_attr(ATTEMPTS, attempts)
+        return attempts.count(list(progress))
 
-    def withdraw_attempt(self, number: int) -> None:
-        """The newest attempt no longer counts; nothing if the trial has ended."""
-        if self._all()[number].state.is_finished():
-            return
-        with self._changing():
-            trial = self._handle(number)
-            furthest, count = trial.user_attrs[ATTEMPTS]
-            trial.set_user_attr(ATTEMPTS, [furthest, count - 1])
+    def forget_attempts(self, number: int) -> None:
+        """None of the attempts so far counts; nothing if the trial has ended."""
+        if not self._all()[number].state.is_finished():
+            with self._changing():
+                self._handle(number).set_user_attr(ATTEMPTS, [])
 
     def reported(self, number: int) -> Mapping[int, float]:
         """{point: value} that was reported of a trial."""
@@ -419,7 +414,7 @@ class Study(Source[TrialRun]):
         UserError: the run was refused, and so would be any other by now: its data or its base are gone.
         """
         trial = run.trial
-        self.trials.withdraw_attempt(trial.number)  # only what takes this process with it is a crash
+        self.trials.forget_attempts(trial.number)  # only what takes this process with it is a crash
         if ending.how is How.finished and run.index + 1 < len(self.seeds):
             self._waiting.insert(0, self.run(trial, run.index + 1))
         elif ending.how is How.finished:

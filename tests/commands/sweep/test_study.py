@@ -389,14 +389,14 @@ def test_the_key_that_matters_is_the_most_important_one(tmp_path: Path) -> None:
     assert sum(shares.values()) == pytest.approx(1.0)
 
 
-def test_an_attempt_at_a_trial_that_has_ended_is_not_withdrawn(tmp_path: Path) -> None:
+def test_attempts_at_a_trial_that_has_ended_are_not_forgotten(tmp_path: Path) -> None:
     """A second Ctrl-C may come while the run of a pruned trial still saves."""
     trials = make_trials(tmp_path, keys(), SPACE)
     number = trials.draw().number
     trials.attempt(number, [0])
     trials.fail(number, "pruned")
     before = (tmp_path / JOURNAL).read_bytes()
-    trials.withdraw_attempt(number)
+    trials.forget_attempts(number)
     assert (tmp_path / JOURNAL).read_bytes() == before
 
 
