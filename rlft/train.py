@@ -23,12 +23,11 @@ def train(session: Session) -> State:
             batch = session.batch(rollouts)
             zero_gradient_B = algorithm.zero_gradient_rows(batch)
             batch = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
-        inspection = session.inspect(clock, state.step + 1, rollouts, batch, zero_gradient_B)
-        with clock("update"):
+        inspecting = session.inspecting(state.step + 1, rollouts, batch, zero_gradient_B)
+        with inspecting as tokens, clock("update"):
             metrics = rollout_metrics(rollouts, batch, algorithm)
             metrics |= trainer.update(algorithm, batch, zero_gradient_B, state.step)
             metrics |= {f"algorithm/{name}": value for name, value in algorithm.state().items()}
-        tokens = session.inspected(clock, inspection)
         session.wait_for_samples(clock)
         with clock("publish"):
             session.publish(state.step + 1)

@@ -186,8 +186,8 @@ def test_the_loop_fits_one_screen_and_names_its_five_stages() -> None:
     loop = functions["train"]
     assert loop.end_lineno is not None
     assert loop.end_lineno - loop.lineno + 1 <= 45
-    clocks = [n for n in ast.walk(loop) if isinstance(n, ast.With) and isinstance(n.items[0].context_expr, ast.Call)]
-    stages = [ast.literal_eval(n.items[0].context_expr.args[0]) for n in clocks]  # type: ignore[attr-defined]
+    clocks = [n for n in ast.walk(loop) if isinstance(n, ast.With) and isinstance(n.items[-1].context_expr, ast.Call)]
+    stages = [ast.literal_eval(n.items[-1].context_expr.args[0]) for n in clocks]  # type: ignore[attr-defined]
     assert stages == ["sample", "score", "credit", "update", "publish"]
 
 

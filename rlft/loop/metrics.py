@@ -222,60 +222,58 @@ DIGITS = 5
 UNFINISHED = "\ufffd"  # a tokenizer decodes part of a character to this
 
 
-class Inspection:
-    """Inspects at most so many groups of a step: before its update when it is made, and after it by `finish`.
+@contextmanager
+def inspecting(
+    roles: Networks,
+    batch: Batch,
+    prompt_lengths: Sequence[int],
+    zero_gradient_B: Tensor,
+    num_groups: int,
+    decode: Decode,
+    clock: Clock,
+) -> Iterator[dict[int, TokenValues]]:
+    """Inspects at most so many groups of a step before and after its update, which happens inside.
 
-    zero_gradient_B: bool `[B]`, rows that contribute nothing; groups of other rows come first.
+    Yields {row of the step's batch: the values of its tokens}, empty until the end. `zero_gradient_B`, bool `[B]`, are
+    rows that contribute nothing; groups of other rows come first.
     """
-
-    def __init__(
-        self,
-        roles: Networks,
-        batch: Batch,
-        prompt_lengths: Sequence[int],
-        zero_gradient_B: Tensor,
-        num_groups: int,
-        decode: Decode,
-    ) -> None:
-        self.roles, self.prompt_lengths, self.decode = roles, prompt_lengths, decode
-        self.rows = chosen_rows(batch.group_ids, zero_gradient_B, num_groups)
-        self.batch = batch.select(self.rows)
-        self.old_BT = roles.logprobs(self.batch, POLICY)
-        reference = roles.reference_role
-        self.reference_BT = roles.logprobs(self.batch, reference) if roles.has(reference) else None
-
-    def finish(self) -> dict[int, TokenValues]:
-        """{row of the step's batch: the values of its tokens}."""
-        batch, (after_BT, entropy_BT) = self.batch, self._after()
-        advantages = torch.zeros_like(self.old_BT) if batch.advantages is None else batch.advantages
-        values = {}
-        for i, row in enumerate(self.rows.tolist()):
-            completion = slice(self.prompt_lengths[row], int(batch.attention_mask[i].sum()))
+    found: dict[int, TokenValues] = {}
+    with clock("inspect"):
+        rows, reference = chosen_rows(batch.group_ids, zero_gradient_B, num_groups), roles.reference_role
+        batch = batch.select(rows)
+        old_BT = roles.logprobs(batch, POLICY)
+        reference_BT = roles.logprobs(batch, reference) if roles.has(reference) else None
+    yield found
+    with clock("inspect"):
+        after_BT, entropy_BT = _logprobs_and_entropies(roles, batch)
+        advantages = torch.zeros_like(old_BT) if batch.advantages is None else batch.advantages
+        for i, row in enumerate(rows.tolist()):
+            completion = slice(prompt_lengths[row], int(batch.attention_mask[i].sum()))
             sampled_T = batch.loss_mask[i, completion]
-            old, after, reference, entropy, advantage = (
+            old, after, of_reference, entropy, advantage = (
                 _of_sampled(None if values_BT is None else values_BT[i, completion], sampled_T)
-                for values_BT in (self.old_BT, after_BT, self.reference_BT, entropy_BT, advantages)
+                for values_BT in (old_BT, after_BT, reference_BT, entropy_BT, advantages)
             )
-            values[row] = TokenValues(
-                text=pieces(batch.token_ids[i, completion].tolist(), self.decode),
+            found[row] = TokenValues(
+                text=pieces(batch.token_ids[i, completion].tolist(), decode),
                 old=old,
                 after=after,
-                reference=reference,
+                reference=of_reference,
                 entropy=entropy,
                 advantage=advantage,
             )
-        return values
 
-    def _after(self) -> tuple[Tensor, Tensor]:
-        """The current policy's log-probs and entropies `[B, T]`."""
-        roles, logprobs, entropy = self.roles, torch.zeros_like(self.old_BT), torch.zeros_like(self.old_BT)
-        with torch.no_grad():
-            for part, micro in roles.forward.parts(self.batch, roles.token_budget):
-                with roles.replaying(micro.batch, micro.layout):
-                    outputs = roles.forward(micro.batch, roles.temperature, True, layout=micro.layout)
-                assert outputs.entropy is not None, "it was requested"
-                logprobs[part], entropy[part] = outputs.logprobs.to(logprobs), outputs.entropy.to(entropy)
-        return logprobs, entropy
+
+def _logprobs_and_entropies(roles: Networks, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The current policy's log-probs and entropies `[B, T]`."""
+    logprobs, entropy = torch.zeros_like(batch.sampled_logprobs), torch.zeros_like(batch.sampled_logprobs)
+    with torch.no_grad():
+        for part, micro in roles.forward.parts(batch, roles.token_budget):
+            with roles.replaying(micro.batch, micro.layout):
+                outputs = roles.forward(micro.batch, roles.temperature, True, layout=micro.layout)
+            assert outputs.entropy is not None, "it was requested"
+            logprobs[part], entropy[part] = outputs.logprobs.to(logprobs), outputs.entropy.to(entropy)
+    return logprobs, entropy
 
 
 def chosen_rows(group_ids: Tensor, zero_gradient_B: Tensor, num_groups: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms, Hints
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.freshness import check_decoding, check_sampled, open_freshness, samples_tell
-from rlft.loop.metrics import Clock, Inspection, evaluate, kl_to_base, text_loss, unknown_token_metrics
+from rlft.loop.metrics import Clock, evaluate, inspecting, kl_to_base, text_loss, unknown_token_metrics
 from rlft.loop.parts import Engines, engine_args, layers_of_rank, open_roles, open_scorer, open_trainer, opened_teacher
 from rlft.loop.sampling import NextSamples, StepSampler, replace_uninformative_groups
 from rlft.loop.workers import open_workers
@@ -188,23 +188,16 @@ class Session(RunDriver):
         return replace(batch, teacher_prompts=teacher_prompts(rollouts.groups, hint, self.backbone.tokenizer, style))
 
     # -- what happens after a step -------------------------------------------------------------------------------------
-    def inspect(
-        self, clock: Clock, step: int, rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor
-    ) -> Inspection | None:
-        """Opens an inspection before the update of step `step`; None if its tokens are not inspected or not written."""
+    def inspecting(
+        self, step: int, rollouts: Rollouts, batch: Batch, zero_gradient_B: Tensor
+    ) -> AbstractContextManager[dict[int, TokenValues]]:
+        """Inspects tokens around the update of step `step`; yields nothing if they are not inspected or not written."""
         settings = self.config.token_values
         if settings is None or not settings.every or step % settings.every or not self.config.rollouts.writes(step):
-            return None
-        with clock("inspect"):
-            starts = [len(rollout.prompt.token_ids) for group in rollouts.groups for rollout in group.rollouts]
-            return Inspection(self.roles, batch, starts, zero_gradient_B, settings.groups, self.backbone.decode_all)
-
-    def inspected(self, clock: Clock, inspection: Inspection | None) -> dict[int, TokenValues]:
-        """Finishes the inspection after the update: {row: its tokens' values}, empty without an inspection."""
-        if inspection is None:
-            return {}
-        with clock("inspect"):
-            return inspection.finish()
+            return nullcontext({})
+        starts = [len(rollout.prompt.token_ids) for group in rollouts.groups for rollout in group.rollouts]
+        decode = self.backbone.decode_all
+        return inspecting(self.roles, batch, starts, zero_gradient_B, settings.groups, decode, self.clock)
 
     def record(
         self, step: int, metrics: dict[str, float], rollouts: Rollouts, batch: Batch, tokens: Mapping[int, TokenValues]

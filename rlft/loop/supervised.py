@@ -94,12 +94,12 @@ class SupervisedTask(ABC, Generic[AnyPlan]):
 
         `for_chain`: only what takes no forward pass to compute.
         """
-        kept = self.learner.kept([self.role])
+        adapters, folders = self.learner.kept([self.role])
         return Checkpoint(
             step=step,
-            adapters=kept.adapters,
+            adapters=adapters,
             adapter_config=self.learner.adapter_config(),
-            write_folders=kept.folders,
+            write_folders=folders,
             optimizer=optimizer,
             state=state,
         )

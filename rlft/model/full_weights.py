@@ -116,7 +116,7 @@ class WholeModel(Networks):
         return tuple(role for role in self.changing if role != OLD)
 
     def kept(self, roles: Sequence[str]) -> Kept:
-        return Kept(folders={_folder_of(role): partial(self.write, role=role) for role in roles})
+        return {}, {_folder_of(role): partial(self.write, role=role) for role in roles}
 
     def adapter_config(self) -> dict[str, Any]:
         return {}

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,13 +38,8 @@ NO_SNAPSHOTS = SnapshotConfig(reference="none", refresh_every=0, ema_decay=None,
 NO_CRITIC = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What a checkpoint keeps of networks."""
-
-    adapters: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # {role: {PEFT name: tensor}}, copies
-    # {name: function that writes the folder of this name}, for whole models, whose weights are not copied.
-    folders: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+Kept = tuple[dict[str, dict[str, Tensor]], dict[str, Callable[[Path], None]]]
+"""({role: {PEFT name: copy of the tensor}}; of whole models, which are not copied, {name: what writes this folder})."""
 
 
 class Networks(ABC):

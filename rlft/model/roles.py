@@ -106,7 +106,7 @@ class Roles(Networks):
         return copied({self.names.outside(name): tensor for name, tensor in self.tensors(role).items()})
 
     def kept(self, roles: Sequence[str]) -> Kept:
-        return Kept(adapters={role: self.weights(role) for role in roles})
+        return {role: self.weights(role) for role in roles}, {}
 
     def restore_roles(
         self, roles: Sequence[str], adapters: Mapping[str, Mapping[str, Tensor]], folder: Path | None

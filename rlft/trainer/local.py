@@ -258,10 +258,10 @@ class LocalTrainer:
     def state(self, *, alone: bool = False) -> TrainerState:
         """All that changes; `alone`: without a proof that other ranks have come to the same."""
         roles = self.roles
-        kept = roles.kept(roles.moving)
+        adapters, folders = roles.kept(roles.moving)
         return TrainerState(
-            adapters=kept.adapters,
-            folders=kept.folders,
+            adapters=adapters,
+            folders=folders,
             # Beside whole models, which are written as they are, nothing is copied.
             optimizer=self.moments(copies=not roles.is_whole)
             | ({} if self.reward_training is None else self.reward_training.state()),

@@ -20,10 +20,10 @@ from rlft.batch import collate
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import (
     Clock,
-    Inspection,
     chosen_rows,
     evaluate,
     explained_variance,
+    inspecting,
     kl_to_base,
     mean_and_error,
     pieces,
@@ -436,13 +436,13 @@ def test_before_and_after_are_what_each_policy_says(
     roles = make_roles(noise=0.05, reference=reference)
     batch = make_batch(ROWS)
     starts = [len(prompt) for _, prompt, _ in ROWS]
-    inspection = Inspection(roles, batch, starts, torch.zeros(4, dtype=torch.bool), 2, backbone.decode_all)
-    before = [dense(roles, row, batch)[0] for row in range(4)]
-    with torch.no_grad(), roles.using(roles.reference_role):
-        references = [dense(roles, row, batch)[0] for row in range(4)]
-    for _, parameter in roles.named_parameters(POLICY):
-        parameter.data += 0.02
-    found = inspection.finish()
+    clock, zero_rows = Clock(print), torch.zeros(4, dtype=torch.bool)
+    with inspecting(roles, batch, starts, zero_rows, 2, backbone.decode_all, clock) as found:
+        before = [dense(roles, row, batch)[0] for row in range(4)]
+        with torch.no_grad(), roles.using(roles.reference_role):
+            references = [dense(roles, row, batch)[0] for row in range(4)]
+        for _, parameter in roles.named_parameters(POLICY):
+            parameter.data += 0.02
     assert list(found) == [0, 1, 2, 3]
     for row, values in found.items():
         after, entropy = dense(roles, row, batch)
@@ -459,8 +459,9 @@ def test_tokens_of_an_answer_are_shown_without_values(
 ) -> None:
     roles, decode = make_roles(), backbone.decode_all
     batch = make_batch([(0, (5, 6), (-11, 7, 8, -9, 10)), (0, (5, 6), (7,))])
-    inspection = Inspection(roles, batch, [2, 2], torch.zeros(2, dtype=torch.bool), 1, decode)
-    values = inspection.finish()[0]
+    with inspecting(roles, batch, [2, 2], torch.zeros(2, dtype=torch.bool), 1, decode, Clock(print)) as found:
+        pass
+    values = found[0]
     assert "".join(values.text) == decode([11, 7, 8, 9, 10])
     expected = dense(roles, 0, batch)[0]
     for own in (values.old, values.after, values.reference, values.entropy, values.advantage):

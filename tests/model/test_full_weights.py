@@ -136,10 +136,10 @@ def test_a_checkpoint_restores_the_policy_and_what_moves_beside_it(
     first, second = make_whole(**keys), make_whole(**keys)
     shifted(first, 0.01)
     first.refresh(1)
-    kept = first.kept(first.moving)
-    assert kept.adapters == {}
-    assert sorted(kept.folders) == ["model", "reference"], "the old policy is the policy between two steps"
-    for name, write in kept.folders.items():
+    adapters, folders = first.kept(first.moving)
+    assert adapters == {}
+    assert sorted(folders) == ["model", "reference"], "the old policy is the policy between two steps"
+    for name, write in folders.items():
         write(tmp_path / name)
     second.restore({}, {}, tmp_path)
     for role in (POLICY, REFERENCE, OLD):

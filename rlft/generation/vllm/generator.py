@@ -1,10 +1,9 @@
 """Sampling with vLLM, in this process: nothing is started that could outlive the run.
 
-The first adapter reaches the engine as a folder (`sending`), under an id and a path never used before; later
-versions of the same shape are written into the tensors that its kernels multiply with (`slots`), where those are known.
-vLLM finds its prefix cache by the adapter's name, which is never used twice. With `weights: copy` its own matrices are
-those of the policy (`copied_weights`). All weights of a model are loaded in place (`whole_model`). What vLLM does to
-the process that it lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.33.
+An adapter reaches the engine as a folder (`sending`), under a name, an id and a path never used before: vLLM finds
+weights by the id and its prefix cache by the name. With `weights: copy` its own matrices are those of the policy
+(`copied_weights`). All weights of a model are loaded in place (`whole_model`). What vLLM does to the process that it
+lives in is undone by `vllm_guest`. This relies on the source of vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlft.generation.engine import NO_FACTS, EngineArgs, EngineFacts, Generator, TokenCallback
-from rlft.generation.loaded_adapter import DOWN, UP, LoadedAdapter, scale_of
+from rlft.generation.loaded_adapter import DOWN, UP, LoadedAdapter
 from rlft.generation.sending import AdapterFiles
 from rlft.generation.stops import shown_texts
 from rlft.generation.vllm.copied_weights import CopiedWeights, parameters_of
@@ -35,14 +34,7 @@ from rlft.generation.vllm.guest import (
 from rlft.generation.vllm.images import check_tokens, image_options, read_as_the_trainer, request
 from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
 from rlft.generation.vllm.options import VLLMKeys, engine_rank
-from rlft.generation.vllm.slots import (
-    EXPERTS,
-    UnknownLayoutError,
-    known_layout,
-    num_cached_blocks,
-    read_slots,
-    write_slots,
-)
+from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, known_layout, num_cached_blocks, read_slots
 from rlft.generation.vllm.whole_model import Arriving, load_some, load_whole, read_whole
 from rlft.tokens.images import ImageProcessor, processor_of
 from rlft.tokens.text import RunTokenizer
@@ -146,7 +138,6 @@ class VLLMGenerator(Generator):
         self._folder: Path | None = None
         self._lora: LoRARequest | None = None
         self._shapes: Mapping[str, Shape] = {}  # {name: shape} of the adapter's or model's weights in use
-        self._config: Mapping[str, Any] = {}  # of the adapter in use
         self._arriving = Arriving()
         self._old_blocks: int | None = 0
         self._num_loads = 0
@@ -214,11 +205,6 @@ class VLLMGenerator(Generator):
 
         self._num_loads += 1
         name = f"policy-v{adapter.version}-{self._num_loads}"
-        if self._lora is not None and self._overwrite(self._lora.lora_int_id, adapter):
-            # If vLLM ever lost the adapter, it would read the folder again, which holds an earlier version.
-            self._remove_folder()
-            self._lora = LoRARequest(name, self._lora.lora_int_id, self._lora.lora_path)
-            return
         folder = self._files.write(self._as_it_reads(adapter))
         request = LoRARequest(name, self._num_loads, str(folder))
         engine, remedy = self._llm.llm_engine, "change the adapter's settings, or choose generation=transformers"
@@ -232,29 +218,9 @@ class VLLMGenerator(Generator):
             raise
         assert engine.list_loras() == {self._num_loads}, "the engine holds exactly the version just loaded"
         self._shapes = {name: tuple(weight.shape) for name, weight in adapter.weights.items()}
-        self._config = adapter.config
-        self._remove_folder()
-        self._folder, self._lora = folder, request
-
-    def _remove_folder(self) -> None:
         if self._folder is not None:
             self._files.remove(self._folder)
-            self._folder = None
-
-    def _overwrite(self, lora_id: int, adapter: Adapter) -> bool:
-        """Writes the adapter over the one with this id; False, and nothing is written, where that is not possible.
-
-        An adapter of another form goes through vLLM's own checks.
-        """
-        shapes = {name: tuple(weight.shape) for name, weight in adapter.weights.items()}
-        if shapes != self._shapes or adapter.config != self._config or self._num_processes > 1:
-            return False
-        [model] = self._awake().apply_model(_itself)
-        try:
-            write_slots(model, lora_id, adapter.weights, {name: scale_of(adapter.config, name) for name in self._rows})
-        except UnknownLayoutError:
-            return False
-        return True
+        self._folder, self._lora = folder, request
 
     def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
         if first:

@@ -16,7 +16,7 @@ from peft import set_peft_model_state_dict
 from rlft.generation.loaded_adapter import DOWN, PREFIX, UP
 from rlft.generation.vllm import slots
 from rlft.generation.vllm.generator import VLLMGenerator
-from rlft.generation.vllm.slots import EXPERTS, UnknownLayoutError, read_slots, write_slots
+from rlft.generation.vllm.slots import read_slots
 from rlft.loop.freshness import Freshness, StaleAdapterError, limits_of
 from rlft.types import Adapter, Prompt, Sampling
 from tests.generation.vllm.test_engine import MODEL, Trainer, new_generator
@@ -241,72 +241,3 @@ def test_a_layer_whose_part_has_several_slices_is_read_as_one(monkeypatch: pytes
     others = [torch.zeros(1, 1, 8, 5), torch.ones(1, 1, 8, 5), *Stacked.lora_a_stacked[2:]]
     monkeypatch.setattr(Stacked, "lora_a_stacked", others)  # its slices read by different projections
     assert list(read_slots(OneLayer(), 7, rows)) == [f"{PREFIX}second{end}" for end in (DOWN, UP)]
-
-
-@each("last_scale", [1.7, 0.3])
-def test_a_layer_whose_part_has_several_slices_is_written_in_all_of_them(
-    monkeypatch: pytest.MonkeyPatch, last_scale: float
-) -> None:
-    for name in ("lora_a_stacked", "lora_b_stacked"):
-        monkeypatch.setattr(Stacked, name, [slot.to(torch.bfloat16) for slot in getattr(Stacked, name)])
-    scales = {f"{PREFIX}first": 0.3, f"{PREFIX}second": last_scale}
-    shapes = {name: (rows, columns) for name, rows, columns in ((f"{PREFIX}first", 8, 5), (f"{PREFIX}second", 6, 5))}
-    weights = {module + DOWN: torch.randn(3, columns) for module, (_, columns) in shapes.items()}
-    weights |= {module + UP: torch.randn(rows, 3) for module, (rows, _) in shapes.items()}
-    write_slots(OneLayer(), 7, weights, scales)
-    held = read_slots(OneLayer(), 7, {module: rows for module, (rows, _) in shapes.items()})
-    assert held.keys() == weights.keys()
-    for name, slot in held.items():
-        expected = weights[name].bfloat16() * scales.get(name.removesuffix(UP), 1.0)
-        filled = torch.zeros_like(slot)
-        filled[: expected.shape[0], : expected.shape[1]] = expected
-        assert torch.equal(slot, filled), name
-    before = [slot.clone() for slot in (*Stacked.lora_a_stacked, *Stacked.lora_b_stacked)]
-    for wrong in ({f"{PREFIX}third": 1.0}, {f"{PREFIX}first{EXPERTS}": 1.0}):
-        more = {module + end: torch.ones(8, 8) for module in wrong for end in (DOWN, UP)}
-        with pytest.raises(UnknownLayoutError, match="no slot for"):
-            write_slots(OneLayer(), 7, weights | more, scales | wrong)
-    with pytest.raises(UnknownLayoutError, match="first are others"):
-        write_slots(OneLayer(), 7, weights | {f"{PREFIX}first{UP}": torch.ones(9, 3)}, scales)
-    with pytest.raises(UnknownLayoutError, match=r"no slot for .*magnitude"):
-        write_slots(OneLayer(), 7, weights | {f"{PREFIX}first.lora_magnitude_vector": torch.ones(8)}, scales)
-    with pytest.raises(TypeError):
-        write_slots(OneLayer(), 7, weights, scales | {f"{PREFIX}second": "twice"})  # while it computes what it writes
-    after = (*Stacked.lora_a_stacked, *Stacked.lora_b_stacked)
-    assert all(map(torch.equal, before, after)), "a refused version writes nothing"
-
-
-def test_versions_after_the_first_are_written_where_the_first_one_lies(bench: Bench) -> None:
-    """They compute what an engine gives that has loaded them from a file, and find none of each other's prefixes."""
-    prompts = [Prompt(id="0", messages=(), answer="", token_ids=tuple(range(10, 80)))]
-
-    def sampled() -> tuple[object, ...]:
-        [group] = bench.generator.sample(prompts, 3, [0], Sampling(max_tokens=6, temperature=1.0))
-        return tuple((r.completion.token_ids, r.completion.logprobs) for r in group.rollouts)
-
-    bench.publish()
-    assert bench.published is not None
-    # A scale of 5 / 3, so that a product has to be rounded.
-    first = replace(bench.published, config={**bench.published.config, "lora_alpha": 10})
-    other = replace(first, weights={name: tensor + 0.02 * (UP in name) for name, tensor in first.weights.items()})
-    generator, files = bench.generator, bench.generator._files
-    generator.load(first)
-    sampled()
-    before, folders = generator._lora, files._count
-    generator.load(other)
-    assert files._count == folders, "no file is written"
-    assert [path for path in files.root.iterdir() if path.is_dir()] == [], "no file of an earlier version is left"
-    assert before is not None
-    assert generator._lora is not None
-    assert generator._lora.lora_int_id == before.lora_int_id
-    assert generator._lora.lora_name != before.lora_name, "by which prefixes are found"
-    in_place, held = sampled(), generator.loaded_adapter()
-    generator._shapes = {}  # as if it were the first
-    generator.load(other)
-    assert files._count == folders + 1
-    assert generator.loaded_adapter() == held
-    assert sampled() == in_place
-    generator.load(replace(other, config=bench.published.config))
-    assert files._count == folders + 2, "another scale goes through vLLM's own load"
-    generator.load(bench.published)
-    assert sampled() != in_place
