@@ -22,8 +22,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date, time
-from functools import cached_property
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -77,28 +76,21 @@ class Sheet(FileTable):
     blank: Any = ""  # what a cell holds that a row lacks
 
     @abstractmethod
-    def _rows(self) -> Iterator[Record]:
-        """The rows that are not blank, that of the names first."""
+    def _rows(self) -> Iterator[tuple[int, Sequence[Any]]]:
+        """(number, cells) of the rows that are not blank, that of the names first."""
 
     def records(self) -> Iterator[Record]:
-        return islice(self._rows(), 1, None)
+        rows = self._rows()
+        names = self._names(next(rows, (0, ()))[1])
+        for number, cells in rows:
+            if (needed := _length(cells)) > len(names):
+                raise self.bad(number, f"has {needed} cells, the header {len(names)}")
+            row = dict(zip_longest(names, cells[: len(names)], fillvalue=self.blank))
+            row.pop("", None)
+            yield Record(number, row, sum(len(str(cell)) + 1 for cell in cells))
 
-    def fields(self, record: Record) -> Mapping[str, Any]:
-        names, cells = self._names, record.content
-        if len(cells) != len(names):
-            needed = _length(cells)
-            if needed > len(names):
-                raise self.bad(record.number, f"has {needed} cells, the header {len(names)}")
-            cells = [*cells[: len(names)], *[self.blank] * (len(names) - len(cells))]
-        row = dict(zip(names, cells, strict=True))
-        row.pop("", None)
-        return row
-
-    @cached_property
-    def _names(self) -> Sequence[str]:
-        first = next(self._rows(), None)
-        cells = [] if first is None else first.content[: _length(first.content)]
-        names = ["" if cell is None else str(cell).strip() for cell in cells]
+    def _names(self, cells: Sequence[Any]) -> Sequence[str]:
+        names = ["" if cell is None else str(cell).strip() for cell in cells[: _length(cells)]]
         named = list(filter(None, names))
         problem = f"two columns have the same name, only {', '.join(map(repr, names))}"
         require(len(set(named)) == len(named), self.key, problem, got=self.file, remedy=f"rename one{self.hint}")
@@ -115,45 +107,30 @@ class Csv(Sheet):
         begin = head(file, key)
         remedy = f"write it as CSV: sed -e 2d -e 's/^ *| *//; s/ *| *$//; s/ *| */|/g' {shlex.quote(str(file))}"
         require(not _MARKDOWN.match(begin), key, "is a table of Markdown", got=file, remedy=remedy)
-        self.streams = self.streams and b"\n" in begin  # a file without is one line to the reader of lines
         self._form = _form(begin.decode(errors="replace"), "\t" if suffix(file) in (".tsv", ".tab") else ",")
 
-    def again(self, starts: Iterable[int]) -> Iterator[Record]:
-        with self.opened() as opened:
-            for start in starts:
-                opened.seek(start)
-                yield next(self._cells(opened, start), Record(0, start, 0, ()))
-
-    def _rows(self) -> Iterator[Record]:
-        with self.opened() as opened:
-            yield from self._cells(opened, 0)
-
-    def _cells(self, lines: Iterable[bytes], start: int) -> Iterator[Record]:
-        """The rows in these lines of the file, of which the first starts at this offset."""
-        number, last = 0, b""
-
-        def texts() -> Iterator[str]:
-            nonlocal number, start, last
-            for last in (part for line in lines for part in line.splitlines(keepends=True)):
-                encoding = "utf-8-sig" if start == 0 else "utf-8"
-                is_separator = start == 0 and _SEPARATOR.fullmatch(last.decode(encoding, "replace"))
-                number, start = number + 1, start + len(last)
-                yield "\n" if is_separator else last.decode(encoding)
-
+    def _rows(self) -> Iterator[tuple[int, Sequence[str]]]:
         csv.field_size_limit(MAX_CELL)
-        reader = csv.reader(texts(), strict=True, **self._form)
+        reader = csv.reader(self._lines(), strict=True, **self._form)
         while True:
-            first, begin = number + 1, start
+            number = reader.line_num + 1
             try:
                 cells = next(reader, None)
-            except UnicodeDecodeError:
-                raise self.bad(number, *not_utf8(last, self.file)) from None
             except csv.Error as error:
-                raise self.bad(first, f"is not CSV ({error})") from None
+                raise self.bad(number, f"is not CSV ({error})") from None
             if cells is None:
                 return
             if _length(cells):
-                yield Record(first, begin, start - begin, cells)
+                yield number, cells
+
+    def _lines(self) -> Iterator[str]:
+        with self.opened() as content:
+            for number, line in enumerate((line for some in content for line in some.splitlines(keepends=True)), 1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError:
+                    raise self.bad(number, *not_utf8(line, self.file)) from None
+                yield "\n" if number == 1 and _SEPARATOR.fullmatch(text) else text
 
 
 class Workbook(Sheet):
@@ -161,12 +138,9 @@ class Workbook(Sheet):
 
     streams, nested_in_records, blank = False, False, None
 
-    def _rows(self) -> Iterator[Record]:
-        for number, cells in enumerate(self._cells):
-            if _length(cells):
-                yield Record(number + 1, number, 1, cells)
+    def _rows(self) -> Iterator[tuple[int, Sequence[Any]]]:
+        return ((number, cells) for number, cells in enumerate(self._cells(), 1) if _length(cells))
 
-    @cached_property
     def _cells(self) -> Sequence[Sequence[Any]]:
         values, formulas = (self._sheets(values=values) for values in (True, False))
         named = list(values) if self.nested is None else [self.nested]

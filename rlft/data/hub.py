@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from rlft.config.recipe_file import DATA_SUFFIXES
 from rlft.data.files import check_first_rows, files_at, files_of_split, is_data_file, is_saved, tables
 from rlft.data.jsonl import hash_split, rows, training
 from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource
-from rlft.data.tables import Record, Table
+from rlft.data.tables import ROWS_AT_A_TIME, Record, Table, numbered
 from rlft.system.hub import hub_answers
 from rlft.types import Split, UserError, require
 
@@ -56,28 +56,28 @@ class HubSet(RowSource):
         key = f"{self.section}.path"
         path = local_path(self.path, key)
         if path is not None and (path.is_file() or is_saved(path)):
-            found = rows(tables(files_at(self.path, key), key, self.rows), parse, key)
-            return hash_split(found, split, self.held_out_fraction, path, self.section)
+            found = tables(files_at(self.path, key), key, self.rows)
+            return hash_split(found, parse, split, self.held_out_fraction, path, self.section)
         if self.held_out_split is None:
-            train_rows = self._rows(self.train_split, "train_split", path, parse)
-            return hash_split(train_rows, split, self.held_out_fraction, self.path, self.section)
-        held_out = self._rows(self.held_out_split, "held_out_split", path, parse)
+            found = self._tables(self.train_split, "train_split", path)
+            return hash_split(found, parse, split, self.held_out_fraction, self.path, self.section)
+        held_out, _ = rows(self._tables(self.held_out_split, "held_out_split", path), parse, key)
         if split is Split.held_out:
             return held_out
-        return training(self._rows(self.train_split, "train_split", path, parse), held_out, self.path, key)
+        return training(self._tables(self.train_split, "train_split", path), parse, held_out, self.path, key)
 
-    def _rows(self, name: str, named_by: str, folder: Path | None, parse: Parse[Made]) -> Sequence[RecordRow[Made]]:
-        """The rows of the split `name`, which the key `named_by` names, in a local folder; None: on the hub."""
+    def _tables(self, name: str, named_by: str, folder: Path | None) -> Sequence[Table]:
+        """The tables of the split `name`, which the key `named_by` names, in a local folder; None: on the hub."""
         key, name_key = f"{self.section}.path", f"{self.section}.{named_by}"
         if folder is None:
-            return rows([HubTable(self._download(name, name_key), self.path, name, self.rows)], parse, key)
+            return [HubTable(self._download(name, name_key), self.path, name, self.rows)]
         files = files_of_split(folder, name, self.subset)
         problem = f"the folder has no files of the split {name}"
         remedy = f"put {self._files()} there (or {', '.join(DATA_SUFFIXES[1:])}), or give one file"
         if named_by == "held_out_split":
             remedy += f"; {name_key}=null holds out a part of the split {self.train_split}"
         require(files, key, problem, got=self.path, remedy=remedy)
-        return rows(tables(files, key, self.rows), parse, key)
+        return tables(files, key, self.rows)
 
     def _download(self, name: str, key: str) -> Any:
         with offline_unless(hub_answers()) as online:
@@ -85,8 +85,7 @@ class HubSet(RowSource):
             from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
             try:
-                loaded = datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision)
-                return _undecoded(loaded)
+                return datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision)
             except DatasetNotFoundError as error:
                 problem = "is neither a local path nor a set on the hub that you may read"
                 raise self._not_loaded(problem if online else UNREACHABLE) from error
@@ -108,30 +107,8 @@ class HubSet(RowSource):
         return " and ".join(f"{name}.jsonl" for name in (self.train_split, self.held_out_split) if name is not None)
 
 
-def _undecoded(dataset: Any) -> Any:
-    """The set with the bytes or paths of its images, which are decoded where prompts are tokenised."""
-    for name, feature in dataset.features.items():
-        encoded = _encoded(feature)
-        if encoded != feature:
-            dataset = dataset.cast_column(name, encoded)
-    return dataset
-
-
-def _encoded(feature: Any) -> Any:
-    """The type of a column, in which images are left as they are stored, also in lists and in parts of a chat."""
-    from datasets import Image, LargeList, List
-
-    if isinstance(feature, Image):
-        return replace(feature, decode=False)
-    if isinstance(feature, List | LargeList):
-        return replace(feature, feature=_encoded(feature.feature))
-    if isinstance(feature, dict):
-        return {name: _encoded(inner) for name, inner in feature.items()}
-    return feature
-
-
 class HubTable(Table):
-    """The rows of a split of a hub set, whose files `datasets` keeps and reads from disk."""
+    """The rows of a split of a hub set, as `datasets` has them on disk: images are not decoded."""
 
     has_types = True
 
@@ -147,10 +124,7 @@ class HubTable(Table):
         return len(self._dataset)
 
     def records(self) -> Iterator[Record]:
-        return (Record(number, number, 1, row) for number, row in enumerate(self._dataset))
-
-    def again(self, starts: Iterable[int]) -> Iterator[Record]:
-        return (Record(start, start, 1, self._dataset[start]) for start in starts)
+        return numbered(self._dataset.with_format("arrow").iter(ROWS_AT_A_TIME))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

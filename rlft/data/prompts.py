@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from rlft.data.records import Derived, Lazy, chosen, mapped
+from rlft.data.records import Stored
 from rlft.system.terminal import with_progress
 from rlft.tokens.images import in_parts, processor_of
 from rlft.tokens.messages import Unread, unread
@@ -34,11 +34,11 @@ Item = TypeVar("Item")
 class PromptSet:
     """The tokenised prompts of one split, in the order of the data.
 
-    Those of streamed data (rlft/data/jsonl.py) are lazy: each access reads and tokenises a prompt.
+    Those of large data (rlft/data/jsonl.py) are stored: each access reads and tokenises a prompt.
     """
 
     prompts: Sequence[Prompt]
-    texts: Lazy[Prompt] | None = None  # those of streamed data, not tokenised
+    texts: Stored[Prompt] | None = None  # those that are stored, not tokenised
     num_tokens: Sequence[int]
     fingerprint: str  # the sha256 (hex) over ids, token ids and answers in order, which a resumed run compares
     notes: tuple[str, ...]  # sentences for the person watching
@@ -69,7 +69,7 @@ def scan(
     chat template does not accept the messages; or a prompt has no token.
     """
     require(len(prompts), "data", f"the {split} split is empty", remedy="choose other data")
-    if not isinstance(prompts, Lazy):  # the ids of streamed data are numbers of lines
+    if not isinstance(prompts, Stored):  # the ids of large data are numbers of lines
         repeated = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
         problem = f"the {split} split has {counted(len(repeated), 'id')} more than once"
         require(not repeated, "data", problem, got=next(iter(repeated), None), remedy="give each prompt its own id")
@@ -94,7 +94,7 @@ def scan(
         kept.append(index)
         num_tokens.append(number)
         digest.update(fingerprinted(prompt))
-        if not isinstance(prompts, Lazy):
+        if not isinstance(prompts, Stored):
             kept_in_memory.append(prompt)
     problem = f"{len(empty)} of {len(prompts)} {split} prompts have no token, so nothing can be predicted from them"
     remedy = "leave them out, or use prompts.style=chat, whose template gives each some tokens"
@@ -107,10 +107,9 @@ def scan(
     what, were = counted(long.number, f"{of_split} prompt"), "was" if long.number == 1 else "were"
     dropped = f"{what} longer than prompts.max_tokens={max_prompt_tokens} {were} dropped"
     kept_prompts: Sequence[Prompt] = tuple(kept_in_memory)
-    texts = chosen(prompts, kept) if isinstance(prompts, Lazy) else None
+    texts = prompts[kept] if isinstance(prompts, Stored) else None
     if texts is not None:
-        make = partial(tokenised, tokenizer=tokenizer, style=style, shown=shown)
-        kept_prompts = Derived(len(kept), lambda start, stop: make(texts.between(start, stop)))
+        kept_prompts = texts.mapped(lambda prompt: next(tokenised([prompt], tokenizer, style, shown)))
     return PromptSet(
         prompts=kept_prompts,
         texts=texts,
@@ -157,12 +156,12 @@ class Findings:
 
 
 def untokenised(prompt_set: PromptSet) -> Sequence[Prompt]:
-    """The prompts of the set; those of streamed data without token ids, and with the first one's tail."""
+    """The prompts of the set; those that are stored without token ids, and with the first one's tail."""
     prompts, texts = prompt_set.prompts, prompt_set.texts
     if texts is None:
         return prompts
     tail = prompts[0].tail
-    return mapped(texts, partial(replace, tail=tail)) if tail else texts
+    return texts.mapped(partial(replace, tail=tail)) if tail else texts
 
 
 def joined(prompt: Prompt) -> str:

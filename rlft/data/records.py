@@ -1,6 +1,6 @@
 """Rows of data (mappings of fields) and how prompts are made of them: the part that all sources of rows share.
 
-Rows may be a lazy sequence, whose items are made each time they are accessed, so that data can be larger than memory.
+Rows may be in a temporary file and read from it each time they are used, so that data can be larger than memory.
 
 Lines of the files that `rlft sample` writes are rows, too: one completion, its prompt and its rewards. Keys: prompt_id,
 index (number of the completion within its prompt, from 0), prompt (the messages the model was given, without worked
@@ -17,13 +17,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
+import pickle
 import re
+import tempfile
 from abc import ABC, abstractmethod
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, overload
+from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
 from rlft.config.bounds import NonNegativeInt
 from rlft.config.keys import Key
@@ -44,6 +48,10 @@ from rlft.data.fields import (
 from rlft.data.templates import chat
 from rlft.tokens.answers import ReferenceIn, answers_in
 from rlft.types import IMAGE, FinishReason, Message, Prompt, Rollout, Split, UserError, are, counted, require
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -295,17 +303,11 @@ class RecordKeys(templates.PromptKeys, RowSource):
         return (*turns, {"role": "assistant", "content": answer_turn})
 
 
-def identities(rows: Sequence[RecordRow[Any]]) -> Sequence[int]:
-    """The first 64 bits of each row's identity; streamed rows have them as an attribute."""
-    known = getattr(rows, "identities", None)
-    return [number_of(row.identity) for row in rows] if known is None else known
-
-
 def _warn_of_other_answers(rows: Sequence[RecordRow[Question]]) -> None:
     """Warns once if a question occurs again with none of its answers, since a policy cannot be right both times."""
     import numpy as np
 
-    numbers = np.asarray(identities(rows), dtype=np.uint64)
+    numbers = np.fromiter((number_of(row.identity) for row in rows), dtype=np.uint64, count=len(rows))
     values, counts = np.unique(numbers, return_counts=True)
     first_of: dict[str, Prompt] = {}
     number, example = 0, None
@@ -372,73 +374,69 @@ def _cuts_number(text: str, begin: int, end: int) -> bool:
     return begins_inside or (found[-1:].isdigit() and _NUMBER_GOES_ON.match(text, end) is not None)
 
 
-# -- lazy sequences ----------------------------------------------------------------------------------------------------
-CHUNK = 1000  # indices that are read at a time
+# -- more than memory holds --------------------------------------------------------------------------------------------
+class Stored(Sequence[Item]):
+    """Items in a temporary file, each read whenever it is used; memory holds its place there, 16 bytes.
 
+    Slices, and what is chosen by a list of indices, are in the same file.
+    """
 
-class Lazy(Sequence[Item], Generic[Item]):
-    """A sequence that holds none of its items. Its slices are lazy, too."""
+    def __init__(self, file: IO[bytes], places: NDArray[np.uint64], make: Callable[[Any], Item]) -> None:
+        self._file, self._places, self._make = file, places, make  # places `[N, 2]`: first byte, number of bytes
 
-    @abstractmethod
-    def between(self, start: int, stop: int) -> Iterator[Item]:
-        """The items from `start` up to but not including `stop`, in order."""
+    @classmethod
+    def of(cls, items: Iterable[Item]) -> Stored[Item]:
+        """These items, pickled. OSError: they do not fit into the folder for temporary files."""
+        import numpy as np
+
+        file, places, start = tempfile.TemporaryFile(), array("Q"), 0  # noqa: SIM115 (it lives as long as the items)
+        for item in items:
+            content = pickle.dumps(item)
+            places.extend((start, len(content)))
+            start += file.write(content)
+        file.flush()
+        return cls(file, np.frombuffer(places, dtype=np.uint64).reshape(-1, 2), lambda item: item)
+
+    def mapped(self, make: Callable[[Item], Made]) -> Stored[Made]:
+        """What the function makes of each item, each time that it is used."""
+        return Stored(self._file, self._places, lambda stored: make(self._make(stored)))
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     @overload
     def __getitem__(self, index: int) -> Item: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Lazy[Item]: ...
+    def __getitem__(self, index: slice | Sequence[int]) -> Stored[Item]: ...
 
-    def __getitem__(self, index: int | slice) -> Item | Lazy[Item]:
-        selected = range(len(self))[index]
-        return next(self.between(selected, selected + 1)) if isinstance(selected, int) else chosen(self, selected)
+    def __getitem__(self, index: Any) -> Item | Stored[Item]:
+        places = self._places[index]
+        if places.ndim > 1:
+            return Stored(self._file, places, self._make)
+        start, size = places.tolist()
+        return self._make(pickle.loads(os.pread(self._file.fileno(), size, start)))
 
-    def __iter__(self) -> Iterator[Item]:
-        return self.between(0, len(self))
 
+class Joined(Sequence[Item]):
+    """The items of both sequences."""
 
-class Derived(Lazy[Item]):
-    """A lazy sequence of this length, whose items a function gives as `between` does."""
-
-    def __init__(self, length: int, between: Callable[[int, int], Iterator[Item]]) -> None:
-        self._length, self._between = length, between
+    def __init__(self, first: Sequence[Item], second: Sequence[Item]) -> None:
+        self._first, self._second = first, second
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._first) + len(self._second)
 
-    def between(self, start: int, stop: int) -> Iterator[Item]:
-        return self._between(start, stop)
-
-
-def chosen(items: Lazy[Item], indices: Sequence[int]) -> Lazy[Item]:
-    """The items at these indices, which ascend or are a range."""
-
-    def between(start: int, stop: int) -> Iterator[Item]:
-        for begin in range(start, stop, CHUNK):
-            chunk = indices[begin : min(stop, begin + CHUNK)]
-            are_neighbours = chunk[-1] - chunk[0] == len(chunk) - 1
-            yield from items.between(chunk[0], chunk[-1] + 1) if are_neighbours else (items[i] for i in chunk)
-
-    return Derived(len(indices), between)
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        place = range(len(self))[index]
+        return self._first[place] if place < len(self._first) else self._second[place - len(self._first)]
 
 
 def mapped(items: Sequence[Made], make: Callable[[Made], Item]) -> Sequence[Item]:
-    """The result of the function for each item: a list, or a lazy sequence if the items are lazy."""
-    if isinstance(items, Lazy):
-        return Derived(len(items), lambda start, stop: map(make, items.between(start, stop)))
-    return [make(item) for item in items]
-
-
-def joined(first: Sequence[Item], second: Sequence[Item]) -> Sequence[Item]:
-    """The items of both sequences: a list, or a lazy sequence if one of them is lazy."""
-    if not isinstance(first, Lazy) and not isinstance(second, Lazy):
-        return [*first, *second]
-
-    def between(start: int, stop: int) -> Iterator[Item]:
-        yield from first[start:stop]
-        yield from second[max(0, start - len(first)) : max(0, stop - len(first))]
-
-    return Derived(len(first) + len(second), between)
+    """The result of the function for each item: a list, or what is stored if the items are."""
+    return items.mapped(make) if isinstance(items, Stored) else [make(item) for item in items]
 
 
 # -- lines of rlft sample ----------------------------------------------------------------------------------------------

@@ -1,9 +1,5 @@
 """Tables of records: files of JSON objects and of columns, each read by a library; files.py has those of cells.
 
-A record knows where it starts in its table, so that the rows of large files need not be held: they are read again
-whenever they are used. Packed files, texts that are not UTF-8, JSON documents and workbooks cannot be read from the
-middle, so they are held.
-
 Rows may lie within an object: `data.*.paragraphs.*.qas` leads to the questions in a file of SQuAD. A part of such a
 path is the name of a field, the number of an item of a list, or `*` for each item of a list or each value of an object.
 What it leads to is a row, or a list of rows; `*` may be left out before the items of a list.
@@ -14,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import zlib
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from io import BytesIO
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,13 +39,8 @@ class Record(NamedTuple):
     """A row as it stands in its table."""
 
     number: int  # of its line, from 1, or of the row, from 0
-    start: int  # where it is read again: the offset of its first byte, or the number of the row
-    size: int  # its bytes, or 1 for a row
-    content: Any  # the bytes of a line, the cells of a row of CSV, or the row itself
-
-    @property
-    def checksum(self) -> int:
-        return zlib.crc32(self.content if isinstance(self.content, bytes) else repr(self.content).encode())
+    fields: Mapping[str, Any]
+    size: int = 1  # how much it is of the table's extent
 
 
 class Table(ABC):
@@ -61,7 +50,7 @@ class Table(ABC):
     where: str  # the file or set, for messages
     nested: str | None = None  # the path to the rows; None: a record is a row
     nested_in_records: bool = True  # whether that path begins in each record, not in the table as a whole
-    streams: bool = True  # whether records can be read again without those before them
+    streams: bool = True  # whether its first records can be read without the others
     unit: str = "row"  # what is numbered, line or row
     has_types: bool = False  # whether its columns have types: an object's fields that are not set are null
     hint: str = ""  # what a message about a missing field should say of the names of this table's fields
@@ -72,31 +61,23 @@ class Table(ABC):
         """How much of memory its rows would take, about a tenth of it."""
 
     @property
-    @abstractmethod
     def extent(self) -> int:
-        """Where no record starts, nor later."""
+        """The sum of the sizes of its records, or somewhat more."""
+        return self.num_bytes
 
     @abstractmethod
     def records(self) -> Iterator[Record]:
-        """All records, without blank lines. UserError: the table cannot be read."""
-
-    def again(self, starts: Iterable[int]) -> Iterator[Record]:
-        """The records that start there, of a table that streams. UserError: the table cannot be read."""
-        raise NotImplementedError
-
-    def fields(self, record: Record) -> Mapping[str, Any]:
-        """The fields of a record. UserError: it is no row."""
-        return record.content
+        """All records, without blank lines. UserError: the table cannot be read, or a record is no row."""
 
     def rows(self, record: Record) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(id, fields) of each row of a record. RowError: there is none where `nested` leads."""
-        name, fields = f"{self.name}:{record.number}", self.fields(record)
-        found = rows_at(fields, self.nested) if self.nested is not None and self.nested_in_records else [("", fields)]
+        name, is_nested = f"{self.name}:{record.number}", self.nested is not None and self.nested_in_records
+        found = rows_at(record.fields, self.nested or "") if is_nested else [("", record.fields)]
         yield from ((f"{name}{place}", TypedRow(row) if self.has_types else row) for place, row in found)
 
     def top(self, record: Record) -> Any:
         """The object that a path to rows begins at."""
-        return self.fields(record)
+        return record.fields
 
     def place(self, number: int) -> str:
         """Where the record with this number is, for messages."""
@@ -155,29 +136,14 @@ def nested_rows(table: Table, record: Record, parse: Callable[[Mapping[str, Any]
 
 
 class FileTable(Table):
-    """The rows of the file that the config key `key` names; another version of the file is another table."""
+    """The rows of the file that the config key `key` names."""
 
     def __init__(self, file: Path, key: str, nested: str | None = None) -> None:
-        status = file.stat()
         self.file, self.key, self.nested, self.name, self.where = file, key, nested, file.name, str(file)
-        self._plain = is_plain(file)
-        self.streams = type(self).streams and self._plain
-        self._size = status.st_size
-        self._version = type(self), file, key, nested, status.st_ino, status.st_mtime_ns, self._size
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileTable) and self._version == other._version
-
-    def __hash__(self) -> int:
-        return hash(self._version)
 
     @property
     def num_bytes(self) -> int:
-        return self._size
-
-    @property
-    def extent(self) -> int:
-        return self._size
+        return self.file.stat().st_size
 
     def bad(self, number: int, problem: str, remedy: str | None = None) -> UserError:
         remedy = remedy or f"fix or remove that {self.unit}"
@@ -202,29 +168,20 @@ class JsonLines(FileTable):
     unit = "line"
 
     def records(self) -> Iterator[Record]:
-        start = 0
         with self.opened() as lines:
-            for number, content in enumerate(lines, 1):
-                if content.strip():
-                    yield Record(number, start, len(content), content)
-                start += len(content)
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield Record(number, self._fields(line, number), len(line))
 
-    def again(self, starts: Iterable[int]) -> Iterator[Record]:
-        with self.opened() as opened:
-            for start in starts:
-                opened.seek(start)
-                content = opened.readline()
-                yield Record(0, start, len(content), content)
-
-    def fields(self, record: Record) -> Mapping[str, Any]:
+    def _fields(self, line: bytes, number: int) -> Mapping[str, Any]:
         try:
-            row = json.loads(record.content.decode("utf-8-sig" if record.start == 0 else "utf-8"))
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError:
-            raise self.bad(record.number, *not_utf8(record.content, self.file)) from None
+            raise self.bad(number, *not_utf8(line, self.file)) from None
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise self.bad(record.number, f"is not JSON ({reason})") from None
-        return self.checked(row, record.number, may_hold_surrogates=_SURROGATE.search(record.content) is not None)
+            raise self.bad(number, f"is not JSON ({reason})") from None
+        return self.checked(row, number, may_hold_surrogates=_SURROGATE.search(line) is not None)
 
 
 class JsonDocument(FileTable):
@@ -233,11 +190,9 @@ class JsonDocument(FileTable):
     streams, nested_in_records = False, False
 
     def records(self) -> Iterator[Record]:
+        may_hold_surrogates = _SURROGATE.search(self._content) is not None
         for number, row in enumerate(self._rows):
-            yield Record(number, number, 1, row)
-
-    def fields(self, record: Record) -> Mapping[str, Any]:
-        return self.checked(record.content, record.number, may_hold_surrogates=self._may_hold_surrogates)
+            yield Record(number, self.checked(row, number, may_hold_surrogates=may_hold_surrogates))
 
     def top(self, record: Record) -> Any:
         return self._document
@@ -246,10 +201,6 @@ class JsonDocument(FileTable):
     def _content(self) -> bytes:
         with self.opened() as opened:
             return opened.read()
-
-    @cached_property
-    def _may_hold_surrogates(self) -> bool:
-        return _SURROGATE.search(self._content) is not None
 
     @cached_property
     def _document(self) -> Any:
@@ -280,10 +231,9 @@ class JsonDocument(FileTable):
 
 
 class Parquet(FileTable):
-    """The rows of a Parquet file; of a large one, one row group is held."""
+    """The rows of a Parquet file."""
 
     has_types = True
-    _group: tuple[int, Any] = (-1, None)
 
     @property
     def num_bytes(self) -> int:
@@ -292,44 +242,19 @@ class Parquet(FileTable):
 
     @property
     def extent(self) -> int:
-        return self._starts[-1]
+        with self._parquet() as file:
+            return file.metadata.num_rows
 
     def records(self) -> Iterator[Record]:
-        number = 0
-        for batch in self._batches():
-            for row in _as_python(batch):
-                yield Record(number, number, 1, row)
-                number += 1
-
-    def again(self, starts: Iterable[int]) -> Iterator[Record]:
-        for start in starts:
-            group = bisect_right(self._starts, start) - 1
-            if self._group[0] != group:
-                self._group = group, self._read_group(group)
-            [row] = _as_python(self._group[1].slice(start - self._starts[group], 1))
-            yield Record(0, start, 1, row)
-
-    def _batches(self) -> Iterator[Any]:
         with self._parquet() as file:
-            yield from file.iter_batches(batch_size=ROWS_AT_A_TIME)
-
-    def _read_group(self, group: int) -> Any:
-        with self._parquet() as file:
-            return file.read_row_group(group)
-
-    @cached_property
-    def _starts(self) -> Sequence[int]:
-        """The number of the first row of each row group, and of all rows."""
-        with self._parquet() as file:
-            numbers = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-        return [0, *accumulate(numbers)]
+            yield from numbered(file.iter_batches(batch_size=ROWS_AT_A_TIME))
 
     @contextmanager
     def _parquet(self) -> Iterator[Any]:
         import pyarrow.parquet
 
         with self._readable(), self.opened() as content:
-            source = content if self._plain else BytesIO(content.read())
+            source = content if is_plain(self.file) else BytesIO(content.read())
             with pyarrow.parquet.ParquetFile(source) as file:
                 yield file
 
@@ -352,15 +277,12 @@ class Arrow(Parquet):
     def num_bytes(self) -> int:
         return self._all.nbytes
 
-    def _batches(self) -> Iterator[Any]:
-        yield from self._all.to_batches(ROWS_AT_A_TIME)
+    @property
+    def extent(self) -> int:
+        return self._all.num_rows
 
-    def _read_group(self, group: int) -> Any:
-        return self._all
-
-    @cached_property
-    def _starts(self) -> Sequence[int]:
-        return [0, self._all.num_rows]
+    def records(self) -> Iterator[Record]:
+        return numbered(self._all.to_batches(ROWS_AT_A_TIME))
 
     @cached_property
     def _all(self) -> Any:
@@ -368,11 +290,18 @@ class Arrow(Parquet):
         import pyarrow.ipc
 
         with self._readable(), self.opened() as content:
-            source = pyarrow.memory_map(str(self.file)) if self._plain else pyarrow.BufferReader(content.read())
+            is_on_disk = is_plain(self.file)
+            source = pyarrow.memory_map(str(self.file)) if is_on_disk else pyarrow.BufferReader(content.read())
             is_file = source.read(len(ARROW_FILE)) == ARROW_FILE
             source.seek(0)
             with (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source) as reader:
                 return reader.read_all()
+
+
+def numbered(batches: Iterable[Any]) -> Iterator[Record]:
+    """The records of batches or tables of pyarrow."""
+    for number, row in enumerate(row for batch in batches for row in _as_python(batch)):
+        yield Record(number, row)
 
 
 def _as_python(batch: Any) -> list[dict[str, Any]]:

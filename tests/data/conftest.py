@@ -1,7 +1,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +23,6 @@ def maker(group: str) -> Make:
         return instantiate({**keys, **overrides}, group)
 
     return make
-
-
-class Loaded(list[Any]):
-    """Rows as `datasets` gives them, in a table of its own."""
-
-    data = SimpleNamespace(nbytes=0)
-    features = {}  # noqa: RUF012  # no column of images
 
 
 @pytest.fixture
@@ -69,7 +61,7 @@ def hub_sets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def load_dataset(path: str, subset: str | None, *, split: str, revision: str | None) -> Any:
         if isinstance(sets[split], Exception):
             raise sets[split]
-        return Loaded(sets[split])
+        return datasets.Dataset.from_list(list(sets[split]))
 
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

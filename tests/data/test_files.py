@@ -28,7 +28,7 @@ from rlft.config.resolved import resolve
 from rlft.data import jsonl
 from rlft.data.examples import load_texts
 from rlft.data.files import ANSWERS, CHATS, PROMPTS, files_at, tables
-from rlft.data.records import Lazy
+from rlft.data.records import Stored
 from rlft.data.tables import JsonDocument, JsonLines, Parquet
 from rlft.types import Prompt, Split, UserError
 
@@ -71,7 +71,6 @@ KINDS: dict[str, Callable[[Sequence[dict[str, Any]]], bytes]] = {
     "a.csv.xz": lambda rows: lzma.compress(as_csv(rows)),
     "a.json.bz2": lambda rows: bz2.compress(json.dumps(rows).encode()),
 }
-STREAMED = ("a.jsonl", "a.ndjson", "lines.json", "a.csv", "bom.csv", "a.tsv", "a.parquet")
 
 
 def read(make_data: Callable[..., Any], path: Path, **keys: Any) -> list[Sequence[Prompt]]:
@@ -94,7 +93,7 @@ def test_rows_are_the_same_whatever_file_holds_them(make_data, tmp_path: Path, m
     with monkeypatch.context() as patch:  # everything is large
         patch.setattr(jsonl, "STREAMED_BYTES", 0)
         large = read(make_data, tmp_path / name)
-        assert [isinstance(prompts, Lazy) for prompts in large] == [name in STREAMED] * 2
+        assert all(isinstance(prompts, Stored) for prompts in large)
         assert [list(prompts) for prompts in large] == held
         assert [[prompts[i] for i in range(len(prompts) - 1, -1, -1)][::-1] for prompts in large] == held
 
@@ -190,19 +189,6 @@ def test_bad_files_and_rows_are_refused_by_file_and_place(make_data, tmp_path: P
         assert refusal.value.key == "data.path"
         assert BAD[name][1] in str(refusal.value)
         assert str(file) in str(refusal.value)
-
-
-@each("name", ["a.csv", "a.parquet"])
-def test_a_table_that_changes_while_it_is_in_use_is_told(make_data, tmp_path: Path, monkeypatch, name: str) -> None:
-    monkeypatch.setattr(jsonl, "STREAMED_BYTES", 0)
-    file = tmp_path / name
-    file.write_bytes(KINDS[name](ROWS))
-    prompts = make_data("jsonl", path=str(file)).load(Split.train)
-    before = prompts[3]
-    file.write_bytes(KINDS[name]([row | {"answer": "7"} for row in ROWS]))
-    with pytest.raises(UserError, match=r"^data\.path: has changed while it was in use, got .*a\.(csv:|parquet, row )"):
-        prompts[-1]
-    assert before.answer != "7"
 
 
 def test_a_file_is_known_by_its_first_bytes_where_its_name_says_nothing(tmp_path: Path) -> None:

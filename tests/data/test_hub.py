@@ -200,7 +200,7 @@ def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, hub_se
     hub_sets["train"] = [{"question": "2?", "answer": "#### 2"}, {"q": 3}]
     data = make_data("gsm8k")
     assert [(p.id, p.answer) for p in data.load(Split.held_out)] == [("test:0", "1")]
-    with pytest.raises(UserError, match="openai/gsm8k, train, row 1: there is no field 'question'"):
+    with pytest.raises(UserError, match="openai/gsm8k, train, row 1: field 'question' must be a string, it is null"):
         data.load(Split.train)
     hub_sets["train"] = hub_sets["test"]
     with pytest.raises(UserError, match="every training question is also held out"):

@@ -143,9 +143,9 @@ def test_images_of_a_hub_set_stay_as_they_are_stored(monkeypatch: pytest.MonkeyP
     made = datasets.Dataset.from_list(rows, features=datasets.Features({**features, "prompt": chat}))
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)
-    table = hub.HubTable(hub._undecoded(made), "some/set", "train")
-    assert [record.content["one"] for record in table.records()] == stored
-    assert [record.content["all"] for record in table.records()] == [[image, image] for image in stored]
+    table = hub.HubTable(made, "some/set", "train")
+    assert [record.fields["one"] for record in table.records()] == stored
+    assert [record.fields["all"] for record in table.records()] == [[image, image] for image in stored]
     words = ["data=hub", "data.path=some/set", "data.messages_field=prompt", "data.held_out_fraction=0.5"]
     data = instantiate(compose(words)["data"], "data")
     found = {prompt.answer: prompt for split in Split for prompt in data.load(split)}

@@ -481,7 +481,7 @@ def cases(seed: int) -> list[dict[str, Any]]:
 def read_split(table: Any, turns: str) -> list[Any]:
     plain = compose(["demonstrations=jsonl", "demonstrations.path=a.jsonl"], None, "sft")["demonstrations"]
     demonstrations = instantiate({**plain, "turns": turns}, "demonstrations")
-    return [row.made for row in rows([table], demonstrations.parse, "demonstrations.path")]
+    return [row.made for row in rows([table], demonstrations.parse, "demonstrations.path")[0]]
 
 
 def written(folder: Path, given: list[dict[str, Any]], form: str) -> Any:
@@ -511,9 +511,7 @@ def test_chats_with_tools_are_the_same_from_a_table_with_types_and_from_jsonl(fo
         given = cases(seed)
         expected = read_split(written(tmp_path, given, "jsonl"), "all")
         table = written(tmp_path, given, form)
-        num_fillers += sum(
-            json.dumps(dict(table.fields(record)), default=str).count("null") for record in table.records()
-        )
+        num_fillers += sum(json.dumps(record.fields, default=str).count("null") for record in table.records())
         found = read_split(table, "all")
         assert len(found) == len(expected) == 2 * len(given)
         for one, other in zip(found, expected, strict=True):

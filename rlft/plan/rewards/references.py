@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rlft.config.schema import SamplingRoot
 from rlft.data.prompts import PromptSet, untokenised
-from rlft.data.records import joined
+from rlft.data.records import Joined
 from rlft.plan.rewards.tester import Writer, group_of
 from rlft.plan.rules import check_metadata
 from rlft.reward.answer import AnswerIn, AnswerKeys, composed, plain_number
@@ -96,7 +96,7 @@ def check_scoring(
     """Notes about the rewards and the prompts whose completions they score, after all that can be tried beforehand."""
     first = prompts.prompts[0]
     check_metadata(rewards, first)
-    texts = joined(untokenised(prompts), untokenised(held_out) if held_out else ())
+    texts = Joined(untokenised(prompts), untokenised(held_out) if held_out else ())
     writer = Writer(tokenizer, ends, config.generation.sampling)
     notes = (*reported(rewards, "examine", texts), *check_references(config, rewards, texts, writer))
     check_servers(rewards, first)
