@@ -105,7 +105,7 @@ class EnvironmentPool:
         )
 
     def run(self, jobs: Sequence[Job], beside: Beside | None = None) -> list[list[Reply]]:
-        """The replies to each job's orders; meanwhile `beside` is attended to. EnvironmentFailure: no worker starts."""
+        """The replies to each job's orders; meanwhile `beside` is done. EnvironmentFailure: no worker starts."""
         for worker in list(self._workers.all):  # left by a run that was interrupted
             if worker.job is not None:
                 self._workers.replace(worker)

@@ -164,15 +164,13 @@ class Checker:
         from referencing.jsonschema import EMPTY_REGISTRY
 
         self._validators = {}
-        self._strict_validators = {}  # for which 1.0 is no integer
         for schema in (schema["function"] for schema in schemas):
             parameters = strict(schema["parameters"])
             kind = validator_for(parameters, default=Draft202012Validator)
             _check(schema["name"], kind, parameters)
-            self._validators[schema["name"]] = kind(parameters, registry=EMPTY_REGISTRY)  # which loads nothing
             types = kind.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-            strict_kind = extend(kind, type_checker=types)
-            self._strict_validators[schema["name"]] = strict_kind(parameters, registry=EMPTY_REGISTRY)
+            exact = extend(kind, type_checker=types)  # for which 1.0 is no integer
+            self._validators[schema["name"]] = exact(parameters, registry=EMPTY_REGISTRY)  # which loads nothing
 
     def checked(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments, with whole numbers as int where an integer is due. Malformed: they are not the tool's."""
@@ -182,10 +180,10 @@ class Checker:
             raise Malformed(f"there is no tool {name!r:.80}; the tools are {', '.join(self._validators)}")
         validator = self._validators[name]
         try:
-            found = [best_match([error]) for error in islice(validator.iter_errors(dict(arguments)), MAX_TOLD)]
-            made = dict(arguments)
-            if not found and _has_whole_float(made):
-                made = _with_whole_numbers(made, self._strict_validators[name])
+            made = copy.deepcopy(dict(arguments))
+            if found := [*validator.iter_errors(made)]:
+                _make_whole(made, found)
+                found = [best_match([error]) for error in islice(validator.iter_errors(made), MAX_TOLD)]
         except (RecursionError, OverflowError) as error:
             raise Malformed(f"{name}: the arguments are nested too deep or too large ({error!s:.80})") from None
         if found:
@@ -242,26 +240,15 @@ def strict(schema: Any) -> Any:
     return made
 
 
-def _has_whole_float(value: Any) -> bool:
-    if isinstance(value, Mapping | list):
-        return any(map(_has_whole_float, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, float) and value.is_integer()
-
-
-def _with_whole_numbers(arguments: dict[str, Any], strict_validator: Any) -> dict[str, Any]:
-    """The valid arguments, in which numbers such as 1.0 are int where the schema wants integers and no other numbers.
-
-    Those are the errors that a validator finds for which 1.0 is no integer.
-    """
-    made, errors = copy.deepcopy(arguments), [*strict_validator.iter_errors(arguments)]
+def _make_whole(arguments: dict[str, Any], errors: list[Any]) -> None:
+    """Makes numbers such as 1.0 int where these errors of the arguments are that a schema wants an integer."""
     while errors:
         error = errors.pop()
         errors += error.context  # of the branches, where schemas are combined
         value, wants_integer = error.instance, error.validator == "type" and "integer" in error.validator_value
         if wants_integer and isinstance(value, float) and value.is_integer():
             *way, last = error.absolute_path
-            functools.reduce(operator.getitem, way, made)[last] = int(value)
-    return made
+            functools.reduce(operator.getitem, way, arguments)[last] = int(value)
 
 
 def is_text(schema: Mapping[str, Any]) -> bool:

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -44,17 +43,15 @@ def write_atomically(
 
     Raises DiskError: the file cannot be written; nothing of it is left.
     """
-    parts = [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
-    pieces = _pieces(parts)
-    first_piece, second_piece = next(pieces, b""), next(pieces, None)
+    content = content.encode() if isinstance(content, str) else content
     temporary = temporary or file.with_name(f".{file.name}.writing")
-    with writing(file, len(first_piece) + BLOCK if second_piece is None else None):
+    with writing(file, len(content) + BLOCK if isinstance(content, bytes) else None):
         try:
-            if second_piece is None:
-                temporary.write_bytes(first_piece)
+            if isinstance(content, bytes):
+                temporary.write_bytes(content)
             else:
-                with temporary.open("wb") as stream:
-                    stream.writelines(chain([first_piece, second_piece], pieces))
+                with temporary.open("wb", buffering=PIECE_BYTES) as stream:
+                    stream.writelines(content)
             if durable:
                 flush(temporary)
             temporary.replace(file)
@@ -64,19 +61,6 @@ def write_atomically(
             raise
         if durable:
             flush(file.parent)
-
-
-def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Joins the parts into pieces of PIECE_BYTES or a little more."""
-    buffered: list[bytes] = []
-    size = 0
-    for part in parts:
-        buffered.append(part)
-        size += len(part)
-        if size >= PIECE_BYTES:
-            yield b"".join(buffered)
-            buffered, size = [], 0
-    yield b"".join(buffered)
 
 
 def append(stream: BinaryIO, data: bytes, *, durable: bool = False) -> None:

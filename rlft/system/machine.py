@@ -6,7 +6,6 @@ The same numbers in give the same bits out only where these words agree.
 
 from __future__ import annotations
 
-import functools
 import platform
 import statistics
 import time
@@ -36,12 +35,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 def processor() -> str:
     """The processor's name and architecture."""
-    with suppress(OSError):
-        for line in CPUINFO.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return f"{value.strip()} ({platform.machine()})"
-    return platform.processor() or platform.machine()
+    name = _of_cpuinfo("model name")
+    return f"{name} ({platform.machine()})" if name else platform.processor() or platform.machine()
 
 
 def machine(device: Device) -> dict[str, str]:
@@ -52,19 +47,18 @@ def machine(device: Device) -> dict[str, str]:
 
 def multiplies_in(dtype: str) -> bool:
     """Whether the processor has instructions for products in a dtype such as bfloat16; True where it is not known."""
-    known = _known_instructions(CPUINFO)
+    known = set(_of_cpuinfo("flags", "Features").split())
     return dtype not in INSTRUCTIONS or not known or bool(known & INSTRUCTIONS[dtype])
 
 
-@functools.cache
-def _known_instructions(cpuinfo: Path) -> frozenset[str]:
-    """The instructions that Linux lists for the first processor; none on other systems."""
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return frozenset()
-    listed = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(listed, "").split())
+def _of_cpuinfo(*names: str) -> str:
+    """What Linux says of the first processor under one of these names; "" on other systems."""
+    with suppress(OSError):
+        for line in CPUINFO.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in names:
+                return value.strip()
+    return ""
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from cluster_workers import SPEC
 
-from rlft.system.process.ray_actors import RayActors, RaySession
+from rlft.system.process.ray_actors import RayActors
 
 
 def main() -> None:
     folder, address = Path(sys.argv[1]), sys.argv[2]
-    launcher = RayActors(folder, RaySession(address, log=folder / "ray.log"))
+    launcher = RayActors(folder, address)
     worker = launcher.start(replace(SPEC, arguments={"start": 1}))
     pid = worker.call("facts").result(60)["pid"]
     worker.call("sleep", 600)

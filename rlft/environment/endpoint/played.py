@@ -297,10 +297,8 @@ class AgentGenerator(GeneratorOver):
         return self._traces.recorded(self._version, prompts, n, seeds, sampling, play)
 
     # -- while agents play ---------------------------------------------------------------------------------------------
-    def fileno(self) -> int:
-        return self._inbox.fileno()
-
-    def attend(self) -> None:
+    def _attend(self) -> None:
+        """Answers the requests that have come."""
         asked: list[tuple[service.Request, Trajectory, bodies.Chat | bodies.Generate, service.Draw]] = []
         for request in self._inbox.take(most=min(self.environment.workers, len(self._open))):
             trajectory, body = self._open.get(request.key), request.body
@@ -335,7 +333,7 @@ class AgentGenerator(GeneratorOver):
             jobs.append(Job(key=conversation.key, orders=[order], left_s=conversation.left_s))
         self._open.update(trajectories)
         try:
-            replies_of_agents = self._pool.run(jobs, beside=self)
+            replies_of_agents = self._pool.run(jobs, beside=(self._inbox.fileno(), self._attend))
         finally:
             self._open.clear()
             self._pool.forget(conversation.key for conversation in conversations)

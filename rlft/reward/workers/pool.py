@@ -8,9 +8,7 @@ failures are attributed, are the same there.
 from __future__ import annotations
 
 import mmap
-import os
 import pickle
-import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
@@ -88,13 +86,13 @@ class RewardWorker(Child):
     """A worker process; `progress` is what it is doing, in shared memory, and `task` what it was given last."""
 
     def __init__(self, specs: Sequence[RewardSpec], timeout_s: float) -> None:
-        memory = shared_memory(mmap.PAGESIZE)
-        try:
+        with tempfile.TemporaryFile() as file:  # which both processes map
+            file.write(bytes(mmap.PAGESIZE))
+            file.flush()
+            memory = file.fileno()
             self.progress: workers.Progress = workers.progress_in(memory)
             arguments = (specs, timeout_s, memory)
             super().__init__("rlft-reward-worker", "rlft.reward.workers.worker:serve", arguments, descriptors=(memory,))
-        finally:
-            os.close(memory)
         self.task: workers.Task | None = None
 
 
@@ -275,17 +273,6 @@ class ClusterPool(Pool):
 
 
 # -- details -----------------------------------------------------------------------------------------------------------
-def shared_memory(size: int) -> int:
-    """The descriptor of memory that a process can share with one that inherits it."""
-    if sys.platform == "linux":
-        memory = os.memfd_create("rlft")
-    else:
-        with tempfile.TemporaryFile() as file:
-            memory = os.dup(file.fileno())
-    os.write(memory, bytes(size))
-    return memory
-
-
 def packed_task(task: workers.Task) -> bytes:
     """The task as it is sent to a worker, without experts. Raises RewardError if its prompt cannot be sent."""
     bare = tuple(replace(r, completion=replace(r.completion, experts=None)) for r in task.group.rollouts)

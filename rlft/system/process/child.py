@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rlft.system import interrupt
 from rlft.system.process.running_time import TICK_S, RunningTime, is_stopped
@@ -188,17 +188,9 @@ class Ended:
     was_stopped: bool  # whether somebody had stopped it and not continued it
 
 
-class Beside(Protocol):
-    """What else a thread does while it waits for children."""
-
-    def fileno(self) -> int:
-        """A file descriptor that can be read when there is something to do."""
-        ...
-
-    def attend(self) -> None:
-        """Does it, while the time of the children goes on."""
-        ...
-
+Beside = tuple[int, Callable[[], None]]
+"""What else a thread does while it waits for children: a file descriptor that can be read when there is something to
+do, and what does it, while the time of the children goes on."""
 
 AnyChild = TypeVar("AnyChild", bound=Child)
 
@@ -206,7 +198,7 @@ AnyChild = TypeVar("AnyChild", bound=Child)
 def wait_for(children: Sequence[AnyChild], clock: RunningTime, beside: Beside | None = None) -> list[AnyChild]:
     """Waits a moment; returns the children that have sent something, have died or are out of time."""
     left_s = min((child.left_s for child in children), default=0.0)
-    waited: list[Any] = [*(child.connection for child in children), *([] if beside is None else [beside])]
+    waited: list[Any] = [*(child.connection for child in children), *([] if beside is None else beside[:1])]
     readable = wait(waited, timeout=max(0.0, min(left_s, TICK_S)))
     passed = clock.since_last()
     for child in children:
@@ -215,8 +207,8 @@ def wait_for(children: Sequence[AnyChild], clock: RunningTime, beside: Beside | 
         else:
             child.left_s -= passed
             child.stopped_s = 0.0
-    if beside is not None and beside in readable:
-        beside.attend()
+    if beside is not None and beside[0] in readable:
+        beside[1]()
     return [
         child
         for child in children

@@ -8,9 +8,9 @@ it, and this thread lives as long as the process.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +107,14 @@ def open_launcher(
 
     Raises UserError: the cluster that is joined does not answer, is too small, or others use this process's GPU.
     """
-    launcher: Launcher = LocalProcesses(folder)
-    if config.is_joined:
-        launcher = _ray(config, folder, own_gpu, {"on_gpus": on_gpus, "threads": threads, "scorers": scorers})
-    try:
-        yield launcher
-    finally:
-        launcher.close()
+    if not config.is_joined:
+        with closing(LocalProcesses(folder)) as here:
+            yield here
+        return
+    from rlft.system.process.ray_actors import RayActors
 
-
-def _ray(config: Any, folder: Path, own_gpu: str | None, needs: Mapping[str, Any]) -> Launcher:
-    """The launcher of Ray's actors, on a cluster that has room for `needs`, the arguments of `check_room`."""
-    from rlft.system.process.ray_actors import RayActors, RaySession
-
-    session = RaySession(config.joined_address, log=folder / LOGS / "ray.log")
-    try:
-        counts_own = own_gpu is None or session.reserve(own_gpu)
-        check_room(config, session.resources, counts_own=counts_own, **needs)
-    except BaseException:
-        session.close()
-        raise
-    return RayActors(folder, session)
+    with closing(RayActors(folder, config.joined_address)) as cluster:
+        counts_own = own_gpu is None or cluster.reserve(own_gpu)
+        needs = {"on_gpus": on_gpus, "threads": threads, "scorers": scorers}
+        check_room(config, cluster.resources, **needs, counts_own=counts_own)
+        yield cluster

@@ -54,55 +54,6 @@ def check_installed() -> None:
         raise UserError("cluster.kind", "Ray is not installed", got="ray", remedy=remedy)
 
 
-class RaySession:
-    """A connection of this process to a Ray cluster (`auto` or `host:port`), which `close` ends.
-
-    `log` is the file for Ray's messages about its processes, which Ray would print.
-
-    Raises UserError: there is no cluster, it does not answer, or does not let this process join it.
-    """
-
-    def __init__(self, address: str, *, log: Path) -> None:
-        check_installed()
-        for name, value in QUIET.items():
-            os.environ.setdefault(name, value)
-        self._holder: Any = None
-        try:
-            check_joinable(address)
-            _connect(address, log)
-            import ray
-
-            self.node: str = ray.get_runtime_context().get_node_id()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def resources(self) -> Resources:
-        import ray
-
-        nodes: list[dict[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        cpus, gpus = sum(node.get("CPU", 0.0) for node in nodes), [int(node.get("GPU", 0)) for node in nodes]
-        return Resources(cpus=cpus, gpus=gpus)
-
-    def reserve(self, gpu: str) -> bool:
-        """Keeps this process's GPU from being given to others, until `close`; whether it is one of the cluster's.
-
-        Raises UserError: others may use it.
-        """
-        if is_of_a_job(os.environ):
-            return True  # Ray has given it to this process
-        self._holder = reserve(gpu, self.node)
-        return self._holder is not None
-
-    def close(self) -> None:
-        """Ends the connection. Safe to call twice."""
-        import ray
-
-        if ray.is_initialized():
-            ray.shutdown()
-
-
 class Holder:
     """An actor that has a GPU, and does nothing with it."""
 
@@ -260,16 +211,51 @@ PART_BYTES = 2**20
 
 
 class RayActors:
-    """A `Launcher` of Ray's actors, whose logs are in `<folder>/cluster/`; `close` closes the session."""
+    """A `Launcher` of actors of the Ray cluster at this address (`auto` or `host:port`), which this process joins.
 
-    def __init__(self, folder: Path, session: RaySession) -> None:
-        self._logs, self._session = folder.absolute() / LOGS, session
+    The actors' logs are in `<folder>/cluster/`, and in `ray.log` there Ray's messages about its processes.
+
+    Raises UserError: there is no cluster, it does not answer, or does not let this process join it.
+    """
+
+    def __init__(self, folder: Path, address: str) -> None:
+        check_installed()
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        self._logs = folder.absolute() / LOGS
         self._workers: list[RayWorker] = []
         self._readers: dict[str, Any] = {}
+        self._holder: Any = None
         self._lock = threading.Lock()
-        self._is_closed = False
         self._closing = threading.Event()
+        try:
+            check_joinable(address)
+            _connect(address, self._logs / "ray.log")
+            import ray
+
+            self.node: str = ray.get_runtime_context().get_node_id()
+        except BaseException:
+            self.close()
+            raise
         threading.Thread(target=self._copy_logs, name="rlft-copy-logs", daemon=True).start()
+
+    @property
+    def resources(self) -> Resources:
+        import ray
+
+        nodes: list[dict[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cpus, gpus = sum(node.get("CPU", 0.0) for node in nodes), [int(node.get("GPU", 0)) for node in nodes]
+        return Resources(cpus=cpus, gpus=gpus)
+
+    def reserve(self, gpu: str) -> bool:
+        """Keeps this process's GPU from being given to others, until `close`; whether it is one of the cluster's.
+
+        Raises UserError: others may use it.
+        """
+        if is_of_a_job(os.environ):
+            return True  # Ray has given it to this process
+        self._holder = reserve(gpu, self.node)
+        return self._holder is not None
 
     @property
     def address(self) -> str:
@@ -278,10 +264,10 @@ class RayActors:
         return ray.util.get_node_ip_address()
 
     def start(self, spec: WorkerSpec) -> RayWorker:
-        if self._is_closed:
+        if self._closing.is_set():
             raise WorkerError(f"{spec.name} was not started: the run is ending")
         self._logs.mkdir(parents=True, exist_ok=True)
-        worker = RayWorker(spec, self._logs / f"{spec.name}.log", self, self._session)
+        worker = RayWorker(spec, self._logs / f"{spec.name}.log", self)
         with self._lock:
             self._workers.append(worker)
         return worker
@@ -292,12 +278,14 @@ class RayActors:
         return ray.put(value)
 
     def close(self) -> None:
-        self._is_closed = True
+        import ray
+
         self._closing.set()
         for worker in list(self._workers):
             worker.kill()
         self._workers.clear()
-        self._session.close()
+        if ray.is_initialized():
+            ray.shutdown()
 
     # -- logs ----------------------------------------------------------------------------------------------------------
     def fetch_log(self, place: Place, copy: Path) -> None:
@@ -332,10 +320,10 @@ class RayActors:
 class RayWorker:
     """A `Worker`, whose protocol says what its methods do."""
 
-    def __init__(self, spec: WorkerSpec, log: Path, launcher: RayActors, session: RaySession) -> None:
+    def __init__(self, spec: WorkerSpec, log: Path, launcher: RayActors) -> None:
         import ray
 
-        self.name, self._log, self._launcher, self._session = spec.name, log, launcher, session
+        self.name, self._log, self._launcher = spec.name, log, launcher
         self._copying = threading.Lock()
         self._ended = ""  # how it ended, as the message of a WorkerError
         self._was_killed = False
@@ -348,7 +336,7 @@ class RayWorker:
         there = {"max_restarts": 0, "scheduling_strategy": "SPREAD", "runtime_env": _runtime_environment(variables)}
         paths = [path or str(Path.cwd()) for path in sys.path]
         self._actor = actor.options(num_cpus=cpus, num_gpus=spec.gpus, **there).remote(
-            spec.name, str(log), session.node, paths
+            spec.name, str(log), launcher.node, paths
         )
         with log.open("a", encoding="utf-8") as file:
             size = f"{counted(spec.gpus, 'GPU', 'g')} and {counted(cpus, 'core')}"
@@ -370,7 +358,7 @@ class RayWorker:
         import ray
 
         self._was_killed = True
-        if not self._ended and self.place is not None and self.place.node == self._session.node:
+        if not self._ended and self.place is not None and self.place.node == self._launcher.node:
             # Ray gives a process that is stopped or stuck some seconds to answer first.
             kill_group(self.place.pid)
             with suppress(ProcessLookupError, PermissionError):
@@ -381,7 +369,7 @@ class RayWorker:
     def copy_log(self) -> None:
         """Updates the copy of the log if the worker is on another machine."""
         place = None if self._ended else self.place
-        if place is not None and place.node != self._session.node:
+        if place is not None and place.node != self._launcher.node:
             with self._copying:
                 self._launcher.fetch_log(place, self._log)
 
@@ -389,7 +377,7 @@ class RayWorker:
         import ray
 
         self.place = Place(*ray.get(place))
-        if self.place.node != self._session.node:
+        if self.place.node != self._launcher.node:
             self._log.write_bytes(b"")  # from here on it is a copy of the file there
 
     def _answer(self, reply: Any) -> Any:

@@ -227,9 +227,7 @@ class Host:
         file.parent.mkdir(parents=True, exist_ok=True)
         _write_to(file)
         sys.path.extend(path for path in paths if path not in sys.path and Path(path).is_dir())
-        self._name = name
         self._place = Place(here, socket.gethostname(), os.getpid(), str(file))
-        self._held: Held | None = None
 
     def place(self) -> Place:
         return self._place
@@ -238,8 +236,6 @@ class Host:
         self._held = Held(factory, arguments)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> bytes:
-        if self._held is None:
-            return pickle.dumps(Answer(error=RuntimeError(f"{self._name} has not been made")))
         return self._held.answer(method, args, kwargs)
 
 

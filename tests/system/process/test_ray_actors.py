@@ -21,7 +21,7 @@ from ray_cluster import two_machines
 from run_processes import happens, is_alive
 
 from rlft.system.process import ray_actors
-from rlft.system.process.ray_actors import RayActors, RaySession, RayWorker
+from rlft.system.process.ray_actors import RayActors, RayWorker
 from rlft.system.process.worker import WorkerError
 from rlft.types import UserError
 
@@ -34,8 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def launcher(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayActors]:
-    folder = tmp_path_factory.mktemp("run")
-    launcher = RayActors(folder, RaySession(cluster.address, log=folder / "ray.log"))
+    launcher = RayActors(tmp_path_factory.mktemp("run"), cluster.address)
     yield launcher
     launcher.close()
 
@@ -50,7 +49,7 @@ def test_calls_are_answered_in_order_on_another_machine(worker: RayWorker, launc
     facts = worker.call("facts").result(ANSWER_S)
     assert (facts["threads"], facts["extra"]) == ("3", "yes")
     assert worker.place is not None
-    assert worker.place.node != launcher._session.node
+    assert worker.place.node != launcher.node
 
 
 @pytest.mark.slow
@@ -142,7 +141,7 @@ def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayAc
 
 @pytest.mark.slow
 def test_a_machine_without_gpus_for_the_cluster_keeps_its_own(launcher: RayActors) -> None:
-    assert ray_actors.reserve("0", launcher._session.node) is None
+    assert ray_actors.reserve("0", launcher.node) is None
 
 
 def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:
