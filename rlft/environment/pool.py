@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from rlft.environment.protocol import Cause, Checker, Environment, Malformed, Play
 from rlft.reward.workers.worker import Alarm, OutOfTime, place_of
-from rlft.system.process.child import GRACE_S, READY, Beside, Child, Children, Ended
+from rlft.system.process.child import GRACE_S, READY, Beside, Child, Children, Ended, Work
 from rlft.types import EnvironmentFailure, Schema, counted, well_formed
 
 SPENT = "Error: the time for all calls is used up"
@@ -63,19 +63,11 @@ class Job:
     key: int
     orders: Sequence[Order]
     left_s: float  # seconds that they may still take together
-    again: deque[Order] = field(default_factory=deque)  # earlier ones that a new worker has to repeat first
     replies: list[Reply] = field(default_factory=list)
-
-    @property
-    def order(self) -> Order | None:
-        """The next order; None at the end."""
-        if self.again:
-            return self.again[0]
-        return self.orders[len(self.replies)] if len(self.replies) < len(self.orders) else None
 
 
 class EnvironmentWorker(Child):
-    """A worker process; `limit_s` is what its order may take, `knows` are the conversations whose state it has.
+    """A worker process; `knows` are the conversations whose state it has.
 
     Its hash seed is fixed: sets of strings keep their order, so that a resumed run replays. A PYTHONHASHSEED that the
     user has set is kept.
@@ -84,8 +76,6 @@ class EnvironmentWorker(Child):
     def __init__(self, environment: Environment, schemas: Sequence[Schema]) -> None:
         seed = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         super().__init__("rlft-environment-worker", f"{__name__}:serve", (environment, schemas), environment=seed)
-        self.limit_s = 0.0
-        self.job: Job | None = None
         self.knows: set[int] = set()
 
 
@@ -106,17 +96,13 @@ class EnvironmentPool:
 
     def run(self, jobs: Sequence[Job], beside: Beside | None = None) -> list[list[Reply]]:
         """The replies to each job's orders; meanwhile `beside` is done. EnvironmentFailure: no worker starts."""
-        for worker in list(self._workers.all):  # left by a run that was interrupted
-            if worker.job is not None:
-                self._workers.replace(worker)
-        self._workers.begin()
-        waiting = deque(jobs)
-        while waiting or any(worker.job is not None for worker in self._workers.all):
-            for number in range(len(self._workers.all)):
-                while self._has_begun(number, waiting):
-                    self._send_next(self._workers.all[number])
-            for worker, answer in self._workers.answers(beside):
-                self._receive(worker, answer)
+        size, keeps_state = len(self._workers.all), self._environment.keeps_state
+
+        def fits(job: Job, number: int) -> bool:
+            return not keeps_state or job.key % size == number
+
+        for _ in self._workers.run(deque(jobs), self._carried_out, beside, fits):
+            pass
         return [job.replies for job in jobs]
 
     def forget(self, keys: Iterable[int]) -> None:
@@ -127,7 +113,7 @@ class EnvironmentPool:
         for worker in self._workers.all:
             known = [key for key in keys if key in worker.knows]
             worker.knows.difference_update(known)
-            if known and worker.job is None:
+            if known and not worker.is_busy:
                 with contextlib.suppress(OSError):  # one that has died is replaced when it is next used
                     worker.connection.send(known)
 
@@ -135,77 +121,39 @@ class EnvironmentPool:
         """Ends the workers, whatever they are doing. Safe to call twice."""
         self._workers.close()
 
-    # -- one worker ----------------------------------------------------------------------------------------------------
-    def _has_begun(self, number: int, waiting: deque[Job]) -> bool:
-        """Whether the worker waits for an order of its job; one without a job gets the first that it may take."""
-        worker, size, keeps_state = self._workers.all[number], len(self._workers.all), self._environment.keeps_state
-        if not worker.is_ready or worker.is_busy:
-            return False
-        if worker.job is not None:
-            return True
-        job = next((job for job in waiting if not keeps_state or job.key % size == number), None)
-        if job is None:
-            return False
-        waiting.remove(job)
-        self._begin(worker, job)
-        return True
+    def _carried_out(self, job: Job, number: int) -> Work:
+        """Has a worker carry out a job; one that does not know the conversation first repeats its earlier orders."""
+        keeps_state, is_known = self._environment.keeps_state, job.key in self._workers.all[number].knows
+        again = deque[Order]() if is_known else self._past(job)
+        while len(job.replies) < len(job.orders):
+            if not again and job.left_s <= 0:
+                job.replies.append(Reply(text=SPENT, cause=Cause.time))
+                continue
+            order, limit_s = job.orders[len(job.replies)], self._environment.call_timeout
+            order, limit_s = (again[0], limit_s) if again else (order, min(limit_s, job.left_s))
+            reply = yield pickle.dumps((job.key, order, limit_s)), limit_s + GRACE_S
+            if reply is None:
+                again = self._past(job)
+                continue
+            if isinstance(reply, Ended):
+                if again:  # an order that succeeded before fails now: the state of the environment is lost
+                    self._past_orders.pop(job.key, None)
+                text = out_of_time(limit_s) if reply.is_late else f"Error: the tool's process {reply.how}"
+                cause, seconds = (Cause.time, limit_s) if reply.is_late else (Cause.died, 0.0)
+                reply, again = Reply(text=text, cause=cause, seconds=seconds), self._past(job)
+            else:
+                self._workers.all[number].knows.add(job.key)
+                if again:
+                    again.popleft()
+                    continue
+                if keeps_state and reply.cause is not Cause.time:
+                    self._past_orders.setdefault(job.key, []).append(order)
+            job.replies.append(reply)
+            job.left_s -= reply.seconds
 
-    def _begin(self, worker: EnvironmentWorker, job: Job) -> None:
-        """Gives a worker a job, and the earlier orders of the conversation if it does not know it."""
-        worker.job = job
-        if self._environment.keeps_state and job.key not in worker.knows:
-            job.again = deque(self._past_orders.get(job.key, ()))
-            worker.knows.add(job.key)
-
-    def _send_next(self, worker: EnvironmentWorker) -> None:
-        """Sends the next order of the worker's job, or ends the job if there is none."""
-        job = worker.job
-        assert job is not None, "a worker without a job gets no order"
-        while not job.again and job.order is not None and job.left_s <= 0:
-            job.replies.append(Reply(text=SPENT, cause=Cause.time))
-        order = job.order
-        if order is None:
-            worker.job = None
-            return
-        worker.limit_s = self._environment.call_timeout
-        if not job.again:
-            worker.limit_s = min(worker.limit_s, job.left_s)
-        if not worker.send(pickle.dumps((job.key, order, worker.limit_s)), worker.limit_s + GRACE_S):
-            # It died while idle, not because of the order: another worker gets the order.
-            self._begin(self._workers.replace(worker), job)
-
-    def _receive(self, worker: EnvironmentWorker, reply: Reply | Ended) -> None:
-        """Adds a reply to the worker's job; a reply to a repeated order is dropped.
-
-        A worker that has died or is out of time is replaced, and the reply to its order says what happened.
-        """
-        job = worker.job
-        assert job is not None, "a busy worker has a job"
-        if isinstance(reply, Ended):
-            self._replace(worker, job, reply)
-            return
-        order = job.order
-        assert order is not None, "a reply is to an order"
-        if job.again:
-            job.again.popleft()
-            return
-        if self._environment.keeps_state and reply.cause is not Cause.time:
-            self._past_orders.setdefault(job.key, []).append(order)
-        job.replies.append(reply)
-        job.left_s -= reply.seconds
-
-    def _replace(self, worker: EnvironmentWorker, job: Job, ended: Ended) -> None:
-        was_repeating = bool(job.again)
-        self._begin(self._workers.replace(worker), job)
-        if ended.was_stopped:  # somebody has stopped it, so that no tool is to blame
-            return
-        if was_repeating:  # an order that succeeded before fails now: the state of the environment is lost
-            job.again.clear()
-            self._past_orders.pop(job.key, None)
-        text = out_of_time(worker.limit_s) if ended.is_late else f"Error: the tool's process {ended.how}"
-        cause = Cause.time if ended.is_late else Cause.died
-        job.replies.append(Reply(text=text, cause=cause, seconds=worker.limit_s if ended.is_late else 0.0))
-        job.left_s -= job.replies[-1].seconds
+    def _past(self, job: Job) -> deque[Order]:
+        """The earlier orders of the conversation."""
+        return deque(self._past_orders.get(job.key, ()))
 
 
 def first_reply(environment: Environment, kind: Kind, name: str = "") -> Reply:

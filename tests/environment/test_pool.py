@@ -13,7 +13,7 @@ import pytest
 from broken_environments import CannotStart
 from run_processes import happens
 
-from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job, Order, Reply
+from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job, Order
 from rlft.environment.protocol import Cause
 from rlft.environment.tools import Tools
 from rlft.types import EnvironmentFailure
@@ -43,15 +43,15 @@ def test_what_an_interruption_left_is_not_taken_for_an_answer(
     pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.run([job(0, "up"), job(1, "up")])
-    receive = EnvironmentPool._receive
+    receive = EnvironmentWorker.receive
 
-    def interrupt(self: EnvironmentPool, worker: EnvironmentWorker, reply: Reply) -> None:
+    def interrupt(self: EnvironmentWorker) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(EnvironmentPool, "_receive", interrupt)
+    monkeypatch.setattr(EnvironmentWorker, "receive", interrupt)
     with pytest.raises(KeyboardInterrupt):
         pool.run([job(0, "old"), job(1, "old")])
-    monkeypatch.setattr(EnvironmentPool, "_receive", receive)
+    monkeypatch.setattr(EnvironmentWorker, "receive", receive)
     assert [reply.text for [reply] in pool.run([job(2, "new"), job(3, "newer")])] == ["new", "newer"]
 
 

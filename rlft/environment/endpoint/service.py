@@ -151,7 +151,6 @@ class Spoken:
         return "\n".join(texts)
 
 
-# -- waiting -----------------------------------------------------------------------------------------------------------
 TICK_S = 0.01  # how long a request waits for others to be sampled with it: short in comparison with sampling
 ID = "endpoint"  # the id of prompts that come with requests
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from rlft.reward.workers import worker as workers
 from rlft.reward.workers.reward_spec import RewardSpec
-from rlft.system.process.child import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S, Child, Children, Ended
+from rlft.system.process.child import GRACE_S, MAX_FAILED_STARTS, START_LIMIT_S, Child, Children, Ended, Work
 from rlft.system.process.running_time import TICK_S, RunningTime
 from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec, where_it_wrote
 
@@ -36,54 +36,29 @@ class Pool(ABC):
     ran_programs = False
     _is_stopped = False
 
+    @abstractmethod
     def run(self, tasks: Sequence[workers.Task], stop_when: StopWhen) -> Iterator[tuple[workers.Task, workers.Reply]]:
         """Each task with its reply, in order of completion; no task is begun after a reply for which `stop_when` holds.
 
         A reply lacks rewards that a killed worker had not reached, and rewards that a signal disturbed. RewardError:
         workers cannot start, or are lost again and again.
         """
-        waiting = deque(tasks)
-        self._begin()
-        while waiting or self._is_busy():
-            if self._is_stopped:
-                raise RewardError("scoring was stopped: the run is ending")
-            self._dispatch(waiting)
-            for task, answered in self._answers():
-                if answered is None:
-                    waiting.appendleft(task)
-                    continue
-                reply, self.ran_programs = answered
-                if stop_when(reply):
-                    waiting.clear()
-                yield task, reply
 
     def stop(self) -> None:
         """Makes a `run` in another thread raise when it next checks the workers. Only `close` may follow."""
         self._is_stopped = True
 
+    def _check_goes_on(self) -> None:
+        if self._is_stopped:
+            raise RewardError("scoring was stopped: the run is ending")
+
     @abstractmethod
     def close(self) -> None:
         """Ends the workers, whatever they are doing. Safe to call twice."""
 
-    @abstractmethod
-    def _begin(self) -> None:
-        """Replaces workers that an interrupted call has left busy; the time before is not counted."""
-
-    @abstractmethod
-    def _is_busy(self) -> bool:
-        """Whether a worker has a task."""
-
-    @abstractmethod
-    def _dispatch(self, waiting: deque[workers.Task]) -> None:
-        """Gives tasks to workers that have none."""
-
-    @abstractmethod
-    def _answers(self) -> Iterator[tuple[workers.Task, workers.Answer | None]]:
-        """Waits a moment for answers; None where the worker was lost and no reward is to blame."""
-
 
 class RewardWorker(Child):
-    """A worker process; `progress` is what it is doing, in shared memory, and `task` what it was given last."""
+    """A worker process; `progress` is what it is doing, in shared memory."""
 
     def __init__(self, specs: Sequence[RewardSpec], timeout_s: float) -> None:
         with tempfile.TemporaryFile() as file:  # which both processes map
@@ -93,7 +68,6 @@ class RewardWorker(Child):
             self.progress: workers.Progress = workers.progress_in(memory)
             arguments = (specs, timeout_s, memory)
             super().__init__("rlft-reward-worker", "rlft.reward.workers.worker:serve", arguments, descriptors=(memory,))
-        self.task: workers.Task | None = None
 
 
 class WorkerPool(Pool):
@@ -106,43 +80,36 @@ class WorkerPool(Pool):
         specs, self._timeout_s = tuple(specs), timeout_s
         self._workers = Children(lambda: RewardWorker(specs, timeout_s), num_workers, "reward workers", RewardError)
 
+    def run(self, tasks: Sequence[workers.Task], stop_when: StopWhen) -> Iterator[tuple[workers.Task, workers.Reply]]:
+        waiting, answered = deque(tasks), deque[tuple[workers.Task, workers.Answer]]()
+
+        def work(task: workers.Task, number: int) -> Work:
+            answer = yield packed_task(task), self._timeout_s * len(task.rewards) + GRACE_S
+            if answer is None:
+                waiting.appendleft(task)
+            else:
+                answer = (self._failed(number, task, answer), False) if isinstance(answer, Ended) else answer
+                answered.append((task, answer))
+
+        for _ in self._workers.run(waiting, work):
+            self._check_goes_on()
+            while answered:
+                task, (reply, self.ran_programs) = answered.popleft()
+                if stop_when(reply):
+                    waiting.clear()
+                yield task, reply
+
     def close(self) -> None:
         self._workers.close()
 
-    def _begin(self) -> None:
-        self._workers.begin()
-
-    def _is_busy(self) -> bool:
-        return any(worker.is_busy for worker in self._workers.all)
-
-    def _dispatch(self, waiting: deque[workers.Task]) -> None:
-        for worker in [worker for worker in self._workers.all if worker.is_ready and not worker.is_busy]:
-            if not waiting:
-                return
-            task = waiting[0]
-            if worker.send(packed_task(task), self._timeout_s * len(task.rewards) + GRACE_S):
-                worker.task = waiting.popleft()
-            else:  # it died while idle, not because of the task: the next worker gets the task
-                self._workers.replace(worker)
-
-    def _answers(self) -> Iterator[tuple[workers.Task, workers.Answer | None]]:
-        for worker, message in self._workers.answers():
-            task = worker.task
-            assert task is not None, "a worker without a task says nothing"
-            if isinstance(message, Ended):
-                self._workers.replace(worker)
-                yield task, None if message.was_stopped else (self._failed(worker, task, message), False)
-            else:
-                yield task, message
-
-    def _failed(self, worker: RewardWorker, task: workers.Task, ended: Ended) -> workers.Reply:
+    def _failed(self, number: int, task: workers.Task, ended: Ended) -> workers.Reply:
         """The reply for a worker that has died or is out of time: the failure of the reward that it was computing."""
-        at = workers.last_read(worker.progress)
+        progress = self._workers.all[number].progress
+        at = workers.last_read(progress)
         died = workers.Failure(
             cause=workers.Cause.died, problem=f"took its worker process with it, which {ended.how},", completion=at
         )
-        reward = task.rewards[max(0, worker.progress[0])]
-        return {reward: workers.out_of_time(self._timeout_s, at) if ended.is_late else died}
+        return {task.rewards[max(0, progress[0])]: workers.out_of_time(self._timeout_s, at) if ended.is_late else died}
 
 
 # -- without workers ---------------------------------------------------------------------------------------------------
@@ -212,19 +179,33 @@ class ClusterPool(Pool):
         self._failures_in_a_row = 0
         self._clock = RunningTime()
 
+    def run(self, tasks: Sequence[workers.Task], stop_when: StopWhen) -> Iterator[tuple[workers.Task, workers.Reply]]:
+        waiting = deque(tasks)
+        for number in self._busy:  # left by an interrupted call
+            self._replace(number)
+        self._busy = {}
+        while waiting or self._busy:
+            self._check_goes_on()
+            self._dispatch(waiting)
+            wait([scoring.future for scoring in self._busy.values()], timeout=TICK_S, return_when=FIRST_COMPLETED)
+            now = self._clock()
+            for number in [n for n, scoring in self._busy.items() if scoring.future.done() or scoring.end_s <= now]:
+                scoring = self._busy.pop(number)
+                answered = self._answer(number, scoring)
+                if answered is None:
+                    waiting.appendleft(scoring.task)
+                    continue
+                reply, self.ran_programs = answered
+                if stop_when(reply):
+                    waiting.clear()
+                yield scoring.task, reply
+
     def close(self) -> None:
         for worker in self._workers:
             worker.kill()
 
-    def _begin(self) -> None:
-        for number in self._busy:
-            self._replace(number)
-        self._busy = {}
-
-    def _is_busy(self) -> bool:
-        return bool(self._busy)
-
     def _dispatch(self, waiting: deque[workers.Task]) -> None:
+        """Gives tasks to workers that have none."""
         for number, worker in enumerate(self._workers):
             if not waiting:
                 return
@@ -236,13 +217,6 @@ class ClusterPool(Pool):
                 limit_s += MAX_FAILED_STARTS * START_LIMIT_S
             future = worker.call("answer", packed_task(task))
             self._busy[number] = Scoring(task, future, limit_s, self._clock() + limit_s)
-
-    def _answers(self) -> Iterator[tuple[workers.Task, workers.Answer | None]]:
-        wait([scoring.future for scoring in self._busy.values()], timeout=TICK_S, return_when=FIRST_COMPLETED)
-        now = self._clock()
-        for number in [n for n, scoring in self._busy.items() if scoring.future.done() or scoring.end_s <= now]:
-            scoring = self._busy.pop(number)
-            yield scoring.task, self._answer(number, scoring)
 
     def _answer(self, number: int, scoring: Scoring) -> workers.Answer | None:
         """The worker's answer; None if the worker is lost, and another one has taken its place."""

@@ -17,7 +17,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
@@ -193,6 +194,7 @@ Beside = tuple[int, Callable[[], None]]
 do, and what does it, while the time of the children goes on."""
 
 AnyChild = TypeVar("AnyChild", bound=Child)
+Task = TypeVar("Task")
 
 
 def wait_for(children: Sequence[AnyChild], clock: RunningTime, beside: Beside | None = None) -> list[AnyChild]:
@@ -219,11 +221,17 @@ def wait_for(children: Sequence[AnyChild], clock: RunningTime, beside: Beside | 
     ]
 
 
+Work = Generator[tuple[bytes, float], Any, None]
+"""What one of several children does for a task: it yields a pickled message and the seconds that the answer may take,
+and is sent the answer, or `Ended`; or None where nobody is to blame that there is none, as with a child that was
+stopped, or had died before the message. After either another child has its place."""
+
+
 class Children(Generic[AnyChild]):
     """Several children, each of which answers one message at a time; their first message is READY.
 
-    There are no threads: the calling thread sends work and waits with deadlines. So it is known at once which work a
-    dead child had, and a killed one cannot leave a lock taken. Make it where the children are used.
+    There are no threads: the calling thread sends messages and waits with deadlines. So it is known at once which work
+    a dead child had, and a killed one cannot leave a lock taken. Make it where the children are used.
 
     what: what they are, such as "reward workers".
     error: makes the exception for children that cannot start, of its text.
@@ -235,43 +243,76 @@ class Children(Generic[AnyChild]):
         self._start, self._what, self._error = start, what, error
         self._failed_starts = 0
         self._clock = RunningTime()
+        self._work: dict[int, Work] = {}  # by the number of the child
+        self._unsent: dict[int, tuple[bytes, float]] = {}  # what it has yielded and its child has not got
         self.all = [start() for _ in range(number)]
         atexit.register(self.close)
 
-    def begin(self) -> None:
-        """Replaces children that an interrupted wait has left busy or ended; the time before is not counted."""
-        for child in [child for child in self.all if child.is_busy or child.connection.closed]:
-            self.replace(child)
-        self._clock.since_last()
+    def run(
+        self,
+        tasks: deque[Task],
+        work: Callable[[Task, int], Work],
+        beside: Beside | None = None,
+        fits: Callable[[Task, int], bool] = lambda task, number: True,
+    ) -> Iterator[None]:
+        """Takes tasks until there are none, each for the first child that is ready and that it fits.
 
-    def answers(self, beside: Beside | None = None) -> Iterator[tuple[AnyChild, Any]]:
-        """Waits a moment for children that are busy or start: (child, its answer, or `Ended`).
-
-        Whoever gets `Ended` replaces the child. One that has ended before it was ready is replaced here; if children
-        cannot start, `error` is raised.
+        `work` is what the child of a number does for a task. Yields after each wait for answers. If children cannot
+        start, `error` is raised.
         """
-        for child in wait_for(
-            [child for child in self.all if child.is_busy or not child.is_ready], self._clock, beside
-        ):
+        for number, child in enumerate(self.all):
+            if number in self._work or child.connection.closed:  # left by an interrupted call
+                self._replace(number)
+        self._work, self._unsent = {}, {}
+        self._clock.since_last()  # the time before is not counted
+        while tasks or self._work:
+            for number, child in enumerate(self.all):
+                while child.is_ready and number not in self._work:
+                    task = next((task for task in tasks if fits(task, number)), None)
+                    if task is None:
+                        break
+                    tasks.remove(task)
+                    self._work[number] = work(task, number)
+                    self._go_on(number, None)
+                if number in self._unsent and child.is_ready and not child.send(*self._unsent.pop(number)):
+                    self._replace(number)
+                    self._go_on(number, None)
+            self._receive(beside)
+            yield
+
+    def _go_on(self, number: int, answer: Any) -> None:
+        try:
+            self._unsent[number] = self._work[number].send(answer)
+        except StopIteration:
+            del self._work[number]
+
+    def _receive(self, beside: Beside | None) -> None:
+        """Waits a moment for children that are busy or start, and gives their answers to their work."""
+        waited = [number for number, child in enumerate(self.all) if child.is_busy or not child.is_ready]
+        done = wait_for([self.all[number] for number in waited], self._clock, beside)
+        for number in [number for number in waited if self.all[number] in done]:
+            child = self.all[number]
             answer = child.receive()
             if child.is_ready:
-                yield child, answer
+                has_ended = isinstance(answer, Ended)
+                self._go_on(number, None if has_ended and answer.was_stopped else answer)
+                if has_ended:
+                    self._replace(number)
             elif isinstance(answer, Ended):
                 self._failed_starts += not answer.was_stopped
                 if self._failed_starts == MAX_FAILED_STARTS:
                     how = "took too long to start" if answer.is_late else f"{answer.how} before their first task"
                     raise self._error(f"{MAX_FAILED_STARTS} {self._what} in a row {how}; see their output above")
-                self.replace(child)
+                self._replace(number)
             elif answer != READY:
                 raise self._error(f"cannot be started in its {self._what} ({answer}); repair it")
             else:
                 child.is_ready, self._failed_starts = True, 0
 
-    def replace(self, child: AnyChild) -> AnyChild:
+    def _replace(self, number: int) -> None:
         """Ends a child, and starts another one in its place."""
-        child.end()
-        self.all[self.all.index(child)] = new = self._start()
-        return new
+        self.all[number].end()
+        self.all[number] = self._start()
 
     def close(self) -> None:
         """Ends the children, whatever they are doing. Safe to call twice."""

@@ -1,15 +1,16 @@
 """Starts a run's workers as the section `cluster` says: as processes of this machine, or on a Ray cluster.
 
 A thread for each process sends its calls and waits for the answers, so that no caller waits for a worker that is busy,
-stopped or dead. One thread of the launcher starts all of them: the kernel ends a worker with the thread that started
-it, and this thread lives as long as the process.
+stopped or dead. It also starts the worker: the kernel ends a worker with the thread that started it, and this thread
+lives as long as the process.
 """
 
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ class LocalProcesses:
 
     def __init__(self, folder: Path, start: Start = start_server) -> None:
         self._logs, self._start_process = folder / LOGS, start
-        self._starter = ThreadPoolExecutor(1, "rlft-start-workers")
         self._workers: list[ProcessWorker] = []
+        self._lock = threading.Lock()
         self._is_closed = False
 
     @property
@@ -37,29 +38,25 @@ class LocalProcesses:
         return "127.0.0.1"
 
     def start(self, spec: WorkerSpec) -> ProcessWorker:
-        return self._starter.submit(self._start, spec).result()
+        with self._lock:
+            if self._is_closed:
+                raise WorkerError(f"{spec.name} was not started: the run is ending")
+            self._logs.mkdir(parents=True, exist_ok=True)
+            worker = ProcessWorker(spec, self._logs / f"{spec.name}.log", self._start_process)
+            self._workers = [other for other in self._workers if other.is_alive()] + [worker]
+        return worker
 
     def share(self, value: Any) -> Shared:
         return Shared(pickled=pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
     def close(self) -> None:
-        self._is_closed = True
-        for worker in list(self._workers):
-            worker.kill()
-        self._starter.shutdown(wait=True, cancel_futures=True)
-        for worker in self._workers:  # those that were being started
+        with self._lock:
+            self._is_closed = True
+        for worker in self._workers:
             worker.kill()
         for worker in self._workers:
             worker.wait(END_S)
         self._workers.clear()
-
-    def _start(self, spec: WorkerSpec) -> ProcessWorker:
-        if self._is_closed:
-            raise WorkerError(f"{spec.name} was not started: the run is ending")
-        self._logs.mkdir(parents=True, exist_ok=True)
-        worker = ProcessWorker(spec, self._logs / f"{spec.name}.log", self._start_process)
-        self._workers[:] = [other for other in self._workers if other.is_alive()] + [worker]
-        return worker
 
 
 class ProcessWorker(Child):
@@ -67,7 +64,11 @@ class ProcessWorker(Child):
 
     def __init__(self, spec: WorkerSpec, log: Path, start: Start) -> None:
         self.name, self.log = spec.name, log
-        with log.open("ab") as output:
+        self._calls = InOrder(f"rlft-{spec.name}")
+        self._calls.submit(self._start, spec, start).result()
+
+    def _start(self, spec: WorkerSpec, start: Start) -> None:
+        with self.log.open("ab") as output:
             super().__init__(
                 f"rlft-{spec.name}",
                 "rlft.system.process.worker:serve",
@@ -76,7 +77,6 @@ class ProcessWorker(Child):
                 environment=spec.variables,
                 start=start,
             )
-        self._calls = InOrder(f"rlft-{spec.name}")
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._calls.submit(self._answer, pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL))

@@ -268,8 +268,7 @@ class RayActors:
             raise WorkerError(f"{spec.name} was not started: the run is ending")
         self._logs.mkdir(parents=True, exist_ok=True)
         worker = RayWorker(spec, self._logs / f"{spec.name}.log", self)
-        with self._lock:
-            self._workers.append(worker)
+        self._workers.append(worker)
         return worker
 
     def share(self, value: Any) -> Any:
@@ -311,9 +310,7 @@ class RayActors:
 
     def _copy_logs(self) -> None:
         while not self._closing.wait(COPY_EVERY_S):
-            with self._lock:
-                workers = list(self._workers)
-            for worker in workers:
+            for worker in list(self._workers):
                 worker.copy_log()
 
 
