@@ -40,7 +40,7 @@ from rlft.system.process.placement import Placement, all_gpus
 from rlft.system.process.worker import Launcher, WorkerSpec
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.ranked_trainer import RankedTrainer, Trainer
-from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous, Shapes, Start, shapes_of
+from rlft.trainer.ranks import Exchange, LaneShare, Rendezvous, Shapes, shapes_of
 from rlft.trainer.update import UpdateRecord
 from rlft.types import Adapter, Batch, Completion, Group, Prompt, Sampling
 
@@ -340,7 +340,7 @@ class RankWorker:
     def ready(self) -> None:
         """Returns once the base is loaded."""
 
-    def join(self, rendezvous: Rendezvous, start: Start) -> None:
+    def join(self, rendezvous: Rendezvous, shapes: Shapes, critic: Mapping[str, Any] | None) -> None:
         """Connects to the other ranks, and takes over rank 0's state."""
         self._leave()
         self._exchange = Exchange(rendezvous, self._rank, self._trainer.roles.backbone.device)
@@ -352,7 +352,7 @@ class RankWorker:
             exchange=self._exchange,
         )
         with self._exchanging():
-            self._trainer.join(start)
+            self._trainer.join(shapes, critic)
 
     def annotate(self, batch: Batch, zero_gradient_B: Tensor) -> dict[str, Tensor]:
         """{field: values `[N, T]`} for the rows of this rank's lanes, one lane after the other."""

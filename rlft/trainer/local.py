@@ -31,10 +31,10 @@ from rlft.system.files import digest_of_json, digest_of_tensors
 from rlft.system.seeds import derive
 from rlft.trainer import sharded_base, update as updates
 from rlft.trainer.optimizer import Optimizer, begin_step, optimizer_step
-from rlft.trainer.ranks import LaneShare, Shapes, Start, sent, shapes_of, take_over
+from rlft.trainer.ranks import LaneShare, Shapes, sent, take_over
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.trainer.sharded_base import ShardedLayers
-from rlft.trainer.update import Division, LaneGradients, divide
+from rlft.trainer.update import LaneGradients, divide
 from rlft.types import Batch, LossScale, Rollouts
 
 
@@ -94,9 +94,9 @@ class LocalTrainer:
 
     def rows_of_lanes(self, batch: Batch, zero_gradient_B: Tensor) -> tuple[Tensor, ...]:
         """Indices of the rows that each lane annotates."""
-        return self._divide(batch, (~zero_gradient_B).nonzero()[:, 0]).rows
+        return self._divide(batch, (~zero_gradient_B).nonzero()[:, 0])[0]
 
-    def _divide(self, batch: Batch, rows: Tensor) -> Division:
+    def _divide(self, batch: Batch, rows: Tensor) -> tuple[tuple[Tensor, ...], list[float]]:
         return divide(batch, rows, self.share.lanes, shared_prompts=self.roles.forward.packed)
 
     def _seed_pass(self, step: int, purpose: str) -> None:
@@ -166,21 +166,19 @@ class LocalTrainer:
         live = rows[~zero_gradient_B[rows]]
         scale = updates.loss_scale(batch.select(rows), config.generation.max_tokens, self.roles)
         share = int(batch.loss_mask[live].sum()) / scale.num_tokens
-        division = self._divide(batch, live)
-        costs, text, rows_of_text = division.costs, None, ()
+        (rows_of, costs), text, rows_of_text = self._divide(batch, live), None, ()
         if algorithm.needs_text and learns:
             assert self.text is not None, "plan/roles.py refuses algorithms that need text without any"
             text = self.text(config.seed, step, number)
-            text_division = self._divide(text, torch.arange(len(text.rewards)))
-            rows_of_text = text_division.rows
-            costs = [sum(pair) for pair in zip(costs, text_division.costs, strict=True)]
+            rows_of_text, text_costs = self._divide(text, torch.arange(len(text.rewards)))
+            costs = [sum(pair) for pair in zip(costs, text_costs, strict=True)]
         passes: dict[int, list[updates.PassRecord]] = {}
         gaps: list[tuple[Tensor, Tensor]] | None = None  # (distances, which of them are tokens) `[B, T]` of each pass
         if number == 0 and self.check_samples is not None:
             gaps = []
         with self.passes():
             for lane in (lane for lane in self.share.mine if costs[lane] > 0):
-                passes[lane] = list(self._passes(algorithm, batch, division.rows[lane], scale, at, gaps))
+                passes[lane] = list(self._passes(algorithm, batch, rows_of[lane], scale, at, gaps))
                 if text is not None and len(rows_of_text[lane]):
                     self._seed_pass(step, f"text dropout {number} {lane}")
                     passes[lane].append(self._text_pass(algorithm, text, rows_of_text[lane]))
@@ -296,24 +294,25 @@ class LocalTrainer:
         moments = {} if self.roles.is_whole else self.moments()
         return digest_of_json([digest_of_tensors(self.weights() | moments), self.critic_statistics()])
 
-    def start(self, moments: Mapping[str, Tensor]) -> Start:
-        """What a rank has to know that joins this one, where the optimizers have these moments in all."""
-        return Start(moments=shapes_of(moments), critic=self.critic_statistics())
+    def join(
+        self, shapes: Shapes, critic: Mapping[str, Any] | None, moments: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Gives the state of rank 0, which this is or joins, to every other rank. RanksError: a rank is gone or late.
 
-    def join(self, start: Start, moments: Mapping[str, Tensor] | None = None) -> None:
-        """Gives the state of rank 0, which this is or joins, to every other rank.
-
-        `moments` are on rank 0 all moments, also those that other ranks will hold. RanksError: a rank is gone or late.
+        Args:
+            shapes: of all moments, also those that other ranks than 0 will hold.
+            critic: rank 0's `critic_statistics`.
+            moments: on rank 0 all moments; on other ranks None.
         """
         exchange, rank = self.share.exchange, self.share.rank
         assert exchange is not None, "the ranks have met"
         take_over(exchange, rank, self.weights())
         kept = {}
-        for name, tensor in sent(exchange, rank, start.moments, moments or {}, self.roles.backbone.device):
+        for name, tensor in sent(exchange, rank, shapes, moments or {}, self.roles.backbone.device):
             if rank > 0 and any(optimizer.holds(name) for optimizer in self.optimizers.values()):
                 kept[name] = tensor
         if rank > 0:
-            self._restore_optimizers(kept, start.critic)
+            self._restore_optimizers(kept, critic)
 
     def gather(self, shapes: Sequence[Shapes]) -> dict[str, Tensor]:
         """On rank 0 {name: tensor in main memory} of the moments of all ranks, which have these shapes; else nothing.

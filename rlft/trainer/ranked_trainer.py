@@ -203,12 +203,12 @@ class RankedTrainer:
             timeout=self._timeout,
         )
         moments = self._local.moments() if self._restored is None else self._restored
-        start = self._local.start(moments)
-        self._call("join", rendezvous, start)
+        start = shapes_of(moments), self._local.critic_statistics()
+        self._call("join", rendezvous, *start)
         device = self._local.roles.backbone.device
         self._exchange = Exchange(rendezvous, 0, device, self._watch)
         self._local.share = replace(self._share, exchange=self._exchange)
-        self._local.join(start, moments)
+        self._local.join(*start, moments)
         self._answers("join")
         self._restored = None
 

@@ -262,14 +262,6 @@ def _end(groups: list[Any]) -> None:
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # {name: (shape, dtype)} of tensors that are sent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """What a rank that joins has to know of the state of rank 0 before the tensors arrive."""
-
-    moments: Shapes  # the optimizers' moments
-    critic: Mapping[str, Any] | None  # the statistics that normalise the critic's values; None without a critic
-
-
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 

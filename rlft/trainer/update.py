@@ -54,21 +54,16 @@ class Costs:
     groups: Sequence[int]  # the group with which each row shares its prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """Rows of a batch in lanes."""
+def divide(
+    batch: Batch, rows: Tensor, num_lanes: int, *, shared_prompts: bool
+) -> tuple[tuple[Tensor, ...], list[float]]:
+    """(int64 indices of each lane's rows, in the order of the batch; the lanes' costs in tokens) of rows of a batch.
 
-    rows: tuple[Tensor, ...]  # int64 indices of each lane's rows, in the order of the batch; a lane may be empty
-    costs: tuple[float, ...]  # cost of each lane, in tokens
-
-
-def divide(batch: Batch, rows: Tensor, num_lanes: int, *, shared_prompts: bool) -> Division:
-    """Divides rows of a batch (int64 `[N]`) into lanes.
-
-    shared_prompts: whether rows of a group share their prompt in the forward; else each row costs its whole length.
+    A lane may be empty. rows: int64 `[N]`. shared_prompts: whether rows of a group share their prompt in the forward;
+    else each row costs its whole length.
     """
     lanes, costs = assign(costs_of(batch, rows, shared_prompts=shared_prompts), num_lanes)
-    return Division(rows=tuple(rows[tensor(lane, dtype=rows.dtype)] for lane in lanes), costs=tuple(costs))
+    return tuple(rows[tensor(lane, dtype=rows.dtype)] for lane in lanes), costs
 
 
 def costs_of(batch: Batch, rows: Tensor, *, shared_prompts: bool) -> Costs:

@@ -123,10 +123,10 @@ def test_a_padded_row_costs_its_whole_length(batch: Batch) -> None:
 
 
 def test_rows_of_a_lane_are_in_the_order_of_the_batch(batch: Batch) -> None:
-    division = divide(batch, torch.tensor([3, 1, 2]), 2, shared_prompts=True)
-    assert sorted(torch.cat(division.rows).tolist()) == [1, 2, 3]
-    assert [rows.tolist() for rows in division.rows] == [[3, 2], [1]]  # in the order in which they are given
-    assert all(rows.dtype == torch.int64 for rows in division.rows)
+    lanes, _ = divide(batch, torch.tensor([3, 1, 2]), 2, shared_prompts=True)
+    assert sorted(torch.cat(lanes).tolist()) == [1, 2, 3]
+    assert [rows.tolist() for rows in lanes] == [[3, 2], [1]]  # in the order in which they are given
+    assert all(rows.dtype == torch.int64 for rows in lanes)
 
 
 def test_the_balance_is_the_share_of_time_in_which_lanes_work() -> None:
