@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from rlft.model.reward_model import LearnedReward
     from rlft.model.roles import Roles
     from rlft.reward.workers.reward_spec import RewardSpec
-    from rlft.reward.workers.scorer import Scorer
 
 COMMANDS = """\
 /base             the bare base answers the last question
@@ -135,7 +134,6 @@ def open_talk(resolved: Resolved, source: NamedRun | None, raw: bool, say: Say) 
             roles = open_roles(policy)
             stack.callback(roles.close)
             talk = Talk(policy, roles, resolved.parts, data)
-            stack.callback(talk.close)
             stack.callback(talk.end_tools)
         most = f"at most {counted(talk.sampling.max_tokens, 'token')}"
         say(f"{policy.title}: temperature {talk.sampling.temperature:g}, {most}; /help")
@@ -163,9 +161,7 @@ class Talk:
         self.turns: tuple[Message, ...] = ()
         self.last: Rollout | None = None
         self._num_questions = 0
-        self._scorer: Scorer | None = None
-        self._resident: dict[str, LearnedReward] | None = None
-        self._resident_error: UserError | None = None
+        self._learned: dict[str, LearnedReward] | UserError | None = None
         args = engine_args(self.config, policy.lora, roles)
         engine = self.config.generation.named(ANYWHERE)  # even if the run sampled with another engine
         self._policy, self._base = engine.open(args), engine.open(args)
@@ -269,20 +265,15 @@ class Talk:
 
     def score(self, answer: str) -> dict[str, tuple[float, float]]:
         """{reward: (score, weight)} for the answer shown last, with `answer` as the reference answer."""
-        last, rewards = self._last_rollout("/score"), self._rewards()
-        prompt = replace(last.prompt, answer=answer)
-        try:
-            scores = self._open_scorer(rewards)([Group(prompt=prompt, rollouts=(replace(last, prompt=prompt),))])
-        except BaseException:
-            self.close()  # a worker may still be scoring, and its reply would be taken for that of the next call
-            raise
-        return {name: (scores.by_reward[name].item(), spec.weight) for name, spec in rewards.items()}
+        from rlft.reward.workers.scorer import Scorer
 
-    def close(self) -> None:
-        """Ends the worker process of the rewards, if one was started."""
-        if self._scorer is not None:
-            self._scorer.close()
-            self._scorer = None
+        last, rewards, scoring = self._last_rollout("/score"), self._rewards(), self.config.scoring
+        prompt = replace(last.prompt, answer=answer)
+        group = Group(prompt=prompt, rollouts=(replace(last, prompt=prompt),))
+        scorer = Scorer(rewards, min(1, scoring.workers), scoring.timeout, "stop", self._learned_rewards(rewards))
+        with contextlib.closing(scorer):
+            scores = scorer([group])
+        return {name: (scores.by_reward[name].item(), spec.weight) for name, spec in rewards.items()}
 
     def _rewards(self) -> dict[str, RewardSpec]:
         from rlft.reward.workers.reward_spec import specs
@@ -292,34 +283,24 @@ class Talk:
         require(rewards, "/score", problem, remedy="chat with a run that has some")
         return specs(rewards)
 
-    def _open_scorer(self, rewards: Mapping[str, RewardSpec]) -> Scorer:
-        """The scorer, opened at the first call: it may start a worker or load reward models."""
-        from rlft.reward.workers.scorer import Scorer
-
-        scoring = self.config.scoring
-        if self._resident is None:
-            self._resident = self._open_resident(rewards)
-        if self._scorer is None:
-            self._scorer = Scorer(rewards, min(1, scoring.workers), scoring.timeout, "stop", self._resident)
-        return self._scorer
-
-    def _open_resident(self, rewards: Mapping[str, RewardSpec]) -> dict[str, LearnedReward]:
-        """The learned rewards, with the weights that the run trained if it trained them."""
+    def _learned_rewards(self, rewards: Mapping[str, RewardSpec]) -> dict[str, LearnedReward]:
+        """The learned rewards, loaded at the first call, with the weights that the run trained if it trained them."""
         from rlft.loop.parts import open_resident
         from rlft.model.reward_model import reward_role
 
-        if self._resident_error is not None:
-            raise self._resident_error  # an adapter may be half loaded, so this is not tried twice
         saved = self.saved
-        trained = saved is not None and any(reward_role(name) in saved.adapters for name in rewards)
-        try:
-            resident = open_resident(rewards, self.roles, learns=trained)
-        except UserError as error:
-            self._resident_error = error
-            raise
-        if saved is not None:
-            self.roles.restore(saved.adapters, saved.heads)
-        return resident
+        if self._learned is None:
+            trained = saved is not None and any(reward_role(name) in saved.adapters for name in rewards)
+            try:
+                self._learned = open_resident(rewards, self.roles, learns=trained)
+            except UserError as error:  # an adapter may be half loaded, so this is not tried twice
+                self._learned = error
+            else:
+                if saved is not None:
+                    self.roles.restore(saved.adapters, saved.heads)
+        if isinstance(self._learned, UserError):
+            raise self._learned
+        return self._learned
 
 
 class Terminal:
