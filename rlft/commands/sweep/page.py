@@ -1,4 +1,4 @@
-"""The results of a sweep: its table and sweep.csv, the best run; of a study also the importance of keys, sweep.png."""
+"""The results of a sweep: its table and sweep.csv, the best run; of a study also sweep.png."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Page:
             rows.append([row.number, row.state, *(row.params[key] for key in keys), *results])
         write_csv(self.folder, columns, rows)
 
-    def show(self, rows: Sequence[Trial], importance: Mapping[str, float], picture: Callable[[], bytes]) -> None:
+    def show(self, rows: Sequence[Trial], picture: Callable[[], bytes]) -> None:
         """Writes sweep.csv and sweep.png, and prints the table; does nothing without trials, which are sorted."""
         if not rows:
             return
@@ -104,8 +104,6 @@ class Page:
             columns, lines = [*columns, STATE], [[*line, state] for line, state in zip(lines, states, strict=True)]
         best = f", best {self.metric} first" if any(row.value is not None for row in rows) else ""
         print_table(f"sweep of {counted(len(rows), 'trial')}{best}", columns, lines)
-        for key, share in importance.items():
-            print(f"importance of {key}: {share:.2f}")
         write_atomically(self.folder / PICTURE, picture())
         print(f"written to {self.folder / TABLE} and {self.folder / PICTURE}")
         complete = [row for row in rows if row.state == "complete" and row.values]

@@ -26,7 +26,6 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning, OptunaError
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
@@ -60,7 +59,6 @@ JOURNAL = "optuna.log"
 """The file in the sweep's folder, in the format of Optuna's JournalFileBackend, which optuna-dashboard reads."""
 NAME = "sweep"
 REDUCTION = 3  # Hyperband lets one of so many trials continue at each rung
-FEWEST_TO_COMPARE = 4  # complete trials without which the importance of a key is not told
 
 VALUES, WHY, ATTEMPTS = "values", "why", "attempts"
 """Attributes of a trial: its value by seed; why it failed or was pruned; how far its runs were each time that they were
@@ -223,20 +221,6 @@ class Trials:
         order, sign = list(STATES.values()), 1.0 if self.lower_is_better else -1.0
         rows = [trial_of(trial) for trial in self._all()]
         return sorted(rows, key=lambda row: (order.index(row.state), sign * (row.value or 0.0), row.number))
-
-    def importance(self) -> dict[str, float]:
-        """{key: its share, of 1, in what sets the best tenth of the complete trials apart}; {} of too few trials.
-
-        By PED-ANOVA (arXiv 2304.10255), of Optuna's evaluators the one that needs no scikit-learn.
-        """
-        complete = self._all((TrialState.COMPLETE,))
-        varied = [key for key in self._distributions if len({trial.params[key] for trial in complete}) > 1]
-        if len(complete) < FEWEST_TO_COMPARE or not varied or len({trial.value for trial in complete}) == 1:
-            return {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            shares = get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator(), params=varied)
-        return {key: float(share) for key, share in shares.items()}
 
     def picture(self, metric: str) -> bytes:
         """The metric of the complete trials by each key, as a PNG."""
@@ -438,7 +422,7 @@ class Study(Source[TrialRun]):
             say(f"note: {len(failed)} of {counted(len(rows), 'trial')} failed; {TABLE} says why")
 
     def show(self) -> None:
-        self._page.show(self.trials.rows(), self.trials.importance(), partial(self.trials.picture, self._metric))
+        self._page.show(self.trials.rows(), partial(self.trials.picture, self._metric))
 
     def _complete(self, trial: Trial) -> None:
         """All runs of a trial are done. It fails if the last step of one was not evaluated."""

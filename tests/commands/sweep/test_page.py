@@ -45,7 +45,6 @@ def test_a_studys_results_are_a_table_a_file_and_a_picture(
     out = capsys.readouterr().out
     assert "sweep of 10 trials, best accuracy first" in out
     assert "pruned: median at step" in out
-    assert "importance of trainer.lr: " in out
     assert f"written to {tmp_path / 'sweep.csv'}" in out.replace("\n", "")
 
 
@@ -167,7 +166,6 @@ def test_a_studys_title_names_no_best_trial_where_none_has_a_value(
     study = make_and_do(tmp_path, keys(trials=1))
     alone = [Trial(number=0, params=study.trials.rows()[0].params, state="failed", value=None, why="broken")]
     monkeypatch.setattr(type(study.trials), "rows", lambda self: alone)
-    monkeypatch.setattr(type(study.trials), "importance", lambda self: {})
     study.show()
     assert capsys.readouterr().out.splitlines()[0] == "sweep of 1 trial"
 

@@ -379,16 +379,6 @@ def test_what_is_not_finite_makes_a_trial_fail(tmp_path: Path) -> None:
     assert (row.state, row.value, row.why) == ("failed", None, "its metric is not finite")
 
 
-def test_the_key_that_matters_is_the_most_important_one(tmp_path: Path) -> None:
-    trials = make_trials(tmp_path, keys(sampler="random", trials=30), SPACE)
-    done(trials, 3)
-    assert trials.importance() == {}, "three trials say nothing"
-    done(trials, 40)
-    shares = trials.importance()
-    assert max(shares, key=lambda key: shares[key]) == "trainer.lr"
-    assert sum(shares.values()) == pytest.approx(1.0)
-
-
 def test_attempts_at_a_trial_that_has_ended_are_not_forgotten(tmp_path: Path) -> None:
     """A second Ctrl-C may come while the run of a pruned trial still saves."""
     trials = make_trials(tmp_path, keys(), SPACE)
