@@ -39,13 +39,14 @@ from bench_work import (
     device_and_dtype,
     run_rlft,
     run_to_the_end,
-    shape_of,
     table,
     where,
     where_and_when,
 )
+from roofline import network
 
-from rlft.commands.doctor.work import SIZES, Workload, make_model, step_flops, write_prompts
+from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
+from rlft.plan.roofline import operations_of, update
 from rlft.system.machine import peak_rate
 
 EVERY = 200  # milliseconds between two readings
@@ -396,7 +397,8 @@ def rates(results: list[Result]) -> dict[str, float]:
     if default_dtype() != "bfloat16":
         return {}
     rate = peak_rate(*device_and_dtype())
-    return {r.name: step_flops(shape_of(SIZES[r.size], r.work.rank), r.work) / rate for r in results if r.size}
+    kernels = {r.name: update(network(SIZES[r.size]), r.work.rows) for r in results if r.size}
+    return {name: operations_of(of_update) / rate for name, of_update in kernels.items()}
 
 
 def summary(measured: Measured) -> str:

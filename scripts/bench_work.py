@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlft.commands.doctor.work import Shape, Size, Workload, write_prompts
+from rlft.commands.doctor.work import Workload, write_prompts
 from rlft.runs import run_folder
 from rlft.runs.lines import METRICS, read_lines
 
@@ -44,22 +44,6 @@ class Measured:
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
-
-
-def shape_of(size: Size, rank: int) -> Shape:
-    """The shape of a model of this size with an adapter of this rank on all its layers."""
-    head_size = size.hidden // size.heads
-    query_width, key_width = size.heads * head_size, size.key_heads * head_size
-    matrices = (
-        (size.hidden, query_width), (size.hidden, key_width), (size.hidden, key_width), (query_width, size.hidden),
-        (size.hidden, size.intermediate), (size.hidden, size.intermediate), (size.intermediate, size.hidden),
-    )  # fmt: skip
-    return Shape(
-        base=size.layers * sum(num_inputs * num_outputs for num_inputs, num_outputs in matrices),
-        low=size.layers * sum(rank * (num_inputs + num_outputs) for num_inputs, num_outputs in matrices),
-        head=size.hidden * size.vocabulary,
-        width=size.layers * query_width,
-    )
 
 
 class MeasurementError(Exception):

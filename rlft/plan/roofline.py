@@ -51,6 +51,11 @@ def seconds_of(kernels: Iterable[Kernel], machine: Machine) -> float:
     return device + host if machine.is_host else max(device, host)
 
 
+def operations_of(kernels: Iterable[Kernel]) -> float:
+    """Floating-point operations of a stage."""
+    return sum(kernel.number * kernel.operations for kernel in kernels)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """A model of attention and gated MLPs."""

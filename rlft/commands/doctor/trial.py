@@ -20,20 +20,23 @@ import torch
 from torch import Tensor
 
 from rlft.commands.doctor.command import NotReadyError, Settings, judged
-from rlft.commands.doctor.work import SIZES, Shape, Workload, make_model, step_flops, write_prompts
+from rlft.commands.doctor.work import SIZES, Workload, make_model, write_prompts
 from rlft.config.keys import with_values
 from rlft.config.resolved import resolve
 from rlft.config.schema import AUTO, RunConfig
 from rlft.generation.memory import in_words, peak
 from rlft.generation.sending import memory_folder
+from rlft.logger.loggers import own_loggers
 from rlft.loop.freshness import Freshness, Gap, Limits, StaleAdapterError, flatten
 from rlft.loop.parts import Engines
 from rlft.loop.session import Session, open_session
 from rlft.model.activations import is_checkpointed
 from rlft.model.backbone import read_config
 from rlft.model.roles import POLICY, Roles
+from rlft.plan.duration import network_of
 from rlft.plan.fit import fit_to_device
 from rlft.plan.memory_parts import OF_THE_MARGIN, OF_THE_PROCESS, parts
+from rlft.plan.roofline import operations_of, update as model_of_update
 from rlft.plan.sizes import on_a_gpu, sizes_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.runs import run_folder
@@ -119,7 +122,7 @@ class MachineTrial:
     # -- the run ----------------------------------------------------------------------------------------------------
     def start(self) -> Session:
         """Loads the model and starts the engine, and records the memory of the process before that."""
-        plan = self.plan
+        plan = replace(self.plan, loggers=own_loggers(self.config))  # whose lines the rows judge
         run_folder.check_writable(self.run)
         run_folder.claim(self.run, plan.plain, plan.fingerprints, plan.num_steps)
         self.process = resident_bytes()
@@ -307,9 +310,9 @@ def step_rows(trial: MachineTrial) -> list[CheckRow]:
         min(sum(line[f"time/{stage}"] for stage in stages) for line in steps)
         for stages in (("sample",), ("credit", "update"), ("publish",))
     )
-    shape = Shape.of_model(trial.session.backbone.model, sizes_of(trial.config.model, trial.config.lora).lora)
-    longest = max(trial.plan.train_prompts.num_tokens)
-    flops = step_flops(shape, replace(work, prompt_tokens=longest))
+    network = network_of(sizes_of(trial.config.model, trial.config.lora), whole=False)
+    longest = replace(work, prompt_tokens=max(trial.plan.train_prompts.num_tokens)).rows
+    flops = None if network is None else operations_of(model_of_update(network, longest))
     sampled, prompts = steps[-1]["tokens/completion"], steps[-1]["tokens/prompt"]
     tokens = sampled + prompts * (1 if roles.forward.packed else work.group)
     side, seconds = PRODUCT[trial.kind]
@@ -330,15 +333,18 @@ def sampling_row(tokens: int, seconds: float, update_s: float, engine: str) -> C
     return judged("sampling", value, remedy, numbers, slow=ratio > MAX_SAMPLING_RATIO)
 
 
-def update_row(tokens: int, seconds: float, flops: float, rate: float, least_share: float) -> CheckRow:
+def update_row(tokens: int, seconds: float, flops: float | None, rate: float, least_share: float) -> CheckRow:
     """Tokens/s, and the share of the machine's arithmetic that credit and update reach.
 
-    `flops` is the number of floating-point operations that they need, `rate` the FLOP/s of a large product in the same
-    dtype, `least_share` the share of it below which the update is slow.
+    `flops` is the number of floating-point operations that they need, None for a model whose layers have no figures.
+    `rate` is the FLOP/s of a large product in the same dtype, `least_share` the share below which the update is slow.
     """
+    value, numbers = f"{tokens / seconds:,.0f} tokens/s", {"tokens_per_s": tokens / seconds, "seconds": seconds}
+    if flops is None:
+        return CheckRow("update", Status.ok, f"{value}; no figures for the layers of this model", numbers=numbers)
     share = flops / seconds / rate
-    value = f"{tokens / seconds:,.0f} tokens/s, {share:.0%} of {rate / 1e9:,.0f} GFLOP/s, the rate of a large product"
-    numbers = {"tokens_per_s": tokens / seconds, "seconds": seconds, "share": share, "product_flops_per_s": rate}
+    value += f", {share:.0%} of {rate / 1e9:,.0f} GFLOP/s, the rate of a large product"
+    numbers |= {"share": share, "product_flops_per_s": rate}
     remedy = "look at what else runs here, at model.kernels (row kernels), and raise token_budget"
     return judged("update", value, remedy, numbers, slow=share < least_share)
 

@@ -1,4 +1,4 @@
-"""Models with random weights, prompts of a given length and the arithmetic of a step, for `rlft doctor` and benchmarks.
+"""Models with random weights, and prompts of a given length, for `rlft doctor` and benchmarks.
 
 No model or data set is downloaded. A prompt consists of letters, one token each, and the tokenizer has no end token, so
 that every completion has the requested length.
@@ -11,7 +11,8 @@ import random
 import string
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from rlft.plan.roofline import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,13 @@ class Workload:
     @property
     def completions(self) -> int:
         return self.prompts * self.group
+
+    @property
+    def rows(self) -> Work:
+        """The rows of a step, in one micro-batch."""
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        budget = self.prompts * (prompt + self.group * completion)
+        return Work(prompts=self.prompts, group=self.group, prompt=prompt, completion=completion, budget=budget)
 
 
 def make_model(folder: Path, size: Size, dtype: str) -> Path:
@@ -98,44 +106,3 @@ def write_prompts(file: Path, work: Workload, steps: int) -> Path:
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The sizes of a model that its arithmetic depends on."""
-
-    base: int  # number of weights in the matrices of all layers
-    low: int  # number of weights in an adapter on them
-    head: int  # number of weights in the LM head
-    width: int  # heads x head size, summed over the layers
-
-    @classmethod
-    def of_model(cls, model: Any, lora: int) -> Shape:
-        """The shape of a loaded transformers model; `lora` is the number of parameters of its adapter."""
-        from torch import nn
-
-        from rlft.model.activations import layer_sizes
-
-        text_config, head = model.config.get_text_config(), model.get_output_embeddings()
-        layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-        return cls(
-            base=sum(layer.in_features * layer.out_features for layer in layers),
-            low=lora,
-            head=text_config.hidden_size * text_config.vocab_size,
-            width=sum(layer.queries for layer in layer_sizes(text_config)),
-        )
-
-
-def step_flops(shape: Shape, work: Workload) -> float:
-    """Floating-point operations of credit and update: one forward and backward, with each prompt once per group.
-
-    The cost of a token is a multiple of 2 x the number of parameters involved: for the base 1 forward and 1 for the
-    gradient of its input (its weights are frozen), for LoRA 1 forward and 2 backward, for the head 1 forward and 1
-    backward, for completion tokens only. Attention between a query and a key costs 4 x head size x heads forward and
-    twice that backward; the kernel's recomputation of scores in backward is not counted.
-    """
-    p, c, g = work.prompt_tokens, work.completion_tokens, work.group
-    tokens = work.prompts * (p + g * c)
-    linear = tokens * (4 * shape.base + 6 * shape.low)
-    scores = work.prompts * (p * (p + 1) / 2 + g * (c * p + c * (c + 1) / 2))
-    return linear + scores * 4 * shape.width * 3 + work.prompts * g * c * 4 * shape.head

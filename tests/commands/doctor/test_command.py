@@ -396,6 +396,16 @@ def test_a_gap_above_what_runs_allow_is_wrong() -> None:
     assert Gap.between([0.0, 1.0], [0.0, 3.0]) == Gap(mean=1.0, largest=2.0)
 
 
+def test_the_steps_of_a_trial_are_recorded_and_judged(tiny_trial: Callable[..., MachineTrial]) -> None:
+    made = tiny_trial()
+    with made._open:
+        checks = (trial.engine_rows, trial.step_rows, trial.memory_rows, trial.gap_rows)
+        rows = {row.name: row for check in checks for row in check(made)}
+    assert list(rows) == ["engine", "sampling", "update", "publish", "memory plan", "log-prob gap"]
+    assert rows["update"].numbers["share"] > 0
+    assert "sampled_mean_nats" in rows["log-prob gap"].numbers
+
+
 # -- speed and memory ------------------------------------------------------------------------------------------------
 def test_slow_steps_are_told() -> None:
     assert trial.sampling_row(1000, 10.0, 1.0, "vllm").status is Status.ok
@@ -404,6 +414,8 @@ def test_slow_steps_are_told() -> None:
     half = trial.update_row(1000, 2.0, 1e12, 1e12, 0.2)
     assert (half.status, half.numbers["share"], half.numbers["tokens_per_s"]) == (Status.ok, 0.5, 500.0)
     assert trial.update_row(1000, 10.0, 1e12, 1e12, 0.2).status is Status.slow
+    unknown = trial.update_row(1000, 10.0, None, 1e12, 0.2)
+    assert (unknown.status, "share" in unknown.numbers) == (Status.ok, False)
     assert trial.publish_row(2.0, 100.0).status is Status.ok
     assert trial.publish_row(0.5, 1.0).status is Status.ok
     assert trial.publish_row(2.0, 10.0).status is Status.slow

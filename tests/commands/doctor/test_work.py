@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from bench_work import shape_of
 from peft import LoraConfig, get_peft_model
+from roofline import network
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlft.commands.doctor.work import Shape, Size, Workload, make_model, step_flops, write_prompts
+from rlft.commands.doctor.work import Size, Workload, make_model, write_prompts
+from rlft.plan.roofline import operations_of, update
 
 pytestmark = pytest.mark.slow
 
@@ -23,37 +22,18 @@ def small() -> Size:
     return Size(hidden=32, layers=2, heads=4, key_heads=2, intermediate=48, vocabulary=300)
 
 
-def test_the_operations_of_a_step_are_those_of_its_layers_and_scores(small: Size, tmp_path: Path) -> None:
-    work = Workload(prompts=3, group=2, prompt_tokens=5, completion_tokens=4, rank=2)
+def test_the_operations_of_a_step_are_those_of_its_layers(small: Size, tmp_path: Path) -> None:
+    """Each of a linear layer's weights, forward and for the gradient of its input; where it learns, for its own."""
+    work = Workload(prompts=3, group=2, prompt_tokens=5, completion_tokens=4)
     base = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", small, "float32"))
-    bare = copy.deepcopy(base)
-    model = get_peft_model(base, LoraConfig(r=work.rank, target_modules="all-linear"))
-    tokens = work.prompt_tokens + work.group * work.completion_tokens  # of one group, packed
-    count = 0
-
-    def of_layer(name: str) -> Any:
-        passes = 3 if "lora_" in name else 2  # forward, the input's gradient and, where it learns, the weight's
-        seen = work.group * work.completion_tokens if "lm_head" in name else tokens
-
-        def hook(module: torch.nn.Linear, *_: Any) -> None:
-            nonlocal count
-            count += work.prompts * passes * 2 * seen * module.in_features * module.out_features
-
-        return hook
-
+    model = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear"))
+    tokens, count = work.prompts * (5 + 2 * 4), 0
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear:
-            module.register_forward_hook(of_layer(name))
-    model(input_ids=torch.arange(tokens)[None])
-    for _ in range(work.prompts):
-        pairs = sum(place + 1 for place in range(work.prompt_tokens))
-        for _ in range(work.group):
-            pairs += sum(work.prompt_tokens + place + 1 for place in range(work.completion_tokens))
-        # Scores and their product with the values, once forward and twice backward.
-        count += pairs * small.layers * small.hidden * 2 * 2 * 3
-    shape = shape_of(small, work.rank)
-    assert step_flops(shape, work) == count
-    assert Shape.of_model(bare, model.num_parameters(only_trainable=True)) == shape
+            seen = work.completions * work.completion_tokens if "lm_head" in name else tokens
+            count += (3 if "lora_" in name else 2) * 2 * seen * module.in_features * module.out_features
+    kernels = [kernel for kernel in update(network(small), work.rows) if not kernel.name.startswith("attention")]
+    assert operations_of(kernels) == pytest.approx(count)
 
 
 def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small: Size, tmp_path: Path) -> None:
