@@ -10,7 +10,7 @@ from warm_python import WarmPython
 
 from rlft.system.process.child import function_of
 from rlft.system.process.launcher import LocalProcesses, ProcessWorker
-from rlft.system.process.worker import Shared, WorkerSpec
+from rlft.system.process.worker import WorkerSpec
 
 START_S = 60.0
 
@@ -75,7 +75,7 @@ class ReusedProcesses:
         self.idle += [worker.process for worker in self.started if worker.process.is_alive()]
         self.started.clear()
 
-    def share(self, value: Any) -> Shared:
+    def share(self, value: Any) -> Any:
         return self.processes.share(value)
 
     def close(self) -> None:

@@ -15,9 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from rlft.system.process.child import serve
 
@@ -33,7 +34,7 @@ class WarmPython:
             )
 
     def start(
-        self, name: str, descriptors: Sequence[int], output: int | None, environment: Mapping[str, str]
+        self, target: str, words: Sequence[str], *, descriptors: Sequence[int], output: int | None, environment: Any
     ) -> Forked:
         assert output is not None, "a worker has a log"
         socket.send_fds(self._socket, [json.dumps(environment).encode()], [*descriptors, output])

@@ -113,12 +113,11 @@ class WorkerPool(Pool):
 
 
 # -- without workers ---------------------------------------------------------------------------------------------------
-class InProcess:
+class InProcess(Pool):
     """A pool without workers, for debugging a reward and for tiny tests. Nothing is isolated."""
 
     def __init__(self, specs: Sequence[RewardSpec], timeout_s: float) -> None:
         self._rewards, self._timeout_s = workers.load(specs), timeout_s
-        self.ran_programs = False
 
     def run(self, tasks: Sequence[workers.Task], stop_when: StopWhen) -> Iterator[tuple[workers.Task, workers.Reply]]:
         for task in tasks:
@@ -128,9 +127,6 @@ class InProcess:
             yield task, reply
             if stop_when(reply):
                 return
-
-    def stop(self) -> None:
-        """Does nothing: the calling thread runs the rewards."""
 
     def close(self) -> None:
         """Does nothing: there is nothing to end."""

@@ -74,16 +74,8 @@ def start_python(
         )
 
 
-def start_server(
-    name: str, descriptors: Sequence[int], output: int | None, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """The process of a `Child`, which serves the first of these descriptors."""
-    words = [name, str(descriptors[0])]
-    return start_python(f"{__name__}:main", words, descriptors=descriptors, output=output, environment=environment)
-
-
-Start = Callable[[str, Sequence[int], int | None, Mapping[str, str]], "subprocess.Popen[bytes]"]
-"""Starts a process like `start_server`."""
+Start = Callable[..., "subprocess.Popen[bytes]"]
+"""Starts a process like `start_python`."""
 
 
 class Child:
@@ -115,14 +107,20 @@ class Child:
         descriptors: Sequence[int] = (),
         output: int | None = None,
         environment: Mapping[str, str] | None = None,
-        start: Start = start_server,
+        start: Start = start_python,
     ) -> None:
         # Pickled first: an argument that cannot be pickled starts no process.
         message = pickle.dumps((target, tuple(arguments)), pickle.HIGHEST_PROTOCOL)
         ours, theirs = socket.socketpair()
         # A signal to the whole job while Python starts would end it: the mask is inherited until it handles them.
         with theirs, interrupt.signals_blocked():
-            self._process = start(name, (theirs.fileno(), *descriptors), output, environment or {})
+            self._process = start(
+                f"{__name__}:main",
+                [name, str(theirs.fileno())],
+                descriptors=(theirs.fileno(), *descriptors),
+                output=output,
+                environment=environment,
+            )
         self.connection = Connection(ours.detach())
         self.left_s, self.stopped_s = START_LIMIT_S, 0.0
         self.is_ready = self.is_busy = False

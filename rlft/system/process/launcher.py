@@ -15,10 +15,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlft.system.process.child import END_S, Child, Start, start_server
+from rlft.system.process.child import END_S, Child, Start, start_python
 from rlft.system.process.placement import check_room
 from rlft.system.process.running_time import InOrder
-from rlft.system.process.worker import LOGS, Answer, Launcher, Shared, WorkerError, WorkerSpec, where_it_wrote
+from rlft.system.process.worker import LOGS, Answer, Launcher, WorkerError, WorkerSpec, where_it_wrote
 
 POLL_S = 0.5
 """Seconds between checks whether a silent worker lives: a child of it may hold the connection open after its death."""
@@ -27,7 +27,7 @@ POLL_S = 0.5
 class LocalProcesses:
     """A `Launcher` of processes on this machine; their logs are in `<folder>/cluster/`."""
 
-    def __init__(self, folder: Path, start: Start = start_server) -> None:
+    def __init__(self, folder: Path, start: Start = start_python) -> None:
         self._logs, self._start_process = folder / LOGS, start
         self._workers: list[ProcessWorker] = []
         self._lock = threading.Lock()
@@ -46,8 +46,8 @@ class LocalProcesses:
             self._workers = [other for other in self._workers if other.is_alive()] + [worker]
         return worker
 
-    def share(self, value: Any) -> Shared:
-        return Shared(pickled=pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    def share(self, value: Any) -> Any:
+        return value
 
     def close(self) -> None:
         with self._lock:

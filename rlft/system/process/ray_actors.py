@@ -287,22 +287,8 @@ class RayActors:
             ray.shutdown()
 
     # -- logs ----------------------------------------------------------------------------------------------------------
-    def fetch_log(self, place: Place, copy: Path) -> None:
-        """Adds to the copy what it lacks of a log on another machine; nothing if that machine does not answer."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RayError
-
-        with suppress(RayError, GetTimeoutError, OSError):
-            reader = self._reader_on(place.node)
-            while True:
-                size = copy.stat().st_size if copy.exists() else 0
-                part: Any = ray.get(reader.read.remote(place.log, size, PART_BYTES), timeout=LOG_S)
-                if not part:
-                    return
-                with copy.open("ab") as file:
-                    file.write(part)
-
-    def _reader_on(self, node: str) -> Any:
+    def log_reader_on(self, node: str) -> Any:
+        """The actor that reads logs of this machine."""
         with self._lock:
             if node not in self._readers:
                 self._readers[node] = actor_on(node, LogReader, runtime_env=_runtime_environment({}))
@@ -364,11 +350,20 @@ class RayWorker:
             ray.kill(self._actor, no_restart=True)
 
     def copy_log(self) -> None:
-        """Updates the copy of the log if the worker is on another machine."""
-        place = None if self._ended else self.place
-        if place is not None and place.node != self._launcher.node:
-            with self._copying:
-                self._launcher.fetch_log(place, self._log)
+        """Adds to the copy what it lacks of a log on another machine; nothing if that machine does not answer."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        if self._ended or self.place is None or self.place.node == self._launcher.node:
+            return
+        with self._copying, suppress(RayError, GetTimeoutError, OSError):
+            reader = self._launcher.log_reader_on(self.place.node)
+            part: Any
+            while part := ray.get(
+                reader.read.remote(self.place.log, self._log.stat().st_size, PART_BYTES), timeout=LOG_S
+            ):
+                with self._log.open("ab") as file:
+                    file.write(part)
 
     def _find(self, place: Any) -> None:
         import ray

@@ -110,7 +110,7 @@ class Launcher(Protocol):
         ...
 
     def share(self, value: Any) -> Any:
-        """A reference to a large value that is sent once, to be given as an argument of calls to several workers."""
+        """What is given for a large value as an argument of calls to several workers: on a cluster it is sent once."""
         ...
 
     def close(self) -> None:
@@ -134,13 +134,6 @@ def where_it_wrote(log: Path) -> str:
 
 
 # -- the process of a worker -------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """A value that is pickled once, for calls to several workers."""
-
-    pickled: bytes
-
-
 class Held:
     """The object of a worker. An error in making it becomes the answer to every call."""
 
@@ -155,8 +148,6 @@ class Held:
     def answer(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
         """The pickled answer to a call; a value that cannot be pickled becomes the failure to do so."""
         try:
-            args = [unpacked(value) for value in args]
-            kwargs = {name: unpacked(value) for name, value in kwargs.items()}
             reply = self._failed or Answer(value=getattr(self._object, method)(*args, **kwargs))
             return pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # raised by the object; it is raised again in the calling process
@@ -186,11 +177,6 @@ def _read(connection: Connection, calls: queue.SimpleQueue[bytes]) -> None:
         while True:
             calls.put(connection.recv_bytes())
     end_group()
-
-
-def unpacked(value: Any) -> Any:
-    """The value; one that is shared between workers is unpickled."""
-    return pickle.loads(value.pickled) if isinstance(value, Shared) else value
 
 
 def failure(error: Exception) -> Answer:
