@@ -1,12 +1,12 @@
 """The parts of a run in this process, each opened by itself: its engines and teacher, base, roles, trainer, rewards.
 
-Engines and teachers that are slow to start serve every job of a sweep.
+An engine that is slow to start serves every job of a sweep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -55,41 +55,19 @@ from rlft.trainer.sharded_base import ShardedLayers
 
 
 class Engines(AbstractContextManager["Engines"]):
-    """Opens generators and closes each of them once: those that several jobs share at the end of the context."""
+    """Opens generators and closes each of them once: one that several jobs share at the end of the context."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[object, Any]] = {}
+        self._shared: tuple[object, Generator] | None = None  # (what it was opened with, the open one)
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Closes the shared generator and the teacher."""
-        for what in ("teacher", "generator"):
-            self._close(what)
-
-    def teacher(self, engine: Engine, settings: TeacherSettings | None) -> TeacherEngine | None:
-        """The teacher that the engine computes, an earlier job's if that has the same settings; None without settings.
-
-        A teacher that the job does not use is closed, to free its memory.
-        """
-        if settings is None:
-            self._close("teacher")
-            return None
-        settings = engine.teacher_settings(settings)
-        return self._keep("teacher", settings, lambda: engine.open_teacher(settings))
-
-    def _keep(self, what: str, key: object, open_it: Callable[[], Any]) -> Any:
-        """The open one with this key; one with another key is closed first, as two would not fit at the same time."""
-        if what in self._kept and self._kept[what][0] != key:
-            self._close(what)
-        if what not in self._kept:
-            self._kept[what] = key, open_it()
-        return self._kept[what][1]
-
-    def _close(self, what: str) -> None:
-        if what in self._kept:
-            self._kept.pop(what)[1].close()
+        """Closes the shared generator."""
+        if self._shared is not None:
+            self._shared[1].close()
+        self._shared = None
 
     @contextmanager
     def opened(self, engine: Engine, args: EngineArgs) -> Iterator[Generator]:
@@ -141,7 +119,12 @@ class Engines(AbstractContextManager["Engines"]):
         return self._shared_by_jobs(chosen, engine_args(plan.config, lora, images=plan.images)).adopt
 
     def _shared_by_jobs(self, engine: Engine, args: EngineArgs) -> Generator:
-        return cast(Generator, self._keep("generator", (engine, args.of_the_engine), lambda: engine.open(args)))
+        key = engine, args.of_the_engine
+        if self._shared is not None and self._shared[0] != key:
+            self.close()  # first, as two would not fit at the same time
+        if self._shared is None:
+            self._shared = key, engine.open(args)
+        return self._shared[1]
 
 
 def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None:
@@ -154,28 +137,28 @@ def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None
     return choose(backbone.model, backbone.kernels)
 
 
-def opened_teacher(engines: Engines, config: RunConfig, row_tokens: int) -> Forward | TeacherEngine | None:
-    """The teacher of this run if it is a separate model: its forward, or the engine that computes it.
+@contextmanager
+def opened_teacher(config: RunConfig, row_tokens: int) -> Iterator[Forward | TeacherEngine | None]:
+    """Yields the teacher of this run if it is a separate model: its forward, or the engine that computes it.
 
     row_tokens: number of tokens of the longest row that it will read.
     """
     settings = teacher_settings(config.snapshot, config.model)
     engine = config.generation.named(config.snapshot.teacher_engine)
     if settings is None or not engine.teaches:
-        engines.teacher(engine, None)
-        return load_teacher(config.snapshot, config.model)
+        yield load_teacher(config.snapshot, config.model)
+        return
     device = resolve_device(settings.device)
-    return engines.teacher(
-        engine,
-        TeacherSettings(
-            model_path=str(resolve_path(settings.path)),
-            dtype=str(resolve_dtype(settings.dtype, device)).removeprefix("torch."),
-            trust_remote_code=settings.trust_remote_code,
-            quantization=settings.quantization,
-            row_tokens=row_tokens,
-            gpu_memory_utilization=config.snapshot.teacher_gpu_memory_utilization,
-        ),
+    asked = TeacherSettings(
+        model_path=str(resolve_path(settings.path)),
+        dtype=str(resolve_dtype(settings.dtype, device)).removeprefix("torch."),
+        trust_remote_code=settings.trust_remote_code,
+        quantization=settings.quantization,
+        row_tokens=row_tokens,
+        gpu_memory_utilization=config.snapshot.teacher_gpu_memory_utilization,
     )
+    with closing(engine.open_teacher(engine.teacher_settings(asked))) as teacher:
+        yield teacher
 
 
 def largest_of(plan: Plan) -> dict[str, Largest]:

@@ -334,7 +334,7 @@ def open_session(
         else:
             base = layers_of_rank(config.cluster, rank=0)
         # Before the base: what it leaves free decides whether activations are recomputed.
-        teacher = opened_teacher(engines, config, plan.teacher_row_tokens) if trains else None
+        teacher = stack.enter_context(opened_teacher(config, plan.teacher_row_tokens)) if trains else None
         roles = stack.enter_context(open_roles(config, teacher, adopt=adopt, base=base))
         learns_reward = config.reward_model.refresh_every > 0
         rewards = open_scorer(config, roles, learns=learns_reward, pool=pool, open_rewards=workers.open_rewards)

@@ -178,33 +178,21 @@ def taught_by(name: str, *more: str) -> tuple[str, ...]:
 
 def test_a_teacher_is_started_with_what_the_run_says(run_config: Any, teachers: list[Taught]) -> None:
     words = taught_by("tiny-chains", "snapshot.teacher_engine=vllm", "snapshot.teacher_gpu_memory_utilization=0.2")
-    with Engines() as engines:
-        assert opened_teacher(engines, run_config(*words), 99) is teachers[0]
+    with opened_teacher(run_config(*words), 99) as teacher:
+        assert teacher is teachers[0]
+        assert teachers[0].closed == 0
     settings = teachers[0].settings
     assert (settings.row_tokens, settings.dtype, settings.gpu_memory_utilization) == (99, "float32", 0.2)
     assert settings.model_path.endswith("tiny-chains")
     assert teachers[0].closed == 1
 
 
-def test_jobs_of_a_sweep_share_a_teacher_until_they_need_another_or_none(
-    run_config: Any, teachers: list[Taught]
-) -> None:
-    vllm = "snapshot.teacher_engine=vllm"
-    first, other = (run_config(*taught_by(name, vllm)) for name in ("tiny-chains", "tiny-arithmetic"))
-    with Engines() as engines:
-        assert opened_teacher(engines, first, 99) is opened_teacher(engines, first, 99)
-        opened_teacher(engines, other, 99)
-        opened_teacher(engines, other, 100)
-        assert [teacher.closed for teacher in teachers] == [1, 1, 0]
-        assert opened_teacher(engines, run_config(), 0) is None
-        assert [teacher.closed for teacher in teachers] == [1, 1, 1]
-
-
-def test_a_teacher_by_transformers_is_a_forward_and_frees_one_in_vllm(run_config: Any, teachers: list[Taught]) -> None:
-    with Engines() as engines:
-        opened_teacher(engines, run_config(*taught_by("tiny-student", "snapshot.teacher_engine=vllm")), 99)
-        assert isinstance(opened_teacher(engines, run_config(*taught_by("tiny-student")), 99), Forward)
-        assert teachers[0].closed == 1
+def test_a_teacher_by_transformers_is_a_forward(run_config: Any, teachers: list[Taught]) -> None:
+    with opened_teacher(run_config(*taught_by("tiny-student")), 99) as teacher:
+        assert isinstance(teacher, Forward)
+    with opened_teacher(run_config(), 0) as teacher:
+        assert teacher is None
+    assert teachers == []
 
 
 def is_checkpointing(model) -> bool:
