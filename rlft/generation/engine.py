@@ -438,7 +438,7 @@ class Engine(ABC):
         return settings
 
     def open_teacher(self, settings: TeacherSettings) -> Any:
-        """The live teacher (`rlft.model.teacher.TeacherEngine`); whoever opens it closes it."""
+        """The live teacher (as in `rlft.generation.vllm.teacher`); whoever opens it closes it."""
         raise NotImplementedError(f"{self.title} computes no teacher")
 
     @abstractmethod

@@ -38,7 +38,6 @@ from rlft.model.lora_config import lora_config
 from rlft.model.networks import Networks
 from rlft.model.reward_model import LearnedReward, open_learned, reward_role
 from rlft.model.roles import Roles
-from rlft.model.teacher import TeacherEngine
 from rlft.plan.fit import needs_checkpointing
 from rlft.plan.model_rules import empty_model, fresh_shapes, modules_to_adapt
 from rlft.plan.roles import teacher_is_meant
@@ -138,7 +137,7 @@ def load_teacher(snapshot: SnapshotConfig, model: ModelConfig) -> Forward | None
 
 
 @contextmanager
-def opened_teacher(config: RunConfig, row_tokens: int) -> Iterator[Forward | TeacherEngine | None]:
+def opened_teacher(config: RunConfig, row_tokens: int) -> Iterator[Any]:
     """Yields the teacher of this run if it is a separate model: its forward, or the engine that computes it.
 
     row_tokens: number of tokens of the longest row that it will read.

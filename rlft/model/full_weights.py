@@ -19,9 +19,7 @@ from rlft.model.adapter_folder import OLD, POLICY, REFERENCE, SAMPLER
 from rlft.model.backbone import Backbone
 from rlft.model.critic import CRITIC
 from rlft.model.experts import Routing, mixture_of
-from rlft.model.forward import Forward
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
-from rlft.model.teacher import TeacherEngine
 from rlft.system.device import copied
 from rlft.types import Adapter, require
 
@@ -59,7 +57,7 @@ class WholeModel(Networks):
         *,
         temperature: float = 1.0,
         token_budget: int = UNLIMITED,
-        teacher: Forward | TeacherEngine | None = None,
+        teacher: Any = None,
     ) -> None:
         self.model = backbone.model
         self.model.requires_grad_(True)

@@ -30,7 +30,7 @@ from rlft.model.forward import Forward, choose, open_prefix_cache, scale_down
 from rlft.model.kernels.lm_head import Anchor
 from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.model.packing import Layout
-from rlft.model.teacher import Part, TeacherEngine, teacher_logprobs, teacher_logprobs_by_engine
+from rlft.model.teacher import Part, teacher_logprobs, teacher_logprobs_by_engine
 from rlft.system.device import copy_each
 from rlft.types import Adapter, Batch, ImageRows, Outputs, Prompt, UserError
 
@@ -57,7 +57,7 @@ class Networks(ABC):
         temperature: float,  # temperature at which log-probs are taken
         token_budget: int,  # the most tokens in a forward
         # The forward of a teacher that is a separate model, or the engine that computes it; otherwise None.
-        teacher: Forward | TeacherEngine | None,
+        teacher: Any,
     ) -> None:
         self.backbone, self.snapshot = backbone, snapshot
         self.temperature, self.token_budget = temperature, token_budget

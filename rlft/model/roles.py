@@ -34,11 +34,9 @@ from rlft.model.adapter_folder import (
 from rlft.model.backbone import Backbone, BaseWeights, load_backbone
 from rlft.model.critic import CRITIC
 from rlft.model.experts import Routing, mixture_of
-from rlft.model.forward import Forward
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.lora_config import as_configured, folder_config, folder_fields, lora_config, named_inside, unadapted
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS, Kept, Networks
-from rlft.model.teacher import TeacherEngine
 from rlft.model.text_model import names_of
 from rlft.system.device import copied, copy_each
 from rlft.system.products import Weight
@@ -63,7 +61,7 @@ class Roles(Networks):
         temperature: float,
         token_budget: int,
         seed: int,
-        teacher: Forward | TeacherEngine | None = None,
+        teacher: Any = None,
     ) -> None:
         assert not hasattr(backbone.model, "peft_config"), "close the roles that are on this base first"
         super().__init__(backbone, snapshot, temperature=temperature, token_budget=token_budget, teacher=teacher)

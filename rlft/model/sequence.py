@@ -16,28 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-
-class TokenExchange(Protocol):
-    """The connections between the ranks that share tokens."""
-
-    def all_to_all(self, sent: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
-        """What other ranks have for this one.
-
-        Args:
-            sent: a contiguous row of bytes, the part for the first rank first.
-            sizes: bytes for each rank.
-            arriving: bytes from each rank, which has as many for this one.
-        """
-        ...
-
-    def add_up(self, tensor: Tensor) -> None:
-        """Overwrites each rank's tensor by the sum of all ranks' tensors."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +28,7 @@ class TokenShare:
 
     rank: int  # number of this rank among those that share a row
     ranks: int  # how many they are
-    exchange: TokenExchange
+    exchange: Any  # the connections between these ranks (`rlft.trainer.ranks.Exchange`)
 
     def own(self, x: Tensor) -> Tensor:
         """`[.., n]` of `[.., N]`: the numbers of this rank's tokens."""
@@ -115,7 +97,7 @@ class TokenShare:
 
 class _AddedUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: Any) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         exchange.add_up(total)
         return total

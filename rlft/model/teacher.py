@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,25 +18,6 @@ from rlft.batch import batch_of_rows
 from rlft.model.forward import Forward, MicroBatch
 from rlft.model.packing import PackedRows, paths_of, prompt_lengths
 from rlft.types import Batch
-
-
-class TeacherEngine(Protocol):
-    """A teacher that is no network in the trainer's hands."""
-
-    def logprobs(
-        self, rows: Sequence[Sequence[int]], top_k: int, vocabulary: int
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each row of T tokens: log-probs of its tokens but the first `[T - 1]`, the top_k most likely tokens in the
-        place of each (int64 `[T - 1, K]`), and theirs `[T - 1, K]`; at temperature 1, float32, on the CPU.
-
-        vocabulary: tokens from this one on are not among the most likely; a model may have more than its tokenizer.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends what it has started."""
-        ...
-
 
 Part = tuple[Tensor, MicroBatch]  # indices of rows in the batch, and the micro-batch of these rows
 
@@ -67,9 +48,11 @@ def teacher_logprobs(
 
 
 def teacher_logprobs_by_engine(
-    engine: TeacherEngine, batch: Batch, micro_batches: Sequence[Tensor], *, top_k: int, vocabulary: int
+    engine: Any, batch: Batch, micro_batches: Sequence[Tensor], *, top_k: int, vocabulary: int
 ) -> dict[str, Tensor]:
     """As `teacher_logprobs`, with all rows in order in one call, so that no number depends on the token budget.
+
+    engine: what computes the teacher (`rlft.generation.vllm.teacher`).
 
     A row without a sampled token is not asked for. `micro_batches` are the indices of rows; other rows are 0.
     """

@@ -104,14 +104,19 @@ class Exchange:
         self._begin(lambda: self._host_group.allgather([numbers], [own_number]), "hear from all other ranks")()
         return [int(number) for number in numbers]
 
-    # -- between the ranks that share the tokens of their passes (`TokenExchange`) -----------------------------------
+    # -- between the ranks that share the tokens of their passes -----------------------------------------------------
     def all_to_all(self, sent: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        """What other ranks have for this one: so many bytes from each are `arriving`.
+
+        sent: a contiguous row of bytes, the part for the first rank first; `sizes` are those of the parts.
+        """
         arrived, options = sent.new_empty(sum(arriving)), dist.AllToAllOptions()
         arguments = (arrived, sent, [*arriving], [*sizes], options)
         self._begin(lambda: self._token_group.alltoall_base(*arguments), self._sharing)()
         return arrived
 
     def add_up(self, tensor: Tensor) -> None:
+        """Overwrites each rank's tensor by the sum of all ranks' tensors."""
         self._begin(lambda: self._token_group.allreduce([tensor]), self._sharing)()
 
     def close(self) -> None:

@@ -78,7 +78,12 @@ class VLLMTeacher:
     def logprobs(
         self, rows: Sequence[Sequence[int]], top_k: int, vocabulary: int
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """As of `rlft.model.teacher.TeacherEngine`, for rows of 2 .. `row_tokens` token ids."""
+        """Of each row of T token ids: log-probs of its tokens but the first `[T - 1]`, the top_k most likely tokens in
+        the place of each (int64 `[T - 1, K]`), and theirs `[T - 1, K]`; at temperature 1, float32, on the CPU.
+
+        rows: of 2 .. `row_tokens` token ids. vocabulary: tokens from this one on are not among the most likely; a model
+        may have more than its tokenizer.
+        """
         if self._llm is None:
             raise ValueError("this teacher is closed")
         for row in rows:
