@@ -8,7 +8,7 @@ import pytest
 import yaml
 from in_one_test import each
 
-from rlft.commands.sweep.space import read_grid
+from rlft.commands.sweep.space import read_space
 from rlft.config import catalog, command as commands
 from rlft.config.compose import answer, compose
 from rlft.config.overrides import parse
@@ -72,12 +72,12 @@ def test_no_data_may_be_said_where_there_need_be_none() -> None:
 
 
 def test_null_among_the_values_of_a_sweep_means_the_same() -> None:
-    space = read_grid(["logger=null,wandb", "reward=format,null", "seed=1"], "train")
+    space = read_space(["logger=null,wandb", "reward=format,null", "seed=1"], "train", is_study=False)
     plains = [compose(space.words(params)) for params in space.combinations()]
     assert [(list(p.get("logger", {})), list(p.get("reward", {}))) for p in plains] == [
         (loggers, rewards) for loggers in ([], ["wandb"]) for rewards in (["format"], [])
     ]
-    algorithms = read_grid(["algorithm=grpo,null"], "train")
+    algorithms = read_space(["algorithm=grpo,null"], "train", is_study=False)
     *_, nothing = algorithms.combinations()
     with pytest.raises(UserError, match="algorithm: something must be chosen"):
         compose(algorithms.words(nothing))

@@ -386,7 +386,7 @@ TABLE = [
      "never prunes a trial: its run is not evaluated before the last step, 4, got median; set eval.every below 4"),
     (f"{CHOOSES} resume=auto", "resume", "is of one run, and this is a sweep, got auto; leave it out"),
     (f"{CHOOSES} 'lora.rank=interval(4,8)'", "lora.rank", "write 'lora.rank=int(interval(..))' to draw whole numbers"),
-    ("train -m sweep=optuna 'trainer.lr=choice(1e-3)'", "trainer.lr", "is a choice of one value, got choice(1e-3)"),
+    ("train -m sweep=optuna 'trainer.lr=choice(1e-3)'", "sweep", "has nothing to choose"),
     ("train -m sweep=optuna 'trainer.lr=intervall(1e-4,1e-2)'", "trainer.lr",
      "has a function that cannot be read (Unknown function 'intervall'), got intervall(1e-4,1e-2); write"),
     ("train -m sweep=optuna 'trainer.lr=interval(1e-4)'", "trainer.lr", "(missing a required argument: 'end')"),
@@ -826,7 +826,7 @@ TABLE = [
     ("resume run algorithm=gspo", "resume", "algorithm.ratio: token -> sequence"),
     ("resume changed", "data.path", "data changed since the run began"),
     # Sweeps
-    ("train -m seed=1,1", "-m", "jobs 0 and 1 are the same"),
+    ("train -m seed=1,1", "seed", "has a value twice, got 1"),
     (
         "train -m algorithm.clip_low=0.1,0.2",
         "algorithm.clip_low",

@@ -108,7 +108,7 @@ REFUSED = {
     "text.path=x +text.lines=3": "text.lines: there is no such key, got 3; ",
     "text.path=x command=train": "command: this is rlft parrot, got train; leave it as it is",
     "+recipe=sft_arithmetic": "+recipe: is for rlft sft, got sft_arithmetic; write rlft sft +recipe=sft_arithmetic",
-    "-m text.path=x seed=0,0": "-m: jobs 0 and 1 are the same, got ",
+    "-m text.path=x seed=0,0": "seed: has a value twice, got 0",
 }
 
 

@@ -76,10 +76,12 @@ def check(command: str, parsed: Arguments, folder: Path | None) -> Checked:
         problem = f"trials are compared by what evaluations measure, and rlft {command} has none"
         require(evaluates, "sweep", problem, got="optuna", remedy="leave every sweep key out to try all values")
         spaces.check_installed()
-        space = spaces.read_space([word for word in parsed.overrides if not spaces.is_own(word)], command)
+        space = spaces.read_space(
+            [word for word in parsed.overrides if not spaces.is_own(word)], command, is_study=True
+        )
         spaces.number_of_trials(keys, space)
     else:
-        space = spaces.read_grid(parsed.overrides, command)
+        space = spaces.read_space(parsed.overrides, command, is_study=False)
     tried = jobs_of(space) if keys is None else corners_of(space)
     resolved = checked_configs(tried, space, parsed.config_dir, command, keys and keys.metric)
     plains = [one.plain for one in resolved]
@@ -349,7 +351,9 @@ def check_same_questions(key: str, first: Plan, other: Plan) -> None:
     before, after = _held_out(first), _held_out(other)
     for what in (what for what in before if before[what] != after.get(what)):
         problem = f"decides which {what} are held out, or their tokens, so that trials could not be compared"
-        raise UserError(key, problem, got=f"other {what}", remedy="give it one value")
+        number, other_number = len(before[what]), len(after.get(what, ()))  # fingerprints are of one length
+        got = f"other {what}" if number == other_number else f"{number} and {other_number} {what}"
+        raise UserError(key, problem, got=got, remedy="give it one value")
 
 
 def _held_out(plan: Plan) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -171,46 +171,58 @@ class Space:
                 yield f"{one.key}={value}", {**first, one.key: value}
 
 
-def read_space(words: Sequence[str], command: str) -> Space:
+OF_THE_PLACE = ("resume", "hydra.sweep.dir")  # where runs are, which is the sweep's to say
 
-    def chosen(key: str, got: str, parsed: Any) -> Choice | Interval:
-        remedy = "write sweep.seeds=3 for three runs of each trial" if key == "seed" else "give it one value"
-        require(key not in OF_THE_COMPARISON, key, OF_THE_COMPARISON.get(key, ""), got=got, remedy=remedy)
+
+def read_space(words: Sequence[str], command: str, *, is_study: bool) -> Space:
+    """The space of a study, or that whose combinations a plain sweep goes through in the same order each time.
+
+    Refuses glob(..), which rlft does not expand, and shuffle(..), whose order is another one at each reading.
+    """
+    fixed, varied = list[str](), list[Choice | Interval]()
+    for word, parsed in zip(words, parse_overrides(words, command), strict=True):
+        key, got, value = key_of(word), word.partition("=")[2], parsed.value()
+        remedy = "repeat the sweep with hydra.sweep.dir=<its folder>: finished jobs are skipped"
+        remedy = "resume a sweep with rlft resume <its folder>" if is_study else remedy
+        is_new = key != "resume" or got == "null"
+        require(is_new, key, "cannot be used in a sweep", got=got, remedy=remedy)
+        if not parsed.is_sweep_override():
+            fixed += [word] if key not in OF_THE_PLACE else []
+            continue
+        if parsed.value_type.name == "GLOB_CHOICE_SWEEP":
+            choices = value.filter(catalog.choices(key, command))
+            remedy = f"write {key}={','.join(choices)}" if choices else f"give {key} values with commas between them"
+            raise UserError(key, "a pattern does not say which values there are", got=got, remedy=remedy)
+        problem = "shuffle(..) gives another order each time that a sweep is resumed, and jobs go by their numbers"
+        require(not getattr(value, "shuffle", False), key, problem, got=got, remedy="leave shuffle(..) out")
+        (_check_of_study if is_study else _check_of_grid)(key, got, parsed)
         if parsed.is_interval_sweep():
-            return _interval(parsed.get_key_element(), parsed.value(), got)
-        return Choice(key=parsed.get_key_element(), values=_values(key, parsed, got))
-
-    space = _read(words, command, chosen, "resume a sweep with rlft resume <its folder>")
+            varied.append(_interval(parsed.get_key_element(), value, got))
+            continue
+        values = tuple(text.replace("\\:", ":") for text in parsed.sweep_string_iterator())  # which Hydra escapes
+        for text in values:
+            require(values.count(text) == 1, key, "has a value twice", got=text, remedy="give every value once")
+        if len(values) == 1:
+            fixed.append(f"{parsed.get_key_element()}={values[0]}")
+        elif values:
+            varied.append(Choice(key=parsed.get_key_element(), values=values))
     problem = "has nothing to choose: no key has an interval or several values"
     remedy = "give one, such as 'trainer.lr=interval(1e-5,1e-3)' or lora.rank=4,16"
-    require(space.varied, "sweep", problem, got="optuna", remedy=remedy)
-    return space
+    require(varied or not is_study, "sweep", problem, got="optuna", remedy=remedy)
+    return Space(fixed=tuple(fixed), varied=tuple(varied))
 
 
-def read_grid(words: Sequence[str], command: str) -> Space:
-    """The space whose combinations a plain sweep goes through one by one, in the same order each time."""
-
-    def chosen(key: str, got: str, parsed: Any) -> Choice | str | None:
-        problem = "an interval has no values to go through one by one"
-        remedy = "add sweep=optuna, which draws from it, or give values with commas between them"
-        require(not parsed.is_interval_sweep(), key, problem, got=got, remedy=remedy)
-        values = tuple(value.replace("\\:", ":") for value in parsed.sweep_string_iterator())  # which Hydra escapes
-        one = Choice(key=parsed.get_key_element(), values=values)
-        problem, remedy = "cannot be swept: each job has its own folder", "leave it out of the sweep"
-        require(key not in OF_THE_PLACE, key, problem, got=sorted(one.values), remedy=remedy)
-        return f"{one.key}={one.values[0]}" if len(one.values) == 1 else one if one.values else None
-
-    again = "repeat the sweep with hydra.sweep.dir=<its folder>: finished jobs are skipped"
-    space = _read(words, command, chosen, again)
-    first_numbers: dict[tuple[str, ...], int] = {}
-    for number, params in enumerate(space.combinations()):
-        first, got = first_numbers.setdefault(tuple(params.values()), number), " ".join(space.words(params))
-        problem = f"jobs {first} and {number} are the same"
-        require(first == number, "-m", problem, got=got, remedy="give every value once")
-    return space
+def _check_of_study(key: str, got: str, parsed: Any) -> None:
+    remedy = "write sweep.seeds=3 for three runs of each trial" if key == "seed" else "give it one value"
+    require(key not in OF_THE_COMPARISON, key, OF_THE_COMPARISON.get(key, ""), got=got, remedy=remedy)
 
 
-OF_THE_PLACE = ("resume", "hydra.sweep.dir")  # where runs are, which is the sweep's to say
+def _check_of_grid(key: str, got: str, parsed: Any) -> None:
+    problem = "an interval has no values to go through one by one"
+    remedy = "add sweep=optuna, which draws from it, or give values with commas between them"
+    require(not parsed.is_interval_sweep(), key, problem, got=got, remedy=remedy)
+    problem, remedy = "cannot be swept: each job has its own folder", "leave it out of the sweep"
+    require(key not in OF_THE_PLACE, key, problem, got=got, remedy=remedy)
 
 
 def number_of_trials(keys: StudyConfig, space: Space) -> int:
@@ -226,35 +238,6 @@ def number_of_trials(keys: StudyConfig, space: Space) -> int:
     remedy = "leave it out, or use sweep.sampler=tpe or random"
     require(fits, "sweep.trials", problem, got=keys.trials, remedy=remedy)
     return space.size
-
-
-def _read(
-    words: Sequence[str], command: str, chosen: Callable[[str, str, Any], Choice | Interval | str | None], again: str
-) -> Space:
-    """The space of these overrides; again: how to resume.
-
-    `chosen` is called with the key of one that is swept, its value as it is typed, and what Hydra reads from it.
-    Refuses glob(..), which rlft does not expand, and shuffle(..), whose order is another one at each reading.
-    """
-    fixed: list[str] = []
-    varied: list[Choice | Interval] = []
-    for word, parsed in zip(words, parse_overrides(words, command), strict=True):
-        key, got, value = key_of(word), word.partition("=")[2], parsed.value()
-        is_new = key != "resume" or got == "null"
-        require(is_new, key, "cannot be used in a sweep", got=got, remedy=again)
-        if parsed.is_sweep_override() and parsed.value_type.name == "GLOB_CHOICE_SWEEP":
-            choices = value.filter(catalog.choices(key, command))
-            remedy = f"write {key}={','.join(choices)}" if choices else f"give {key} values with commas between them"
-            raise UserError(key, "a pattern does not say which values there are", got=got, remedy=remedy)
-        shuffles = parsed.is_sweep_override() and getattr(value, "shuffle", False)
-        problem = "shuffle(..) gives another order each time that a sweep is resumed, and jobs go by their numbers"
-        require(not shuffles, key, problem, got=got, remedy="leave shuffle(..) out")
-        one = chosen(key, got, parsed) if parsed.is_sweep_override() else word
-        if isinstance(one, str):
-            fixed += [one] if key not in OF_THE_PLACE else []
-        elif one is not None:
-            varied.append(one)
-    return Space(fixed=tuple(fixed), varied=tuple(varied))
 
 
 def changes_no_number(key: str, plain: Mapping[str, Any]) -> bool:
@@ -302,15 +285,6 @@ def _interval(key: str, value: Any, got: str) -> Interval:
     require(has_logarithms, name, "only positive numbers have logarithms", got=got, remedy=remedy)
     log = tags == ["log"] or (not tags and low > 0 and high >= WIDE * low)
     return Interval(key=key, low=low, high=high, whole=whole, log=log)
-
-
-def _values(key: str, parsed: Any, got: str) -> tuple[str, ...]:
-    values = tuple(parsed.sweep_string_iterator())
-    remedy = f"give several, or {key}={''.join(values[:1])}"
-    require(len(values) != 1, key, "is a choice of one value", got=got, remedy=remedy)
-    for value in values:
-        require(values.count(value) == 1, key, "has a value twice", got=value, remedy="give every value once")
-    return values
 
 
 RECORD = "sweep.yaml"  # the file in a sweep's folder with the record

@@ -17,7 +17,7 @@ from rlft.commands.sweep import page
 from rlft.commands.sweep.checks import Checked
 from rlft.commands.sweep.command import Grid
 from rlft.commands.sweep.page import rows, write_csv
-from rlft.commands.sweep.space import Space, read_grid
+from rlft.commands.sweep.space import Space, read_space
 from rlft.commands.sweep.study import Trial
 from rlft.config.overrides import parse
 from rlft.runs import run_status
@@ -78,7 +78,7 @@ HEADERS = ["job", "keys", "before", "accuracy", "reward", "seconds"]
 
 
 def space_of(*words: str) -> Space:
-    return read_grid(["+recipe=grpo_arithmetic", "steps=4", *words, "hydra.sweep.dir=swept"], "train")
+    return read_space(["+recipe=grpo_arithmetic", "steps=4", *words, "hydra.sweep.dir=swept"], "train", is_study=False)
 
 
 @pytest.fixture

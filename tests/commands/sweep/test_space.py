@@ -12,7 +12,6 @@ from rlft.commands.sweep.space import (
     Space,
     changes_no_number,
     check_changes_numbers,
-    read_grid,
     read_space,
 )
 from rlft.config.compose import compose
@@ -20,14 +19,14 @@ from rlft.types import UserError
 
 
 def interval(value: str, key: str = "trainer.lr") -> Interval:
-    [one] = read_space([f"{key}={value}"], "train").varied
+    [one] = read_space([f"{key}={value}"], "train", is_study=True).varied
     assert isinstance(one, Interval)
     return one
 
 
 def test_words_with_several_values_are_chosen_and_the_others_are_fixed() -> None:
     words = ["trainer.lr=interval(1e-5,1e-2)", "lora.rank=choice(4,16)", "algorithm=grpo,gspo"]
-    space = read_space(["+recipe=grpo_arithmetic", *words], "train")
+    space = read_space(["+recipe=grpo_arithmetic", *words], "train", is_study=True)
     assert space.fixed == ("+recipe=grpo_arithmetic",)
     assert space.varied == (
         Interval(key="trainer.lr", low=1e-5, high=1e-2, whole=False, log=True),
@@ -40,12 +39,12 @@ def test_words_with_several_values_are_chosen_and_the_others_are_fixed() -> None
 
 
 def test_each_value_and_each_end_is_a_corner_once() -> None:
-    space = read_space(["trainer.lr=interval(1,2)", "lora.rank=4,8,16"], "train")
+    space = read_space(["trainer.lr=interval(1,2)", "lora.rank=4,8,16"], "train", is_study=True)
     assert [word for word, _ in space.corners()] == [
         "trainer.lr=1.0 lora.rank=4", "trainer.lr=2.0", "lora.rank=8", "lora.rank=16",
     ]  # fmt: skip
     assert dict(space.corners())["lora.rank=8"] == {"trainer.lr": 1.0, "lora.rank": "8"}
-    assert read_space(["a=1,2", "b=1,2,3"], "train").size == 6
+    assert read_space(["a=1,2", "b=1,2,3"], "train", is_study=True).size == 6
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
 )
 def test_what_cannot_be_chosen_is_refused(word: str, fragment: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(fragment)}"):
-        read_space([word, "lora.dropout=0,0.1"] if word.startswith("resume") else [word], "train")
+        read_space([word, "lora.dropout=0,0.1"] if word.startswith("resume") else [word], "train", is_study=True)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_keys_that_change_no_number_cannot_be_chosen(word: str) -> None:
     key, _, values = word.partition("=")
     said = f"{key}: cannot be swept: it does not change what a run measures, got {values.replace(',', ', ')};"
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
-        check_changes_numbers(read_space([word], "train"), compose([]))
+        check_changes_numbers(read_space([word], "train", is_study=True), compose([]))
 
 
 def test_an_outside_engines_free_keys_cannot_be_chosen_either() -> None:
@@ -131,7 +130,7 @@ def test_an_outside_engines_free_keys_cannot_be_chosen_either() -> None:
 )  # fmt: skip
 def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are(word: str) -> None:
     """Another file is another setting, and what evaluations depend on is refused by its own message."""
-    space = read_space([word], "train")
+    space = read_space([word], "train", is_study=True)
     if word.startswith("cluster"):
         with pytest.raises(UserError, match=r"^cluster: cannot be swept"):
             check_changes_numbers(space, compose([]))
@@ -140,9 +139,9 @@ def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are
 
 
 def test_a_plain_sweep_refuses_an_interval() -> None:
-    assert read_grid(["trainer.lr=1e-5,1e-4", "lora.rank=range(1,4)"], "train").size == 6
+    assert read_space(["trainer.lr=1e-5,1e-4", "lora.rank=range(1,4)"], "train", is_study=False).size == 6
     with pytest.raises(UserError, match=r"trainer.lr: an interval has no values .*; add sweep=optuna"):
-        read_grid(["trainer.lr=interval(1e-5,1e-4)"], "train")
+        read_space(["trainer.lr=interval(1e-5,1e-4)"], "train", is_study=False)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +161,6 @@ def test_a_plain_sweep_refuses_an_interval() -> None:
     ids=["values", "range", "choices", "no choices"],
 )
 def test_values_in_another_order_each_time_and_patterns_are_refused_in_any_sweep(word: str, refusal: str) -> None:
-    for check in (read_space, read_grid):
+    for is_study in (True, False):
         with pytest.raises(UserError, match=f"^{re.escape(refusal)}"):
-            check([word], "train")
+            read_space([word], "train", is_study=is_study)
