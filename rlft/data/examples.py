@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ import numpy as np
 
 from rlft.config.model import ANSWER
 from rlft.config.schema import PromptsConfig
-from rlft.data.fields import MissingField, RowError, value_of
+from rlft.data.fields import text_of
 from rlft.data.files import check_first_rows, files_at, parsed, tables
 from rlft.data.prompts import Findings, chunked, prompts_for_step, tokenised, tokenizer_fingerprint, uses_template
 from rlft.data.records import check_tokenizer, sampled_with
@@ -61,47 +61,39 @@ class Text:
     text: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextKeys:
+    """The config keys that say which fields of a row hold a text and, unless null, its context."""
+
+    field: str
+    given_field: str | None
+
+    def __post_init__(self) -> None:
+        problem = "is the key of the text itself (pretrain.field)"
+        remedy = "name the field of what stands before the text, or set it to null"
+        require(self.given_field != self.field, "pretrain.given_field", problem, got=self.given_field, remedy=remedy)
+
+    def parse(self, fields: Mapping[str, Any], row_id: str) -> list[Text]:
+        """The row's text. Raises RowError."""
+        context = "" if self.given_field is None else text_of(fields, self.given_field, blank=True)
+        return [Text(context=context, text=text_of(fields, self.field))]
+
+
 def load_texts(path: str, field: str, given_field: str | None, nested: str | None = None) -> list[Text]:
     """The texts of all rows of `files_at(path)`, in order and unchanged; `given_field` has their contexts.
 
     UserError: a file cannot be read, or there is no row; a field is missing or of another type, or a text is empty.
     """
-    texts = [text for _, text in parsed(path, PATH, nested, _parser(field, given_field))]
+    keys = TextKeys(field=field, given_field=given_field)
+    texts = [text for _, text in parsed(path, PATH, nested, keys.parse)]
     require(texts, PATH, "holds no texts", got=path, remedy="give a file with one JSON object a line")
     return texts
 
 
 def check_texts(path: str, field: str, given_field: str | None, nested: str | None = None) -> None:
     """Checks the first rows of what `load_texts` reads. Raises UserError."""
-    check_first_rows(tables(files_at(path, PATH), PATH, nested), _parser(field, given_field), PATH)
-
-
-def _parser(field: str, given_field: str | None) -> Callable[[Mapping[str, Any], str], list[Text]]:
-    problem = "is the key of the text itself (pretrain.field)"
-    remedy = "name the field of what stands before the text, or set it to null"
-    require(given_field != field, "pretrain.given_field", problem, got=given_field, remedy=remedy)
-
-    def parse(fields: Mapping[str, Any], row_id: str) -> list[Text]:
-        context = "" if given_field is None else _string(fields, "given_field", given_field)
-        text = _string(fields, "field", field)
-        if not text.strip():
-            raise RowError("the text is empty", remedy="fix or remove it")
-        return [Text(context=context, text=text)]
-
-    return parse
-
-
-def _string(fields: Mapping[str, Any], key: str, field: str) -> str:
-    """The text in `field`, which the config key `key` names. Raises RowError."""
-    remedy = f"name the field that holds {'the text' if key == 'field' else 'what stands before the text'}"
-    try:
-        value = value_of(fields, field)
-    except RowError as error:
-        raise MissingField(str(error), remedy=remedy, key=key) from None
-    if not isinstance(value, str):
-        problem = f"it must hold a string, it holds {type(value).__name__}, got {field}"
-        raise RowError(problem, remedy=f"{remedy}, or fix that row", key=key)
-    return value
+    keys = TextKeys(field=field, given_field=given_field)
+    check_first_rows(tables(files_at(path, PATH), PATH, nested), keys.parse, PATH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

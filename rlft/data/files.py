@@ -136,7 +136,7 @@ class Csv(Sheet):
 class Workbook(Sheet):
     """The rows of a sheet of an Excel workbook: the only one with cells, or the one that `nested` names."""
 
-    streams, nested_in_records, blank = False, False, None
+    nested_in_records, blank = False, None
 
     def _rows(self) -> Iterator[tuple[int, Sequence[Any]]]:
         return ((number, cells) for number, cells in enumerate(self._cells(), 1) if _length(cells))
@@ -387,15 +387,8 @@ def check_first_rows(
     for table in files:
         if is_whole := table.num_bytes < left:
             left -= table.num_bytes
-        for record, _ in _first_records([table], None if is_whole else 1):
+        for record in islice(table.records(), None if is_whole else 1):
             rows_of(record, table, parse, key)
-
-
-def _first_records(files: Iterable[Table], number: int | None = 1) -> Iterator[tuple[Record, Table]]:
-    """The first records (None: all) of each file whose beginning can be read by itself. Raises UserError."""
-    for table in files:
-        if table.streams or table.num_bytes < SMALL_BYTES:
-            yield from ((record, table) for record in islice(table.records(), number))
 
 
 def with_guessed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -415,7 +408,8 @@ def _guessed(values: Mapping[str, Any], section: str) -> dict[str, str | None]:
         return {}
     try:
         component: Any = instantiate(values, section)
-        first = next(_first_records(tables(files_at(path, key), key, values.get("rows"))), None)
+        found = tables(files_at(path, key), key, values.get("rows"))
+        first = next(((record, table) for table in found for record in table.records()), None)
         row_id, fields = next(first[1].rows(first[0]), ("", {})) if first is not None else ("", {})
         if first is None or not fields or _can_be_read(component, row_id, fields):
             return {}

@@ -50,7 +50,6 @@ class Table(ABC):
     where: str  # the file or set, for messages
     nested: str | None = None  # the path to the rows; None: a record is a row
     nested_in_records: bool = True  # whether that path begins in each record, not in the table as a whole
-    streams: bool = True  # whether its first records can be read without the others
     unit: str = "row"  # what is numbered, line or row
     has_types: bool = False  # whether its columns have types: an object's fields that are not set are null
     hint: str = ""  # what a message about a missing field should say of the names of this table's fields
@@ -110,7 +109,7 @@ def _key_of_field(parse: Callable[..., Any], field: str | None) -> str | None:
     """The key that names this field, of the component whose method `parse` is; None if several do, or none."""
     owner = getattr(parse, "__self__", None)
     keys = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) and field is not None else ()
-    named = [key.name for key in keys if key.name.endswith("_field") and getattr(owner, key.name) == field]
+    named = [key.name for key in keys if key.name.endswith("field") and getattr(owner, key.name) == field]
     return named[0] if len(named) == 1 else None
 
 
@@ -187,7 +186,7 @@ class JsonLines(FileTable):
 class JsonDocument(FileTable):
     """An array of objects, an object with one in `data` or with rows where `nested` leads, or objects of many lines."""
 
-    streams, nested_in_records = False, False
+    nested_in_records = False
 
     def records(self) -> Iterator[Record]:
         may_hold_surrogates = _SURROGATE.search(self._content) is not None

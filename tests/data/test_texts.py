@@ -70,40 +70,44 @@ REFUSED_FILES = {
     "nothing in it": (b"\n", "pretrain.path: holds no texts, got {file}; give a file with one JSON object a line"),
     "another field": (
         b'{"text": "a"}\n\n{"body": "a", "id": 1}',
-        "pretrain.field: {file}:3: there is no field 'text', only 'body', 'id'; name the field that holds the text",
+        "pretrain.path: {file}:3: there is no field 'text', only 'body', 'id'; "
+        "fix or remove that line, or set pretrain.field to another",
     ),
     "no field at all": (
         b"{}",
-        "pretrain.field: {file}:1: there is no field 'text', only none at all; name the field that holds the text",
+        "pretrain.path: {file}:1: there is no field 'text', only none at all; "
+        "fix or remove that line, or set pretrain.field to another",
     ),
     "not a text": (
         b'{"text": ["a"]}',
-        "pretrain.field: {file}:1: it must hold a string, it holds list, got text; "
-        "name the field that holds the text, or fix that row",
+        "pretrain.path: {file}:1: field 'text' must be a string, it is a list; "
+        "fix or remove that line, or name other fields (pretrain.*_field)",
     ),
     "null": (
         b'{"text": null}',
-        "pretrain.field: {file}:1: it must hold a string, it holds NoneType, got text; "
-        "name the field that holds the text, or fix that row",
+        "pretrain.path: {file}:1: field 'text' must be a string, it is null; "
+        "fix or remove that line, or name other fields (pretrain.*_field)",
     ),
     "empty": (
         b'{"text": "a"}\n{"text": " \\n"}',
-        "pretrain.path: {file}:2: the text is empty; fix or remove it",
+        "pretrain.path: {file}:2: field 'text' is empty; "
+        "fix or remove that line, or name other fields (pretrain.*_field)",
     ),
     "not JSON": (b"plain text", "pretrain.path: {file}:1: is not JSON (Expecting value); fix or remove that line"),
     "nothing given": (
         b'{"given": "q", "text": "a"}\n{"text": "a"}',
-        "pretrain.given_field: {file}:2: there is no field 'given', only 'text'; "
-        "name the field that holds what stands before the text",
+        "pretrain.path: {file}:2: there is no field 'given', only 'text'; "
+        "fix or remove that line, or set pretrain.given_field to another",
     ),
     "null given": (
         b'{"given": null, "text": "a"}',
-        "pretrain.given_field: {file}:1: it must hold a string, it holds NoneType, got given; "
-        "name the field that holds what stands before the text, or fix that row",
+        "pretrain.path: {file}:1: field 'given' must be a string, it is null; "
+        "fix or remove that line, or name other fields (pretrain.*_field)",
     ),
     "nothing after what is given": (
         b'{"given": "q", "text": ""}',
-        "pretrain.path: {file}:1: the text is empty; fix or remove it",
+        "pretrain.path: {file}:1: field 'text' is empty; "
+        "fix or remove that line, or name other fields (pretrain.*_field)",
     ),
 }
 """Where a line has a field `given`, that is read, too."""
