@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,23 +79,25 @@ class HubSet(RowSource):
         return tables(files, key, self.rows)
 
     def _download(self, name: str, key: str) -> Any:
-        with offline_unless(hub_answers()) as online:
-            import datasets
-            from datasets.exceptions import DatasetNotFoundError, DatasetsError
+        import datasets.config
+        from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
-            try:
-                return datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision)
-            except DatasetNotFoundError as error:
-                problem = "is neither a local path nor a set on the hub that you may read"
-                raise self._not_loaded(problem if online else UNREACHABLE) from error
-            except (OSError, DatasetsError) as error:
-                reached = online and not isinstance(error, ConnectionError)
-                raise self._not_loaded(f"cannot be loaded ({error})" if reached else UNREACHABLE) from error
-            except ValueError as error:
-                # "BuilderConfig 'x' not found. ...", "Config name is missing. ..." or 'Unknown split "x". ...'
-                wrong_key, got = (f"{self.section}.subset", self.subset) if "onfig" in str(error) else (key, name)
-                problem = f"does not fit the set ({' '.join(str(error).split())[:300]})"
-                raise UserError(wrong_key, problem, got=got, remedy="choose another") from error
+        if not hub_answers():
+            datasets.config.HF_HUB_OFFLINE = True  # it uses only its cache, instead of retrying
+        online = not datasets.config.HF_HUB_OFFLINE
+        try:
+            return datasets.load_dataset(self.path, self.subset, split=name, revision=self.revision)
+        except DatasetNotFoundError as error:
+            problem = "is neither a local path nor a set on the hub that you may read"
+            raise self._not_loaded(problem if online else UNREACHABLE) from error
+        except (OSError, DatasetsError) as error:
+            reached = online and not isinstance(error, ConnectionError)
+            raise self._not_loaded(f"cannot be loaded ({error})" if reached else UNREACHABLE) from error
+        except ValueError as error:
+            # "BuilderConfig 'x' not found. ...", "Config name is missing. ..." or 'Unknown split "x". ...'
+            wrong_key, got = (f"{self.section}.subset", self.subset) if "onfig" in str(error) else (key, name)
+            problem = f"does not fit the set ({' '.join(str(error).split())[:300]})"
+            raise UserError(wrong_key, problem, got=got, remedy="choose another") from error
 
     def _not_loaded(self, problem: str) -> UserError:
         local = f"{self.section}.path=<folder with {self._files()}, or a file>"
@@ -141,16 +142,3 @@ def local_path(path: str, key: str) -> Path | None:
     remedy = "give an existing one, or the id of a hub set"
     require(not looks_local, key, "there is no such file or folder", got=path, remedy=remedy)
     return None
-
-
-@contextlib.contextmanager
-def offline_unless(online: bool) -> Iterator[bool]:
-    """Makes `datasets` use only its cache, instead of retrying, where the hub does not answer; yields if it may."""
-    import datasets.config
-
-    was_offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = was_offline or not online
-    try:
-        yield not datasets.config.HF_HUB_OFFLINE
-    finally:
-        datasets.config.HF_HUB_OFFLINE = was_offline

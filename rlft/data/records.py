@@ -348,13 +348,10 @@ def split_of(question_identity: str, held_out_fraction: float) -> Split:
 def first_by_identity(rows: Iterable[RecordRow[Made]], number: int) -> list[RecordRow[Made]]:
     """The `number` rows with the lowest identities, in order, all that memory holds; of equal questions the last."""
     first: dict[str, RecordRow[Made]] = {}
-    largest = ""  # the largest identity in `first`
     for row in rows:
-        if len(first) < number or row.identity <= largest:
-            first[row.identity] = row
-            if len(first) > number:
-                del first[largest]
-            largest = max(first)
+        first[row.identity] = row
+        if len(first) > number:
+            del first[max(first)]
     return [first[identity] for identity in sorted(first)]
 
 

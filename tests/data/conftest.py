@@ -54,7 +54,7 @@ def write() -> Callable[..., Path]:
 @pytest.fixture
 def hub_sets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """{split: its rows} of every set on a hub that answers; an exception in place of rows is raised."""
-    import datasets
+    import datasets.config
 
     sets: dict[str, Any] = {}
 
@@ -64,6 +64,7 @@ def hub_sets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return datasets.Dataset.from_list(list(sets[split]))
 
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     return sets
 
