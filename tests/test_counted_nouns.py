@@ -13,7 +13,7 @@ from rlft.types import counted
 FILES = sorted(Path(rlft.__file__).parent.rglob("*.py"))
 SEVERAL = {
     "len(text)": "more than a page of characters", "len(self._failed)": "more than one, by the condition beside it",
-    "len(after)": "two numbers that differ", "other": "two numbers that differ",
+    "other": "two numbers that differ",
     "self.updates_per_step": "a mistake in rlft's own code", "len(values)": "a mistake in rlft's own code",
     "expected": "a mistake in rlft's own code", "len(prompts)": "a mistake in rlft's own code",
     "len(seeds)": "a mistake in rlft's own code",
