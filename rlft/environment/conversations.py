@@ -79,14 +79,14 @@ class Transcript:
 
     def added_by(self, context: Sequence[int]) -> int:
         """The number of tokens that `set_context` would add."""
-        return len(context) - self._shared(context)
+        return len(context) - num_common(self.context, context)
 
     def set_context(self, context: Sequence[int]) -> None:
         """Makes this the context of the policy's next turn; only what differs from the current context is added.
 
         ValueError: not even the first token is the same.
         """
-        shared = self._shared(context)
+        shared = num_common(self.context, context)
         if not shared:
             raise ValueError("a conversation continues from none of its tokens")
         if shared < len(self.context):
@@ -95,9 +95,6 @@ class Transcript:
                 self.branches.pop()
             self.branches.append(Branch(start=len(self.token_ids), after=self._places[-1]))
         self.add(context[shared:])
-
-    def _shared(self, context: Sequence[int]) -> int:
-        return num_common(self.context, context)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,6 +145,8 @@ class Conversations(GeneratorOver):
         self._pool = EnvironmentPool(environment)
         self._known_dialect: Dialect | None = None
         self._keys = itertools.count()
+        self._answer = self._answer_moves if environment.plays_a_game else self._answer_calls
+        """Has the environment answer the turn that each has just had, and decides whether it goes on."""
 
     # -- the interface of a generator ----------------------------------------------------------------------------------
     def close(self) -> None:
@@ -174,7 +173,12 @@ class Conversations(GeneratorOver):
         conversations = [conversation for group in groups for conversation in group]
         try:
             self._open(conversations)
-            self._first_round(groups, sampling)
+            # Where all siblings read the same at first, a prompt is computed once for its group, as usual.
+            alike = [group for group in groups if len({c.opening.token_ids for c in group}) == 1]
+            others = [[conversation] for group in groups if group not in alike for conversation in group]
+            for together in filter(None, (alike, others)):
+                self._sample(together, sampling)
+            self._answer(conversations)
             while unfinished := [conversation for conversation in conversations if conversation.end is None]:
                 self._sample([[conversation] for conversation in unfinished], sampling)
                 self._answer(unfinished)
@@ -206,18 +210,6 @@ class Conversations(GeneratorOver):
                     problem = f"environment: what it puts behind prompt {prompt.id!r} leaves no token for an answer"
                     raise EnvironmentFailure(f"{problem}; raise prompts.max_tokens by {1 - conversation.limit} or more")
 
-    def _first_round(self, groups: Sequence[Sequence[Conversation]], sampling: Sampling) -> None:
-        """The first turns; where all siblings read the same, a prompt is computed once for its group, as usual."""
-        alike, others = [], []
-        for group in groups:
-            same = all(c.opening.token_ids == group[0].opening.token_ids for c in group)
-            (alike if same else others).append(group)
-        if alike:
-            self._sample(alike, sampling)
-        if others:
-            self._sample([[conversation] for group in others for conversation in group], sampling)
-        self._answer([conversation for group in groups for conversation in group])
-
     def _sample(self, groups: Sequence[Sequence[Conversation]], sampling: Sampling) -> None:
         """Samples a turn of each conversation; those in one group read the same."""
         prompts, seeds = [], []
@@ -233,13 +225,6 @@ class Conversations(GeneratorOver):
         for group, prompt, answer in zip(groups, prompts, sampled, strict=True):
             for conversation, rollout in zip(group, answer.rollouts, strict=True):
                 say(conversation, rollout, sampling.tokens_of(prompt))
-
-    def _answer(self, conversations: Sequence[Conversation]) -> None:
-        """Has the environment answer the turn that each has just had, and decides whether it goes on."""
-        if self.environment.plays_a_game:
-            self._answer_moves(conversations)
-        else:
-            self._answer_calls(conversations)
 
     # -- tools ---------------------------------------------------------------------------------------------------------
     def _answer_calls(self, conversations: Sequence[Conversation]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from rlft.system.process.running_time import within
@@ -30,28 +30,14 @@ def commit_of(path: str) -> str | None:
 @cache
 def hub_answers() -> bool:
     """Whether the hub can be reached; any HTTP answer counts. A thread asks: name lookups have no time limit."""
-    import http.client  # here, as most commands ask no hub
-    import ssl
-    import urllib.error
-    import urllib.request
-
-    from huggingface_hub import constants
+    from huggingface_hub import constants  # here, as most commands ask no hub
+    from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
         return False
-
-    def probe() -> bool:
-        try:
-            request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
-            urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
-        except urllib.error.HTTPError:
-            return True
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            # Python does not trust the certificate, but a server did answer; the library will say more.
-            return isinstance(getattr(error, "reason", None), ssl.SSLError)
-        return True
-
     try:
-        return within(PROBE_SECONDS, probe)
-    except TimeoutError:
-        return False
+        within(PROBE_SECONDS, partial(get_session().head, constants.ENDPOINT, timeout=PROBE_SECONDS))
+    except Exception as error:  # of whatever client the library uses
+        # Python does not trust the certificate, but a server did answer; the library will say more.
+        return "SSL:" in str(error)
+    return True

@@ -99,7 +99,7 @@ def check_answers(worker: Worker, launcher: Launcher) -> None:
     assert [future.result(ANSWER_S) for future in futures] == [11, 17, 17]  # 10 + 1; + 2 * 3; + 0
     with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
         worker.call("divide", 0).result(ANSWER_S)
-    assert "return self.total / number" in str(caught.value.__cause__)
+    assert "return self.total / number" in caught.value.__notes__[0]
     with pytest.raises(UserError, match=r"^some\.key: is wrong, got 3; set it to 4$") as mistake:
         worker.call("refuse").result(ANSWER_S)
     assert (mistake.value.key, mistake.value.got) == ("some.key", 3)

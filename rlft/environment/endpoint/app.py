@@ -264,14 +264,7 @@ def bound(host: str, port: int, section: str) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(BACKLOG)
-        except BaseException:
-            listening.close()
-            raise
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
         key, got, problem = f"{section}.host", host, f"is no address of this machine ({error.strerror or error})"
         remedy = "use 127.0.0.1 for this machine alone, or 0.0.0.0 for all of its addresses"
@@ -282,7 +275,6 @@ def bound(host: str, port: int, section: str) -> socket.socket:
             key, got, problem = f"{section}.port", port, "may not be used by this user"
             remedy = "choose one above 1023"
         raise UserError(key, problem, got=got, remedy=remedy) from None
-    return listening
 
 
 class Server:

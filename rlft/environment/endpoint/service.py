@@ -6,16 +6,16 @@ Everything that uses the tokenizer or the engine happens in the thread that samp
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import groupby
+from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from rlft.environment.calls import CallTemplate, Syntax, reader_of, shown_by, written
@@ -171,15 +171,14 @@ class Inbox:
     """Requests that wait for the thread that samples. `fileno` can be read as long as requests wait."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()  # readable once the other end was written to
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._waiting: deque[Request] = deque()
+        self._reading, self._writing = os.pipe()  # which holds a byte for each of them
+        os.set_blocking(self._writing, False)
         self._closed = False
         self._lock = threading.Lock()  # else a late request could write to another file of the same number
 
     def fileno(self) -> int:
-        return self._wake_read
+        return self._reading
 
     def put(self, request: Request) -> None:
         """Adds a request; any thread may call it."""
@@ -187,24 +186,15 @@ class Inbox:
             if self._closed:
                 request.reply.set_exception(_ending())
                 return
-            self._waiting.put(request)
-            self._ring()
+            self._waiting.append(request)
+            os.write(self._writing, b".")
 
     def take(self, *, wait_s: float = 0.0, most: int | None = None) -> list[Request]:
         """The requests of a tick whose clients still wait, after at most `wait_s` seconds, or `most` requests."""
         taken: list[Request] = []
-        patience = wait_s
-        while most is None or len(taken) < most:
-            try:
-                taken.append(self._waiting.get(timeout=patience) if patience > 0 else self._waiting.get_nowait())
-            except queue.Empty:
-                break
-            patience = TICK_S
-        with contextlib.suppress(BlockingIOError):  # once it is empty
-            while os.read(self._wake_read, 4096):
-                pass
-        if not self._waiting.empty():
-            self._ring()
+        while len(taken) != most and wait([self._reading], TICK_S if taken else wait_s):
+            os.read(self._reading, 1)
+            taken.append(self._waiting.popleft())
         return [request for request in taken if request.reply.set_running_or_notify_cancel()]
 
     def close(self) -> None:
@@ -215,12 +205,8 @@ class Inbox:
             self._closed = True
             for request in self.take():
                 request.reply.set_exception(_ending())
-            os.close(self._wake_write)
-            os.close(self._wake_read)
-
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the bell can be read
-            os.write(self._wake_write, b".")
+            os.close(self._writing)
+            os.close(self._reading)
 
 
 def _ending() -> bodies.Refusal:

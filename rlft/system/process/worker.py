@@ -11,7 +11,6 @@ import faulthandler
 import os
 import pickle
 import queue
-import socket
 import sys
 import tempfile
 import threading
@@ -31,13 +30,6 @@ LOGS = "cluster"  # the folder of the workers' logs in the run's folder
 
 class WorkerError(RuntimeError):
     """A worker did not answer: it died, or its time limit passed. The message names it and its log."""
-
-
-class RemoteTracebackError(Exception):
-    """The cause of an exception that comes back from a worker: the traceback there, as text."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +54,15 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a call returned, or what it raised with the traceback as text."""
+    """What a call returned, or what it raised, with a note of the traceback there."""
 
     value: Any = None
     error: BaseException | None = None
-    traceback: str = ""
 
     def result(self) -> Any:
         """What the call returned; raises what it raised."""
         if self.error is not None:
-            raise self.error from (RemoteTracebackError(self.traceback) if self.traceback else None)
+            raise self.error
         return self.value
 
 
@@ -184,10 +175,12 @@ def failure(error: Exception) -> Answer:
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     try:
+        error.add_note(text)
         pickle.loads(pickle.dumps(error))
     except Exception:  # an error that cannot be pickled may raise anything
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    return Answer(error=error, traceback=text)
+        error.add_note(text)
+    return Answer(error=error)
 
 
 # -- Ray ---------------------------------------------------------------------------------------------------------------
@@ -195,7 +188,6 @@ class Place(NamedTuple):
     """Where a worker is; `log` is the file of its output on that machine."""
 
     node: str
-    host: str
     pid: int
     log: str
 
@@ -213,7 +205,7 @@ class Host:
         file.parent.mkdir(parents=True, exist_ok=True)
         _write_to(file)
         sys.path.extend(path for path in paths if path not in sys.path and Path(path).is_dir())
-        self._place = Place(here, socket.gethostname(), os.getpid(), str(file))
+        self._place = Place(here, os.getpid(), str(file))
 
     def place(self) -> Place:
         return self._place

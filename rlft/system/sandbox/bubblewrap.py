@@ -424,18 +424,13 @@ tell("any number of files", make_files)
 def memory_bound() -> tuple[bool, str]:
     """(whether the memory of programs is bounded in the available isolation, found out by a trial; that in words)."""
     isolation, _ = available()
-    if isolation is Isolation.none:
-        return _bound_of("memory of every kind")
-    result = run(
-        {"trial.py": MEMORY_TRIAL.replace("FILES", repr(TRIAL_LIMITS.max_files))}, ["trial.py"], TRIAL_LIMITS, isolation
-    )
-    if result.exit_code != 0:
-        raise SandboxError("the trial of what memory can be held failed")
-    return _bound_of(*result.stdout.split("\n")[:-1])
-
-
-def _bound_of(*unbounded: str) -> tuple[bool, str]:
-    """As `memory_bound`, by the kinds of memory that programs can hold beside that of their processes."""
+    unbounded = ["memory of every kind"]
+    if isolation is not Isolation.none:
+        files = {"trial.py": MEMORY_TRIAL.replace("FILES", repr(TRIAL_LIMITS.max_files))}
+        result = run(files, ["trial.py"], TRIAL_LIMITS, isolation)
+        if result.exit_code != 0:
+            raise SandboxError("the trial of what memory can be held failed")
+        unbounded = result.stdout.splitlines()
     if not unbounded:
         return True, "all memory is bounded by resource limits and a system-call filter"
     return False, f"memory is NOT bounded: {', '.join(unbounded)} can be held besides what processes are limited to"

@@ -122,7 +122,7 @@ class Served:
 
     def have_come(self, number: int) -> bool:
         """Waits until so many requests wait."""
-        return happens(lambda: self.inbox._waiting.qsize() == number, within_s=20)
+        return happens(lambda: len(self.inbox._waiting) == number, within_s=20)
 
     def close(self) -> None:
         self.ends = True
