@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from rlft.tokens.messages import FIELDS, MessageError, kind, known, message_of, text_of as content_of
+from rlft.tokens.messages import FIELDS, MessageError, kind, known, message_of
 from rlft.types import IMAGE, Image, Message, Schema, counted
 
 TOOLS = "tools"  # the field of a row that has the schemas of its tools
@@ -274,18 +274,19 @@ def with_images(
     of them, and without a MARK before the last text of the user. Raises RowError.
     """
     question = value_of(fields, question_field) if has(fields, question_field) else None
-    if image_field is None and not isinstance(question, list | tuple):
+    is_chat = isinstance(question, list | tuple)
+    placed, waiting = list[Any](), iter([] if image_field is None else _listed(value_of(fields, image_field)))
+    row = {question_field: [_with_texts(message, placed, waiting) for message in (question if is_chat else ())]}
+    if image_field is None and not placed:
         return fields, ()
-    unplaced = [] if image_field is None else _listed(value_of(fields, image_field))
-    placed: list[Any] = []
-    if isinstance(question, list | tuple):
-        waiting = iter(unplaced)
-        question = [_with_texts(message, placed, waiting) for message in question]
-        unplaced = list(waiting)
+    turns: list[Message] = [{"role": "user", "content": question}] if isinstance(question, str) else []
+    if is_chat:
+        turns = [*messages_of(TypedRow(row) if isinstance(fields, TypedRow) else row, question_field)]
+    unplaced = list(waiting)
     if unplaced and placed:
         raise RowError(f"field {image_field!r} has {len(unplaced)} more than the chat has parts for")
-    texts = _texts_of_user(question)
-    numbers = [number for text in texts.values() for number in _MARKS.findall(text)]
+    users = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
+    numbers = [number for i in users for number in _MARKS.findall(turns[i]["content"])]
     marks = len(numbers)
     if image_field is not None and marks and marks != len(unplaced):
         places, found = counted(marks, "place"), counted(len(unplaced), "image")
@@ -299,10 +300,14 @@ def with_images(
     if not unplaced and not placed:
         return fields, ()
     images = tuple(image_of(value, image_field or question_field) for value in placed or unplaced)
-    if unplaced:
-        question = _placed(question, texts, 0 if marks else len(unplaced))
-    row = {**fields, question_field: question}
-    return TypedRow(row) if isinstance(fields, TypedRow) else row, images
+    if unplaced and not users:
+        problem = "the chat has no text of a user" if is_chat else f"the question is {kind(question)}"
+        raise RowError(f"{problem}, so there is no place for the images")
+    for i in users if unplaced else ():
+        before = IMAGE * len(unplaced) if not marks and i == users[-1] else ""
+        turns[i] = {**turns[i], "content": before + _MARKS.sub(IMAGE, turns[i]["content"])}
+    changed = {**fields, question_field: turns if is_chat else turns[0]["content"]}
+    return TypedRow(changed) if isinstance(fields, TypedRow) else changed, images
 
 
 def check_none_unread(fields: Mapping[str, Any], turns: Sequence[Message], remedy: str | None = None) -> None:
@@ -357,35 +362,6 @@ def _value_of_part(part: Mapping[str, Any], waiting: Any) -> Any:
             raise RowError("a part of the type image has no image, and data.image_field has none for it") from None
     [value] = values
     return value["url"] if isinstance(value, Mapping) and value.get("url") is not None else value
-
-
-def _texts_of_user(question: Any) -> dict[int, str]:
-    """{number of a message: its text} of the user's messages; {0: the question} where it is a text."""
-    if isinstance(question, str):
-        return {0: question}
-    found = {}
-    for i, message in enumerate(question if isinstance(question, list | tuple) else ()):
-        role = message.get("role") or message.get("from") if isinstance(message, Mapping) else None
-        if role in ("user", *(name for name, known_role in SPEAKERS.items() if known_role == "user")):
-            with contextlib.suppress(MessageError):  # the message is refused where it is read
-                found[i] = content_of(message.get("value") if message.get("content") is None else message["content"])
-    return found
-
-
-def _placed(question: Any, texts: Mapping[int, str], number: int) -> Any:
-    """The text or chat with IMAGE in place of each MARK, and this many of them before the user's last text."""
-    if not texts and isinstance(question, list):
-        raise RowError("the chat has no text of a user before which the images could stand")
-    if not texts:
-        raise RowError(f"the question is {kind(question)}, so there is no place for the images")
-    new = {i: _MARKS.sub(IMAGE, text) if not number else text for i, text in texts.items()}
-    new[max(new)] = IMAGE * number + new[max(new)]
-    if isinstance(question, str):
-        return new[0]
-    return [
-        {**{k: v for k, v in m.items() if k != "value"}, "content": new[i]} if i in new else m
-        for i, m in enumerate(question)
-    ]
 
 
 def image_of(value: Any, name: str) -> Image:
