@@ -31,8 +31,6 @@ class Findings:
 
     def __init__(self) -> None:
         self.rows: list[CheckRow] = []
-        self._left = SHOWN
-        self._more: list[str] = []
 
     @property
     def differs(self) -> bool:
@@ -46,24 +44,20 @@ class Findings:
 
     def differ(self, where: str, how: str) -> None:
         """where: the file or part; how: the step, and what differs."""
-        if self._left:
-            self._left -= 1
-            self.rows.append(CheckRow(where, Verdict.wrong, how))
-        else:
-            self._more.append(f"{where}: {how}")
+        self.rows.append(CheckRow(where, Verdict.wrong, how))
 
     @contextmanager
     def checking(self, what: str, confirmed: str) -> Iterator[None]:
         """Confirms this if nothing inside differs; at most SHOWN differences have rows of their own."""
         before = len(self.rows)
-        self._left, self._more = SHOWN, []
         yield
-        if all(row.status is not Verdict.wrong for row in self.rows[before:]) and confirmed:
+        wrong = [row for row in self.rows[before:] if row.status is Verdict.wrong]
+        if not wrong and confirmed:
             self.rows.insert(before, CheckRow(what, Verdict.ok, confirmed))
-        if self._more:
-            text = f"{len(self._more)} more differences, the last of them: {self._more[-1]}"
+        if more := wrong[SHOWN:]:
+            self.rows = [row for row in self.rows if all(row is not other for other in more)]
+            text = f"{len(more)} more differences, the last of them: {more[-1].name}: {more[-1].value}"
             self.rows.append(CheckRow(what, Verdict.wrong, text))
-        self._left, self._more = SHOWN, []
 
 
 def steps_text(steps: list[int]) -> str:
