@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -120,24 +119,16 @@ class Samples:
         write_atomically(self.record, json.dumps({"format": FORMAT, **self.state}, indent=2) + "\n")
 
 
-class Bar:
-    """Shows the progress as a bar on a terminal, or as a line now and then in a pipe."""
+class Shown:
+    """Prints a line about the progress, at most one in PLAIN_SECONDS, and one at the end."""
 
-    def __init__(self, stack: ExitStack, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.total, self.shown_at, self.live = total, time.monotonic(), sys.stdout.isatty()
-        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        description = TextColumn("{task.description}")
-        self.progress = Progress(*columns, description, console=open_terminal(), disable=not self.live)
-        stack.enter_context(self.progress)
-        self.task = self.progress.add_task("", total=total)
+    def __init__(self, total: int) -> None:
+        self.total, self.shown_at = total, time.monotonic()
 
     def show(self, done: int, state: Mapping[str, Any]) -> None:
-        kept_text = f"{state['kept']:,} of {state['sampled']:,} completions kept"
-        self.progress.update(self.task, completed=done, description=kept_text)
-        if not self.live and (time.monotonic() - self.shown_at > PLAIN_SECONDS or done == self.total):
+        if time.monotonic() - self.shown_at > PLAIN_SECONDS or done == self.total:
             self.shown_at = time.monotonic()
+            kept_text = f"{state['kept']:,} of {state['sampled']:,} completions kept"
             show(f"{done}/{counted(self.total, 'prompt')}  {kept_text}")
 
 
@@ -171,12 +162,12 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         samples = Samples(plan, folder)
         doing.current = "sample"
         check_decoding(generator, roles, plan.prompts, config, freshness.limits)
-        bar = Bar(stack, len(plan.chosen))
+        shown = Shown(len(plan.chosen))
         while samples.state["step"] < plan.num_steps:
             doing.finished = step = samples.state["step"]
             groups = sample(plan, generator, step)
             samples.add(step, groups, scorer(groups))
-            bar.show(min(len(plan.chosen), (step + 1) * config.prompts_per_step), samples.state)
+            shown.show(min(len(plan.chosen), (step + 1) * config.prompts_per_step), samples.state)
         return Outcome(step=samples.state["step"], interrupted=False)
 
 

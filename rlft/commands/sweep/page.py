@@ -189,7 +189,7 @@ def print_best(results: Sequence[Result], metric: str) -> None:
 
 
 def noise(results: Sequence[Result]) -> str:
-    """A line that says whether the first result differs from the others by more than noise; "" if none can be said.
+    """A line that says how many results differ from the first by no more than noise; "" if that cannot be said.
 
     Two means differ by noise if their difference is less than NOISE of its standard errors, sqrt(a^2 + b^2).
     """
@@ -197,12 +197,7 @@ def noise(results: Sequence[Result]) -> str:
     if best.error is None or not others:
         return ""
     within = sum(abs(best.mean - mean) < NOISE * math.hypot(best.error, error) for mean, error in others)
-    if within == len(others):
-        text = f"differences are within noise: no setting is {NOISE:g} standard errors below the best"
-    elif within:
-        text = f"{within} of the {len(others)} others are within noise of the best ({NOISE:g} standard errors)"
-    else:
-        text = f"the best differs from the others by more than noise ({NOISE:g} standard errors)"
+    text = f"within noise of the best ({NOISE:g} standard errors): {within} of {counted(len(others), 'other setting')}"
     is_of_one_seed = all(len(one.values) == 1 for one in results)
     return text + ("; seeds may differ by more: run several" if is_of_one_seed else "") + "\n"
 

@@ -229,9 +229,10 @@ def test_a_difference_below_two_standard_errors_is_called_noise() -> None:
 
     # errors of the means: 0.05 each, of the difference 0.0707: 0.10 is noise, and 0.20 is not
     high, close, far = [0.85, 0.95], [0.75, 0.85], [0.65, 0.75]
-    assert told(high, close) == "differences are within noise: no setting is 2 standard errors below the best\n"
-    assert told(high, close, far) == "1 of the 2 others are within noise of the best (2 standard errors)\n"
-    assert told(high, far) == "the best differs from the others by more than noise (2 standard errors)\n"
-    assert "within noise" in told([0.9], [0.7])
+    said = "within noise of the best (2 standard errors): "
+    assert told(high, close) == f"{said}1 of 1 other setting\n"
+    assert told(high, close, far) == f"{said}1 of 2 other settings\n"
+    assert told(high, far) == f"{said}0 of 1 other setting\n"
+    assert "1 of 1" in told([0.9], [0.7])
     assert told([0.9], [0.7]).endswith("; seeds may differ by more: run several\n")
     assert told(high) == ""
