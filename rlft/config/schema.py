@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from inspect import isabstract
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from rlft.config.model import (
     ModelConfig,
     ReferenceConfig,
     RewardModelConfig,
+    RoutingSource,
     SnapshotConfig,
 )
 from rlft.config.suggest import unknown_in_section
@@ -107,6 +108,10 @@ class EvalConfig:
     correct_at: Annotated[float, Key(free=False)]
     num_examples: Annotated[bounds.NonNegativeInt, Key(only_trains=True)]
     kl_base: Annotated[bool, Key(only_trains=True)]
+
+    def drawn(self, sampling: Sampling) -> Sampling:
+        """How the completions of an evaluation are drawn where others are drawn so."""
+        return sampling if self.temperature is None else replace(sampling, temperature=self.temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,6 +359,12 @@ class RunConfig(SamplingRoot):
     console: Annotated[ConsoleConfig | None, Key(free=True, only_trains=True, before=None)]
     logger: Annotated[Mapping[str, Any], Key(free=True, only_trains=True)] = field(default_factory=dict)
     curriculum: Annotated[CurriculumConfig | None, Key(only_trains=True)] = None  # runs from before it have none
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the completions of a step are drawn; with drafts, which a run makes, where it asks for them."""
+        notes_experts, has_drafts = self.snapshot.routing is RoutingSource.engine, self.generation.drafts == HISTORY
+        return replace(self.generation.sampling, notes_experts=notes_experts, drafts=has_drafts or None)
 
     @property
     def completions_per_step(self) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rlft.generation.drafts import LONGEST, Drafts, key_of
-from rlft.generation.engine import TokenCallback
+from rlft.generation.engine import Ids, TokenCallback
+from rlft.generation.memory import FLOAT32, INT64
 from rlft.generation.stops import StopStrings
 from rlft.system.device import widest
 from rlft.system.lazy import torch
@@ -134,24 +136,23 @@ def uniforms(seeds: Sequence[int], n: int, max_tokens: int) -> Tensor:
     return torch.stack(rows)
 
 
+@dataclass(eq=False)
 class Sampled:
-    """The tokens and log-probs of a chunk's rows so far, and when rows end: with one of the tokens in `ends`, where
+    """The tokens and log-probs of a chunk's rows so far, and when rows end: with one of the tokens in `own_ends`, where
     `watch` says so, or with their own limit.
 
     tokens_RT: int64, -1 after a row's end; logprobs_RT: float32, 0 there.
     """
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        ends: frozenset[int],
-        watch: StopStrings | None,
-        limits_R: Tensor,
-        callback: TokenCallback | None,
-    ) -> None:
-        self.tokens_RT, self.logprobs_RT = torch.full(shape, -1, dtype=torch.int64), torch.zeros(shape)
-        self.limits_R, self._watch, self.callback = limits_R, watch, callback
-        self.ends = torch.tensor(sorted(ends), dtype=torch.int64)
+    shape: torch.Size
+    own_ends: frozenset[int]
+    watch: StopStrings | None
+    limits_R: Tensor
+    callback: TokenCallback | None
+
+    def __post_init__(self) -> None:
+        self.tokens_RT, self.logprobs_RT = torch.full(self.shape, -1, dtype=torch.int64), torch.zeros(self.shape)
+        self.ends = torch.tensor(sorted(self.own_ends), dtype=torch.int64)
 
     def add(self, rows: Tensor, place: Tensor, token: Tensor, logprob: Tensor) -> Tensor:
         """Adds a token to each of these rows, at its place in the row; bool: which of them do not end with it."""
@@ -160,9 +161,9 @@ class Sampled:
             for row, token_id in zip(rows.tolist(), token.tolist(), strict=True):
                 self.callback(row, token_id)
         live = ~torch.isin(token, self.ends)
-        if self._watch is not None:
+        if self.watch is not None:
             steps = zip(rows.tolist(), token.tolist(), live.tolist(), strict=True)
-            complete = [unfinished and self._watch.completes(row, token_id) for row, token_id, unfinished in steps]
+            complete = [unfinished and self.watch.completes(row, token_id) for row, token_id, unfinished in steps]
             live = live & ~torch.tensor(complete, dtype=torch.bool)
         return live & (self.limits_R[rows] > place + 1)
 
@@ -170,13 +171,13 @@ class Sampled:
         """Adds the tokens of E places from `first` on to each of these rows, -1 after its end, with the bits of their
         log-probs; bool: which rows do not end with them, by `live_ER` and stop strings. All are int32."""
         live = live_ER[-1].bool()
-        if self._watch is not None:
+        if self.watch is not None:
             ends = set(self.ends.tolist())
             for i, row in enumerate(rows.tolist()):
                 for e, token in enumerate(token_ER[:, i].tolist()):
                     if token < 0 or token in ends:
                         break
-                    if self._watch.completes(row, token):
+                    if self.watch.completes(row, token):
                         live[i], token_ER[e + 1 :, i] = False, -1
                         break
         places = slice(first, first + len(token_ER))
@@ -185,9 +186,7 @@ class Sampled:
         return live
 
 
-def decode(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], n: int, uniforms_RT: Tensor, sampling: Sampling, into: Sampled
-) -> None:
+def decode(decoder: Decoder, prompts: Ids, n: int, uniforms_RT: Tensor, sampling: Sampling, into: Sampled) -> None:
     """Samples n completions of each of these prompts."""
     rows, last = torch.arange(len(uniforms_RT)), int(into.limits_R.max())  # completions that are still in the batch
     live = torch.ones_like(rows, dtype=torch.bool)  # those of them that have not ended, as far as is known
@@ -278,13 +277,22 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tens
     if sampling.temperature == 0:
         most_likely = logits_RV.max(-1)
         return most_likely.indices, most_likely.values - logits_RV.logsumexp(-1)
-    scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
-    logits_RV = _keep_most_likely(scaled_RV, sampling)
+    logits_RV = _keep_most_likely(logits_RV, sampling)
     top_R1 = logits_RV.amax(-1, keepdim=True)
     weights_RV = (logits_RV - top_R1).exp_()
     token_R1, total_R1 = _invert(weights_RV, uniform_R[:, None])
     shifted_R1 = logits_RV.gather(-1, token_R1) - top_R1
     return token_R1[:, 0], (shifted_R1 - total_R1.log().float())[:, 0]
+
+
+def bytes_of_a_draw(vocabulary: int, itemsize: int, sampling: Sampling) -> int:
+    """The most bytes of a row that are alive in `draw`, without those that libraries take for a sort; its logits have
+    so many each."""
+    copies = (1 if sampling.temperature == 0 else 2) * FLOAT32
+    if sampling.temperature and sampling.top_p < 1:  # the order besides, and the logits that are sorted
+        is_changed = sampling.temperature != 1 or sampling.min_p > 0 or sampling.top_k > 0
+        copies += INT64 + FLOAT32 * is_changed
+    return vocabulary * (copies + FLOAT32 + (itemsize if itemsize < FLOAT32 else 0))  # as the head gives them, too
 
 
 def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,7 +319,10 @@ def _invert(weights_RV: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _keep_most_likely(logits_RV: Tensor, sampling: Sampling) -> Tensor:
-    """Sets logits outside min_p, top_k and top_p, in this order, to -inf; the most likely token always stays."""
+    """Divides logits by the temperature, and sets those outside min_p, top_k and top_p, in this order, to -inf; the
+    most likely token always stays."""
+    if sampling.temperature != 1:
+        logits_RV = logits_RV / sampling.temperature
     if sampling.min_p > 0:
         least_R1 = logits_RV.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
@@ -320,7 +331,10 @@ def _keep_most_likely(logits_RV: Tensor, sampling: Sampling) -> Tensor:
         logits_RV = logits_RV.masked_fill(logits_RV < kth, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits_RV.sort(descending=True)
-        mass_before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        drop = torch.zeros_like(mass_before, dtype=torch.bool).scatter(-1, order, mass_before >= sampling.top_p)
+        mass = ordered.softmax(-1)
+        del ordered
+        outside = mass.cumsum(-1).sub_(mass) >= sampling.top_p
+        drop = torch.zeros_like(outside).scatter(-1, order, outside)
+        del order, mass
         logits_RV = logits_RV.masked_fill(drop, -torch.inf)
     return logits_RV

@@ -7,12 +7,13 @@ what is wrong in a config alone is refused without them.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from rlft.generation.memory import EngineMemory, Load, MemoryPart, ModelSizes, TeacherLoad, When
+from rlft.generation.memory import PLAIN, Decoding, EngineMemory, Load, MemoryPart, ModelSizes, TeacherLoad, When
 from rlft.types import Adapter, Group, Prompt, Sampling, UserError
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 TokenCallback = Callable[[int, int], None]
 """Called with each token when it is sampled: (p * n + i for completion i of prompt p, the token's id)."""
+Ids = Sequence[Sequence[int]]
+"""Token ids of several texts."""
 Modules = Callable[[], Iterable[str]]
 """Gives the names of the modules that adapters are on, which takes time."""
 Accept = Callable[[list[list[float]]], str | None]
@@ -149,10 +152,10 @@ class Generator(ABC):
             raise StaleEngineError(problem)
 
     def rehearse(  # noqa: B027
-        self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0
+        self, prompts: Ids, n: int, max_tokens: int, draft_rows: int = 0, sampling: Sampling = PLAIN
     ) -> None:
         """Take the most memory that completions of these prompts need, unless it is taken already; `draft_rows` of them
-        at most are sampled with drafts."""
+        at most are sampled with drafts, and all are drawn as `sampling` says."""
 
     def sleep(self) -> None:  # noqa: B027
         """Free as much of the device's memory as possible until the next use; engines without their own do nothing."""
@@ -161,14 +164,11 @@ class Generator(ABC):
         """End the engine and every process it started. Safe to call twice."""
 
 
-def rehearse(
-    generator: Generator, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0
-) -> None:
-    """`Generator.rehearse`, also of a generator from outside that knows no drafts and has no parameter for them."""
-    if draft_rows:
-        generator.rehearse(prompts, n, max_tokens, draft_rows)
-    else:
-        generator.rehearse(prompts, n, max_tokens)
+def rehearse(generator: Generator, *args: Any, **further: Any) -> None:
+    """`Generator.rehearse`, also of a generator from outside, which may lack parameters for what is known further."""
+    known = inspect.signature(generator.rehearse).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    generator.rehearse(*args, **{name: value for name, value in further.items() if takes_all or name in known})
 
 
 class GeneratorOver(Generator):
@@ -203,8 +203,8 @@ class GeneratorOver(Generator):
     def verify(self, check: FreshnessCheck, *, now: bool) -> None:
         self.generator.verify(check, now=now)
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0) -> None:
-        rehearse(self.generator, prompts, n, max_tokens, draft_rows)
+    def rehearse(self, *args: Any, **further: Any) -> None:
+        rehearse(self.generator, *args, **further)
 
     def sleep(self) -> None:
         self.generator.sleep()
@@ -241,6 +241,7 @@ class EngineArgs:
     # none.
     lora_modules: frozenset[str] | None = None
     images: int = 0  # the most images of a prompt
+    decodings: tuple[Decoding, ...] = ()  # what it will be asked for, as far as that is known
 
     @property
     def of_the_engine(self) -> tuple[object, ...]:

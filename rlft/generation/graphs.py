@@ -10,10 +10,11 @@ the one that was recorded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
-from rlft.generation.decoding import READ_EVERY, Decoder, Sampled, draw
+from rlft.generation.decoding import READ_EVERY, Sampled, draw
 from rlft.system.device import kind_of, widest
 from rlft.system.lazy import torch
 from rlft.system.terminal import say
@@ -26,29 +27,14 @@ MOST_WAYS = 8
 """Of sampling, that graphs are held of: requests of an endpoint or a chat may each have a temperature of their own."""
 
 
-@runtime_checkable
-class FixedDecoder(Decoder, Protocol):
-    """A decoder with steps that read nothing from the host; what they read stays in `rlft.model.kernels.fixed_keys`."""
-
-    def obstacle_to_graphs(self) -> str | None: ...
-
-    def addresses(self) -> tuple[int, ...]: ...
-
-    def fix(self, keys: Any, rows: Tensor) -> Any: ...
-
-    def advance(self, token_R: Tensor) -> Tensor: ...
-
-    def compact(self, rows: Tensor, written: int) -> None: ...
-
-
-def obstacle(decoder: Decoder, sampling: Sampling, *, reports: bool) -> str | None:
+def obstacle(decoder: Any, sampling: Sampling, *, reports: bool) -> str | None:
     """Why these completions are not sampled in CUDA graphs; None if they are.
 
     reports: whether somebody is told of each token.
     """
     if reports or sampling.drafts is not None or sampling.notes_experts:
         return "the host reads each token at once"
-    if not isinstance(decoder, FixedDecoder):
+    if not hasattr(decoder, "obstacle_to_graphs"):  # rlft.model.kernels.prefix_cache.FlashPrefixCache
         return "its keys and values are not those of flash kernels"
     return decoder.obstacle_to_graphs()
 
@@ -64,6 +50,12 @@ def bucket(live: int) -> int:
     return power if live <= 16 else -(-live // step) * step
 
 
+def enlarged(room: int, needed: int) -> int:
+    """The room for tokens of prompts in place of `room`: an eighth more than is needed if there was some already, for
+    conversations grow from turn to turn."""
+    return room if room >= needed else needed + needed // 8 * bool(room)
+
+
 class Graphs:
     """The graphs of one engine, with the tensors that they read."""
 
@@ -74,7 +66,7 @@ class Graphs:
         self._recorded: dict[Any, Any] = {}  # graphs, by bucket, role and what sampling makes of logits
         self._compared: set[Any] = set()  # those of them of which a replay was seen to give what the step gives
         self._ends: dict[Any, Tensor] = {}  # that rows end with, by role and what sampling makes of logits
-        self._addresses: tuple[int, ...] = ()  # of what the graphs read
+        self._addresses: tuple[float, ...] = ()  # of what the graphs read
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
         self.problem: str | None = None  # why there are none any more
@@ -91,16 +83,14 @@ class Graphs:
         # The last tokens, -1 after a row's end, the bits of their log-probs, and which rows are live.
         self._noted = zeros(3, READ_EVERY, rows, dtype=torch.int32)
 
-    def decode(
-        self, decoder: FixedDecoder, n: int, uniforms_RT: Tensor, sampling: Sampling, into: Sampled, role: Any
-    ) -> None:
+    def decode(self, decoder: Any, n: int, uniforms_RT: Tensor, sampling: Sampling, into: Sampled, role: Any) -> None:
         """Samples n completions of each of the decoder's prompts; `role` says with which adapter."""
         num_rows, last = len(uniforms_RT), int(into.limits_R.max())
         size = bucket(num_rows)
         rows = torch.arange(size).clamp(max=num_rows - 1)  # those that fill the bucket do what the last one does
         live = torch.arange(size) < num_rows
         logits = decoder.prefill(n)
-        self._keys = decoder.fix(self._keys, rows)
+        self._keys = decoder.fix(self._keys, rows, enlarged)
         if self._uniforms_RT.shape != (self._keys.rows, self._keys.tokens):
             self._make_room(self._keys.rows, self._keys.tokens)
         key = (role, sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, tuple(into.ends.tolist()))
@@ -133,7 +123,7 @@ class Graphs:
                 self._step(run, (size, *key), decoder, t)
 
     # -- on the device -------------------------------------------------------------------------------------------------
-    def _advance(self, decoder: FixedDecoder, place: Tensor, size: int, sampling: Sampling, ends: Tensor) -> None:
+    def _advance(self, decoder: Any, place: Tensor, size: int, sampling: Sampling, ends: Tensor) -> None:
         """A step of the first rows. It may read nothing from the host that another step has otherwise."""
         self._draw(decoder.advance(self._token_R[:size]), place, size, sampling, ends)
 
@@ -152,7 +142,7 @@ class Graphs:
         self._live_R[: len(kept)] = live.to(self._device)
 
     # -- graphs --------------------------------------------------------------------------------------------------------
-    def _step(self, run: Callable[[], None], key: Any, decoder: FixedDecoder, place: int) -> None:
+    def _step(self, run: Callable[[], None], key: Any, decoder: Any, place: int) -> None:
         if self.problem is not None:
             run()
         elif key not in self._recorded:
@@ -162,11 +152,11 @@ class Graphs:
         else:
             self._recorded[key].replay()
 
-    def _record(self, run: Callable[[], None], key: Any, decoder: FixedDecoder) -> None:
+    def _record(self, run: Callable[[], None], key: Any, decoder: Any) -> None:
         """Takes the step, which compiles and allocates what it needs, and records another one, which is not taken."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._pool = self._pool or torch.cuda.graph_pool_handle()  # of all graphs that are held
-        graph, of_capture = torch.cuda.CUDAGraph(), {"pool": self._pool, "stream": self._stream}
+        pool = self._pool = self._pool or torch.cuda.graph_pool_handle()  # of all graphs that are held
+        graph, of_capture, problem = torch.cuda.CUDAGraph(), {"pool": pool, "stream": self._stream}, None
         try:
             with torch.cuda.stream(self._stream):
                 run()
@@ -175,12 +165,16 @@ class Graphs:
                     with torch.cuda.graph(graph, capture_error_mode="thread_local", **of_capture):
                         run()
                 except RuntimeError as error:  # memory, or an operator that waits for the host
-                    cause = error.__context__ or error  # what the end of a capture that failed raises names no operator
-                    self._give_up(next(iter(str(cause).splitlines()), type(cause).__name__))
-                else:
-                    self._addresses, self._recorded[key] = decoder.addresses(), graph
+                    # What the end of a capture that failed raises names no operator.
+                    problem = str(error.__context__ or error).partition("\n")[0] or "it cannot be recorded"
         finally:  # what follows uses the same tensors
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if problem is None:
+            self._addresses, self._recorded[key] = decoder.addresses(), graph
+            return
+        del graph
+        self._give_up(problem)
+        _end_capture(pool)
 
     def _compare(self, run: Callable[[], None], key: Any, place: int) -> None:
         """Takes the step, after a replay of it."""
@@ -209,3 +203,18 @@ class Graphs:
         self.problem = problem
         self._forget()
         say(f"generation.transformers.graphs: the same steps are computed without CUDA graphs: {problem}")
+
+
+def _end_capture(pool: Any) -> None:
+    """Takes back what a capture that failed leaves in torch's allocator, once its graph and tensors are gone.
+
+    Up to 2.12 it believes that the capture goes on (pytorch issue 180395). In 2.13, too, it counts a user of the pool
+    who is gone: empty memory that `empty_cache` keeps shows it.
+    """
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # it has been ended
+        torch._C._cuda_endAllocateToPool(device, pool)
+    torch.cuda.empty_cache()
+    kept = [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] == pool]
+    if any(not segment["active_size"] for segment in kept):
+        torch._C._cuda_releasePool(device, pool)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from rlft.types import Sampling
+
+FLOAT32, INT64, FLOAT64 = 4, 8, 8  # bytes
+PLAIN = Sampling(max_tokens=1, temperature=1.0)
 TEACHER_SHARE = "snapshot.teacher_gpu_memory_utilization"
 
 
@@ -130,6 +134,7 @@ class Decoding:
     num_prompts: int
     samples: int
     longest: tuple[int, ...]  # token ids of the longest prompt
+    sampling: Sampling = PLAIN  # how they are drawn; `Load` has their length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,8 +163,8 @@ class EnginePool(Generator):
         """The log-probs of one of the engines; `verify` checks all of them."""
         return next(iter(self._of_each("score", [list(ids) for ids in sequences]).values()))
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0) -> None:
-        self._of_each("rehearse", [list(ids) for ids in prompts], n, max_tokens, draft_rows)
+    def rehearse(self, prompts: Sequence[Sequence[int]], *args: Any, **further: Any) -> None:
+        self._of_each("rehearse", [list(ids) for ids in prompts], *args, further)
 
     def sleep(self) -> None:
         self._of_each("sleep")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from rlft.system.lazy import torch
@@ -12,6 +12,7 @@ from rlft.types import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlft.generation.engine import Ids
     from rlft.types import ImageRows
 
 
@@ -19,12 +20,7 @@ class RepeatedCache:
     """A decoder for any model; prompts are padded on the left, their `images` on the right."""
 
     def __init__(
-        self,
-        model: Any,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        device: torch.device,
-        images: ImageRows | None = None,
+        self, model: Any, prompts: Ids, max_tokens: int, device: torch.device, images: ImageRows | None = None
     ) -> None:
         self.model, self.max_tokens, self.device = model, max_tokens, device
         width = max(map(len, prompts))

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from rlft.config.bounds import PositiveInt
 from rlft.config.keys import Key
 from rlft.config.schema import AUTO, FASTEST
 from rlft.generation import graphs
-from rlft.generation.decoding import AT_ONCE, Decoder, NotingDecoder, Sampled, decode, draw, uniforms
+from rlft.generation.decoding import AT_ONCE, Decoder, NotingDecoder, Sampled, bytes_of_a_draw, decode, draw, uniforms
 from rlft.generation.drafts import widest_pass
-from rlft.generation.engine import NO_FACTS, Engine, EngineArgs, EngineFacts, Generator, Missing, Modules
-from rlft.generation.memory import Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
+from rlft.generation.engine import NO_FACTS, Engine, EngineArgs, EngineFacts, Generator, Ids, Missing, Modules
+from rlft.generation.memory import FLOAT64, PLAIN, Decoding, EngineMemory, Load, MemoryPart, ModelSizes, When
 from rlft.generation.repeated_cache import RepeatedCache
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.system.device import kind_of, widest
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from rlft.generation.loaded_adapter import LoadedAdapter
     from rlft.generation.sending import Part
 
-FLOAT32, FLOAT64 = 4, 8  # bytes
-
 
 class Weights(StrEnum):
     """Which weights decoding multiplies with."""
@@ -78,7 +76,6 @@ class Transformers(Engine):
     serves_whole_models: ClassVar[bool] = True
     notes_experts: ClassVar[bool] = True
     why_no_drafts: ClassVar[str | None] = None
-    in_graphs: ClassVar[bool | None] = False  # times are estimated without: none with graphs was measured on a GPU
     divisible: ClassVar[bool] = False  # products of other shapes may differ in their last bits
     at_once_key: ClassVar[str | None] = "batch_size"
     may_change: ClassVar[tuple[str, ...]] = ("batch_size", "graphs")
@@ -95,6 +92,10 @@ class Transformers(Engine):
     def chosen(self) -> Weights:
         """`weights`, with what was measured in place of `fastest`."""
         return _fastest() if self.weights is Weights.fastest else self.weights
+
+    @property
+    def in_graphs(self) -> bool:  # type: ignore[override]
+        return self.graphs == AUTO
 
     @property
     def needs_sums(self) -> bool:
@@ -149,9 +150,9 @@ class Transformers(Engine):
             yield replace(self, batch_size=group)
 
     def open(self, args: EngineArgs) -> TransformersGenerator:
-        of_run, in_graphs = (args.slot, args.tokenizer, args.device), self.graphs == AUTO
-        keys = {"weights": self.chosen, "ends": args.ends.ids, "in_graphs": in_graphs}
-        return TransformersGenerator(*of_run, self.batch_size, **keys)
+        of_run = args.slot, args.tokenizer, args.device, self.batch_size
+        keys = {"weights": self.chosen, "ends": args.ends.ids, "in_graphs": self.in_graphs}
+        return TransformersGenerator(*of_run, **keys, decodings=args.decodings)
 
     def _prompts_at_once(self, decoding: Decoding) -> int:
         return min(decoding.num_prompts, max(1, self.batch_size // decoding.samples))
@@ -165,8 +166,7 @@ class Transformers(Engine):
         tokens = prompts * longest + rows * load.max_tokens * (not self._fixed_parts(model, load))
         prefill = prompts * longest * model.layer_width * model.itemsize
         together = max(rows, math.prod(widest_pass(rows, load.max_tokens, load.draft_rows)))
-        copies = 3 * FLOAT32 + (model.itemsize if model.itemsize < FLOAT32 else 0)  # and those that the head gives
-        logits = together * model.vocabulary * copies + AT_ONCE * 8
+        logits = together * bytes_of_a_draw(model.vocabulary, model.itemsize, decoding.sampling) + AT_ONCE * FLOAT64
         return [
             MemoryPart(name="base and policy added up", bytes=sums, when=When.always, key="weights"),
             MemoryPart(
@@ -183,13 +183,14 @@ class Transformers(Engine):
         packs = model.packed and not model.plain and model.itemsize == 2
         if self.graphs != AUTO or load.device != "cuda" or load.draft_rows or not packs:
             return []
-        at_once = [self._prompts_at_once(each) for each in load.decodings]
-        sizes = list(zip(at_once, load.decodings, strict=True))
-        rows = max(graphs.bucket(prompts * each.samples) for prompts, each in sizes)
-        tokens = max(prompts * len(each.longest) for prompts, each in sizes) + rows * load.max_tokens
-        logits, layer = model.vocabulary * (model.itemsize + 3 * FLOAT32), model.layer_width * model.itemsize
-        step = rows * (logits + layer + load.max_tokens * FLOAT64)
-        keys = tokens * model.key_size * model.itemsize
+        rows, prompt_tokens, step, layer = 0, 0, 0, model.layer_width * model.itemsize
+        for each in reversed(load.decodings):  # as they are rehearsed
+            prompts = self._prompts_at_once(each)
+            size = graphs.bucket(prompts * each.samples)
+            rows, prompt_tokens = max(rows, size), graphs.enlarged(prompt_tokens, prompts * len(each.longest))
+            step = max(step, size * (bytes_of_a_draw(model.vocabulary, model.itemsize, each.sampling) + layer))
+        step += rows * load.max_tokens * FLOAT64
+        keys = (prompt_tokens + rows * load.max_tokens) * model.key_size * model.itemsize
         return [
             MemoryPart(name="keys and values for graphs", bytes=keys, when=When.always, key="graphs"),
             MemoryPart(name="CUDA graphs", bytes=step, when=When.always, key="graphs"),
@@ -216,9 +217,7 @@ class AdapterSlot(Protocol):
 
     def images_of(self, prompts: Sequence[Prompt]) -> ImageRows | None: ...
 
-    def prefix_cache(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, images: ImageRows | None = None
-    ) -> Decoder | None: ...
+    def prefix_cache(self, prompts: Ids, max_tokens: int, images: ImageRows | None = None) -> Decoder | None: ...
 
     def load_sampler(self, adapter: Adapter, *, weights: str = "apart") -> None: ...
 
@@ -245,6 +244,7 @@ class TransformersGenerator(Generator):
     weights: Weights = Weights.merged  # which weights decoding multiplies with (configs/generation/auto.yaml)
     ends: Sequence[int] | None = None  # each ends a completion; None: those that model and tokenizer name
     in_graphs: bool = False  # whether to decode in CUDA graphs where that can be
+    decodings: Sequence[Decoding] = ()  # as in `EngineArgs`
     version: int | None = field(default=None, init=False)
 
     @functools.cached_property
@@ -256,12 +256,17 @@ class TransformersGenerator(Generator):
         """Whether it decodes in CUDA graphs, on a GPU that has them."""
         if not kind_of(self.device).has_kernels:
             return NO_FACTS
-        plain, why = Sampling(max_tokens=1, temperature=1.0), "generation.transformers.graphs is off"
-        if self._graphs is not None:
-            with torch.no_grad(), self._active() as model:
-                why = self._graphs.problem or graphs.obstacle(self._decoder(model, [[0]], 1), plain, reports=False)
-        value, explained = ("yes", "a launch for a token of all rows") if why is None else ("no", why)
-        return EngineFacts(rows=(("CUDA graphs", value, explained),))
+        if self._graphs is None:
+            return EngineFacts(rows=(("CUDA graphs", "no", "generation.transformers.graphs is off"),))
+        asked = self.decodings or [Decoding(num_prompts=1, samples=1, longest=(0,))]
+        found = [
+            graphs.obstacle(self.slot.prefix_cache([ids], each.sampling.max_tokens), each.sampling, reports=False)
+            for each in asked
+            for ids in (each.longest, each.longest[:1])  # the longest prompt, and the shortest that may be
+        ]
+        why = self._graphs.problem or next((each for each in found if each is not None), None)
+        value = "yes" if why is None else "no" if self._graphs.problem or None not in found else "for some rows"
+        return EngineFacts(rows=(("CUDA graphs", value, why or "a launch for a token of all rows"),))
 
     def load_parts(self, parts: Sequence[Part], *, first: bool) -> None:
         tensors, _ = self.slot.sampler_tensors()
@@ -296,26 +301,26 @@ class TransformersGenerator(Generator):
             return LoadedAdapter(tensors={}, is_trainers=True, faults=() if since is None else (since,))
         return LoadedAdapter.of(tensors, [f"{name} computes with another sum or copy of it" for name in outdated])
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0) -> None:
+    def rehearse(self, prompts: Ids, n: int, max_tokens: int, draft_rows: int = 0, sampling: Sampling = PLAIN) -> None:
         """Takes the most memory that a batch of these prompts can take: a prefill, a step of the longest rows,
         and a pass of the most drafts."""
         at_once = max(1, self.batch_size // n)
+        how = replace(sampling, max_tokens=max_tokens, drafts=draft_rows or None)
         with torch.no_grad(), self._active() as model:
             decoder = self._decoder(model, prompts[:at_once], max_tokens)
-            plain = Sampling(max_tokens=max_tokens, temperature=1.0)
-            has_graphs = self._graphs is not None and not draft_rows
-            if has_graphs and graphs.obstacle(decoder, plain, reports=False) is None:
+            if self._graphs is not None and graphs.obstacle(decoder, how, reports=False) is None:
                 uniforms_RT = torch.full((n * len(prompts[:at_once]), max_tokens), 0.5)
                 limits = torch.full((len(uniforms_RT),), min(3, max_tokens))  # a step is recorded, another one compared
-                sampled = Sampled(uniforms_RT.shape, self._own_ends(model), None, limits, None)
-                self._sample_in_graphs(decoder, n, uniforms_RT, plain, sampled)
+                ends = self._own_ends(model) | frozenset(how.stop_token_ids)
+                sampled = Sampled(uniforms_RT.shape, ends, None, limits, None)
+                self._graphs.decode(decoder, n, uniforms_RT, how, sampled, role=self.version is not None)
                 return
             logits = decoder.prefill(n)
             uniform_R = torch.full((len(logits),), 0.5, dtype=widest(logits.device), device=logits.device)
-            token, _ = draw(logits, uniform_R, plain)
+            token, _ = draw(logits, uniform_R, how)
             logits = decoder.step(token)
             decoder.fill()
-            draw(logits, uniform_R, plain)
+            draw(logits, uniform_R, how)
             rows, each = widest_pass(len(logits), max_tokens, draft_rows)
             if rows and decoder.checks():
                 decoder.keep(torch.arange(rows))
@@ -323,11 +328,7 @@ class TransformersGenerator(Generator):
                 of_row_N = row_N.to(token.device)
                 del logits
                 logits = decoder.check(token[of_row_N], row_N, torch.arange(last - each, last).repeat(rows))
-                draw(logits, uniform_R[of_row_N], plain)
-
-    def _sample_in_graphs(self, decoder: Decoder, n: int, *args: Any) -> None:
-        assert self._graphs is not None, "the device has some"
-        self._graphs.decode(cast(graphs.FixedDecoder, decoder), n, *args, role=self.version is not None)
+                draw(logits, uniform_R[of_row_N], how)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         from rlft.batch import score_sequences
@@ -344,9 +345,7 @@ class TransformersGenerator(Generator):
     def _active(self) -> AbstractContextManager[Any]:
         return self.slot.using(None if self.version is None else "sampler")
 
-    def _decoder(
-        self, model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, images: ImageRows | None = None
-    ) -> Decoder:
+    def _decoder(self, model: Any, prompts: Ids, max_tokens: int, images: ImageRows | None = None) -> Decoder:
         shared = self.slot.prefix_cache(prompts, max_tokens, images)
         return shared or RepeatedCache(model, prompts, max_tokens, self.device, images)
 
@@ -376,7 +375,7 @@ class TransformersGenerator(Generator):
             if self._graphs is None or graphs.obstacle(decoder, sampling, reports=report is not None) is not None:
                 decode(decoder, ids, n, uniforms_RT, sampling, sampled)
             else:
-                self._sample_in_graphs(decoder, n, uniforms_RT, sampling, sampled)
+                self._graphs.decode(decoder, n, uniforms_RT, sampling, sampled, role=self.version is not None)
         rows = [[token for token in row if token >= 0] for row in sampled.tokens_RT.tolist()]
         if isinstance(decoder, NotingDecoder):
             experts = decoder.experts([len(row) for row in rows])

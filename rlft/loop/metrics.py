@@ -142,9 +142,7 @@ def evaluate(
 
     A completion is right if its first reward is `eval.correct_at` or more.
     """
-    settings, sampling = config.eval, replace(config.generation.sampling, drafts=drafts)
-    if settings.temperature is not None:
-        sampling = replace(sampling, temperature=settings.temperature)
+    settings, sampling = config.eval, config.eval.drawn(replace(config.generation.sampling, drafts=drafts))
     seeds = sampling_seeds(config.seed, 0, len(prompts), settings.num_samples, "evaluate")
     groups = generator.sample(prompts, settings.num_samples, seeds, sampling)
     scores = scorer(groups)

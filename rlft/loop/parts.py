@@ -95,6 +95,7 @@ class Engines(AbstractContextManager["Engines"]):
         assert plan.engine is not None, "the run samples"
         engine = plan.config.generation.named(plan.engine)
         args = engine_args(plan.config, lora, learner, images=plan.images)
+        args = replace(args, decodings=tuple(plan.decodings))
         with self.opened(engine, args) as generator:
             over = wrap_with_environment(generator, engine, environment, args, traces)
             try:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlft.config.model import RoutingSource
 from rlft.config.schema import RunConfig
 from rlft.data.curriculum import Curriculum
 from rlft.data.prompts import permutation, prompts_for_step
@@ -52,8 +51,7 @@ class StepSampler:
     @property
     def sampling(self) -> Sampling:
         """How the completions of a step are drawn."""
-        notes_experts = self.config.snapshot.routing is RoutingSource.engine
-        return replace(self.config.generation.sampling, notes_experts=notes_experts, drafts=self.drafts)
+        return replace(self.config.sampling, drafts=self.drafts)
 
     def prompts_at(self, step: int) -> list[Prompt]:
         """The prompts of the step that follows `step` finished steps; no cursor is needed.

@@ -19,7 +19,6 @@ from rlft.data.examples import teacher_prompts
 from rlft.environment.endpoint.played import Traces
 from rlft.generation.drafts import Drafts, savings
 from rlft.generation.engine import Generator
-from rlft.generation.memory import Decoding
 from rlft.logger.alarms import Alarms, Hints
 from rlft.loop.driver import OpenRun, RunDriver, open_run
 from rlft.loop.freshness import check_decoding, check_sampled, open_freshness, samples_tell
@@ -33,7 +32,7 @@ from rlft.model.forward import Forward
 from rlft.model.networks import Networks
 from rlft.plan.memory_parts import longest_rows
 from rlft.plan.run_plan import Facts, facts_of
-from rlft.plan.sizes import of_training, rehearse_decoding
+from rlft.plan.sizes import rehearse_decoding
 from rlft.plan.train_plan import TrainPlan
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import DRAFTS, EVALUATION_DRAFTS, SAMPLED, Checkpoint
@@ -133,16 +132,13 @@ class Session(RunDriver):
 
     def rehearse_sampling(self, step: int) -> None:
         draft_rows = max(0 if each is None else each.rows for each in self.drafts.values())
-        rehearse_decoding(self.generator, self._decodings(), self.config.generation.max_tokens, draft_rows)
+        rehearse_decoding(self.generator, self.plan.decodings, self.config.generation.max_tokens, draft_rows)
 
     def rehearse_update(self) -> None:
-        longest, config = self._decodings()[0].longest, self.config
+        longest, config = self.plan.decodings[0].longest, self.config
         hinted = self.plan.teacher_row_tokens - config.generation.max_tokens if config.snapshot.teacher_hint else 0
         micro = largest_micro_batch(config, self.roles.forward, longest, hinted)
         self.trainer.rehearse(self.plan.algorithm, micro)
-
-    def _decodings(self) -> list[Decoding]:
-        return of_training(self.plan.train_prompts, self.plan.held_out, self.config)
 
     # -- the stages of a step ------------------------------------------------------------------------------------------
     def sample(self, step: int) -> list[Group]:

@@ -40,7 +40,7 @@ from rlft.model.packing import Layout
 from rlft.model.reward_model import ENDING, last_scores, numbers_of_rows, parts_within, rows_of
 from rlft.model.roles import POLICY, Roles, policy_alone
 from rlft.plan.run_plan import Facts, Plan, facts_of
-from rlft.plan.sizes import of_evaluation, rehearse_decoding
+from rlft.plan.sizes import rehearse_decoding
 from rlft.plan.supervised_plan import PreferencePlan, SftPlan
 from rlft.reward.workers.scorer import Scorer
 from rlft.runs.checkpoint import Checkpoint
@@ -249,8 +249,7 @@ class DemonstrationTask(SupervisedTask[SftPlan]):
             assert self.freshness is not None, "an engine is opened for held-out prompts"
             assert self.plan.held_out is not None, "an engine is opened for held-out prompts"
             self.generator.load(self.learner.publish(step))  # the engine's merged weights count as well
-            shapes = of_evaluation(self.plan.held_out, self.config.eval)
-            rehearse_decoding(self.generator, shapes, self.config.generation.max_tokens)
+            rehearse_decoding(self.generator, self.plan.decodings, self.config.generation.max_tokens)
             check_decoding(self.generator, self.learner, self.plan.held_out, self.config, self.freshness.limits)
 
     def evaluate(self, step: int) -> Evaluation:

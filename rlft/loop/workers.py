@@ -259,8 +259,8 @@ class EngineWorker:
         with _ending_if_dead(self._dead):
             return self._engine.loaded_adapter()
 
-    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, draft_rows: int = 0) -> None:
-        rehearse(self._generator, prompts, n, max_tokens, draft_rows)
+    def rehearse(self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int, further: Mapping[str, Any]) -> None:
+        rehearse(self._generator, prompts, n, max_tokens, **further)
 
     def sleep(self) -> None:
         self._generator.sleep()

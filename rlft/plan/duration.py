@@ -99,7 +99,8 @@ def why_unknown(plan: Plan, model: ModelSizes, demand: Demand, work: StepWork) -
         return "no figures for runs with pretraining text"
     if cluster is not None and (cluster.engines or cluster.ranks > 1):
         return "no figures for several processes"
-    if work.samples and (engine is None or engine.in_graphs is None or (engine.in_graphs and demand.device == "cpu")):
+    of_gpus = engine is not None and engine.in_graphs and not engine.on_trainers_base
+    if work.samples and (engine is None or engine.in_graphs is None or (of_gpus and demand.device == "cpu")):
         title = "this engine" if engine is None else engine.title
         return f"no figures for {title} on {demand.device.replace('cuda', 'a GPU').replace('cpu', 'a CPU')}"
     return None
@@ -164,9 +165,12 @@ def seconds_by_stage(work: StepWork, network: Network, device: Machine, demand: 
     def sampled(rows: Work) -> float:
         """As many rows at once as the engine computes together, in whole groups."""
         assert demand.engine is not None, "something samples"
+        in_graphs = bool(demand.engine.in_graphs)
+        by_vllm = in_graphs and not demand.engine.on_trainers_base
+        in_graphs &= by_vllm or (demand.device == "cuda" and not demand.work.draft_rows)  # as in `Transformers.memory`
         times = math.ceil(rows.prompts / max(1, demand.engine.at_once // rows.group))
         part = replace(rows, prompts=rows.prompts / times)
-        return times * seconds_of(sampling(network, part, in_graphs=bool(demand.engine.in_graphs)), device)
+        return times * seconds_of(sampling(network, part, in_graphs=in_graphs, by_vllm=by_vllm), device)
 
     passes = seconds_of(update(network, work.trained), device)
     checked = CHECKED.get(network.itemsize, 128)

@@ -13,15 +13,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from rlft.generation.decoding import READ_EVERY
 from rlft.model.activations import LayerSizes
 from rlft.plan.cards import Machine
 
 IN_A_GRAPH = 1.5e-6  # seconds between two kernels of a CUDA graph, in which engines decode
 SCHEDULED = 24e-6
 """Seconds in which vLLM's host schedules, receives and decodes a token of a row: measured with 256 rows on a CPU."""
-SMALL, SMALL_IN_A_GRAPH = 18, 6
+SMALL, SMALL_OF_VLLM = 18, 6
 """Kernels of a layer and a token besides its four products and its attention: of the transformers engine (counted on
-the pretended card), and of an engine that decodes in CUDA graphs."""
+the pretended card), and of vLLM."""
+READING = 0.15e-3  # seconds of a token while the host reads several of CUDA graphs: at most so much was measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +199,10 @@ def passes(hidden: float, heads: float, mlp: float) -> Iterator[Kernel]:
 
 
 # -- the other stages --------------------------------------------------------------------------------------------------
-def sampling(network: Network, work: Work, *, in_graphs: bool = True) -> Iterator[Kernel]:
+def sampling(network: Network, work: Work, *, in_graphs: bool = True, by_vllm: bool = True) -> Iterator[Kernel]:
     """The kernels of an engine that decodes all rows at once, with base and adapter merged.
 
-    in_graphs: whether it decodes in CUDA graphs, as vLLM does on a GPU; else the host launches each kernel.
+    in_graphs: whether in CUDA graphs; else the host launches each kernel. by_vllm: else by the transformers engine.
     """
     steps, rows, item = work.completion, work.rows, network.itemsize
     how: dict[str, float] = {"launch": 0.0, "least": IN_A_GRAPH} if in_graphs else {}
@@ -209,17 +211,20 @@ def sampling(network: Network, work: Work, *, in_graphs: bool = True) -> Iterato
         for inputs, outputs in network.matrices(sizes):
             yield product("prompts", number_of_layers, work.prompts * work.prompt, inputs, sum(outputs), item)
             yield replace(product("linear layers", number, rows, inputs, sum(outputs), item), **how)
-        # An engine of CUDA graphs reads a prompt's keys for each of its completions, the transformers engine once.
-        read = (rows if in_graphs else work.prompts) * work.prompt + rows * work.completion / 2
+        # vLLM reads a prompt's keys for each of its completions, the transformers engine once.
+        read = (rows if by_vllm else work.prompts) * work.prompt + rows * work.completion / 2
         scores = 4 * rows * (work.prompt + work.completion / 2) * sizes.queries
         moved = read * 2 * sizes.keys * item
         yield Kernel(name="keys and values", number=number, bytes=moved, operations=scores, **how)
-        small = SMALL_IN_A_GRAPH if in_graphs else SMALL
+        small = SMALL_OF_VLLM if by_vllm else SMALL
         yield Kernel(name="small kernels", number=small * number, bytes=rows * network.hidden * item * 3, **how)
     yield replace(product("LM head", steps, rows, network.hidden, network.vocabulary, item), **how)
     yield Kernel(name="choice of a token", number=4 * steps, bytes=rows * network.vocabulary * 4, **how)
-    if in_graphs:
+    if by_vllm:
         yield Kernel(name="scheduler", number=steps, bytes=0, launch=0.0, least=SCHEDULED * rows)
+    elif in_graphs:
+        yield Kernel(name="graphs", number=steps, bytes=0)
+        yield Kernel(name="reads", number=steps / READ_EVERY, bytes=0, launch=0.0, least=READ_EVERY * READING)
 
 
 MERGED, MERGED_BY_THE_HOST = 3, 25

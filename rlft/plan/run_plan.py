@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # not at run time: a command from outside the tree plans in t
     from torch.nn import Parameter
 
     from rlft.data.prompts import PromptSet
-    from rlft.generation.memory import ModelSizes
+    from rlft.generation.memory import Decoding, ModelSizes
     from rlft.model.kernels.selection import Decision
     from rlft.plan.demand import Demand
     from rlft.plan.roofline import StepWork
@@ -85,6 +85,11 @@ class Plan(ABC):
     def images(self) -> int:
         """The most images of a prompt that is sampled."""
         return 0
+
+    @property
+    def decodings(self) -> Sequence[Decoding]:
+        """What the engine is asked to sample, the first of them for a step."""
+        return ()
 
     @property
     def scored_prompts(self) -> PromptSet | None:

@@ -60,14 +60,18 @@ class SamplePlan(Plan):
         size = self.config.prompts_per_step
         return tuple(self.chosen[step * size : (step + 1) * size])
 
+    @property
+    def decodings(self) -> list[Decoding]:
+        run, longest = self.config, self.prompts.longest(self.config.num_prompts).token_ids
+        number, sampling = min(run.prompts_per_step, len(self.chosen)), run.generation.sampling
+        first = Decoding(num_prompts=number, samples=run.n, longest=longest, sampling=sampling)
+        return [first, sizes.of_a_later_round(first, run.generation.max_tokens)] if run.environment else [first]
+
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of the engine beside the base, the adapter that samples, and learned rewards."""
-        run, longest = self.config, self.prompts.longest(self.config.num_prompts).token_ids
-        per_step = min(run.prompts_per_step, len(self.chosen))
+        run, [first, *_] = self.config, self.decodings
+        longest, per_step = first.longest, first.num_prompts
         on_the_base, beside = sizes.learned_rewards(run)
-        decodings = [Decoding(num_prompts=per_step, samples=run.n, longest=longest)]
-        if run.environment:
-            decodings.append(sizes.of_a_later_round(decodings[0], run.generation.max_tokens))
         return Demand(
             networks=Networks(adapters=1 + on_the_base, trainable=0, matrices=0, rewards=beside),
             rows=Rows(
@@ -81,7 +85,7 @@ class SamplePlan(Plan):
             recompute=recompute,
             device=kind_name(resolve_device(run.model.device)),
             tower=self.tower,
-            **sizes.sampling_of(run, self.engine, decodings),
+            **sizes.sampling_of(run, self.engine, self.decodings),
         )
 
     def step_work(self) -> StepWork:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rlft.config.model import KernelChoice, LoraSettings, ModelConfig, is_adapter, resolve_path
-from rlft.config.schema import AUTO, ON_A_GPU, EvalConfig, RunConfig, SamplingRoot, section_of
+from rlft.config.schema import AUTO, ON_A_GPU, RunConfig, SamplingRoot, SftConfig, section_of
 from rlft.config.trainer import CheckpointConfig
 from rlft.data.prompts import PromptSet, scan
 from rlft.generation.drafts import ROWS, Drafts
@@ -172,9 +172,9 @@ def learned_rewards(run: SamplingRoot) -> tuple[int, int]:
 
 def of_training(prompts: PromptSet, held_out: PromptSet | None, run: RunConfig) -> list[Decoding]:
     """The decodings of a step's groups and, if there is one, of an evaluation."""
-    longest = prompts.longest().token_ids
-    step = Decoding(num_prompts=run.prompts_per_step, samples=run.group_size, longest=longest)
-    decodings = [step, *of_evaluation(held_out, run.eval)]
+    shape = {"num_prompts": run.prompts_per_step, "samples": run.group_size}
+    step = Decoding(**shape, longest=prompts.longest().token_ids, sampling=run.sampling)
+    decodings = [step, *of_evaluation(held_out, run, run.sampling.drafts)]
     if run.environment:
         decodings += [of_a_later_round(decoding, run.generation.max_tokens) for decoding in decodings]
     return decodings
@@ -183,16 +183,18 @@ def of_training(prompts: PromptSet, held_out: PromptSet | None, run: RunConfig) 
 def of_a_later_round(first: Decoding, max_tokens: int) -> Decoding:
     """The decoding of a later turn, when half of `max_tokens` is sampled; each conversation is a prompt of its own."""
     sampled = tuple(first.longest[i % len(first.longest)] for i in range(max_tokens // 2))
-    return Decoding(num_prompts=first.num_prompts * first.samples, samples=1, longest=(*first.longest, *sampled))
+    prompts = first.num_prompts * first.samples
+    return replace(first, num_prompts=prompts, samples=1, longest=(*first.longest, *sampled))
 
 
-def of_evaluation(held_out: PromptSet | None, settings: EvalConfig) -> list[Decoding]:
+def of_evaluation(held_out: PromptSet | None, run: RunConfig | SftConfig, drafts: Any = None) -> list[Decoding]:
     """The decoding of an evaluation; none if nothing is held out."""
     if held_out is None:
         return []
+    settings, sampling = run.eval, run.eval.drawn(replace(run.generation.sampling, drafts=drafts))
     number = len(held_out.prompts[: settings.num_prompts])
     longest = held_out.longest(settings.num_prompts).token_ids
-    return [Decoding(num_prompts=number, samples=settings.num_samples, longest=longest)]
+    return [Decoding(num_prompts=number, samples=settings.num_samples, longest=longest, sampling=sampling)]
 
 
 def rows_of(lengths: Sequence[int], samples: int, run: SamplingRoot, number: float | None = None) -> Work:
@@ -207,12 +209,14 @@ def rows_of(lengths: Sequence[int], samples: int, run: SamplingRoot, number: flo
 
 
 def rehearse_decoding(
-    generator: Generator, decodings: Iterable[Decoding], max_tokens: int, draft_rows: int = 0
+    generator: Generator, decodings: Sequence[Decoding], max_tokens: int, draft_rows: int = 0
 ) -> None:
-    """Has the engine allocate as much memory as the longest rows of each decoding need."""
-    for decoding in decodings:
+    """Has the engine allocate as much memory as the longest rows of each decoding need: of an evaluation, and of later
+    turns, before those of a step, which often need less."""
+    for decoding in reversed(decodings):
         prompts = [decoding.longest] * decoding.num_prompts
-        rehearse(generator, prompts, decoding.samples, max_tokens, draft_rows)
+        further = {"draft_rows": draft_rows, "sampling": decoding.sampling}
+        rehearse(generator, prompts, decoding.samples, max_tokens, **further)
 
 
 CHECKPOINT = 64 * 2**10  # bytes of a checkpoint besides its tensors: their names, state.json, MANIFEST

@@ -14,7 +14,7 @@ from rlft.config.resolved import Resolved
 from rlft.config.schema import DpoConfig, RmConfig, SftConfig
 from rlft.data.examples import Examples, RankedTokens, Rankings, scan_demonstrations, scan_rankings
 from rlft.data.prompts import PromptSet
-from rlft.generation.memory import ModelSizes
+from rlft.generation.memory import Decoding, ModelSizes
 from rlft.model.adapter_folder import num_parameters
 from rlft.plan import model_rules, roles, rules, sizes
 from rlft.plan.demand import Demand, Loss, Networks, Rows
@@ -58,6 +58,10 @@ class SftPlan(Plan):
             ("task accuracy", "no" if self.held_out is None else "yes", "data=null" if not self.held_out else task),
         ]
 
+    @property
+    def decodings(self) -> list[Decoding]:
+        return sizes.of_evaluation(self.held_out, self.config)
+
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of one adapter, or of training all weights."""
         run = self.config
@@ -84,7 +88,7 @@ class SftPlan(Plan):
             token_budget=run.token_budget,
             recompute=recompute,
             device=kind_name(resolve_device(run.model.device)),
-            **sizes.sampling_of(run, self.engine, sizes.of_evaluation(self.held_out, run.eval)),
+            **sizes.sampling_of(run, self.engine, self.decodings),
         )
 
     def step_work(self) -> StepWork:

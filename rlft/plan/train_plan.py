@@ -19,7 +19,7 @@ from rlft.data.curriculum import Curriculum, PassRates, read_pass_rates
 from rlft.data.examples import PretrainText, load_texts, longest_with_hint, scan_texts
 from rlft.data.prompts import PromptSet, untokenised
 from rlft.environment.protocol import Environment, read_environment
-from rlft.generation.memory import ModelSizes
+from rlft.generation.memory import Decoding, ModelSizes
 from rlft.model.adapter_folder import num_parameters
 from rlft.model.backbone import decoder_layers, read_config
 from rlft.model.experts import bytes_of_choice
@@ -66,6 +66,10 @@ class TrainPlan(Plan):
     def images(self) -> int:
         sets = (self.train_prompts, self.held_out)
         return max(prompts.images for prompts in sets if prompts is not None)
+
+    @property
+    def decodings(self) -> list[Decoding]:
+        return sizes.of_training(self.train_prompts, self.held_out, self.config)
 
     @property
     def num_steps(self) -> int:
@@ -197,7 +201,7 @@ class TrainPlan(Plan):
             return {}
         if placement is None or placement.kind == "pairs":
             apart = min(apart, 1)
-        return sizes.sampling_of(run, self.engine, sizes.of_training(self.train_prompts, self.held_out, run), apart)
+        return sizes.sampling_of(run, self.engine, self.decodings, apart)
 
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of the policy, and of old, reference, teacher, critic and rewards beside it."""

@@ -88,7 +88,7 @@ class CountingEngine:
     def sleep(self) -> None:
         pass
 
-    def rehearse(self, prompts: Any, n: int, max_tokens: int, draft_rows: int) -> None:
+    def rehearse(self, prompts: Any, n: int, max_tokens: int, further: Any) -> None:
         if self.faults.get(-1) == "raise":
             raise MemoryError("no room")
 

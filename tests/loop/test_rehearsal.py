@@ -107,7 +107,7 @@ def test_an_evaluation_is_rehearsed_with_all_its_samples(
     words = ["eval.every=2", "eval.num_prompts=5", "eval.num_samples=7"]
     if command == "train":
         run(tmp_path / "run", *words)
-        assert rehearsed == [(2, 3), (5, 7)]
+        assert rehearsed == [(5, 7), (2, 3)]
         return
     teach = ["demonstrations.path=embedded:arithmetic-demonstrations", "max_completion_tokens=64", "steps=1"]
     teach += ["examples_per_step=2", "lora.rank=2", "model.device=cpu", "console=null", "data.held_out_size=8"]

@@ -19,10 +19,11 @@ from rlft.commands.doctor.work import SIZES, Size
 from rlft.commands.plan import time_rows
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
+from rlft.generation.decoding import READ_EVERY
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes
 from rlft.plan.cards import CARDS, NAMES, Machine
-from rlft.plan.demand import Demand, Networks, Rows
+from rlft.plan.demand import Demand, EngineWork, Networks, Rows
 from rlft.plan.duration import (
     FACTOR,
     SHORT,
@@ -36,7 +37,7 @@ from rlft.plan.duration import (
     network_of,
     seconds_by_stage,
 )
-from rlft.plan.roofline import Network, Work, seconds_of, update
+from rlft.plan.roofline import READING, SMALL as SMALL_KERNELS, Kernel, Network, Work, sampling, seconds_of, update
 from rlft.plan.run_plan import Plan, Schedule
 from rlft.plan.sizes import sizes_of
 from rlft.runs.forecast import Forecast, Price
@@ -451,7 +452,7 @@ def test_what_is_not_known_is_said(changes: dict[str, Any], why: str, monkeypatc
         model = SimpleNamespace(
             config=config_of_model, hidden=128, vocabulary=272, itemsize=4, linear=NETWORK.linear, lora=100, **sizes
         )
-        engine = SimpleNamespace(at_once=256, in_graphs=values["in_graphs"], title="vLLM")
+        engine = SimpleNamespace(at_once=256, in_graphs=values["in_graphs"], title="vLLM", on_trainers_base=False)
         fields = {"engine": engine, "teacher": values["teacher"], "device": values["device"]}
         demand = replace(demand_of(), **fields)
         schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
@@ -461,6 +462,44 @@ def test_what_is_not_known_is_said(changes: dict[str, Any], why: str, monkeypatc
     said = found(**known | changes)
     assert isinstance(said, str)
     assert why in said
+
+
+# -- the transformers engine in CUDA graphs ----------------------------------------------------------------------------
+def test_in_graphs_the_host_launches_once_a_token_and_reads_once_in_eight() -> None:
+    network, rows = script.MODELS["0.5B"], Work(prompts=2, group=4, prompt=16, completion=64, budget=96)
+    eager, graphs = (list(sampling(network, rows, in_graphs=each, by_vllm=False)) for each in (False, True))
+
+    def launches(kernels: list[Kernel]) -> float:
+        return sum(kernel.number for kernel in kernels if kernel.launch is None and kernel.name != "prompts")
+
+    layer = 5 + SMALL_KERNELS  # products, attention, and what is between them
+    assert launches(eager) == 64 * (24 * layer + 1 + 4)
+    assert launches(graphs) == 64
+    [reads] = [kernel for kernel in graphs if kernel.name == "reads"]
+    assert (reads.number, reads.least) == (64 / READ_EVERY, READ_EVERY * READING)
+    names = {kernel.name for kernel in graphs}
+    assert names - {"graphs", "reads"} == {kernel.name for kernel in eager}
+    assert sum(k.number for k in graphs if k.name not in ("graphs", "reads")) == sum(k.number for k in eager)
+
+
+def test_the_estimate_differs_by_whether_the_transformers_engine_decodes_in_graphs() -> None:
+    """On an NVIDIA GPU and without drafts; vLLM always does."""
+    network, work = script.MODELS["0.5B"], StepWork(trained=ROWS, is_sampled=True)
+
+    def seconds(graphs: str, device: str = "cuda", draft_rows: int = 0) -> float:
+        engine = compose_engine(graphs)
+        demand = replace(demand_of(), engine=engine, device=device, work=EngineWork(draft_rows=draft_rows))
+        machine = XEON if device == "cpu" else CARDS["H100"]
+        return seconds_by_stage(work, network, machine, demand)["sample"]
+
+    assert seconds("auto") < 0.2 * seconds("off")
+    for how in ({"device": "cpu"}, {"device": "rocm"}, {"draft_rows": 8}):
+        assert seconds("auto", **how) == seconds("off", **how)
+
+
+def compose_engine(graphs: str) -> Engine:
+    words = ["+recipe=grpo_arithmetic", "generation=transformers", f"generation.transformers.graphs={graphs}"]
+    return resolve(compose_run(words).plain).config.generation.named("transformers")
 
 
 # -- the rows of the page ----------------------------------------------------------------------------------------------

@@ -133,9 +133,9 @@ def more_tokens(
 ROWS, LENGTH = (3, 4), 12
 
 
-def widest() -> dict[int, list[int]]:
-    """{rows that are sampled with drafts: [bytes of decoding that are planned, rehearsed, and taken by completions of
-    full length whose passes have as many drafts as they may]}."""
+def widest() -> dict[str, list[int]]:
+    """{rows that are sampled with drafts, or how else: [bytes of decoding that are planned, rehearsed, and taken by
+    completions of full length whose passes have as many drafts as they may]}."""
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(Case(completion=LENGTH, prompt=16, vocabulary=VOCABULARY, layers=2, rows=ROWS), Path(folder))
         config, (prompts, group) = plan.config, ROWS
@@ -157,10 +157,12 @@ def widest() -> dict[int, list[int]]:
 
             engine.sample(asked, group, [0] * prompts, plain)  # the first one warms up
             found = {}
-            for rows in (0, 12, 96):
-                parts = settings.memory(sizes, replace(load, draft_rows=rows)).parts
+            truncated = replace(plain, temperature=0.7, top_p=0.9, min_p=1e-9)
+            for name, rows, how in (("0", 0, plain), ("12", 12, plain), ("96", 96, plain), ("top_p", 0, truncated)):
+                work = replace(load, draft_rows=rows, decodings=(replace(decoding, sampling=how),))
+                parts = settings.memory(sizes, work).parts
                 drafts = GivenDrafts(lambda key, said, most: [0] * most, rows) if rows else None
-                rehearsed = peak_of(engine.rehearse, [decoding.longest] * prompts, group, LENGTH, rows)
-                drawn = peak_of(engine.sample, asked, group, [0] * prompts, replace(plain, drafts=drafts))
-                found[rows] = [sum(part.bytes for part in parts), rehearsed, drawn]
+                rehearsed = peak_of(engine.rehearse, [decoding.longest] * prompts, group, LENGTH, rows, how)
+                drawn = peak_of(engine.sample, asked, group, [0] * prompts, replace(how, drafts=drafts))
+                found[name] = [sum(part.bytes for part in parts), rehearsed, drawn]
             return found

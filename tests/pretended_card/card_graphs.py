@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
+import four_bits
 import torch
+import vision_folders
 from card_decoding import LAYERED, TOKENS
-from card_peaks import Case, planned
+from card_peaks import CONVOLUTIONS, MOE, TOWER, WIDE, Case, planned
+from card_streams import Stream
 from pretended_card import COUNTS
 from recorded_graphs import CUDAGraph
+from torch.utils._pytree import tree_leaves
 
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.generation import graphs
 from rlft.generation.decoding import READ_EVERY
 from rlft.generation.graphs import MOST_WAYS, Graphs
-from rlft.generation.memory import When
+from rlft.generation.memory import Decoding, When
 from rlft.generation.transformers import TransformersGenerator
 from rlft.loop.parts import open_roles
 from rlft.model.backbone import load_backbone
@@ -28,6 +37,7 @@ from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.kernels.prefix_cache import FlashPrefixCache
 from rlft.plan.fit import planned_here
 from rlft.plan.memory_parts import parts
+from rlft.plan.sizes import rehearse_decoding
 from rlft.types import Group, NextTurn, Prompt, Sampling
 
 SAMPLES, SEEDS = 4, range(100, 600, 100)
@@ -49,9 +59,10 @@ class Model:
         load_backbone.cache_clear()
         folder.mkdir(parents=True)
         usual = {"completion": 40, "prompt": 16, "vocabulary": 512, "layers": 2}
-        self.plan = planned(Case(**usual | fields), folder)
+        shown = fields.pop("shown", None)
+        self.plan = planned(Case(**usual | fields), folder) if shown is None else planned_with_images(shown, folder)
         first = self.plan.train_prompts.prompts[:5]
-        cut = [replace(prompt, token_ids=prompt.token_ids[n:]) for n, prompt in enumerate(first)]
+        cut = [replace(p, token_ids=p.token_ids[0 if p.images else n :]) for n, p in enumerate(first)]
         self.prompts: list[Prompt] = [*cut[:4], replace(cut[4], next_turn=NextTurn(turn=1, seed=0, max_tokens=11))]
 
     @contextmanager
@@ -65,12 +76,22 @@ class Model:
         weights = {k: (0.2 * torch.randn(x.shape, generator=random)).to(x) for k, x in adapter.weights.items()}
         return replace(adapter, weights=weights)
 
+    def load(self, engines: Sequence[Any], version: int) -> None:
+        """The engines sample from this version; one of all weights is in the model itself."""
+        if self.plan.config.lora is None:
+            random = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for parameter in self.roles.model.parameters():
+                    parameter.add_((0.02 * torch.randn(parameter.shape, generator=random)).to(parameter))
+        for engine in engines:
+            engine.load(self.versions[version])
+
     def engine(self, batch_size: int = 12, *, records: bool = True, ends: Sequence[int] = range(12)) -> Any:
         """One that decodes in graphs, or computes the same steps without them."""
         backbone, weights = self.roles.backbone, self.plan.config.generation.named("transformers").weights
         made = TransformersGenerator(
             self.roles, backbone.tokenizer, backbone.device, batch_size, weights=weights, ends=tuple(ends),
-            in_graphs=True,
+            in_graphs=True, decodings=tuple(self.plan.decodings),
         )  # fmt: skip
         if not records:
             made._graphs.problem = "its steps are to be computed one by one"
@@ -129,9 +150,88 @@ def counted(model: Model) -> dict[str, Any]:
     return found
 
 
+# -- kinds of models ---------------------------------------------------------------------------------------------------
+KINDS: dict[str, dict[str, Any]] = {
+    "adapters": {},
+    "DoRA": {"words": "lora.use_dora=true"},
+    "all weights": {"words": "lora=null", "dtype": "float32"},
+    "4 bits": {"words": "model.quantization=4bit"},
+    "attention sinks": {"kind": "gpt_oss", **MOE, "head_dim": 64, "sliding_window": 128},
+    "experts": {"kind": "olmoe", **MOE},
+    "images": {"shown": "qwen2_5_vl"},
+    "a window": LAYERED["a window"],
+    "a window that some rows exceed": LAYERED["a window"] | {"sliding_window": 50},
+    "short convolutions": {"kind": "lfm2", "layers": 4, **CONVOLUTIONS},
+    "float32": {"dtype": "float32"},
+    "plain kernels": {"words": "model.kernels=plain"},
+}
+
+
+def kinds(*names: str) -> dict[str, Any]:
+    """{kind: [value and explanation in the start-up table, whether results are the steps', replays, problem]}"""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            with four_bits.stand_in() if name == "4 bits" else nullcontext():
+                model = Model(Path(folder) / name, dict(KINDS[name]))
+                with model.opened():
+                    found[name] = of_a_kind(model)
+    return found
+
+
+def of_a_kind(model: Model) -> list[Any]:
+    engines = model.engine(), model.engine(records=False)
+    [[_, *row]], same, replays = engines[0].facts.rows, [], 0
+    for version in range(2):
+        model.load(engines, version)
+        COUNTS.clear()
+        rows = model.sampled(engines[0], SHORT)
+        replays += COUNTS.launches["graph"]
+        same.append(rows == model.sampled(engines[1], SHORT))
+    return [*row, all(same), replays, engines[0]._graphs.problem, uncovered(engines[0]._graphs)]
+
+
+def uncovered(graphs: Graphs) -> int:
+    """How many storages replays find that are neither among those that are asked for nor the engine's own."""
+    own = [x.data_ptr() for x in tree_leaves(vars(graphs)) if isinstance(x, torch.Tensor)]
+    places = {*graphs._addresses, *own}
+    ranges = [(x.data_ptr(), x.data_ptr() + x.nbytes) for graph in graphs._recorded.values() for x in graph.read]
+    return sum(not any(start <= place < end for place in places) for start, end in ranges)
+
+
+def stand_in() -> list[list[float]]:
+    """Two results in memory of one pool: at first, after a replay of each graph, and when the first graph is gone."""
+    x, pool, stream = torch.ones(1, device="cuda"), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    found, results, held = [], [], []
+    for factor in (2, 3):
+        held.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(held[-1], pool=pool, stream=stream, capture_error_mode="thread_local"):
+            results.append(x * factor)
+    for number in (None, 0, 1, 0, -1):
+        if number == -1:
+            held.clear()
+        elif number is not None:
+            held[number].replay()
+        found.append([min(float(result), 9.0) for result in results])
+    return found
+
+
+def planned_with_images(kind: str, folder: Path) -> Any:
+    vision_folders.folder_of(folder / "model", kind, WIDE | {"num_attention_heads": 16}, TOWER)
+    words = [
+        "+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", f"model.path={folder}/model", "console=null",
+        "model.dtype=bfloat16", "model.device=cuda", "prompts.max_tokens=128", "prompts_per_step=8", "group_size=4",
+        "eval.every=0", "generation.max_tokens=24", "generation=transformers", "lora.dropout=0", "lora.rank=16",
+        "steps=1", "scoring.workers=0", "token_budget=4096",
+    ]  # fmt: skip
+    return resolve(compose(words)).plan()
+
+
 # -- planted faults ------------------------------------------------------------------------------------------------
 def faults() -> dict[str, Any]:
-    """{fault: [whether results are the steps' nevertheless, what the engine says]}"""
+    """{fault: [whether results are the steps' nevertheless, what the engine says, whether streams race, whether
+    the allocator believes that a capture goes on, or keeps memory for graphs that are gone]}"""
+    Stream.watched = True
     with tempfile.TemporaryDirectory() as name:
         model = Model(Path(name) / "model", LAYERED["qwen2"])
         with model.opened():
@@ -145,14 +245,22 @@ def planted(
     model: Model, right: list[Any], fault: Callable[[], Any], between: Callable[[Model, Any], None], trusts: bool
 ) -> list[Any]:
     """trusts: whether the comparison of the first replay is left out."""
+    gc.collect()
     engine = model.engine()
+    Stream.races.clear()
     compared = mock.patch.object(Graphs, "_compare", trusting) if trusts else nullcontext()
     with fault(), compared:
         engine.load(model.versions[0])
         model.sampled(engine, SHORT)
         between(model, engine)
         engine.load(model.versions[1])
-        return [model.sampled(engine, SHORT) == right, engine._graphs.problem]
+        same, problem = model.sampled(engine, SHORT) == right, engine._graphs.problem
+    del engine
+    gc.collect()
+    left = bool(CUDAGraph.underway or +CUDAGraph.bytes_of_pools)
+    CUDAGraph.underway.clear()
+    CUDAGraph.bytes_of_pools.clear()
+    return [same, problem, bool(Stream.races), left]
 
 
 def trusting(graphs: Graphs, run: Any, key: Any, place: int) -> None:
@@ -203,14 +311,44 @@ def no_memory() -> Any:
     return mock.patch.object(torch.cuda, "graph", mock.Mock(side_effect=error))
 
 
-def waiting() -> Any:
+@contextmanager
+def waiting(release: str = "2.12", *, ends: bool = True) -> Iterator[None]:
+    """A step that cannot be captured, with torch's allocator of this release."""
+    ending = nullcontext() if ends else mock.patch.object(graphs, "_end_capture")
+    with ending, mock.patch.object(CUDAGraph, "release", release), reading_a_token():
+        yield
+
+
+def reading_a_token() -> Any:
     advance = FlashPrefixCache.advance
 
     def reading(cache: FlashPrefixCache, token_R: Any) -> Any:
+        logits = advance(cache, token_R)
         assert int(token_R[0]) >= 0
-        return advance(cache, token_R)
+        return logits
 
     return mock.patch.object(FlashPrefixCache, "advance", reading)
+
+
+def without_a_wait(of_the_side: bool) -> Any:
+    """A stream does not wait for the other one: the one on which steps are recorded, or the usual one."""
+    wait = Stream.wait_stream
+
+    def wait_stream(stream: Stream, other: Stream) -> None:
+        if (stream is torch.cuda.default_stream()) is of_the_side:
+            wait(stream, other)
+
+    return mock.patch.object(Stream, "wait_stream", wait_stream)
+
+
+def rescale(model: Model, engine: Any) -> None:
+    """Another scale of the adapter, which is a number of the host, until the second version comes."""
+    layers = [layer for layer in engine.slot.model.modules() if isinstance(layer, LoraLinear)]
+    for factor in (2.0, 0.5):
+        for layer in layers:
+            layer.scaling = {role: factor * scale for role, scale in layer.scaling.items()}
+        if factor > 1:
+            model.sampled(engine, SHORT)
 
 
 def nothing(model: Model, engine: Any) -> None: ...
@@ -258,25 +396,55 @@ FAULTS: dict[str, tuple[Callable[[], Any], Callable[[Model, Any], None], bool]] 
     "weights that moved": (nullcontext, move_weights, False),
     "copies that move": (new_copies, nothing, False),
     "copies that move, unwatched": (lambda: unwatched(new_copies), nothing, False),
+    "another scale": (nullcontext, rescale, False),
     "no memory": (no_memory, nothing, False),
     "a step that waits": (waiting, nothing, False),
+    "a step that waits, torch 2.13": (partial(waiting, "2.13"), nothing, False),
+    "a step that waits, torch 2.14": (partial(waiting, "2.14"), nothing, False),
+    "a step that waits, not ended": (partial(waiting, ends=False), nothing, False),
+    "a step that waits, torch 2.13, not ended": (partial(waiting, "2.13", ends=False), nothing, False),
+    "no wait for what is read": (partial(without_a_wait, of_the_side=False), nothing, False),
+    "no wait for what is written": (partial(without_a_wait, of_the_side=True), nothing, False),
 }
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
-def memory() -> dict[str, Any]:
-    """{part: [planned, counted]} of what graphs hold after a rehearsal."""
-    with tempfile.TemporaryDirectory() as name:
-        model = Model(Path(name) / "model", {"vocabulary": 8192, "completion": 64, "prompt": 48, "rows": (6, 4)})
-        found = planned_here(model.plan)
-        assert found is not None
-        sizes, demand, _ = found
-        of_graphs = [part for part in parts(sizes, demand, 0) if part.key == "generation.transformers.graphs"]
-        assert all(part.when is When.always for part in of_graphs)
+OF_ALL = replace(PLAIN, temperature=0.7, top_p=0.9, top_k=50, min_p=1e-9)
+DECODINGS: dict[str, list[tuple[int, int, int, Sampling]]] = {
+    "plain": [(6, 4, 48, PLAIN)],
+    "top_k": [(6, 4, 48, replace(PLAIN, top_k=50))],
+    "top_p": [(6, 4, 48, replace(PLAIN, top_p=0.9))],
+    "all": [(6, 4, 48, OF_ALL)],
+    "an evaluation of more prompts": [(6, 4, 48, PLAIN), (32, 1, 56, replace(PLAIN, temperature=0.0))],
+    "an evaluation of few rows that sorts": [(6, 4, 48, PLAIN), (6, 2, 48, OF_ALL)],
+    "longer prompts later": [(24, 1, 64, PLAIN), (6, 4, 48, PLAIN)],
+}
+"""{name: (prompts, completions of each, tokens of a prompt, how they are drawn) of each decoding of a run, the last
+first}"""
+
+
+def memory(*names: str) -> dict[str, Any]:
+    """{decodings: [{part: planned bytes}, counted bytes]} of what graphs hold after a rehearsal."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = Model(Path(folder) / "model", {"vocabulary": 8192, "completion": 64, "prompt": 48, "rows": (6, 4)})
+        sizes, usual, _ = cast(Any, planned_here(model.plan))
         with model.opened():
-            engine = model.engine(256)
-            engine.load(model.versions[0])
-            engine.score([[1, 2, 3, 4]])
-            before = COUNTS.live
-            engine.rehearse([range(48)] * 6, 4, 64)
-            return {"planned": {part.name: part.bytes for part in of_graphs}, "counted": COUNTS.live - before}
+            for name in names:
+                decodings = [
+                    Decoding(num_prompts=prompts, samples=samples, longest=tuple(range(length)), sampling=how)
+                    for prompts, samples, length, how in DECODINGS[name]
+                ]
+                demand = replace(usual, work=replace(usual.work, decodings=tuple(decodings)))
+                of_graphs = [part for part in parts(sizes, demand, 0) if part.key == "generation.transformers.graphs"]
+                assert all(part.when is When.always for part in of_graphs)
+                engine = model.engine(256)
+                engine.load(model.versions[0])
+                engine.score([[1, 2, 3, 4]])
+                gc.collect()
+                before = COUNTS.live
+                rehearse_decoding(engine, decodings, 64)
+                found[name] = [{part.name: part.bytes for part in of_graphs}, COUNTS.live - before]
+                del engine
+                gc.collect()
+    return found

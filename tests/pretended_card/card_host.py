@@ -59,6 +59,8 @@ def main() -> None:
         "graphs": card_graphs.main,
         "graph faults": card_graphs.faults,
         "graph memory": card_graphs.memory,
+        "graph kinds": card_graphs.kinds,
+        "graph stand-in": card_graphs.stand_in,
     }
 
     def reported() -> None:

@@ -26,10 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import card_streams
 import flash_stand_in
 import recorded_graphs
 import torch
 import torch.distributed
+from card_streams import Stream
 from recorded_graphs import recorded, refuse
 from torch import Tensor
 from torch.nn import functional as F
@@ -90,6 +92,7 @@ class Counts:
 
     def wait(self, name: str) -> None:
         refuse(f"{name} @ {line()}")
+        card_streams.host_waits()
         self.waits[f"{name} @ {line()}"] += 1
 
     def upload(self, name: str) -> None:
@@ -297,7 +300,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         refuse(operator.name)
         out = _drawn(func, target, plain, named)
     else:
-        out = recorded(lambda: _computed(func, operator.name, plain, named), (plain, named), launches=launches)
+        given = plain, named
+        out = recorded(lambda: _computed(func, operator.name, plain, named), given, operator.name, launches=launches)
     if target is None:
         return out
     if launches:
@@ -379,7 +383,7 @@ def _copied(
         target = source if named.pop("device", None) is None else target
         if target is not None:
             named.pop("pin_memory", None)
-    result = recorded(lambda: func(*plain, **named), (plain, named))
+    result = recorded(lambda: func(*plain, **named), (plain, named), name)
     if target is None:
         COUNTS.wait("copy to host")
     elif source is None:
@@ -430,7 +434,7 @@ def compiled(function: Any = None, **_: Any) -> Any:
     def fused(*args: Any, **kwargs: Any) -> Any:
         device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, CardTensor))
         tree = tree_map_only(CardTensor, lambda x: x.inner, (args, kwargs))
-        return _on_card(recorded(lambda: computed(tree), tree), device)
+        return _on_card(recorded(lambda: computed(tree), tree, function.__name__), device)
 
     def computed(tree: Any) -> Any:
         inner = {id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor)}
@@ -533,31 +537,11 @@ def install_in_workers(library: str, report: str, kind: str) -> None:
 
 
 # -- torch.cuda, torch.xpu and torch.mps -------------------------------------------------------------------------------
-class Queue:
+class Queue(Stream):
     """A stream or an event: whatever was asked of the card is done."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def synchronize(self) -> None:
         COUNTS.wait("synchronize")
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _: Any) -> float:
-        return 0.0
-
-    def __enter__(self) -> Queue:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or self
-
-    def nothing(self, *_: Any) -> None: ...
-
-    record = wait = wait_stream = wait_event = nothing
 
 
 @dataclass
@@ -610,6 +594,7 @@ def install(
     recorded_graphs.CUDAGraph.counts = COUNTS
     generators[:] = [torch.Generator(device=f"{KIND.type}:{index}") for index in range(len(visible()))]
     first, properties = Queue(), Properties(total_memory, *capability)
+    Stream.current = first
 
     def manual_seed_all(seed: int) -> None:
         for generator in generators:
@@ -630,8 +615,12 @@ def install(
         "device_count": lambda: len(visible()),
         **dict.fromkeys(("memory_allocated", "memory_reserved", "current_allocated_memory"), lambda *_: COUNTS.live),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: COUNTS.peak),
-        **dict.fromkeys(("stream", "current_stream", "default_stream"), lambda *_: first),
-        **dict.fromkeys(("empty_cache", "_lazy_init"), lambda *_: None),
+        "stream": card_streams.entered,
+        "current_stream": lambda *_: Stream.current,
+        "default_stream": lambda *_: first,
+        "_lazy_init": lambda *_: None,
+        "empty_cache": recorded_graphs.empty_cache,
+        "memory_snapshot": recorded_graphs.memory_snapshot,
         "CUDAGraph": recorded_graphs.CUDAGraph,
         "graph": recorded_graphs.graph,
         "graph_pool_handle": recorded_graphs.pool_handle,
@@ -663,6 +652,8 @@ def install(
         torch.backends.mps.is_available = torch.backends.mps.is_built = functions["is_available"]
     for name, version in KIND.versions.items():
         setattr(torch.version, name, version)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        setattr(torch._C, name, getattr(recorded_graphs, name))
     cast(Any, torch).compile = compiled
     F.scaled_dot_product_attention = attention
     torch._C._set_only_lift_cpu_tensors(True)

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from card_streams import Stream, entered, touched
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+Pool = tuple[int, int]
 NONSENSE = 0x7F
-"""Every byte of what no replay has computed yet: NaN in bfloat16 and float32, or a number of no token."""
+"""Every byte of what no replay has computed yet: a huge number, or one of no token."""
 
 
 class CUDAGraph:
@@ -27,9 +28,14 @@ class CUDAGraph:
 
     captured: ClassVar[CUDAGraph | None] = None
     """The one that is being captured."""
+    release: ClassVar[str] = "2.12"
+    """Of torch, whose allocator it is: after a capture that failed that of 2.12 believes that it goes on, that of 2.13
+    counts a user of the pool for good, and that of 2.14 does neither."""
     number: ClassVar[int] = 0  # of pools so far
-    of_pools: ClassVar[Counter[int]] = Counter()  # graphs that live, by pool
-    bytes_of_pools: ClassVar[Counter[int]] = Counter()
+    underway: ClassVar[set[Pool]] = set()  # those to which captures go
+    users: ClassVar[Counter[Pool]] = Counter()
+    of_pools: ClassVar[dict[Pool, weakref.WeakSet[CUDAGraph]]] = {}
+    bytes_of_pools: ClassVar[Counter[Pool]] = Counter()
     counts: ClassVar[Any] = None  # the card's
 
     def __init__(self) -> None:
@@ -38,23 +44,37 @@ class CUDAGraph:
         self._made: dict[int, Tensor] = {}  # {storage: its bytes}
         self._users: Counter[int] = Counter()  # tensors on the card that live, by storage that was made
         self._live = self.peak = 0
+        self.is_invalid = False  # whether it was asked for what cannot be captured
+        self.read: list[Tensor] = []  # the bytes of all that a replay finds
+        self.written: list[Tensor] = []  # and of what it changes of it
 
-    def capture_begin(self, pool: int) -> None:
+    def capture_begin(self, pool: Pool) -> None:
         assert CUDAGraph.captured is None, "one at a time"
         CUDAGraph.captured, self.pool_id = self, pool
-        CUDAGraph.of_pools[pool] += 1
-        weakref.finalize(self, _left, pool)
+        CUDAGraph.underway.add(pool)
+        CUDAGraph.users[pool] += 1
+        CUDAGraph.of_pools.setdefault(pool, weakref.WeakSet()).add(self)
+        self._goes = weakref.finalize(self, _left, pool, self._made)
 
     def capture_end(self) -> None:
         CUDAGraph.captured = None
         for stored, old in self._before.values():
-            stored.copy_(old)
+            self.read.append(stored)
+            if not stored.equal(old):
+                self.written.append(stored)
+                stored.copy_(old)
         for stored in self._made.values():
             stored.fill_(NONSENSE)
         self._before.clear()
         more = max(0, self.peak - self.bytes_of_pools[self.pool_id])
         CUDAGraph.bytes_of_pools[self.pool_id] += more
         self.counts.live += more
+        if self.is_invalid and self.release != "2.14":
+            self._goes.detach()
+        if not (self.is_invalid and self.release == "2.12"):
+            CUDAGraph.underway.discard(self.pool_id)
+        if self.is_invalid:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def call(self, call: Callable[[], Any], given: Any, *, launches: bool) -> Any:
         """Computes what is captured, and notes it if it is more than a view or empty memory."""
@@ -81,15 +101,15 @@ class CUDAGraph:
         self._live += size * (not self._users[key])
         self._users[key] += 1
         self.peak = max(self.peak, self._live)
-        weakref.finalize(made, self._dropped, key, size)
+        weakref.finalize(made, _dropped, weakref.ref(self), key, size)
         return True
-
-    def _dropped(self, key: int, size: int) -> None:
-        self._users[key] -= 1
-        self._live -= size * (not self._users[key])
 
     def replay(self) -> None:
         self.counts.launch("graph")
+        touched("graph", self.read, self.written)
+        for other in self.of_pools[self.pool_id] - {self}:  # whose memory is the same
+            for stored in other._made.values():
+                stored.fill_(NONSENSE)
         self.counts.replays = True
         for call, noted in self._calls:
             for old, new in zip(noted, (x for x in tree_leaves(call()) if isinstance(x, Tensor)), strict=True):
@@ -98,37 +118,80 @@ class CUDAGraph:
         self.counts.replays = False
 
 
-def _left(pool: int) -> None:
-    CUDAGraph.of_pools[pool] -= 1
-    if not CUDAGraph.of_pools[pool]:
+def _dropped(of: weakref.ref[CUDAGraph], key: int, size: int) -> None:
+    if (graph := of()) is not None:
+        graph._users[key] -= 1
+        graph._live -= size * (not graph._users[key])
+
+
+def _left(pool: Pool, made: dict[int, Tensor]) -> None:
+    """The graph is gone: whoever still reads its memory finds nonsense."""
+    for stored in made.values():
+        stored.fill_(NONSENSE)
+    _cuda_releasePool(0, pool)
+
+
+def _cuda_releasePool(device: int, pool: Pool) -> None:
+    assert CUDAGraph.users[pool] > 0, "nobody is counted as its user"
+    CUDAGraph.users[pool] -= 1
+    if not CUDAGraph.users[pool]:
         CUDAGraph.counts.live -= CUDAGraph.bytes_of_pools.pop(pool, 0)
+
+
+def _cuda_endAllocateToPool(device: int, pool: Pool) -> None:
+    if pool not in CUDAGraph.underway:
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+    CUDAGraph.underway.remove(pool)
+
+
+def empty_cache() -> None:
+    assert not CUDAGraph.underway, "captures_underway.empty() INTERNAL ASSERT FAILED"
+
+
+def memory_snapshot() -> list[dict[str, Any]]:
+    return [{"segment_pool_id": pool, "active_size": 0} for pool, size in CUDAGraph.bytes_of_pools.items() if size]
 
 
 def _bytes(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
 
 
-@contextmanager
-def graph(into: CUDAGraph, pool: int, stream: Any, capture_error_mode: str) -> Iterator[None]:
-    """In place of torch.cuda.graph."""
-    into.capture_begin(pool)
-    try:
-        yield
-    finally:
-        into.capture_end()
+class graph:
+    """In place of torch.cuda.graph, which leaves its stream only if the capture ends well."""
+
+    def __init__(self, into: CUDAGraph, pool: Pool, stream: Any, capture_error_mode: str) -> None:
+        self.into, self.pool, self.entered = into, pool, entered(stream)
+
+    def __enter__(self) -> None:
+        empty_cache()
+        self.entered.__enter__()
+        self.into.capture_begin(self.pool)
+
+    def __exit__(self, *error: Any) -> None:
+        self.into.capture_end()
+        self.entered.__exit__(None, None, None)
 
 
-def pool_handle() -> int:
+def pool_handle() -> Pool:
     CUDAGraph.number += 1
-    return CUDAGraph.number
+    return 0, CUDAGraph.number
 
 
 def refuse(what: str) -> None:
     """What cudaStreamCaptureModeThreadLocal does not permit."""
     if CUDAGraph.captured is not None:
+        CUDAGraph.captured.is_invalid = True
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
 
-def recorded(call: Callable[[], Any], given: Any, *, launches: bool = True) -> Any:
-    held = CUDAGraph.captured
-    return call() if held is None else held.call(call, given, launches=launches)
+def recorded(call: Callable[[], Any], given: Any, what: str, *, launches: bool = True) -> Any:
+    """What the call computes from what is given; a graph that is captured notes it."""
+    if CUDAGraph.captured is not None:
+        return CUDAGraph.captured.call(call, given, launches=launches)
+    if not Stream.watched:
+        return call()
+    before = [(x, x._version) for x in tree_leaves(given) if isinstance(x, Tensor)]
+    out = call()
+    made = [x for x in tree_leaves(out) if isinstance(x, Tensor)] if launches else []
+    touched(what, [x for x, _ in before], [*made, *(x for x, version in before if x._version != version)])
+    return out

@@ -60,11 +60,14 @@ def test_a_publish_waits_as_often_for_any_number_of_layers(decoded: dict[str, An
 
 
 @pytest.mark.slow
-def test_a_rehearsal_takes_what_drafts_take_at_most_and_the_plan_counts_it(on_card, tmp_path: Path) -> None:
+def test_a_rehearsal_takes_what_drafts_and_ways_of_sampling_take_at_most_and_the_plan_counts_it(
+    on_card, tmp_path: Path
+) -> None:
     on_card.run("widest", "found.json", cwd=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found.keys() == {"0", "12", "96"}
+    assert found.keys() == {"0", "12", "96", "top_p"}
     for rows, (planned, rehearsed, taken) in found.items():
         assert rehearsed == pytest.approx(taken, rel=0.01), (rows, found)
         assert taken <= planned <= 1.35 * taken, (rows, found)
     assert found["96"][1] > 3 * found["0"][1]
+    assert found["top_p"][1] > 1.4 * found["0"][1]

@@ -61,14 +61,49 @@ def test_what_would_make_replays_wrong_is_seen(on_card, tmp_path: Path) -> None:
         "weights that moved": (True, None),
         "copies that move": (True, None),
         "copies that move, unwatched": (False, None),
+        "another scale": (True, None),
         "no memory": (True, "CUDA out of memory. Tried to allocate 2.00 GiB."),
         "a step that waits": (True, waits),
+        "a step that waits, torch 2.13": (True, waits),
+        "a step that waits, torch 2.14": (True, waits),
+        "a step that waits, not ended": (True, waits, False, True),
+        "a step that waits, torch 2.13, not ended": (True, waits, False, True),
+        "no wait for what is read": (True, None, True),
+        "no wait for what is written": (True, None, True),
     }
     faults = found(on_card, tmp_path, "graph faults")
-    assert {name: (same, said and said.partition(" @ ")[0]) for name, (same, said) in faults.items()} == expected
+    seen = {name: (same, said and said.partition(" @ ")[0], *more) for name, (same, said, *more) in faults.items()}
+    assert seen == {name: (*known, False, False)[:4] for name, known in expected.items()}
 
 
-def test_the_plan_has_the_memory_that_graphs_hold(on_card, tmp_path: Path) -> None:
-    memory = found(on_card, tmp_path, "graph memory")
-    assert set(memory["planned"]) == {"keys and values for graphs", "CUDA graphs"}
-    assert 0.9 < sum(memory["planned"].values()) / memory["counted"] < 1.15
+def test_memory_of_graphs_is_lost_with_the_next_replay_of_another_one_and_with_the_graph(on_card, tmp_path) -> None:
+    on_card.run("graph stand-in", "found.json", cwd=tmp_path)
+    assert json.loads((tmp_path / "found.json").read_text()) == [[9, 9], [2, 9], [9, 3], [2, 9], [9, 9]]
+
+
+@pytest.mark.parametrize("name", card_graphs.DECODINGS)
+def test_the_plan_has_the_memory_that_graphs_hold(on_card, tmp_path: Path, name: str) -> None:
+    [(planned, counted)] = found(on_card, tmp_path, "graph memory", name).values()
+    assert set(planned) == {"keys and values for graphs", "CUDA graphs"}
+    assert 0.9 < sum(planned.values()) / counted < 1.15, (planned, counted)
+
+
+EAGER = {
+    "all weights": ("no", "its keys and values are not those of flash kernels"),
+    "attention sinks": ("no", "hooks of its modules have to run"),
+    "experts": ("no", "hooks of its modules have to run"),
+    "a window": ("no", "completions move through a sliding window"),
+    "a window that some rows exceed": ("for some rows", "completions move through a sliding window"),
+    "short convolutions": ("no", "its keys and values are not those of flash kernels"),
+    "float32": ("no", "its keys and values are not those of flash kernels"),
+    "plain kernels": ("no", "its keys and values are not those of flash kernels"),
+}
+
+
+def test_each_kind_of_model_has_graphs_or_says_why_not(on_card, tmp_path: Path) -> None:
+    for name, (*row, same, replays, problem, uncovered) in found(
+        on_card, tmp_path, "graph kinds", *card_graphs.KINDS
+    ).items():
+        value, why = EAGER.get(name, ("yes", "a launch for a token of all rows"))
+        assert (row, same, problem, uncovered) == ([value, why], True, None, 0), name
+        assert (replays > 8) == (value != "no"), name

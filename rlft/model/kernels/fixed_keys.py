@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,17 +33,18 @@ class FixedKeys:
     row_R: Tensor = field(default_factory=lambda: torch.empty(0))  # int64, 0, 1, 2 ..
     place: Tensor = field(default_factory=lambda: torch.empty(0))  # int64 `[1]`, that of the next token among its row's
 
-    def fit(self, rows: int, tokens: int, prompts: int, of_prompts: Pairs) -> None:
+    def fit(
+        self, rows: int, tokens: int, prompts: int, of_prompts: Pairs, enlarged: Callable[[int, int], int] = max
+    ) -> None:
         """Makes room for so many rows of so many tokens, and for the keys and values of so many prompts; where it has
-        less, it moves, and what it held is lost."""
+        less, it moves, and what it held is lost. `enlarged` gives room for tokens of prompts: (there is, needed)."""
         needed, room = (rows, tokens, prompts, len(of_prompts[0][0])), self.sizes
         if all(has >= needs for has, needs in zip(room, needed, strict=True)):
             return
         self.rows = self.tokens = self.prompts = self.prompt_tokens = 0  # until all of the room is there
         self.of_prompts = self.own = ()  # they are freed before the larger ones are made
-        rows, tokens, prompts, prompt_tokens = map(max, room, needed)
-        if room[-1]:  # conversations grow from turn to turn
-            prompt_tokens += prompt_tokens // 8
+        rows, tokens, prompts, _ = map(max, room, needed)
+        prompt_tokens = enlarged(room[-1], needed[-1])
         self.of_prompts, self.own = (
             [(k.new_empty(*size, *k.shape[1:]), v.new_empty(*size, *v.shape[1:])) for k, v in of_prompts]
             for size in ((prompt_tokens,), (rows, tokens))

@@ -167,9 +167,10 @@ class LoraLinear(Linear):
         self.copies[role] = ((down, up), matrices, now)
         return down, up
 
-    def copies_in_use(self) -> Sequence[Tensor]:
-        """The copies of the active adapter; none where its own matrices are read."""
-        return self.copies.get(self._lone_role() or "", ((),))[0]
+    def in_use(self) -> Sequence[Tensor | None]:
+        """What passes without gradient read besides parameters: the sum of the active adapter, or its copies."""
+        role = self._lone_role() or ""
+        return self.sums.get(role) or self.copies.get(role, ((),))[0]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[.., out]` from x `[.., in]`."""
@@ -219,6 +220,12 @@ class LoraLinear(Linear):
         dropout = self.lora_dropout[role]
         idle = isinstance(dropout, nn.Identity) or not dropout.training
         return role if idle and not cast(nn.Linear, self.base_layer).weight.requires_grad else None
+
+
+def scales_of(state: Any) -> list[Tensor]:
+    """The tensors of bitsandbytes' `quant_state`, whose scales may have scales of their own; none of None."""
+    held = [] if state is None else vars(state).values()
+    return [x for y in held for x in ([y] if isinstance(y, Tensor) else scales_of(y) if type(y) is type(state) else [])]
 
 
 def _unchanged(matrices: Sequence[Tensor], known: Sequence[Tensor], versions: Sequence[int]) -> bool:

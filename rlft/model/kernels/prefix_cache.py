@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor
 
 from rlft.model.images import both_ways
@@ -24,7 +25,7 @@ from rlft.model.kernels.elementwise import Heads, as_written, fused, normed, tur
 from rlft.model.kernels.fixed_keys import FixedKeys
 from rlft.model.kernels.flash_attention import RowLengths, Runs, one_call, row_lengths, runs_of
 from rlft.model.kernels.lm_head import head_of
-from rlft.model.kernels.lora_linear import LoraLinear
+from rlft.model.kernels.lora_linear import LoraLinear, scales_of
 from rlft.model.kernels.split_attention import Block, Scoring, Span, flash, make_blocks, padded, places_of
 
 if TYPE_CHECKING:
@@ -307,23 +308,26 @@ class FlashPrefixCache(PrefixCache):
         hooked = any(module._forward_pre_hooks or module._forward_hooks for module in self.model.modules())
         return "hooks of its modules have to run" if hooked else None
 
-    def addresses(self) -> tuple[int, ...]:
-        """Where all lies that `advance` reads: weights, the 16-bit copies of the adapter in use, and keys and values,
-        with the sizes of their room."""
+    def addresses(self) -> tuple[float, ...]:
+        """Where all lies that `advance` reads, after the numbers of the host that it takes: sizes of the room for keys
+        and values, and adapters' scales."""
         assert self._fixed is not None, "`fix` comes first"
         tensors: list[Tensor | None] = [*self._fixed.tensors]
+        numbers: list[float] = [*self._fixed.sizes]
         for module in self.model.modules():
             tensors += (*module._parameters.values(), *module._buffers.values())
-            tensors += module.copies_in_use() if isinstance(module, LoraLinear) else ()
-        return (*self._fixed.sizes, *(x.data_ptr() for x in tensors if x is not None))
+            tensors += (x for p in module._parameters.values() for x in scales_of(getattr(p, "quant_state", None)))
+            tensors += module.in_use() if isinstance(module, LoraLinear) else ()
+            numbers += module.scaling.values() if isinstance(module, LoraLayer) else ()
+        return (*numbers, *(x.data_ptr() for x in tensors if x is not None))
 
-    def fix(self, keys: FixedKeys | None, rows: Tensor) -> FixedKeys:
+    def fix(self, keys: FixedKeys | None, rows: Tensor, enlarged: Callable[[int, int], int]) -> FixedKeys:
         """Continues with these rows in `keys` (None: in new ones), which it returns, with `advance` in place of `step`.
 
-        rows: int64 on the host, in ascending order; one may be there several times.
+        rows: int64 on the host, in ascending order; one may be there several times. `enlarged`: as in `FixedKeys.fit`.
         """
         keys = FixedKeys() if keys is None else keys
-        keys.fit(len(rows), self.max_tokens, len(self._lengths), self._prompt)
+        keys.fit(len(rows), self.max_tokens, len(self._lengths), self._prompt, enlarged)
         self._row = replace(self._row, prompts=keys.hold(self._prompt, self._row.prompts.starts))
         self._fixed, self._prompt = keys, list(keys.of_prompts)
         self._decoded = self.max_tokens = keys.tokens  # of a row's own keys those up to its place are used
