@@ -96,14 +96,12 @@ class EnvironmentPool:
 
     def run(self, jobs: Sequence[Job], beside: Beside | None = None) -> list[list[Reply]]:
         """The replies to each job's orders; meanwhile `beside` is done. EnvironmentFailure: no worker starts."""
-        size, keeps_state = len(self._workers.all), self._environment.keeps_state
-
-        def fits(job: Job, number: int) -> bool:
-            return not keeps_state or job.key % size == number
-
-        for _ in self._workers.run(deque(jobs), self._carried_out, beside, fits):
+        for _ in self._workers.run(deque(jobs), self._carried_out, beside, self._fits):
             pass
         return [job.replies for job in jobs]
+
+    def _fits(self, job: Job, number: int) -> bool:
+        return not self._environment.keeps_state or job.key % len(self._workers.all) == number
 
     def forget(self, keys: Iterable[int]) -> None:
         """Drops the state of these conversations, which are over."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import json
 import os
 import pickle
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -356,8 +356,7 @@ def kill_group(pid: int) -> None:
 
 def function_of(target: str) -> Callable[..., Any]:
     """The callable that `package.module:callable` names."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return pkgutil.resolve_name(target)
 
 
 def how_it_ended(exitcode: int | None) -> str:
