@@ -119,19 +119,6 @@ class Samples:
         write_atomically(self.record, json.dumps({"format": FORMAT, **self.state}, indent=2) + "\n")
 
 
-class Shown:
-    """Prints a line about the progress, at most one in PLAIN_SECONDS, and one at the end."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.shown_at = total, time.monotonic()
-
-    def show(self, done: int, state: Mapping[str, Any]) -> None:
-        if time.monotonic() - self.shown_at > PLAIN_SECONDS or done == self.total:
-            self.shown_at = time.monotonic()
-            kept_text = f"{state['kept']:,} of {state['sampled']:,} completions kept"
-            show(f"{done}/{counted(self.total, 'prompt')}  {kept_text}")
-
-
 def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], None]) -> Outcome:
     from rlft.loop.driver import Outcome, deterministic_on_cpu
     from rlft.loop.freshness import check_decoding, open_freshness
@@ -162,12 +149,16 @@ def run(plan: SamplePlan, folder: Path, engines: Engines, say: Callable[[str], N
         samples = Samples(plan, folder)
         doing.current = "sample"
         check_decoding(generator, roles, plan.prompts, config, freshness.limits)
-        shown = Shown(len(plan.chosen))
+        total, shown_at = len(plan.chosen), time.monotonic()
         while samples.state["step"] < plan.num_steps:
             doing.finished = step = samples.state["step"]
             groups = sample(plan, generator, step)
             samples.add(step, groups, scorer(groups))
-            shown.show(min(len(plan.chosen), (step + 1) * config.prompts_per_step), samples.state)
+            done, state = min(total, (step + 1) * config.prompts_per_step), samples.state
+            if done == total or time.monotonic() - shown_at > PLAIN_SECONDS:
+                shown_at = time.monotonic()
+                kept = f"{state['kept']:,} of {state['sampled']:,} completions kept"
+                show(f"{done}/{counted(total, 'prompt')}  {kept}")
         return Outcome(step=samples.state["step"], interrupted=False)
 
 

@@ -17,7 +17,7 @@ from rlft.config.choices import choice_remedy
 from rlft.logger.console import open_terminal
 from rlft.logger.summary import points
 from rlft.logger.tables import Column, WordTable
-from rlft.runs.find import one_run, runs_below
+from rlft.runs.find import one_run
 from rlft.runs.lines import EVALUATIONS, METRICS, read_lines
 from rlft.runs.run_folder import flatten, read
 from rlft.system.terminal import say
@@ -34,10 +34,12 @@ def command(arguments: Sequence[str]) -> None:
     folders, values, as_json = read_words("diff", arguments, has_json=True)
     at = values.get("at", "common")
     require(at in AT, "at", "is not one of its choices", got=at or "nothing", remedy=choice_remedy(at, AT))
-    runs = two_runs(folders)
+    remedy = "write rlft diff <run> <run>"
+    require(len(folders) == 2, "diff", "compares two runs", got=" ".join(folders) or "none", remedy=remedy)
+    first, second = runs = [one_run(name, "diff", say) for name in folders]
     configs = [flatten(read(folder, "diff")) for folder in runs]
     config = [Difference(name=name, first=one, second=other) for name, (one, other) in differing(configs, ABSENT)]
-    spans, metrics = compare_metrics(*runs, at)
+    spans, metrics = compare_metrics(first, second, at)
     if as_json:
         rows = {"config": [asdict(row) for row in config], "at": at, "steps_of_means": spans}
         rows["metrics"] = [asdict(row) for row in metrics]
@@ -50,17 +52,6 @@ def command(arguments: Sequence[str]) -> None:
         terminal.print(Text(f"{name}: {visible(str(run))}"))
     print_differences(terminal, "config", config)
     print_differences(terminal, "metrics", metrics, f"metrics up to {limit}: means of {' and '.join(step_texts)}")
-
-
-def two_runs(names: Sequence[str]) -> tuple[Path, Path]:
-    """The two named runs, or the two below one named folder. Raises UserError: there are not exactly two."""
-    if len(names) == 1 and len(runs := runs_below(Path(names[0]))) == 2:
-        say(f"{names[0]}: {runs[0]} and {runs[1]}, the only two runs there")
-        return runs[0], runs[1]
-    got = " ".join(names) or "none"
-    require(len(names) == 2, "diff", "compares two runs", got=got, remedy="write rlft diff <run> <run>")
-    first, second = (one_run(name, "diff", say) for name in names)
-    return first, second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
