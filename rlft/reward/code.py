@@ -14,9 +14,10 @@ by its name: a test that is half understood would judge something else.
 No test shares a process with the program, and expected results never enter its sandbox: there is nothing that it could
 end, patch, print, overload or read to pass (system/sandbox/protocol.py). A test shares only plain data with the
 program. So it proves nothing if the program judges itself: if an `assert` is decided by a function of the program that
-gets the program's own answer, as in `assert isclose(area(2), 12.566)` without an import of `isclose`. Such tests are
-found in their source, but not all of them, as tests are not run. And no program can pass a test that needs an operator
-on one of the program's objects, passes a function to the program, or looks for a change in place.
+gets the program's own answer, as in `assert isclose(area(2), 12.566)` without an import of `isclose`. And no program
+can pass a test that needs an operator on one of the program's objects, passes a function to the program, or looks for a
+change in place. Tests are not run, so only some faults are found in their source: those that are reported exist, and
+there may be others.
 """
 
 from __future__ import annotations
@@ -481,6 +482,7 @@ def _only_defines(test: str) -> bool:
 # -- what is wrong with them -------------------------------------------------------------------------------------------
 PLAIN = (str, bytes, bytearray, int, float, complex, list, tuple, dict, set, frozenset, range)
 PLAIN_ATTRIBUTES = frozenset(name for kind in PLAIN for name in dir(kind))
+MEASURES = {"len", "list", "tuple", "set", "sorted", "sum", "min", "max", "str", "repr", "abs", "bool", "iter"}
 TRIVIAL = (0, 1, "", None)  # includes True and False, which helpers return if all is well
 
 
@@ -490,6 +492,9 @@ class Doubt(StrEnum):
     nothing = "use no name that a program could define"
     own_judge = "have the program judge its own answer, by a helper that they neither define nor import"
     itself = "compare answers of the program with each other or with its own constants alone"
+    operators = "use an operator, len() or a loop on an object of the program, which answers methods only"
+    function = "hand the program a function, which cannot cross"
+    in_place = "look for a change in place, and the program gets copies"
 
 
 REFUSED = {
@@ -510,11 +515,8 @@ def doubts(source: str) -> frozenset[Doubt]:
     names = missing_names(source)[1]
     if not names:
         return frozenset({Doubt.nothing})
-    nodes, result = list(ast.walk(tree)), set[Doubt]()
-    reader = Reader(nodes, names)
-    compared = [(node.left, *node.comparators) for node in nodes if isinstance(node, ast.Compare)]
-    if any(all(map(reader.sources, sides)) for sides in compared):
-        result.add(Doubt.itself)
+    reader, nodes = Reader(tree, names), list(ast.walk(tree))
+    result = {doubt for node in nodes for doubt in reader.doubts_at(node)}
     # What decides whether the test is passed: its asserts, and conditions under which it raises.
     raising = [node for node in nodes if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise)]
     verdicts = [node.test for node in (*raising, *(node for node in nodes if isinstance(node, ast.Assert)))]
@@ -524,17 +526,40 @@ def doubts(source: str) -> frozenset[Doubt]:
 
 
 class Reader:
-    """Which names of a test depend on the program."""
+    """What is known about a test's names."""
 
-    def __init__(self, nodes: Sequence[ast.AST], names: set[str]) -> None:
+    def __init__(self, tree: ast.AST, names: set[str]) -> None:
+        nodes = list(ast.walk(tree))
         defined = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
         parameters = {a.arg for f in defined for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)}
         parameters &= {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         self.callables = names | parameters  # the program's names, and parameters that are called: they may hold one
+        self.functions = {f.name for f in defined if not isinstance(f, ast.Lambda)}
         self.answers: dict[str, set[str]] = {}  # {variable with an answer of the program: the callables it comes from}
+        self.objects: set[str] = set()  # variables that hold an object of the program
         for _ in range(2):  # twice, since a loop may use a variable before the line that sets it
             for node in nodes:
                 self._read(node)
+
+    def doubts_at(self, node: ast.AST) -> Iterator[Doubt]:
+        match node:
+            case ast.Call() if self.callee(node) and any(self._is_function(a) for a in arguments(node)):
+                yield Doubt.function
+            case ast.Call(func=ast.Name(id=name)) if name in MEASURES and any(map(self._is_object, arguments(node))):
+                yield Doubt.operators
+            case ast.Compare(left=left, ops=operators, comparators=others):
+                sides = [left, *others]
+                if any(map(self._is_object, sides)) and not all(isinstance(o, ast.Is | ast.IsNot) for o in operators):
+                    yield Doubt.operators
+                if all(self.sources(side) for side in sides):
+                    yield Doubt.itself
+            case ast.Subscript(value=value) | ast.For(iter=value) | ast.comprehension(iter=value):
+                if self._is_object(value):
+                    yield Doubt.operators
+            case ast.Assert(test=value) | ast.UnaryOp(op=ast.Not(), operand=value) if self._is_object(value):
+                yield Doubt.operators
+            case ast.Expr(value=ast.Call() as call) if self._changes_arguments(call):
+                yield Doubt.in_place
 
     def judges_itself(self, verdict: ast.expr) -> bool:
         """Whether the verdict comes from a program's function that gets the program's own answer.
@@ -582,15 +607,31 @@ class Reader:
                 targets = [target]
             case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
                 targets = [target]
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+                if name in self.answers and attribute not in PLAIN_ATTRIBUTES:
+                    self.objects.add(name)
+                return
             case _:
                 return
         if sources := self.sources(value):
             for name in [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]:
                 self.answers[name] = self.answers.get(name, set()) | sources
 
+    def _is_object(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id in self.objects
+
+    def _is_function(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in self.functions)
+
     def _is_own_judge(self, call: ast.Call) -> bool:
         name = self.callee(call)
         return name is not None and any(self.sources(argument) - {name} for argument in arguments(call))
+
+    def _changes_arguments(self, call: ast.Call) -> bool:
+        """Whether a function is called only for what it does to a variable."""
+        plain = isinstance(call.func, ast.Name) and self.callee(call) is not None
+        variables = [a.id for a in arguments(call) if isinstance(a, ast.Name)]
+        return plain and any(name not in self.answers and name not in self.callables for name in variables)
 
 
 def arguments(call: ast.Call) -> list[ast.expr]:

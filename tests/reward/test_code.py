@@ -265,12 +265,19 @@ def test_tests_that_pay_for_nothing_are_refused_when_the_data_are_scanned(group,
         reward()(group([fence("x = 1")], answer=test))
 
 
-def test_tests_that_compare_answers_with_each_other_are_counted_when_the_data_are_scanned(group):
-    answers = [ADD_TESTS, "assert f(sorted, len) == f(1)"]
+def test_tests_that_need_more_than_plain_data_are_counted_when_the_data_are_scanned(group):
+    answers = [
+        ADD_TESTS,
+        "assert f(lambda x: x) == 3",
+        "x = [1]\nf(x)\nassert x == []",
+        "assert f(sorted, len) == f(1)",
+    ]
     prompts = [group([""], answer=answer, id=f"p{i}").prompt for i, answer in enumerate([*answers, answers[1]])]
     assert tuple(reported(specs({"code": KEYS}), "examine", prompts)) == (
-        "reward.code: of 3 prompts with tests, "
-        "2 compare answers of the program with each other or with its own constants alone (the first: 'p1')",
+        "reward.code: of 5 prompts with tests, "
+        "1 compare answers of the program with each other or with its own constants alone (the first: 'p3'); "
+        "2 hand the program a function, which cannot cross (the first: 'p1'); "
+        "1 look for a change in place, and the program gets copies (the first: 'p2')",
     )
     assert list(reported(specs({"code": KEYS}), "examine", prompts[:1])) == []
 
@@ -681,6 +688,7 @@ def test_a_sandbox_that_breaks_stops_the_run(group, monkeypatch):
 
 
 CHECK = "def check(candidate):\n    {}\ncheck(f)"
+STACK = "stack = Stack()\nstack.push(3)\n"
 
 SOUND = [
     "assert add(2, 3) == 5",
@@ -728,6 +736,16 @@ DOUBTFUL = [
     ("assert math.sqrt(4) == 2", Doubt.nothing),
     ("assert f(2) == g(2)", Doubt.itself),
     ("assert f() == RED", Doubt.itself),
+    ("assert f(lambda x: x) == 3", Doubt.function),
+    ("assert f(key=lambda x: x) == 3", Doubt.function),
+    ("def k(a): return a\nassert f(k, 1) == 2", Doubt.function),
+    ("x = [2, 1]\nf(x)\nassert x == [1, 2]", Doubt.in_place),
+    *((STACK + use, Doubt.operators) for use in ("assert len(stack) == 1", "assert stack[0] == 3", "assert not stack")),
+    *(
+        (STACK + use, Doubt.operators)
+        for use in ("assert stack == [3]", "for x in stack: assert x", "assert 3 in stack")
+    ),
+    *((STACK + use, Doubt.operators) for use in ("assert list(stack) == [3]", "assert [x for x in stack] == [3]")),
 ]
 
 
