@@ -50,26 +50,17 @@ class TowerDemand:
             towers: how many processes on this device have one: the trainer's, and engines with bases of their own.
         """
         copies = 2 if device != "cpu" else 1
+        trained, sampled = copies * trained_at_once * self.vectors, (device != "cpu") * sampled_at_once * self.vectors
         needs = [
-            MemoryPart(name="vision tower", bytes=towers * self.weights, when=When.always, key="model.dtype"),
-            MemoryPart(name="an image in the tower", bytes=towers * self.reading, when=When.reading),
-            MemoryPart(
-                name="vectors of images",
-                bytes=copies * trained_at_once * self.vectors,
-                when=When.updating,
-                key="token_budget",
-            ),
-            MemoryPart(
-                name="vectors of images that are sampled from",
-                bytes=(device != "cpu") * sampled_at_once * self.vectors,
-                when=When.sampling,
-                key="prompts_per_step",
-            ),
+            ("vision tower", towers * self.weights, When.always, "model.dtype"),
+            ("an image in the tower", towers * self.reading, When.reading, None),
+            ("vectors of images", trained, When.updating, "token_budget"),
+            ("vectors of images that are sampled from", sampled, When.sampling, "prompts_per_step"),
         ]
         if device == "cpu":
             kept = towers * min(KEPT_BYTES, self.num_prompts * self.vectors) + prompts_per_step * self.vectors
-            needs.append(MemoryPart(name="vectors that are kept", bytes=kept, when=When.always, key="prompts_per_step"))
-        return needs
+            needs.append(("vectors that are kept", kept, When.always, "prompts_per_step"))
+        return [MemoryPart(name=name, bytes=size, when=when, key=key) for name, size, when, key in needs]
 
 
 def tower_demand(

@@ -190,11 +190,10 @@ def _reference(config: RunConfig, algorithm: Objective) -> None:
         problem = "algorithm.kl_coef is above 0, which needs a reference policy"
         remedy = "set snapshot.reference=base, copy, ema or an adapter folder, or algorithm.kl_coef=0"
         raise UserError("snapshot.reference", problem, got="none", remedy=remedy)
-    problem, remedy = "an exact KL to the old policy needs its network during the updates", "set snapshot.old=copy"
+    problem = "an exact KL to the old policy needs its network during the updates"
     is_there = algorithm.exact_kl_to != KLAnchor.old or snapshot.old is Old.copy
-    require(
-        is_there, "algorithm.kl_estimator", problem, got="exact", remedy=f"{remedy}, or algorithm.kl_estimator=auto"
-    )
+    remedy = "set snapshot.old=copy, or algorithm.kl_estimator=auto"
+    require(is_there, "algorithm.kl_estimator", problem, got="exact", remedy=remedy)
     problem = "an exact KL is not computed where the LM head has an adapter"
     is_exact = algorithm.exact_kl_to is not None or algorithm.reference_field == "reference_kl"
     adapts_head = config.lora is not None and config.lora.adapts_head

@@ -575,10 +575,8 @@ def check_cluster(config: schema.RunConfig) -> None:
         problem = "applies to engines in processes of their own, and there are none"
         remedy = "set cluster.engines=1 or more, or leave it out"
         raise UserError("cluster.gpus_per_engine", problem, got=cluster.gpus_per_engine, remedy=remedy)
-    problem, remedy = (
-        "scoring.workers=0 scores in the run's own process",
-        "set scoring.workers=1 or more, or leave it out",
-    )
+    problem = "scoring.workers=0 scores in the run's own process"
+    remedy = "set scoring.workers=1 or more, or leave it out"
     require(not cluster.scoring or config.scoring.workers, "cluster.scoring", problem, got="true", remedy=remedy)
     if cluster.engines and engine != schema.AUTO:
         model_rules.check_apart(config, engine)

@@ -21,6 +21,7 @@ from rlft.config.trainer import OptimizerKind
 from rlft.environment.protocol import read_environment
 from rlft.generation.engine import NO_FACTS, EngineFacts
 from rlft.runs.forecast import number_due
+from rlft.system.files import asset
 from rlft.system.machine import multiplies_in
 from rlft.types import counted
 
@@ -155,8 +156,6 @@ class Plan(ABC):
 FAR = 10
 SMALL = 100_000_000  # parameters of a model for which no published value says much
 
-UNSLOTH, TINKER, REGRET = "Unsloth's guide", "Tinker's cookbook", "LoRA Without Regret"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
@@ -167,9 +166,7 @@ class Advice:
     low: float | None = None
     high: float | None = None
     why: str  # the sources, or why there are no values
-    least: float | None = (
-        None  # of rlft's recipes for a model that ships with it, which learns nothing far below; or None
-    )
+    least: float | None = None  # of rlft's recipes for a model that ships with it, which learns nothing far below
 
     @property
     def warning(self) -> str | None:
@@ -192,20 +189,8 @@ class Advice:
 RECIPES = "rlft's recipes for embedded models"
 EMBEDDED_RATE = 1e-3  # the lowest learning rate of an adapter in those recipes, whatever the command
 
-RATES: dict[tuple[str, bool], tuple[float, float, str]] = {
-    ("train", True): (5e-6, 1e-4, f"{UNSLOTH} for GRPO and {TINKER} for mathematics"),
-    ("train", False): (1e-6, 2e-5, "TRL's default for GRPO and Open-R1's recipe for 1.5B"),
-    ("dpo", True): (5e-6, 1e-4, f"{UNSLOTH} for DPO and {TINKER} for RL"),
-    ("sft", True): (1e-4, 1e-3, f"{TINKER}'s sweep of models"),
-    ("sft", False): (1e-5, 1e-4, f"{TINKER}: a tenth of LoRA's"),
-}
-"""{(command, whether it trains an adapter): lowest and highest learning rate of AdamW, sources}."""
-
-RANKS = {
-    "train": (1, 32, f"{REGRET}: 1 is enough for RL; {TINKER}: 32"),
-    "dpo": (1, 32, f"{REGRET}, of RL; {TINKER}: 32"),
-    "sft": (32, 256, f"{TINKER}: 32; {REGRET}: 256 for large data"),
-}
+RATES, RANKS = asset("advice.yaml")["trainer.lr"], asset("advice.yaml")["lora.rank"]
+"""{command: lowest and highest published value, sources}."""
 
 
 def advice_for(config: Any, parameters: int) -> Iterator[Advice]:
@@ -213,7 +198,8 @@ def advice_for(config: Any, parameters: int) -> Iterator[Advice]:
     trainer, lora = getattr(config, "trainer", None), getattr(config, "lora", None)
     if trainer is None or config.command not in ("train", "sft", "rm", "dpo"):
         return
-    rate = None if trainer.optimizer == OptimizerKind.muon else RATES.get((config.command, lora is not None))
+    trained = config.command if lora is not None else f"{config.command} of all weights"
+    rate = None if trainer.optimizer == OptimizerKind.muon else RATES.get(trained)
     of_what = f"optimizer {trainer.optimizer}" if trainer.optimizer == OptimizerKind.muon else f"rlft {config.command}"
     of_rate = _advice("trainer.lr", trainer.lr, rate, parameters, of_what)
     is_known = lora is not None and trainer.optimizer == OptimizerKind.adamw

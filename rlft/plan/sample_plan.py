@@ -17,7 +17,7 @@ from rlft.plan.demand import Demand, Networks, Rows, TowerDemand, tower_demand
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roofline import StepWork
 from rlft.plan.run_plan import Plan
-from rlft.reward.workers.reward_spec import reported, specs
+from rlft.reward.workers.reward_spec import specs
 from rlft.system.device import kind_name, resolve_device, resolve_dtype
 from rlft.types import Prompt, Split, require
 
@@ -144,7 +144,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True) -> SamplePlan:
     rules.check_images(config, model_config.model_type, config.generation.named(engine), prompts)
     num_chosen = len(prompts.prompts[: config.num_prompts])
     dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
-    data_notes = (*reported(rewards, "note"), *check_scoring(config, rewards, prompts, tokenizer, ends))
+    data_notes = check_scoring(config, rewards, prompts, tokenizer, ends)
     return SamplePlan(
         config=config,
         plain=resolved.plain,

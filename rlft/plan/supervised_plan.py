@@ -21,7 +21,7 @@ from rlft.plan.demand import Demand, Loss, Networks, Rows
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roofline import StepWork, Work
 from rlft.plan.run_plan import Plan, TableRow
-from rlft.reward.workers.reward_spec import reported, specs
+from rlft.reward.workers.reward_spec import specs
 from rlft.system.device import kind_name, resolve_device
 from rlft.tokens.text import RunTokenizer
 from rlft.types import Split, UserError, counted
@@ -147,7 +147,7 @@ def plan_demonstrations(resolved: Resolved, *, runs_here: bool = True) -> SftPla
         classifiers = rules.check_classifiers(rewards)
         prompts = instantiate(config.data, "data").load(Split.held_out)
         held_out = sizes.scan_prompts(config, prompts, tokenizer, Split.held_out)
-        data_notes = (*reported(rewards, "note"), *check_scoring(config, rewards, held_out, tokenizer, ends))
+        data_notes = check_scoring(config, rewards, held_out, tokenizer, ends)
     sampling = None if held_out is None else config.generation.named(engine)
     roles.check_learner_on(config, sampling, used, base, model_config)
     demonstrations = instantiate(config.demonstrations, "demonstrations")

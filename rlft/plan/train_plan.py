@@ -30,7 +30,7 @@ from rlft.plan.demand import Demand, Loss, Networks, Ranks, Rows, TeacherDemand,
 from rlft.plan.rewards.references import check_scoring
 from rlft.plan.roofline import StepWork
 from rlft.plan.run_plan import Facts, Plan, TableRow
-from rlft.reward.workers.reward_spec import reported, specs
+from rlft.reward.workers.reward_spec import specs
 from rlft.runs.fork import MOVING_REFERENCES
 from rlft.system.device import BUCKET, kind_name, resolve_device, resolve_dtype
 from rlft.system.disk import size_text
@@ -158,11 +158,9 @@ class TrainPlan(Plan):
             return []
         words = [f"share {counted(cluster.num_lanes, 'lane')}"]
         lanes, sharing = cluster.num_lanes, cluster.sequence_ranks
-        of_ranks = (
-            "any number of ranks that divides them"
-            if sharing == 1
-            else f"one of these numbers of ranks: {rules.divisors_of(lanes, sharing)}"
-        )
+        of_ranks = "any number of ranks that divides them"
+        if sharing > 1:
+            of_ranks = f"one of these numbers of ranks: {rules.divisors_of(lanes, sharing)}"
         words += [f"a resume may have {of_ranks}"] * (lanes > 1)
         words += [f"{sharing} share the tokens of each pass"] * (sharing > 1)
         words += ["each holds a part of the base's layers"] * cluster.shard_base
@@ -241,23 +239,15 @@ class TrainPlan(Plan):
         run, snapshot, critic = self.config, self.config.snapshot, self.config.critic.kind
         heads, own_critic = (critic is not CriticKind.none) * model.hidden, critic is CriticKind.adapter
         on_the_base, rewards = sizes.learned_rewards(run)
-        if run.lora is None:
-            return Networks(
-                adapters=0,
-                trainable=model.parameters + heads,
-                matrices=model.matrices,
-                whole_model=True,
-                copies=len(copied_roles(snapshot)),
-                own_critic=own_critic,
-                rewards=rewards,
-            )
         moving = (snapshot.reference in MOVING_REFERENCES) + (snapshot.old is Old.copy)
-        learning = 1 + own_critic + (run.reward_model.refresh_every > 0)
+        whole, learning = run.lora is None, 1 + own_critic + (run.reward_model.refresh_every > 0)
         return Networks(
-            adapters=1 + own_critic + moving + on_the_base,
-            trainable=learning * model.lora + heads,
-            matrices=learning * model.matrices,
+            adapters=0 if whole else 1 + own_critic + moving + on_the_base,
+            trainable=(model.parameters if whole else learning * model.lora) + heads,
+            matrices=model.matrices if whole else learning * model.matrices,
             frozen=sum(frozen_parameters(snapshot).values()),
+            whole_model=whole,
+            copies=len(copied_roles(snapshot)) if whole else 0,
             own_critic=own_critic,
             rewards=rewards,
         )
@@ -308,23 +298,22 @@ class TrainPlan(Plan):
         )
 
     def parameters(self, model: ModelSizes) -> dict[str, int]:
-        whole, critic = self.config.lora is None, self.config.critic.kind
+        run, snapshot, whole, head = self.config, self.config.snapshot, self.config.lora is None, model.hidden + 1
+        of_a_role, of_the_base = (model.parameters, model.parameters) if whole else (model.lora, 0)
+        numbers = {
+            "policy": of_a_role,
+            "old": of_a_role,
+            "reference": of_the_base if snapshot.reference == "base" else of_a_role,
+            "teacher": of_the_base if snapshot.teacher == "base" else of_a_role,
+            "critic": head + (0 if run.critic.kind is CriticKind.shared else of_a_role),
+            "reward": head + of_a_role,
+        } | frozen_parameters(snapshot)
+        if snapshot.teacher_model is not None:
+            numbers["teacher"] = teacher_sizes(run).parameters
+        learning = ("policy", "critic", *(["reward"] if run.reward_model.refresh_every else []))
         result = {"base (learns)" if whole else "base (frozen)": model.parameters}
-        of_a_role = model.parameters if whole else model.lora
-        for role in role_names(self):
-            if whole and role == "policy":  # the base itself
-                continue
-            head = model.hidden + 1 if role in ("critic", "reward") else 0
-            snapshot = self.config.snapshot
-            is_base = {"reference": snapshot.reference, "teacher": snapshot.teacher}.get(role) == "base"
-            if role == "teacher" and snapshot.teacher_model is not None:
-                result["teacher (does not learn)"] = teacher_sizes(self.config).parameters
-                continue
-            adds_none = (is_base and not whole) or (role == "critic" and critic is CriticKind.shared)
-            adapter = 0 if adds_none else of_a_role
-            adapter = frozen_parameters(snapshot).get(role, adapter)
-            learns = role in ("policy", "critic") or (role == "reward" and self.config.reward_model.refresh_every > 0)
-            result[f"{role} ({'learns' if learns else 'does not learn'})"] = adapter + head
+        for role in (role for role in role_names(self) if not (whole and role == "policy")):  # which is the base itself
+            result[f"{role} ({'learns' if role in learning else 'does not learn'})"] = numbers[role]
         return result
 
     def lengths(self) -> dict[str, Sequence[int]]:
@@ -378,22 +367,18 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         teacher, teacher_row_tokens = _read_teacher(config, algorithm.teacher_top_k, train_prompts, tokenizer, model)
 
     optional: dict[str, Any] = {"held_out": held_out, "curriculum": pass_rates, "pretrain": pretrain_text}
-    training_notes: tuple[str, ...] = ()
-    if trains:
-        training_notes = (
-            *rules.warnings_of_config(config, algorithm),
-            *model_rules.notes_of_tiles(config.model, config.lora, model),
-            *roles.notes_of_adapters(used, config.model, base),
-        )
     num_train, num_held_out = len(train_prompts.prompts), None if held_out is None else len(held_out.prompts)
     num_read = min(num_train, config.steps * config.prompts_per_step) + min(num_held_out or 0, config.eval.num_prompts)
-    notes_of_data = (
-        rules.idle_engines(config, engine) if trains else None,
-        teacher_note,
-        *(train_prompts.notes if trains else ()),
-        *(held_out.notes if held_out is not None else ()),
-        pretrain_text.note if trains and pretrain_text is not None else None,
-    )
+    notes: list[str | None] = []
+    if trains:
+        notes += rules.warnings_of_config(config, algorithm)
+        notes += model_rules.notes_of_tiles(config.model, config.lora, model)
+        notes += roles.notes_of_adapters(used, config.model, base)
+    notes += rules.warnings_of_sizes(config, num_train if trains else None, num_held_out)
+    if trains:
+        notes += [rules.idle_engines(config, engine), teacher_note, *train_prompts.notes]
+    notes += [] if held_out is None else held_out.notes
+    notes += [pretrain_text.note] if trains and pretrain_text is not None else []
     return TrainPlan(
         config=config,
         plain=resolved.plain,
@@ -417,14 +402,7 @@ def make_plan(resolved: Resolved, *, runs_here: bool = True, trains: bool = True
         pass_rates=pass_rates,
         teacher_row_tokens=teacher_row_tokens,
         tower=tower_demand(model, dtype, (train_prompts, held_out), num_read, tokenizer) if trains else None,
-        notes=(
-            *training_notes,
-            *rules.warnings_of_sizes(config, num_train if trains else None, num_held_out),
-            *filter(None, notes_of_data),
-            *reported(rewards, "note"),
-            *data_notes,
-            *ends.notes,
-        ),
+        notes=tuple(filter(None, (*notes, *data_notes, *ends.notes))),
     )
 
 
@@ -467,11 +445,8 @@ def _check_model(config: RunConfig, model: PreTrainedConfig, engine: str, *, tra
     model_rules.check_routing(config.snapshot, config.generation.named(engine), config.model, model)
     if config.cluster.shard_base:
         problem = f"the layers of a {model.model_type} are not one list, or have weights in common"
-        layers, remedy = (
-            decoder_layers(model_rules.empty_model(config.model, model)),
-            "leave it out, or use another model",
-        )
-        require(layers, "cluster.shard_base", problem, got="true", remedy=remedy)
+        layers = decoder_layers(model_rules.empty_model(config.model, model))
+        require(layers, "cluster.shard_base", problem, got="true", remedy="leave it out, or use another model")
 
 
 def _read_prompts(config: RunConfig, tokenizer: RunTokenizer) -> tuple[Environment | None, PromptSet, PromptSet | None]:

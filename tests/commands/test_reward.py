@@ -55,7 +55,6 @@ def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(capsys: pyt
     assert cli.run([*WORDS, "--all"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     for words in (
-        "two answers (7)",
         "cheapest text ok",
         "being right is worth 1, the form 0.2",
         "p99",
@@ -83,7 +82,6 @@ def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(
     assert "nothing said: empty" in rows["mine: failures"]["value"]
     assert "IndexError" in rows["mine: failures"]["value"]
     assert rows["mine: prompt echoed"]["value"].startswith("rewarded as much as an answer, or more: alone (0.5)")
-    assert rows["exact_match: refused"]["status"] == "ok"
     empty = next(text for text in found["texts"] if text["kind"] == "empty")
     assert (empty["scores"], empty["total"]) == ({"exact_match": 0.0, "mine": None}, None)
 

@@ -40,10 +40,9 @@ class Pass:
     logprobs: Tensor  # log-probs of the completion tokens, `[tokens]`
     gradients: Mapping[str, Tensor]  # {parameter: gradient} of the adapter
     seconds: float
-    are_plain: bool  # whether the kernels were those of transformers and PEFT; `reason`: why
-    reason: str
-    is_packed: bool  # whether rows were packed; `layout`: why
-    layout: str
+    are_plain: bool  # whether the kernels were those of transformers and PEFT
+    is_packed: bool  # whether rows were packed
+    reason: str  # why the kernels were plain, or else why rows were packed or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +57,14 @@ class Differences:
 
 def kernel_rows(trial: MachineTrial) -> list[CheckRow]:
     settings = trial.config.model
-    if settings.kernels is KernelChoice.plain:
-        raise NotReadyError("model.kernels=plain: there is nothing to compare")
+    known = decide(settings.kernels, trial.config_of_model.model_type)
+    if known.choice is KernelChoice.plain:
+        raise NotReadyError(f"model.kernels are plain ({known.reason}): there is nothing to compare")
     batch = random_batch(trial)
     rlft_pass = measured_pass(trial, KernelChoice.auto, batch)
-    if rlft_pass.are_plain:
-        known = decide(settings.kernels, trial.config_of_model.model_type).choice is KernelChoice.plain
-        status = Status.skipped if known else Status.wrong  # wrong: rlft's were tried on this model and disagreed
-        return [CheckRow("kernels", status, f"are plain: {rlft_pass.reason}", "use model.kernels=plain")]
-    if sizes_of(settings, trial.config.lora).packed and not rlft_pass.is_packed:
-        return [CheckRow("kernels", Status.wrong, rlft_pass.layout, "use model.kernels=plain")]
+    if rlft_pass.are_plain or (sizes_of(settings, trial.config.lora).packed and not rlft_pass.is_packed):
+        # They were tried on this model, and disagreed.
+        return [CheckRow("kernels", Status.wrong, rlft_pass.reason, "use model.kernels=plain")]
     plain_pass = measured_pass(trial, KernelChoice.plain, batch)
     speed = plain_pass.seconds / rlft_pass.seconds
     config = trial.config_of_model.get_text_config()
@@ -153,7 +150,7 @@ def measured_pass(trial: MachineTrial, kernels: KernelChoice, batch: Batch, dtyp
     assert config.lora is not None, "the command refuses lora=null"
     roles = policy_alone(backbone, replace(config.lora, dropout=0.0), token_budget=TOKENS, seed=config.seed)
     roles.restore_role(POLICY, with_noise(roles.weights(POLICY), LORA_B_SPREAD))
-    seconds, logprobs = [], torch.empty(0)
+    decision, seconds, logprobs = backbone.kernels.decision, [], torch.empty(0)
     for _ in range(PASSES):
         start = time.perf_counter()
         logprobs = one_pass(roles, batch)
@@ -164,9 +161,8 @@ def measured_pass(trial: MachineTrial, kernels: KernelChoice, batch: Batch, dtyp
         gradients=gradients,
         seconds=min(seconds[1:]),
         are_plain=backbone.kernels.are_plain,
-        reason=backbone.kernels.decision.reason,
         is_packed=roles.forward.packed,
-        layout=roles.forward.reason,
+        reason=f"are plain: {decision.reason}" if backbone.kernels.are_plain else roles.forward.reason,
     )
     roles.close()
     del roles, backbone

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -185,10 +185,10 @@ def version_rows_of(
     """The rows of an environment, from the installed version of a library (or None) and a package's requirements."""
     names = [*LIBRARIES, *ENGINES]
     versions = {name: version for name in names if (version := version_of(name)) is not None}
-    required = wanted_by("rlft", requirements("rlft"))
-    for name, version in versions.items():
-        for library, ranges in wanted_by(f"{name} {version}", requirements(name)).items():
-            required[library] = [*required.get(library, []), *ranges]
+    required: dict[str, list[Wanted]] = {}
+    for name, who in (("rlft", "rlft"), *((name, f"{name} {version}") for name, version in versions.items())):
+        for requirement in requirements(name):
+            required.setdefault(canonicalize_name(requirement.name), []).append((who, requirement.specifier))
     table = [python_row(platform.python_version(), metadata.metadata("rlft")["Requires-Python"] or "")]
     engines = [name for name in ENGINES if name in versions]
     table += [library_row(name, versions.get(name), required.get(name, [])) for name in (*LIBRARIES, *engines)]
@@ -213,10 +213,3 @@ def library_row(name: str, version: str | None, wanted: Sequence[Wanted]) -> Che
     unmet = [(by, versions) for by, versions in wanted if not is_within(version, versions)]
     remedy = " and ".join(f"{pip_install(name + in_order(versions))} (for {by})" for by, versions in unmet)
     return judged(name, f"{version}; {ranges}", remedy, {}, wrong=bool(unmet))
-
-
-def wanted_by(who: str, requirements: Iterable[Requirement]) -> dict[str, list[Wanted]]:
-    ranges: dict[str, list[Wanted]] = {}
-    for requirement in requirements:
-        ranges.setdefault(canonicalize_name(requirement.name), []).append((who, requirement.specifier))
-    return ranges

@@ -84,10 +84,8 @@ class Aim:
         reasoning.
         """
         bare, tag = replace(self.form, thinks=""), self.form.thinks or "think"
-        guessed = (
-            [str(int(self.gold) + k) for k in range(-3, 4)] if whole(self.gold) else ["4711", self.gold, self.wrong]
-        )
-        guesses = [*dict.fromkeys(guessed)]
+        near = [str(int(self.gold) + k) for k in range(-3, 4)] if whole(self.gold) else []
+        guesses = [*dict.fromkeys(near or ["4711", self.gold, self.wrong])]
         return {
             "question": self.question, "gold": self.gold, "wrong": self.wrong, "few": self.few, "many": self.many,
             "GOLD": self.form(self.gold), "WRONG": self.form(self.wrong),

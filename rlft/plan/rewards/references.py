@@ -100,7 +100,7 @@ def check_scoring(
     writer = Writer(tokenizer, ends, config.generation.sampling)
     notes = (*reported(rewards, "examine", texts), *check_references(config, rewards, texts, writer))
     check_servers(rewards, first)
-    return notes
+    return (*reported(rewards, "note"), *notes)
 
 
 def check_servers(rewards: Mapping[str, RewardSpec], prompt: Prompt) -> None:
@@ -314,11 +314,9 @@ def _more_than_answers(
         if has_lists and as_json in ways and not is_one:
             way = f"{as_json} after making each a list"
         way += " data.answer_pattern=null" * (data["answer_pattern"] is not None and "answer_pattern" not in way)
+        prompt, answer = hidden[0].prompt, hidden[0].short.answer
         problem = f"{len(hidden)} of {number} reference answers are more than the answer, which alone gets nothing "
-        problem += (
-            f"from reward.{name}: {hidden[0].prompt.answer!r:.60} of prompt {hidden[0].prompt.id!r}, in which it is "
-        )
-        problem += repr(hidden[0].short.answer)
+        problem += f"from reward.{name}: {prompt.answer!r:.60} of prompt {prompt.id!r}, in which it is {answer!r}"
         if is_sure and not allowed:
             raise UserError("data.answer_in", problem, got=data["answer_in"], remedy=f"set {way}{NEVERTHELESS}")
         yield f"data.answer_in: {problem}; if that is meant, set {way}"

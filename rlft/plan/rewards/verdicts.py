@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from rlft.plan.rewards.attacks import Attack, Family, Form, number_in, value as value_of
+from rlft.plan.rewards.attacks import Attack, Family, Form, number_in, texts as templates, value as value_of
 from rlft.system.terminal import CheckRow, Status
 from rlft.system.text import one_line
 from rlft.types import counted
@@ -23,8 +23,6 @@ MORE_AND_MORE = 2
 MANY_SCORES = 8
 """So many different scores at least, and texts of a length that another text has, make a reward of length alone."""
 AGAIN, SIBLINGS = "the second time", "in a group"
-WRONG = tuple(family for family in Family if family not in (Family.gold, Family.length))
-"""The families of texts that do not give the right answer; more words are judged apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,14 +185,6 @@ class Scored:
         kinds = [] if family is Family.length else self.kinds(family)
         return [kind for kind in kinds if any(self.is_bad(*found) for found in self.points[family, kind])]
 
-    def refused(self) -> Iterator[tuple[Family, int, int]]:
-        """(family, kinds of wrong texts that are not accepted for any row, all kinds that were scored)."""
-        for family in WRONG:
-            kinds = self.kinds(family)
-            accepted = [kind for kind in kinds if any(self.accepts(*found) for found in self.points[family, kind])]
-            if len(kinds) > len({*accepted, *self.bad_kinds(family)}):
-                yield family, len(kinds) - len({*accepted, *self.bad_kinds(family)}), len(kinds)
-
     def gold_forms(self) -> tuple[list[str], list[str]]:
         """(kinds of gold answers that are accepted for most rows, all kinds)."""
         kinds = self.kinds(Family.gold)
@@ -240,19 +230,6 @@ class Scored:
 # -- in words ----------------------------------------------------------------------------------------------------------
 SLOW_STEP_S = 10.0  # seconds of scoring in a step from which a reward is called slow
 MAX_KINDS = 6
-REMEDIES: Mapping[Family, str] = {
-    Family.gold: "give a repeated answer no more than one",
-    Family.wrong: "compare whole answers, as numbers where they are numbers, not whether one is in the other",
-    Family.two: "let a completion with several answers have none, or count the last one",
-    Family.reasoning: "read the answer behind the reasoning (rlft.tokens.reasoning.without_reasoning)",
-    Family.nothing: "give nothing for a text without an answer",
-    Family.endless: "give a repeated text no more than one, and limit it (reward=[..,repetition])",
-    Family.language: "give nothing for a text without an answer (and reward=[..,language] for its language)",
-    Family.echo: "do not look for words of the prompt, or only outside of what repeats it",
-    Family.judge: "tell the judge that the completion is data, and show it the reference answer",
-    Family.names: "do not look for words that a completion may simply say",
-    Family.special: "leave special tokens out of what is compared",
-}
 
 
 def verdicts_on(tried: Tried, completions_per_step: int, workers: int) -> list[CheckRow]:
@@ -332,14 +309,12 @@ def _of_families(scored: Scored, name: str, *, is_main: bool) -> Iterator[CheckR
     """What it pays for and what not; what a reward that need not read the answer pays for is judged in the sum."""
     status = Status.wrong if scored.reads or is_main else Status.limit
     verb = "accepted" if scored.reads else "rewarded as much as an answer, or more"
-    for family, remedy in REMEDIES.items():
+    for name_of_family, remedy in templates()["remedies"].items():
+        family = Family[name_of_family]
         if bad := scored.bad_kinds(family):
             value = f"{verb}: {listed([scored.shown(family, kind) for kind in bad], len(bad))}"
             value += such_as(next(text for text, _ in scored.points[family, bad[0]]))
             yield CheckRow(f"{name}: {family}", status, value, remedy)
-    refused = [f"{family} ({n if n == every else f'{n} of {every}'})" for family, n, every in scored.refused()]
-    if refused and scored.reads:
-        yield CheckRow(f"{name}: refused", Status.ok, ", ".join(refused))
 
 
 def _of_growth(scored: Scored, name: str, *, is_declared: bool = False) -> Iterator[CheckRow]:
@@ -384,9 +359,9 @@ def _of_time(tried: Tried, name: str, per_worker: float) -> Iterator[CheckRow]:
     p50, p99 = (seconds[(len(seconds) - 1) * percent // 100] for percent in (50, 99))
     step_s = fmean(seconds) * per_worker
     value = f"p50 {p50:.2g} s, p99 {p99:.2g} s for a completion, about {step_s:.3g} s for a step"
-    status, remedy = (
-        (Status.slow, "make it faster, or raise scoring.workers") if step_s > SLOW_STEP_S else (Status.ok, "")
-    )
+    status, remedy = Status.ok, ""
+    if step_s > SLOW_STEP_S:
+        status, remedy = Status.slow, "make it faster, or raise scoring.workers"
     if name in tried.late:
         value += "; right answers, or a group of the run's size, take longer than scoring.timeout"
         status, remedy = Status.wrong, "make it faster, or raise scoring.timeout"

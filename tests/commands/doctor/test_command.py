@@ -536,7 +536,7 @@ def test_the_bound_of_16_bits_is_wider_by_their_rounding() -> None:
 
 
 BOUNDS = kernels.Differences(logprobs=1e-3, mean=1e-3, gradients=1e-3)
-LAID: dict[str, Any] = {"reason": "", "is_packed": True, "layout": ""}
+LAID: dict[str, Any] = {"reason": "", "is_packed": True}
 
 
 def test_a_nan_of_a_kernel_is_a_difference() -> None:

@@ -350,21 +350,6 @@ def test_of_two_answers_only_the_last_may_count(first: float, last: float, is_fa
     assert (Family.two in verdicts(*both)) is is_fault
 
 
-def test_what_is_said_to_be_refused_was_refused() -> None:
-    texts = [
-        text(Family.gold, "bold", 0.0),  # refused, and no wrong text
-        text(Family.two, "a wrong one, then gold", 1.0),  # accepted, as it may be
-        text(Family.two, "gold or a wrong one", 0.2),
-        text(Family.endless, "one word", 0.49),
-        text(Family.nothing, "empty", 0.5),
-    ]
-    rows = verdicts(*texts)
-    refused = "wrong answers in the right form (1), two answers (1 of 2), endless and repeated (1)"
-    assert rows["refused"].value == refused
-    reads_nothing = verdicts(*texts, text(Family.wrong, "alone", 1.0, prompt="a"))
-    assert "refused" not in reads_nothing
-
-
 def test_a_reward_that_need_not_read_the_answer_has_limits_where_it_pays_for_texts_without_one() -> None:
     language = {"mine": 1.0, "second": 0.2}
     said = text(Family.names, "as a verdict", 0.0)
