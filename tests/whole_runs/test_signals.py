@@ -25,7 +25,7 @@ CASES = [
     ("chat run=run", "rlft.commands.chat:open_roles", "hang up", "the conversation has ended"),
     ("plan +recipe=grpo_arithmetic", "rlft.plan.prediction:predict", "interrupt", "nothing was begun"),
     ("runs .", "rlft.commands.watch.runs:rows", "hang up", "nothing was changed"),
-    ("diff run run", "rlft.commands.watch.diff:two_runs", "terminate", "nothing was changed"),
+    ("diff run run", "rlft.commands.watch.diff:compare_metrics", "terminate", "nothing was changed"),
     (
         "watch run", "rlft.commands.watch.watch:print_summary", "interrupt",
         "the view has ended, the run is left as it is",
