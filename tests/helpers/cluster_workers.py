@@ -71,6 +71,13 @@ class Calculator:
         """A process of the worker's own, which holds nothing of ours and sleeps."""
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
+    def fork(self) -> int:
+        """A process that holds all that the worker has open, its connection included, and sleeps."""
+        if not (child := os.fork()):
+            time.sleep(600)
+            os._exit(0)
+        return child
+
 
 class Stubborn(Exception):
     def __reduce__(self) -> NoReturn:

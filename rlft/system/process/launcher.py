@@ -1,23 +1,26 @@
 """Starts a run's workers as the section `cluster` says: as processes of this machine, or on a Ray cluster.
 
-A thread for each process sends its calls and waits for the answers, so that no caller waits for a worker that is busy,
-stopped or dead. It also starts the worker: the kernel ends a worker with the thread that started it, and this thread
-lives as long as the process.
+Two threads for each process send its calls and read its answers, so that no call waits for a worker that is busy,
+stopped or dead. The one that reads also starts the worker: the kernel ends a worker with the thread that started it,
+and this thread lives as long as the process.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import queue
+import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rlft.system.process.child import END_S, Child, Start, start_python
 from rlft.system.process.placement import check_room
-from rlft.system.process.running_time import InOrder
 from rlft.system.process.worker import LOGS, Answer, Launcher, WorkerError, WorkerSpec, where_it_wrote
 
 POLL_S = 0.5
@@ -64,36 +67,84 @@ class ProcessWorker(Child):
 
     def __init__(self, spec: WorkerSpec, log: Path, start: Start) -> None:
         self.name, self.log = spec.name, log
-        self._calls = InOrder(f"rlft-{spec.name}")
-        self._calls.submit(self._start, spec, start).result()
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+        self._waiting: deque[Future[Any]] = deque()
+        self._calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        started: Future[None] = Future()
+        name = f"rlft-{spec.name}"
+        self._sender = threading.Thread(target=self._send, name=name, daemon=True)
+        threading.Thread(target=self._start, args=(spec, start, started), name=name, daemon=True).start()
+        started.result()
 
-    def _start(self, spec: WorkerSpec, start: Start) -> None:
-        with self.log.open("ab") as output:
-            super().__init__(
-                f"rlft-{spec.name}",
-                "rlft.system.process.worker:serve",
-                (spec.factory, spec.arguments),
-                output=output.fileno(),
-                environment=spec.variables,
-                start=start,
-            )
+    def _start(self, spec: WorkerSpec, start: Start, started: Future[None]) -> None:
+        try:
+            with self.log.open("ab") as output:
+                super().__init__(
+                    f"rlft-{spec.name}",
+                    "rlft.system.process.worker:serve",
+                    (spec.factory, spec.arguments),
+                    output=output.fileno(),
+                    environment=spec.variables,
+                    start=start,
+                )
+        except BaseException as error:  # it is raised again where the worker is asked for
+            started.set_exception(error)
+            return
+        self._sender.start()
+        started.set_result(None)
+        self._read()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._calls.submit(self._answer, pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL))
+        message = pickle.dumps((method, args, kwargs), pickle.HIGHEST_PROTOCOL)
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._ended is None:
+                self._waiting.append(future)
+                self._calls.put(message)
+                return future
+        future.set_exception(WorkerError(self._ended))
+        return future
 
-    def _answer(self, message: bytes) -> Any:
-        """What the process returns for a call, or raises, or WorkerError once it has ended."""
+    def _send(self) -> None:
+        with suppress(OSError):
+            while (message := self._calls.get()) is not None:
+                self.connection.send_bytes(message)
+
+    def _read(self) -> None:
         try:
-            self.connection.send_bytes(message)
-            while not self.connection.poll(POLL_S):
-                if not self.is_alive() and not self.connection.poll(0):
-                    raise EOFError
-            answered = self.connection.recv_bytes()
+            while True:
+                while not self.connection.poll(POLL_S):
+                    if not self.is_alive() and not self.connection.poll(0):
+                        raise EOFError
+                self._resolve(self.connection.recv_bytes())
         except (EOFError, OSError):
-            self.end()  # the process may still live without its connection
-            raise WorkerError(f"{self.name} {self.how_it_ended()}; {where_it_wrote(self.log)}") from None
-        answer: Answer = pickle.loads(answered)
-        return answer.result()
+            self._reap()
+
+    def _resolve(self, message: bytes) -> None:
+        with self._lock:
+            future = self._waiting.popleft()
+        try:
+            reply: Answer = pickle.loads(message)
+        except Exception as error:  # an unreadable reply must fail its call only, not this thread
+            reply = Answer(error=error)
+        reply.resolve(future)
+
+    def _reap(self) -> None:
+        """Gives every open future the error that says how the process ended."""
+        self.kill()  # the process may still live without its connection
+        self.wait(END_S)
+        text = f"{self.name} {self.how_it_ended()}; {where_it_wrote(self.log)}"
+        with self._lock:
+            self._ended = text
+            waiting, self._waiting = list(self._waiting), deque()
+        self._calls.put(None)
+        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)  # closing alone would not wake a thread that is sending
+        self._sender.join()
+        self.connection.close()
+        for future in waiting:
+            Answer(error=WorkerError(text)).resolve(future)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from typing import Any
 from rlft.system import interrupt
 from rlft.system.process.child import kill_group
 from rlft.system.process.placement import Resources, cores_of_a_worker
-from rlft.system.process.running_time import InOrder
 from rlft.system.process.worker import LOGS, Answer, Host, LogReader, Place, WorkerError, WorkerSpec, where_it_wrote
 from rlft.system.terminal import pip_install
 from rlft.types import UserError, counted
@@ -228,6 +227,8 @@ class RayActors:
         self._holder: Any = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        # Making an answer may wait for another machine's log, for which Ray's own thread must not wait.
+        self._answers = ThreadPoolExecutor(4, "rlft-ray-answers")
         try:
             check_joinable(address)
             _connect(address, self._logs / "ray.log")
@@ -282,11 +283,19 @@ class RayActors:
         self._closing.set()
         for worker in list(self._workers):
             worker.kill()
+        self._answers.shutdown(wait=False)
         self._workers.clear()
         if ray.is_initialized():
             ray.shutdown()
 
     # -- logs ----------------------------------------------------------------------------------------------------------
+    def later(self, work: Any, *args: Any) -> None:
+        """Does the work in a thread that may wait, or at once after `close`."""
+        try:
+            self._answers.submit(work, *args)
+        except RuntimeError:
+            work(*args)
+
     def log_reader_on(self, node: str) -> Any:
         """The actor that reads logs of this machine."""
         with self._lock:
@@ -307,8 +316,8 @@ class RayWorker:
         import ray
 
         self.name, self._log, self._launcher = spec.name, log, launcher
-        self._copying = threading.Lock()
-        self._ended = ""  # how it ended, as the message of a WorkerError
+        self._lock, self._copying = threading.Lock(), threading.Lock()
+        self._ended: str | None = None  # how it ended, as the message of a WorkerError
         self._was_killed = False
         self.place: Place | None = None  # None until Ray has placed it
         variables = spec.variables
@@ -324,8 +333,8 @@ class RayWorker:
         with log.open("a", encoding="utf-8") as file:
             size = f"{counted(spec.gpus, 'GPU', 'g')} and {counted(cpus, 'core')}"
             file.write(f"{spec.name}: Ray is asked for a process with {size}\n")
-        self._answers = InOrder(f"rlft-{spec.name}")
-        self._answers.submit(self._find, self._actor.place.remote())
+        placed = self._actor.place.remote().future()
+        placed.add_done_callback(self._placed)
         self._actor.make.remote(spec.factory, dict(spec.arguments))
 
     @property
@@ -334,14 +343,19 @@ class RayWorker:
         return self._log
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        reply = None if self._ended else self._actor.call.remote(method, *args, **kwargs)
-        return self._answers.submit(self._answer, reply)
+        future: Future[Any] = Future()
+        if self._ended is not None:
+            future.set_exception(WorkerError(self._ended))
+            return future
+        answered = self._actor.call.remote(method, *args, **kwargs).future()
+        answered.add_done_callback(lambda done: self._launcher.later(self._resolve, done, future))
+        return future
 
     def kill(self) -> None:
         import ray
 
         self._was_killed = True
-        if not self._ended and self.place is not None and self.place.node == self._launcher.node:
+        if self._ended is None and self.place is not None and self.place.node == self._launcher.node:
             # Ray gives a process that is stopped or stuck some seconds to answer first.
             kill_group(self.place.pid)
             with suppress(ProcessLookupError, PermissionError):
@@ -365,28 +379,25 @@ class RayWorker:
                 with self._log.open("ab") as file:
                     file.write(part)
 
-    def _find(self, place: Any) -> None:
-        import ray
+    def _placed(self, done: Future[Any]) -> None:
+        with suppress(Exception):
+            self.place = Place(*done.result())
+            if self.place.node != self._launcher.node:
+                self._log.write_bytes(b"")  # from here on it is a copy of the file there
 
-        self.place = Place(*ray.get(place))
-        if self.place.node != self._launcher.node:
-            self._log.write_bytes(b"")  # from here on it is a copy of the file there
-
-    def _answer(self, reply: Any) -> Any:
-        """What the actor returns for a call, or raises, or WorkerError once it has died."""
-        import ray
-
-        if self._ended or self._was_killed:  # after `close`, asking Ray would start a cluster
-            raise WorkerError(self._ended or f"{self.name} was killed; {where_it_wrote(self._log)}")
+    def _resolve(self, done: Future[Any], future: Future[Any]) -> None:
         try:
-            answer: Answer = pickle.loads(ray.get(reply))
-        except Exception as error:
-            if not _says_death(error):
-                raise
-            how = "was killed" if self._was_killed else f"has died ({_last_line(error)})"
-            self._ended = f"{self.name} {how}; {where_it_wrote(self.log)}"
-            raise WorkerError(self._ended) from None
-        return answer.result()
+            reply: Answer = pickle.loads(done.result())
+        except Exception as error:  # an unreadable reply, or Ray's error about an actor that has died
+            reply = Answer(error=WorkerError(self._reap(error)) if _says_death(error) else error)
+        reply.resolve(future)
+
+    def _reap(self, error: Exception) -> str:
+        with self._lock:
+            if self._ended is None:
+                how = "was killed" if self._was_killed else f"has died ({_last_line(error)})"
+                self._ended = f"{self.name} {how}; {where_it_wrote(self.log)}"
+            return self._ended
 
 
 def _last_line(error: Exception) -> str:

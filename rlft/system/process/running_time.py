@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -59,32 +58,15 @@ class OutOfProcessorTime(BaseException):
 def in_background(call: Callable[..., Result], *arguments: Any) -> Future[Result]:
     """The future result of a call in a thread that does not keep the process from ending."""
     future: Future[Result] = Future()
-    threading.Thread(target=_resolve, args=(future, call, arguments), name="rlft-in-background", daemon=True).start()
+
+    def work() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:  # it is raised again where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="rlft-in-background", daemon=True).start()
     return future
-
-
-class InOrder:
-    """Makes calls one after the other, in a thread that does not keep the process from ending."""
-
-    def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        future: Future[Result] = Future()
-        self._calls.put((future, call, arguments))
-        return future
-
-    def _work(self) -> None:
-        while True:
-            _resolve(*self._calls.get())
-
-
-def _resolve(future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    try:
-        future.set_result(call(*arguments))
-    except BaseException as error:  # it is raised again where the result is read
-        future.set_exception(error)
 
 
 def within(seconds: float, call: Callable[..., Result], *arguments: Any) -> Result:

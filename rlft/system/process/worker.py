@@ -16,7 +16,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -59,11 +59,13 @@ class Answer:
     value: Any = None
     error: BaseException | None = None
 
-    def result(self) -> Any:
-        """What the call returned; raises what it raised."""
-        if self.error is not None:
-            raise self.error
-        return self.value
+    def resolve(self, future: Future[Any]) -> None:
+        """Gives it to whoever waits for the call, unless the wait was cancelled."""
+        with suppress(InvalidStateError):
+            if self.error is None:
+                future.set_result(self.value)
+            else:
+                future.set_exception(self.error)
 
 
 class Worker(Protocol):

@@ -88,6 +88,25 @@ def test_a_stopped_worker_is_ended_by_a_kill_with_its_children(launcher: LocalPr
     assert happens(lambda: not is_alive(child), within_s=60)
 
 
+def test_a_call_of_a_dead_worker_ends_though_its_child_holds_the_connection(launcher: LocalProcesses) -> None:
+    worker = launcher.start(replace(SPEC, name="calculator-5"))
+    child = worker.call("fork").result(ANSWER_S)
+    os.kill(worker.pid, signal.SIGKILL)
+    try:
+        future = worker.call("length", b"x" * 5_000_000)  # more than the connection's buffer holds
+        with pytest.raises(WorkerError, match="calculator-5 was killed by SIGKILL"):
+            future.result(ANSWER_S)
+        assert happens(lambda: not any("calculator-5" in thread.name for thread in threading.enumerate()), within_s=60)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_call_that_is_cancelled_does_not_hold_up_the_others(worker: ProcessWorker) -> None:
+    cancelled, other = worker.call("sleep", 0.1), worker.call("length", "abc")
+    assert cancelled.cancel()
+    assert other.result(ANSWER_S) == 3
+
+
 def test_a_worker_outlives_the_thread_that_asked_for_it(launcher: LocalProcesses) -> None:
     made: list[ProcessWorker] = []
     thread = threading.Thread(target=lambda: made.append(launcher.start(replace(SPEC, name="calculator-4"))))
