@@ -31,18 +31,7 @@ from rlft.system.machine import processor
 from rlft.system.products import fastest_dtype
 from rlft.system.terminal import say
 from rlft.tokens.text import RunTokenizer, turn_ends
-from rlft.types import (
-    Adapter,
-    Completion,
-    FinishReason,
-    Group,
-    ImageRows,
-    Prompt,
-    Rollout,
-    Sampling,
-    UserError,
-    counted,
-)
+from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError, counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +39,7 @@ if TYPE_CHECKING:
     from rlft.config.model import LoraSettings
     from rlft.generation.loaded_adapter import LoadedAdapter
     from rlft.generation.sending import Part
+    from rlft.types import ImageRows
 
 
 class Weights(StrEnum):

@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from rlft.config.schema import RunConfig
 from rlft.generation.decoding import draw
-from rlft.generation.graphs import bucket
+from rlft.generation.graphs import bucket, enlarged
+from rlft.generation.memory import Decoding, Load
 from rlft.generation.repeated_cache import cache_argument
 from rlft.generation.transformers import Transformers, TransformersGenerator, Weights, _fastest, end_tokens
 from rlft.model.backbone import read_backbone
+from rlft.model.kernels.fixed_keys import FixedKeys
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.runs.run_folder import completed
 from rlft.types import FinishReason, NextTurn, Sampling
@@ -515,6 +518,27 @@ def test_a_bucket_is_the_smallest_that_holds_the_live_rows():
     for live in range(1, 1025):
         assert bucket(live) == next(size for size in sizes if size >= live)
     assert all(bigger <= 2 * smaller for smaller, bigger in pairwise(sizes))
+
+
+@pytest.mark.parametrize("decodings", [[(4, 8, 30)], [(4, 8, 30), (64, 1, 30)], [(64, 1, 30), (4, 8, 30), (2, 8, 20)]])
+def test_the_plan_has_the_room_that_keys_get_as_decodings_are_rehearsed(decodings):
+    """With the eighth by which room for prompts grows."""
+    sizes = SimpleNamespace(
+        packed=True, plain=False, itemsize=2, layer_width=1, vocabulary=64, key_size=8, linear=1, hidden=1, adapted=1,
+        config=SimpleNamespace(num_hidden_layers=1),
+    )  # fmt: skip
+    asked = [Decoding(num_prompts=p, samples=n, longest=(1,) * length) for p, n, length in decodings]
+    load = Load(decodings=tuple(asked), max_tokens=5, max_sequence_tokens=35, device="cuda")
+    parts = made(weights=Weights.apart, graphs="auto").memory(sizes, load).parts
+    keys, at_once = FixedKeys(), made(weights=Weights.apart, graphs="auto").batch_size
+    for prompts, n, length in reversed(decodings):
+        together = min(prompts, at_once // n)
+        of_prompts = [(torch.ones(together * length, 1, 4), torch.ones(together * length, 1, 4))]
+        keys.fit(bucket(together * n), 5, together, of_prompts, enlarged)
+    held = sum(x.numel() for pair in (*keys.of_prompts, *keys.own) for x in pair)
+    assert [part.bytes for part in parts if part.name == "keys and values for graphs"] == [2 * held]
+    room = max(min(prompts, at_once // n) * length for prompts, n, length in decodings)
+    assert keys.prompt_tokens == (room + room // 8 if len(decodings) == 3 else room)
 
 
 def test_graphs_are_left_out_where_a_gpu_has_no_memory_for_them():

@@ -342,12 +342,13 @@ def without_a_wait(of_the_side: bool) -> Any:
 
 
 def rescale(model: Model, engine: Any) -> None:
-    """Another scale of the adapter, which is a number of the host, until the second version comes."""
+    """Graphs are recorded with another scale of the adapter, a number of the host, before it is the usual one again."""
     layers = [layer for layer in engine.slot.model.modules() if isinstance(layer, LoraLinear)]
     for factor in (2.0, 0.5):
         for layer in layers:
             layer.scaling = {role: factor * scale for role, scale in layer.scaling.items()}
         if factor > 1:
+            engine._graphs._forget()
             model.sampled(engine, SHORT)
 
 
