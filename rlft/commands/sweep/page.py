@@ -67,6 +67,7 @@ class Trial:
     state: str = "unfinished"  # complete, pruned, failed or unfinished
     value: float | None = None  # of the metric: at the end, or where it was pruned; None if it has none
     values: Sequence[float] = ()
+    same_as: int | None = None  # the number of the trial whose result it has, which only older studies know
     why: str = ""  # why it failed, or what pruned it and where
 
 
@@ -87,7 +88,8 @@ class Page:
         rows: list[list[Any]] = []
         for row in trials:
             by_seed = " ".join(map(repr, row.values))
-            results = [row.value, standard_error(row.values), by_seed, row.why, str(self.folder / str(row.number))]
+            folder = self.folder / str(row.number if row.same_as is None else row.same_as)
+            results = [row.value, standard_error(row.values), by_seed, row.why, str(folder)]
             rows.append([row.number, row.state, *(row.params[key] for key in keys), *results])
         write_csv(self.folder, columns, rows)
 
@@ -106,7 +108,7 @@ class Page:
         print_table(f"sweep of {counted(len(rows), 'trial')}{best}", columns, lines)
         write_atomically(self.folder / PICTURE, picture())
         print(f"written to {self.folder / TABLE} and {self.folder / PICTURE}")
-        complete = [row for row in rows if row.state == "complete" and row.values]
+        complete = [row for row in rows if row.state == "complete" and row.values and row.same_as is None]
         print_best([self._result(row) for row in complete], self.metric)
 
     def _result(self, row: Trial) -> Result:

@@ -199,7 +199,8 @@ def read_space(words: Sequence[str], command: str, *, is_study: bool) -> Space:
         if parsed.is_interval_sweep():
             varied.append(_interval(parsed.get_key_element(), value, got))
             continue
-        values = tuple(text.replace("\\:", ":") for text in parsed.sweep_string_iterator())  # which Hydra escapes
+        values = tuple(parsed.sweep_string_iterator())  # in which Hydra escapes colons, as Optuna's records have them
+        values = values if is_study else tuple(text.replace("\\:", ":") for text in values)
         for text in values:
             require(values.count(text) == 1, key, "has a value twice", got=text, remedy="give every value once")
         if len(values) == 1:
@@ -228,7 +229,8 @@ def _check_of_grid(key: str, got: str, parsed: Any) -> None:
 def number_of_trials(keys: StudyConfig, space: Space) -> int:
     """How many trials there are to be. Raises UserError: a grid has an interval, or another number of combinations."""
     if keys.sampler != "grid":
-        return USUAL_TRIALS if keys.trials == "auto" else keys.trials
+        most = USUAL_TRIALS if keys.trials == "auto" else keys.trials
+        return most if space.size is None else min(most, space.size)
     if space.size is None:
         intervals = [one.key for one in space.varied if isinstance(one, Interval)]
         problem = f"a grid goes through values one by one, and {intervals[0]} has an interval"
@@ -238,6 +240,11 @@ def number_of_trials(keys: StudyConfig, space: Space) -> int:
     remedy = "leave it out, or use sweep.sampler=tpe or random"
     require(fits, "sweep.trials", problem, got=keys.trials, remedy=remedy)
     return space.size
+
+
+def tries_each(keys: StudyConfig, space: Space) -> bool:
+    """Whether each combination is tried once: of a grid, and where there are no more combinations than trials."""
+    return keys.sampler == "grid" or number_of_trials(keys, space) == space.size
 
 
 def changes_no_number(key: str, plain: Mapping[str, Any]) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import json
 import math
 import warnings
@@ -43,6 +42,7 @@ from rlft.commands.sweep.space import (
     check_same_study,
     number_of_trials,
     record_of,
+    tries_each,
     write_record,
 )
 from rlft.config.overrides import key_of
@@ -60,9 +60,9 @@ JOURNAL = "optuna.log"
 NAME = "sweep"
 REDUCTION = 3  # Hyperband lets one of so many trials continue at each rung
 
-VALUES, WHY, ATTEMPTS = "values", "why", "attempts"
-"""Attributes of a trial: its value by seed; why it failed or was pruned; how far its runs were each time that they were
-begun or resumed, since they last ended by themselves."""
+SAME_AS, VALUES, WHY, ATTEMPTS = "same_as", "values", "why", "attempts"
+"""Attributes of a trial: of older studies the number of the trial whose result it has; its value by seed; why it failed
+or was pruned; how far its runs were each time that they were begun or resumed, since they last ended by themselves."""
 
 
 class Journal(BaseJournalBackend):
@@ -127,7 +127,7 @@ class Trials:
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._config, self._space, self._parallel, self._steps = config, space, parallel, steps
-        self.lower_is_better = lower
+        self.lower_is_better, self._tries_each = lower, tries_each(config, space)
         self._distributions = {one.key: distribution(one) for one in space.varied}
         try:
             self._journal = Journal(folder / JOURNAL)
@@ -147,7 +147,9 @@ class Trials:
 
     @property
     def number_drawn(self) -> int:
-        return len(self._all())
+        """How many trials have begun; where each combination is tried once, how many combinations."""
+        every = self._all()
+        return len({frozenset(trial.params.items()) for trial in every} if self._tries_each else every)
 
     def unfinished(self) -> list[Trial]:
         """The trials that have begun and not ended, in their order."""
@@ -155,11 +157,12 @@ class Trials:
 
     def draw(self) -> Trial:
         """Begins another trial."""
-        number = self.number_drawn
+        earlier = [trial.params for trial in self._all()]
+        number = len(earlier)
         self._study.sampler = sampler(self._config, number, parallel=self._parallel)
         with self._changing():
-            if self._config.sampler == "grid":
-                self._study.enqueue_trial(next(itertools.islice(self._space.combinations(), number, None)))
+            if self._tries_each:
+                self._study.enqueue_trial(next(each for each in self._space.combinations() if each not in earlier))
             self._study.ask(self._distributions)
         return trial_of(self._all()[number])
 
@@ -262,6 +265,7 @@ def trial_of(trial: FrozenTrial) -> Trial:
         state=STATES[trial.state],
         value=trial.value,
         values=trial.user_attrs.get(VALUES, ()),
+        same_as=trial.user_attrs.get(SAME_AS),
         why=trial.user_attrs.get(WHY, ""),
     )
 
@@ -343,7 +347,8 @@ class Study(Source[TrialRun]):
         self._waiting = [self.run(trial, 0) for trial in unfinished]
         done = trials.number_drawn - len(unfinished)
         resumed = f"if it is stopped, resume it with: {resuming(folder)}"
-        first = f"sweep of {counted(self.total, 'trial')}, {done} done; {resumed}"
+        each = ", one for each combination" if tries_each(keys, checked.space) else ""
+        first = f"sweep of {counted(self.total, 'trial')}{each}, {done} done; {resumed}"
         self.beginning = [first, *notes(keys, checked.space)]
         self.again = f"resume the sweep with: {resuming(folder)}"
 
@@ -484,8 +489,8 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
     )
     done = trials.number_drawn - len(trials.unfinished())
     problem, remedy = "the sweep has all its trials", f"raise it: {resuming(folder)} sweep.trials={2 * done}"
-    if keys.sampler == "grid":
-        problem, remedy = "the grid's combinations are all done", "begin another sweep, with other values"
+    if tries_each(keys, checked.space):
+        problem, remedy = "the combinations are all done", "begin another sweep, with other values"
     require(not resumed or done < total, "sweep.trials", problem, got=total, remedy=remedy)
     write_record(folder, now)
     return Study(trials, folder, checked, keys)
@@ -498,6 +503,4 @@ def notes(keys: StudyConfig, space: Space) -> list[str]:
     if keys.pruner == "median" and keys.startup >= total:
         problem = f"note: of {total} trials median prunes none: it waits for sweep.startup={keys.startup} complete ones"
         lines.append(f"{problem}; lower sweep.startup, or raise sweep.trials")
-    if keys.sampler != "grid" and space.size is not None and space.size <= total:
-        lines.append(f"note: there are {space.size} combinations in all; sweep.sampler=grid tries each of them once")
     return lines

@@ -153,7 +153,7 @@ def test_a_median_that_waits_for_more_trials_than_there_are_is_noted(
 def test_a_grid_that_is_done_cannot_be_made_longer(begin: Begin) -> None:
     assert begin("sweep.sampler=grid", "lora.rank=4,8").ran == [(0, 0), (1, 0)]
     said = refusal(lambda: begin(again="sweep"))
-    assert said == "sweep.trials: the grid's combinations are all done, got 2; begin another sweep, with other values"
+    assert said == "sweep.trials: the combinations are all done, got 2; begin another sweep, with other values"
 
 
 def test_a_sweep_that_is_done_goes_on_with_more_trials_and_else_says_how(begin: Begin) -> None:

@@ -15,6 +15,7 @@ from rlft.commands.sweep.space import (
     read_space,
 )
 from rlft.config.compose import compose
+from rlft.config.overrides import parse_overrides
 from rlft.types import UserError
 
 
@@ -136,6 +137,17 @@ def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are
             check_changes_numbers(space, compose([]))
     else:
         check_changes_numbers(space, compose([]))
+
+
+def test_values_with_colons_stay_as_the_records_of_older_studies_have_them() -> None:
+    word, values = "reward.http.url=http://a:1/score,http://b:2/score", ("http://a:1/score", "http://b:2/score")
+    escaped = tuple(value.replace(":", "\\:") for value in values)
+    for is_study, expected in ((True, escaped), (False, values)):
+        [choice] = read_space([word], "train", is_study=is_study).varied
+        assert choice.extremes == expected
+        for value in choice.extremes:  # either way a run has the address itself
+            [parsed] = parse_overrides([f"reward.http.url={value}"], "train")
+            assert parsed.value() in values
 
 
 def test_a_plain_sweep_refuses_an_interval() -> None:

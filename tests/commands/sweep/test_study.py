@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import itertools
 import json
@@ -32,7 +33,7 @@ from fake_studies import (
     write,
 )
 
-from rlft.commands.sweep import study as studies
+from rlft.commands.sweep import page, study as studies
 from rlft.commands.sweep.driver import Ending, How
 from rlft.commands.sweep.space import Choice, Interval, Space
 from rlft.commands.sweep.study import JOURNAL, Journal, Study, TrialRun, Trials, pruner
@@ -212,7 +213,7 @@ def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -
 def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trial 1 cannot be done and fails, the others go on."""
     told: list[list[str]] = []
-    study = make_study(tmp_path, keys(trials=6, startup=6), RANK, ALGORITHM)
+    study = make_study(tmp_path, keys(trials=6, startup=6))
     monkeypatch.setattr(studies.Page, "write_table", lambda page, trials: told.append(states(study)))
 
     def before(run: TrialRun, step: int) -> None:
@@ -340,6 +341,38 @@ def test_a_grid_has_each_combination_once_in_the_order_of_a_plain_sweep(tmp_path
     assert [(params["lora.rank"], params["algorithm"]) for params in found] == [
         ("4", "grpo"), ("4", "gspo"), ("16", "grpo"), ("16", "gspo"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trials", "ran", "told"), [(4, 4, "4 trials, one for each combination"), (3, 3, "3 trials")])
+def test_no_combination_is_tried_twice_where_there_are_trials_for_all(
+    trials: int, ran: int, told: str, tmp_path: Path
+) -> None:
+    study, runs = make_study(tmp_path, keys(trials=trials), RANK, ALGORITHM), FakeRuns()
+    assert study.beginning[0].startswith(f"sweep of {told}, 0 done;")
+    do_all(study, runs)
+    assert len(runs.ran) == ran
+    more = make_and_do(tmp_path, keys(trials=20), RANK, ALGORITHM)
+    assert {(row.params["lora.rank"], row.params["algorithm"]) for row in more.trials.rows()} == {
+        ("4", "grpo"), ("4", "gspo"), ("16", "grpo"), ("16", "gspo"),
+    }  # fmt: skip
+
+
+def test_a_trial_of_an_older_study_that_has_the_result_of_another_is_no_setting_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: list[Path] = []
+    monkeypatch.setattr(page, "print_best", lambda results, _: settings.extend(result.folder for result in results))
+    config = keys(sampler="random", trials=3)
+    trials = make_trials(tmp_path, config, Space(fixed=(), varied=(RATE, RANK)))
+    [first] = done(trials, 1)
+    with trials._changing():
+        trials._study.enqueue_trial(first, user_attrs={"same_as": 0, "values": [0.9]})
+        trials._study.tell(trials._study.ask(trials._distributions), 0.9)
+    make_and_do(tmp_path, config, RATE, RANK).show()
+    assert {folder.parent.name for folder in settings} == {"0", "2"}
+    with (tmp_path / "sweep.csv").open(newline="") as stream:
+        folders = {row["trial"]: row["folder"] for row in csv.DictReader(stream)}
+    assert folders == {"0": str(tmp_path / "0"), "1": str(tmp_path / "0"), "2": str(tmp_path / "2")}
 
 
 def test_an_interval_of_whole_numbers_has_whole_numbers(tmp_path: Path) -> None:
