@@ -249,12 +249,13 @@ def planted(
     engine = model.engine()
     Stream.races.clear()
     compared = mock.patch.object(Graphs, "_compare", trusting) if trusts else nullcontext()
-    with fault(), compared:
+    with fault(), compared, mock.patch.object(graphs, "say") as say:
         engine.load(model.versions[0])
         model.sampled(engine, SHORT)
         between(model, engine)
         engine.load(model.versions[1])
         same, problem = model.sampled(engine, SHORT) == right, engine._graphs.problem
+        assert say.call_count == (problem is not None), "it is said once"
     del engine
     gc.collect()
     left = bool(CUDAGraph.underway or +CUDAGraph.bytes_of_pools)
