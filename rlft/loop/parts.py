@@ -64,9 +64,9 @@ class Engines(AbstractContextManager["Engines"]):
 
     def close(self) -> None:
         """Closes the shared generator."""
-        if self._shared is not None:
-            self._shared[1].close()
-        self._shared = None
+        shared, self._shared = self._shared, None  # first: one that fails to close serves no other job
+        if shared is not None:
+            shared[1].close()
 
     @contextmanager
     def opened(self, engine: Engine, args: EngineArgs) -> Iterator[Generator]:

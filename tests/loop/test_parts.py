@@ -124,6 +124,21 @@ def test_a_runs_own_engine_is_closed_once_with_the_run(
     assert [engine.closed for engine in started] == [1, 1]
 
 
+def test_an_engine_that_fails_to_close_serves_no_other_job(args: EngineArgs, started: list[Closing]) -> None:
+    class Broken(Closing):
+        def close(self) -> None:
+            raise RuntimeError("a CUDA error")
+
+    with Engines() as engines:
+        with engines.opened(Shared(), args) as first:
+            first.__class__ = Broken
+        with pytest.raises(RuntimeError, match="a CUDA error"):
+            engines.close()
+        with engines.opened(Shared(), args) as second:
+            assert second is not first
+    assert [engine.closed for engine in started] == [0, 1]
+
+
 def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args: EngineArgs, started: list[Closing]) -> None:
     with Engines() as engines:
         with engines.opened(Shared(), args) as first:
