@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import importlib.util
+import os
 import socket
 import threading
 import time
@@ -264,9 +265,12 @@ def bound(host: str, port: int, section: str) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=family == socket.AF_INET6)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        key, got, problem = f"{section}.host", host, f"is no address of this machine ({error.strerror or error})"
+        is_known = error.errno is not None and not isinstance(error, socket.gaierror)  # which has numbers of its own
+        reason = os.strerror(error.errno) if is_known else error.strerror or error  # without what Python appends
+        key, got, problem = f"{section}.host", host, f"is no address of this machine ({reason})"
         remedy = "use 127.0.0.1 for this machine alone, or 0.0.0.0 for all of its addresses"
         if error.errno == errno.EADDRINUSE:
             key, got, problem = f"{section}.port", port, "is in use by another process"

@@ -187,7 +187,11 @@ class Inbox:
                 request.reply.set_exception(_ending())
                 return
             self._waiting.append(request)
-            os.write(self._writing, b".")
+            try:
+                os.write(self._writing, b".")
+            except BlockingIOError:  # the pipe is full; what waits has a byte each, so the last is this request
+                problem = f"{counted(len(self._waiting) - 1, 'request')} wait; ask again later"
+                self._waiting.pop().reply.set_exception(Refusal(429, problem, "too_many_requests", again=True))
 
     def take(self, *, wait_s: float = 0.0, most: int | None = None) -> list[Request]:
         """The requests of a tick whose clients still wait, after at most `wait_s` seconds, or `most` requests."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import json
 import math
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +23,8 @@ import torch
 from run_processes import happens
 
 from rlft.environment.endpoint.app import Limits, Server, bound, make_app
-from rlft.environment.endpoint.service import Inbox, Service, Speech
+from rlft.environment.endpoint.bodies import Chat, Refusal
+from rlft.environment.endpoint.service import Inbox, Request, Service, Speech
 from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
@@ -634,13 +639,36 @@ def test_a_client_that_goes_away_costs_nothing(serve: Serve) -> None:
     assert engine.calls == [(1, 1, 40), (1, 1, 40)]  # of the one that stayed, and of the last
 
 
-def test_a_port_in_use_and_an_address_of_others_are_refused_by_key() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="it sets the size of the inbox's pipe")
+def test_requests_that_the_inbox_cannot_hold_are_to_come_again() -> None:
+    inbox = Inbox()
+    room = fcntl.fcntl(inbox._writing, fcntl.F_SETPIPE_SZ, 4096)
+    requests = [Request(key=KEY, body=Chat(messages=ASKED)) for _ in range(room + 2)]
+    for request in requests:
+        inbox.put(request)
+    for request in requests[room:]:
+        with pytest.raises(Refusal, match=f"^{room} requests wait; ask again later") as told:
+            request.reply.result(0)
+        assert (told.value.status, told.value.again) == (429, True)
+    assert inbox.take() == requests[:room]
+    inbox.put(late := Request(key=KEY, body=Chat(messages=ASKED)))
+    assert inbox.take() == [late]
+    inbox.close()
+
+
+def test_a_port_in_use_and_an_address_of_others_are_refused_by_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with bound("127.0.0.1", 0, "serve") as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"^serve.port: is in use by another process, got {port}; end that, or"):
             bound("127.0.0.1", port, "serve")
-    with pytest.raises(UserError, match=r"^environment.host: is no address of this machine .*got 203.0.113.1; use 127"):
+    problem = (
+        rf"^environment.host: is no address of this machine \({os.strerror(errno.EADDRNOTAVAIL)}\), got 203.0.113.1"
+    )
+    with pytest.raises(UserError, match=problem):
         bound("203.0.113.1", 0, "environment")
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)  # as where IPv6 is off
+    with pytest.raises(UserError, match=r"^serve.host: is no address of this machine \([\w ]+\), got 2001:db8::1; use"):
+        bound("2001:db8::1", 0, "serve")
     bound("127.0.0.1", port, "serve").close()  # free again at once
 
 
