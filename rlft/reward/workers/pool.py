@@ -8,14 +8,16 @@ failures are attributed, are the same there.
 from __future__ import annotations
 
 import mmap
+import os
 import pickle
+import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from rlft.reward.workers import worker as workers
 from rlft.reward.workers.reward_spec import RewardSpec
@@ -61,7 +63,7 @@ class RewardWorker(Child):
     """A worker process; `progress` is what it is doing, in shared memory."""
 
     def __init__(self, specs: Sequence[RewardSpec], timeout_s: float) -> None:
-        with tempfile.TemporaryFile() as file:  # which both processes map
+        with _shared_memory() as file:  # which both processes map
             file.write(bytes(mmap.PAGESIZE))
             file.flush()
             memory = file.fileno()
@@ -243,6 +245,11 @@ class ClusterPool(Pool):
 
 
 # -- details -----------------------------------------------------------------------------------------------------------
+def _shared_memory() -> IO[bytes]:
+    """An empty file that needs no disk where the system has such files."""
+    return os.fdopen(os.memfd_create("rlft"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()
+
+
 def packed_task(task: workers.Task) -> bytes:
     """The task as it is sent to a worker, without experts. Raises RewardError if its prompt cannot be sent."""
     bare = tuple(replace(r, completion=replace(r.completion, experts=None)) for r in task.group.rollouts)
