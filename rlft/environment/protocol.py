@@ -169,8 +169,9 @@ class Checker:
             kind = validator_for(parameters, default=Draft202012Validator)
             _check(schema["name"], kind, parameters)
             types = kind.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
-            exact = extend(kind, type_checker=types)  # for which 1.0 is no integer
-            self._validators[schema["name"]] = exact(parameters, registry=EMPTY_REGISTRY)  # which loads nothing
+            kinds = kind, extend(kind, type_checker=types)  # for the second, 1.0 is no integer
+            # The registry loads nothing.
+            self._validators[schema["name"]] = [each(parameters, registry=EMPTY_REGISTRY) for each in kinds]
 
     def checked(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments, with whole numbers as int where an integer is due. Malformed: they are not the tool's."""
@@ -178,12 +179,12 @@ class Checker:
 
         if name not in self._validators:
             raise Malformed(f"there is no tool {name!r:.80}; the tools are {', '.join(self._validators)}")
-        validator = self._validators[name]
+        validator, exact = self._validators[name]
         try:
             made = copy.deepcopy(dict(arguments))
-            if found := [*validator.iter_errors(made)]:
-                _make_whole(made, found)
-                found = [best_match([error]) for error in islice(validator.iter_errors(made), MAX_TOLD)]
+            found = [best_match([error]) for error in islice(validator.iter_errors(made), MAX_TOLD)]
+            if not found and _has_whole_float(made):
+                _make_whole(made, [*exact.iter_errors(made)])
         except (RecursionError, OverflowError) as error:
             raise Malformed(f"{name}: the arguments are nested too deep or too large ({error!s:.80})") from None
         if found:
@@ -238,6 +239,12 @@ def strict(schema: Any) -> Any:
     if made.get("properties") and not _OPEN & set(made):
         made["additionalProperties"] = False
     return made
+
+
+def _has_whole_float(value: Any) -> bool:
+    if isinstance(value, Mapping | list):
+        return any(map(_has_whole_float, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, float) and value.is_integer()
 
 
 def _make_whole(arguments: dict[str, Any], errors: list[Any]) -> None:

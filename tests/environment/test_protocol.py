@@ -189,7 +189,24 @@ def test_whole_numbers_become_int_in_branches_that_want_no_other_numbers() -> No
         value: Any = [1.0] if is_list else 1.0
         made = checker_of({"type": "array", "items": schema} if is_list else schema, **{"$defs": defs})
         assert repr(made.checked("f", {"a": value})) == f"{{'a': {'[1]' if is_list else '1'}}}", schema
-    assert repr(checker_of({"anyOf": [integer, number]}).checked("f", {"a": 1.0})) == "{'a': 1.0}"
+    for schema, value in (({"anyOf": [integer, number]}, 1.0), ({"type": "array", "contains": integer}, [1.0])):
+        assert repr(checker_of(schema).checked("f", {"a": value})) == f"{{'a': {value}}}"
+    for schema in ({"oneOf": [integer, number]}, {"not": integer}):  # 1.0 is an integer in JSON
+        with pytest.raises(Malformed, match=r"^f: a: 1\.0 "):
+            checker_of(schema).checked("f", {"a": 1.0})
+
+
+def test_no_more_errors_are_looked_for_than_are_told() -> None:
+    class Text(str):
+        read = 0
+
+        def __repr__(self) -> str:
+            Text.read += 1
+            return super().__repr__()
+
+    with pytest.raises(Malformed, match=r"a\[2\]: "):
+        checker_of({"type": "array", "items": {"type": "integer"}}).checked("f", {"a": [Text("x")] * 1000})
+    assert Text.read < 10
 
 
 def test_what_a_schema_cannot_be_checked_for_is_told_as_malformed() -> None:
