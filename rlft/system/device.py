@@ -139,13 +139,6 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version(written)  # which tells that tensors have changed: torch does not here
 
 
-def zero_each(tensors: list[Tensor]) -> None:
-    """Fills each tensor with zeros, as `copy_each` does."""
-    if tensors:
-        torch._foreach_zero_(tensors)  # pyright: ignore[reportPrivateImportUsage]
-        torch.autograd.graph.increment_version(tensors)
-
-
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy of each tensor, without its gradient, in memory of its own."""
     copies = {name: torch.empty_like(tensor, requires_grad=False) for name, tensor in tensors.items()}
