@@ -7,7 +7,7 @@ python scripts/roofline.py --prompts 32 --group 8 --prompt 150 --completion 512 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import defaultdict
 
 from rlft.commands.doctor.work import SIZES, Size
 from rlft.model.activations import LayerSizes
@@ -65,7 +65,7 @@ def row(model: str, name: str, card: Machine, work: Work) -> str:
 def gains(of_stages: dict[str, list[Kernel]], card: Machine) -> str:
     """The fewest groups of kernels whose time beyond their arithmetic is a tenth of the step, with these shares."""
     total = sum(seconds_of(kernels, card) for kernels in of_stages.values())
-    beyond = Counter[str]()
+    beyond: defaultdict[str, float] = defaultdict(float)
     for stage, kernels in of_stages.items():
         if (seconds := seconds_of(kernels, card)) > sum(k.seconds(card) for k in kernels):
             beyond[f"{stage}: launches"] += seconds
@@ -73,7 +73,7 @@ def gains(of_stages: dict[str, list[Kernel]], card: Machine) -> str:
         for k in kernels:
             beyond[f"{stage}: {k.name}"] += k.seconds(card) - k.number * k.operations / (card.of_the_rate * card.rate)
     told, so_far = [], 0.0
-    for name, seconds in beyond.most_common():
+    for name, seconds in sorted(beyond.items(), key=lambda item: -item[1]):
         told.append(f"{name} {seconds / total:.0%}")
         so_far += seconds / total
         if so_far >= 0.1:
