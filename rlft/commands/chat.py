@@ -20,7 +20,7 @@ from rlft.config.choices import closest
 from rlft.config.resolved import Resolved, resolve
 from rlft.config.suggest import OWN_KEYS
 from rlft.runs.find import NamedRun, with_named_runs
-from rlft.system.interrupt import Terminated, handled_inside
+from rlft.system.interrupt import Deferred, Terminated, handled_inside
 from rlft.system.terminal import Say, command_line, override, say
 from rlft.types import (
     Completion,
@@ -291,13 +291,14 @@ class Talk:
         saved = self.saved
         if self._learned is None:
             trained = saved is not None and any(reward_role(name) in saved.adapters for name in rewards)
-            try:
-                self._learned = open_resident(rewards, self.roles, learns=trained)
-            except UserError as error:  # an adapter may be half loaded, so this is not tried twice
-                self._learned = error
-            else:
-                if saved is not None:
-                    self.roles.restore(saved.adapters, saved.heads)
+            with Deferred():  # a half-loaded adapter can neither be used nor be loaded again
+                try:
+                    self._learned = open_resident(rewards, self.roles, learns=trained)
+                except UserError as error:
+                    self._learned = error
+                else:
+                    if saved is not None:
+                        self.roles.restore(saved.adapters, saved.heads)
         if isinstance(self._learned, UserError):
             raise self._learned
         return self._learned

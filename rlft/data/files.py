@@ -87,7 +87,7 @@ class Sheet(FileTable):
                 raise self.bad(number, f"has {needed} cells, the header {len(names)}")
             row = dict(zip_longest(names, cells[: len(names)], fillvalue=self.blank))
             row.pop("", None)
-            yield Record(number, row, sum(len(str(cell)) + 1 for cell in cells))
+            yield Record(number, row, sum(len(str(cell).encode()) + 1 for cell in cells))
 
     def _names(self, cells: Sequence[Any]) -> Sequence[str]:
         names = ["" if cell is None else str(cell).strip() for cell in cells[: _length(cells)]]
@@ -387,8 +387,15 @@ def check_first_rows(
     for table in files:
         if is_whole := table.num_bytes < left:
             left -= table.num_bytes
-        for record in islice(table.records(), None if is_whole else 1):
+        for record, _ in _first_records([table], None if is_whole else 1):
             rows_of(record, table, parse, key)
+
+
+def _first_records(files: Iterable[Table], number: int | None = 1) -> Iterator[tuple[Record, Table]]:
+    """The first records (None: all) of each file, but of no large one that is parsed as a whole. Raises UserError."""
+    for table in files:
+        if table.num_bytes < SMALL_BYTES or not isinstance(table, JsonDocument | Workbook):
+            yield from ((record, table) for record in islice(table.records(), number))
 
 
 def with_guessed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -408,8 +415,7 @@ def _guessed(values: Mapping[str, Any], section: str) -> dict[str, str | None]:
         return {}
     try:
         component: Any = instantiate(values, section)
-        found = tables(files_at(path, key), key, values.get("rows"))
-        first = next(((record, table) for table in found for record in table.records()), None)
+        first = next(_first_records(tables(files_at(path, key), key, values.get("rows"))), None)
         row_id, fields = next(first[1].rows(first[0]), ("", {})) if first is not None else ("", {})
         if first is None or not fields or _can_be_read(component, row_id, fields):
             return {}

@@ -7,7 +7,6 @@ whenever it is used. So a file that changes while a run uses it changes nothing 
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Annotated
 from rlft.config.bounds import PositiveFraction
 from rlft.config.keys import Key
 from rlft.data.files import HELD_OUT_SPLITS, check_first_rows, files_at, files_of_split, tables
-from rlft.data.records import Made, Parse, RecordKeys, RecordRow, RowSource, Stored, number_of
+from rlft.data.records import LearnedKeys, Made, Parse, RecordKeys, RecordRow, RowSource, Stored, number_of
 from rlft.data.tables import Table, rows_of
 from rlft.system.terminal import with_progress
-from rlft.types import Split, UserError, are, counted, require
+from rlft.types import Split, are, counted, require
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +102,9 @@ def rows(
                 if keep(number_of(row.identity)):
                     yield row
 
-    try:
-        is_large = sum(table.num_bytes for table in found) > STREAMED_BYTES
-        kept: Sequence[RecordRow[Made]] = Stored.of(wanted()) if is_large else list(wanted())
-    except OSError as error:
-        problem = f"its rows do not fit into the folder for temporary files, {tempfile.gettempdir()} ({error})"
-        raise UserError(key, problem, remedy="set TMPDIR to a folder with more room") from None
+    is_held = isinstance(getattr(parse, "__self__", None), LearnedKeys)  # which makes a list of the rows in any case
+    is_large = not is_held and sum(table.num_bytes for table in found) > STREAMED_BYTES
+    kept: Sequence[RecordRow[Made]] = Stored.of(wanted(), key) if is_large else list(wanted())
     remedy = "give data with rows, such as one object a line"
     require(number, key, "holds no data", got=found[0].where, remedy=remedy)
     return kept, number

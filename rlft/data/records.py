@@ -24,7 +24,8 @@ import tempfile
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, overload
@@ -382,16 +383,20 @@ class Stored(Sequence[Item]):
         self._file, self._places, self._make = file, places, make  # places `[N, 2]`: first byte, number of bytes
 
     @classmethod
-    def of(cls, items: Iterable[Item]) -> Stored[Item]:
-        """These items, pickled. OSError: they do not fit into the folder for temporary files."""
+    def of(cls, items: Iterable[Item], key: str) -> Stored[Item]:
+        """These items, pickled. UserError of the config key `key`: the folder for temporary files has no room."""
         import numpy as np
 
-        file, places, start = tempfile.TemporaryFile(), array("Q"), 0  # noqa: SIM115 (it lives as long as the items)
+        places, start = array("Q"), 0
+        with _storing(key):
+            file = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the items)
         for item in items:
             content = pickle.dumps(item)
             places.extend((start, len(content)))
-            start += file.write(content)
-        file.flush()
+            with _storing(key):
+                start += file.write(content)
+        with _storing(key):
+            file.flush()
         return cls(file, np.frombuffer(places, dtype=np.uint64).reshape(-1, 2), lambda item: item)
 
     def mapped(self, make: Callable[[Item], Made]) -> Stored[Made]:
@@ -413,6 +418,16 @@ class Stored(Sequence[Item]):
             return Stored(self._file, places, self._make)
         start, size = places.tolist()
         return self._make(pickle.loads(os.pread(self._file.fileno(), size, start)))
+
+
+@contextmanager
+def _storing(key: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f", {tempfile.tempdir}" if tempfile.tempdir else ""  # None: there is no such folder
+        problem = f"its rows do not fit into the folder for temporary files{where} ({error})"
+        raise UserError(key, problem, remedy="set TMPDIR to a folder with more room") from None
 
 
 class Joined(Sequence[Item]):

@@ -60,9 +60,9 @@ class Table(ABC):
         """How much of memory its rows would take, about a tenth of it."""
 
     @property
-    def extent(self) -> int:
-        """The sum of the sizes of its records, or somewhat more."""
-        return self.num_bytes
+    @abstractmethod
+    def extent(self) -> int | None:
+        """The sum of the sizes of its records, or somewhat more; None: it is known only after they were read."""
 
     @abstractmethod
     def records(self) -> Iterator[Record]:
@@ -99,7 +99,7 @@ def rows_of(
         if is_missing and (found := nested_rows(table, record, parse, others=remedy is None)):
             remedy = f"set {section}.rows to the path to the rows: {found}"
         named = _key_of_field(parse, getattr(error, "field", None))
-        others = f"set {section}.{named} to another" if named else f"name other fields ({section}.*_field)"
+        others = f"set {section}.{named} to another" if named else f"name other fields ({section}.*field)"
         other_fields = f"fix or remove that {table.unit}, or {others}{table.hint}"
         key = key if error.key == "path" else f"{section}.{error.key}"
         raise UserError(key, f"{where}: {error}", remedy=remedy or other_fields) from None
@@ -143,6 +143,10 @@ class FileTable(Table):
     @property
     def num_bytes(self) -> int:
         return self.file.stat().st_size
+
+    @property
+    def extent(self) -> int | None:
+        return self.num_bytes if self.unit == "line" and is_plain(self.file) else None
 
     def bad(self, number: int, problem: str, remedy: str | None = None) -> UserError:
         remedy = remedy or f"fix or remove that {self.unit}"

@@ -48,7 +48,7 @@ def discard(stream: TextIO) -> None:
 def with_progress(
     items: Iterable[Item],
     what: str,  # the text before the number, such as "data.path: reading big.jsonl"
-    total: int,  # the sum of the items' sizes
+    total: int | None,  # the sum of the items' sizes; None: it is not known, and they are rows
     size: Callable[[Item], int] = lambda item: 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Item]:
@@ -60,6 +60,9 @@ def with_progress(
         done += size(item)
         if number % CHECKED == 0 and (now := clock()) - last_shown > EVERY_S:
             last_shown = now
+            if total is None:
+                say(f"{what}: {number:,} rows")
+                continue
             remaining_s = (now - start) * (total - done) / max(1, done)
             more = f"{remaining_s:.0f} s" if remaining_s < 120 else f"{remaining_s / 60:.0f} min"
             say(f"{what}: {100 * done / max(1, total):.0f} %, about {more} more")

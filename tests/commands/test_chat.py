@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -402,6 +404,18 @@ def test_a_learned_reward_scores_as_the_run_trained_it(
     talk = open_chat(save_run(*words, adapters=adapters, heads={"reward_learned": head}, config=config))
     assert not talk.needs_answer
     talk.ask(QUESTION)
+
+    restore = talk.roles.restore
+
+    def interrupted(*saved: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        restore(*saved)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(talk.roles, "restore", interrupted)
+        talk.score("")
+    signal.signal(signal.SIGINT, previous)
     assert talk.score("") == {"learned": (2.5, 1.0)}
     assert talk.score("") == {"learned": (2.5, 1.0)}
 

@@ -185,7 +185,7 @@ def test_a_line_of_another_shape_is_named_by_file_and_line(learned, tmp_path: Pa
         learned({"prompt": "0?", "completion": "0"}, line)
     assert str(refusal.value).startswith(f"demonstrations.path: {tmp_path / 'mine.jsonl'}:2: ")
     assert problem in str(refusal.value)
-    way_out = "sample again" if "sampled line" in problem or "token_ids" in problem else "(demonstrations.*_field)"
+    way_out = "sample again" if "sampled line" in problem or "token_ids" in problem else "(demonstrations.*field)"
     assert str(refusal.value).endswith(way_out)
 
 
@@ -237,7 +237,7 @@ def test_a_bad_row_of_a_hub_set_is_named_by_its_number(make_demonstrations, hub_
     with pytest.raises(UserError) as refusal:
         make_demonstrations("hub", path="some/set").load(Split.train)
     assert str(refusal.value).startswith("demonstrations.path: some/set, train, row 0: is not a chat")
-    assert str(refusal.value).endswith("name other fields (demonstrations.*_field)")
+    assert str(refusal.value).endswith("name other fields (demonstrations.*field)")
 
 
 # -- tools, thoughts and other fields ----------------------------------------------------------------------------------

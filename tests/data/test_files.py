@@ -25,7 +25,7 @@ from rlft import cli
 from rlft.commands.launch import settled
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.data import jsonl
+from rlft.data import files, jsonl
 from rlft.data.examples import load_texts
 from rlft.data.files import ANSWERS, CHATS, PROMPTS, files_at, tables
 from rlft.data.records import Stored
@@ -402,9 +402,45 @@ def test_a_wrong_field_is_refused_before_torch_is_imported(tmp_path: Path) -> No
     assert done.stdout.splitlines() == [f"{problem}; {remedy}", "False"]
 
 
+def test_large_files_that_are_parsed_as_a_whole_are_not_parsed_before_the_run_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(50)], indent=1))
+    words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}")
+    assert settled(compose(words, None, "train"))["data"]["prompt_field"] == "question"
+    monkeypatch.setattr(files, "SMALL_BYTES", 100)
+    monkeypatch.setattr(JsonDocument, "records", lambda _: pytest.fail("it is parsed"))
+    resolve(settled(compose(words, None, "train")))
+
+
+def test_of_tables_that_know_their_extent_the_records_make_it_up(tmp_path: Path) -> None:
+    rows = [{"question": f"{i} + ä?", "answer": str(i)} for i in range(300)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    cells = "".join(
+        f"{row['question']},{row['answer']}\n" for row in (dict(zip(rows[0], rows[0], strict=True)), *rows)
+    ).encode()
+    contents = {"a.jsonl": lines, "a.csv": cells, "a.jsonl.gz": gzip.compress(lines), "a.csv.gz": gzip.compress(cells)}
+    contents |= {"a.json": json.dumps(rows).encode(), "utf16.jsonl": lines.decode().encode("utf-16")}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    for row in rows:
+        book.active.append([*row.values()])
+    book.save(tmp_path / "a.xlsx")
+    found = tables(sorted(tmp_path.iterdir()), "data.path")
+    shares = {each.name: each.extent and sum(record.size for record in each.records()) / each.extent for each in found}
+    known = {name: share for name, share in shares.items() if share is not None}
+    assert sorted(known) == ["a.csv", "a.jsonl", "a.parquet"]
+    assert len(shares) == 8
+    assert all(0.95 < share <= 1 for share in known.values())
+
+
 def test_a_field_that_several_keys_name_is_not_blamed_on_one(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"q": "1 + 1?"}\n')
     words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}", "data.image_field=prompt")
-    with pytest.raises(UserError, match=r"name other fields \(data\.\*_field\)"):
+    with pytest.raises(UserError, match=r"name other fields \(data\.\*field\)"):
         resolve(settled(compose(words, None, "train")))

@@ -6,7 +6,7 @@ import logging
 import random
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rlft.data import jsonl
+from rlft.data.files import tables
 from rlft.data.prompts import PromptSet, scan, untokenised
 from rlft.data.records import RecordRow, Stored, first_by_identity
 from rlft.model.backbone import Backbone
@@ -436,6 +437,38 @@ def test_a_folder_for_temporary_files_without_room_is_refused(
     monkeypatch.setattr(tempfile, "TemporaryFile", partial(Path("/dev/full").open, "w+b"))
     with pytest.raises(UserError, match=r"^data\.path: its rows do not fit .*No space left.*; set TMPDIR to a folder"):
         make_data("jsonl", path=str(mine)).load(Split.train)
+
+
+def test_without_a_folder_for_temporary_files_what_is_missing_is_said(
+    mine: Path, make_data: Callable[..., Any], streams: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null/none"])
+    with pytest.raises(UserError, match=r"^data\.path: its rows do not fit .*No usable temporary directory.*TMPDIR"):
+        make_data("jsonl", path=str(mine)).load(Split.train)
+
+
+@pytest.mark.parametrize("limit", [0, 2**30])
+def test_what_a_rows_own_reading_lacks_is_not_blamed_on_temporary_files(
+    limit: int, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(fields: Mapping[str, Any], row_id: str) -> list[Any]:
+        raise FileNotFoundError("picture.png")
+
+    monkeypatch.setattr(jsonl, "STREAMED_BYTES", limit)
+    with pytest.raises(FileNotFoundError, match="picture"):
+        jsonl.rows(tables([mine], "data.path"), parse, "data.path")
+
+
+def test_rows_that_are_learned_are_in_memory_and_not_in_a_file_as_well(
+    mine: Path, make_demonstrations: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, streams: Callable[[], None]
+) -> None:
+    made = make_demonstrations("jsonl", path=str(mine), completion_field="prompt")
+    held = made.load(Split.train)
+    streams()
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: pytest.fail("a file is made"))
+    assert made.load(Split.train) == held
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def test_a_line_of_another_shape_is_named_by_file_and_line(scan, tmp_path: Path,
         scan(PAIR | {"by": 1}, line, margin_field="by")
     assert str(refusal.value).startswith(f"preferences.path: {tmp_path / 'mine.jsonl'}:2: ")
     assert problem in str(refusal.value)
-    assert str(refusal.value).endswith("; fix or remove that line, or name other fields (preferences.*_field)")
+    assert str(refusal.value).endswith("; fix or remove that line, or name other fields (preferences.*field)")
 
 
 UNLIKE = "has chats that differ before their last messages"

@@ -19,12 +19,12 @@ from rlft.types import Branch, Completion, FinishReason, Prompt, Rollout, Turn, 
 
 SQUARES = [i * i for i in range(12)]
 SEQUENCES: dict[str, tuple[Sequence[Any], list[Any]]] = {
-    "items": (Stored.of(SQUARES), SQUARES),
-    "mapped": (mapped(Stored.of(range(12)), lambda i: i * i), SQUARES),
-    "chosen": (Stored.of(SQUARES)[[0, 1, 5, 6, 11]], [0, 1, 25, 36, 121]),
-    "none chosen": (Stored.of(SQUARES)[array("I")], []),
-    "joined": (Joined(Stored.of(SQUARES), [7, 8]), [*SQUARES, 7, 8]),
-    "joined the other way": (Joined((7, 8), Stored.of(SQUARES)), [7, 8, *SQUARES]),
+    "items": (Stored.of(SQUARES, "x"), SQUARES),
+    "mapped": (mapped(Stored.of(range(12), "x"), lambda i: i * i), SQUARES),
+    "chosen": (Stored.of(SQUARES, "x")[[0, 1, 5, 6, 11]], [0, 1, 25, 36, 121]),
+    "none chosen": (Stored.of(SQUARES, "x")[array("I")], []),
+    "joined": (Joined(Stored.of(SQUARES, "x"), [7, 8]), [*SQUARES, 7, 8]),
+    "joined the other way": (Joined((7, 8), Stored.of(SQUARES, "x")), [7, 8, *SQUARES]),
 }
 
 

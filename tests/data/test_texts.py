@@ -81,17 +81,17 @@ REFUSED_FILES = {
     "not a text": (
         b'{"text": ["a"]}',
         "pretrain.path: {file}:1: field 'text' must be a string, it is a list; "
-        "fix or remove that line, or name other fields (pretrain.*_field)",
+        "fix or remove that line, or name other fields (pretrain.*field)",
     ),
     "null": (
         b'{"text": null}',
         "pretrain.path: {file}:1: field 'text' must be a string, it is null; "
-        "fix or remove that line, or name other fields (pretrain.*_field)",
+        "fix or remove that line, or name other fields (pretrain.*field)",
     ),
     "empty": (
         b'{"text": "a"}\n{"text": " \\n"}',
         "pretrain.path: {file}:2: field 'text' is empty; "
-        "fix or remove that line, or name other fields (pretrain.*_field)",
+        "fix or remove that line, or name other fields (pretrain.*field)",
     ),
     "not JSON": (b"plain text", "pretrain.path: {file}:1: is not JSON (Expecting value); fix or remove that line"),
     "nothing given": (
@@ -102,12 +102,12 @@ REFUSED_FILES = {
     "null given": (
         b'{"given": null, "text": "a"}',
         "pretrain.path: {file}:1: field 'given' must be a string, it is null; "
-        "fix or remove that line, or name other fields (pretrain.*_field)",
+        "fix or remove that line, or name other fields (pretrain.*field)",
     ),
     "nothing after what is given": (
         b'{"given": "q", "text": ""}',
         "pretrain.path: {file}:1: field 'text' is empty; "
-        "fix or remove that line, or name other fields (pretrain.*_field)",
+        "fix or remove that line, or name other fields (pretrain.*field)",
     ),
 }
 """Where a line has a field `given`, that is read, too."""
