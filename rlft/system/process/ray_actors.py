@@ -333,8 +333,7 @@ class RayWorker:
         with log.open("a", encoding="utf-8") as file:
             size = f"{counted(spec.gpus, 'GPU', 'g')} and {counted(cpus, 'core')}"
             file.write(f"{spec.name}: Ray is asked for a process with {size}\n")
-        placed = self._actor.place.remote().future()
-        placed.add_done_callback(self._placed)
+        self._actor.place.remote().future().add_done_callback(self._placed)
         self._actor.make.remote(spec.factory, dict(spec.arguments))
 
     @property
@@ -368,8 +367,8 @@ class RayWorker:
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
-        if self._ended or self.place is None or self.place.node == self._launcher.node:
-            return
+        if self._ended or self.place is None or self.place.node == self._launcher.node or not ray.is_initialized():
+            return  # after `close`, asking Ray would join a cluster again
         with self._copying, suppress(RayError, GetTimeoutError, OSError):
             reader = self._launcher.log_reader_on(self.place.node)
             part: Any

@@ -156,8 +156,14 @@ def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
     cluster: Any, launcher: RayActors, worker: RayWorker
 ) -> None:
     pid = worker.call("facts").result(ANSWER_S)["pid"]
+    future = worker.call("sleep", 600)
     launcher.close()
     launcher.close()
+    with pytest.raises(WorkerError, match="calculator-0 was killed"):
+        future.result(ANSWER_S)
+    worker._ended = None  # as of one whose call is being answered
+    assert worker.log.exists()
+    assert not sys.modules["ray"].is_initialized(), "the end of a call has joined no cluster"
     assert happens(lambda: not is_alive(pid), within_s=60)
     ray_actors.check_joinable(cluster.address)
     with pytest.raises(WorkerError, match="the run is ending"):
