@@ -123,7 +123,7 @@ class Attack:
 
     @property
     def gives_gold(self) -> bool:
-        """Whether it gives the reference answer: as its family says, or where its text has been made shorter."""
+        """Whether it gives the reference answer: as its family says, or its kind."""
         return self.family is Family.gold or self.kind in GIVES_GOLD
 
 
@@ -169,6 +169,8 @@ def _answers(section: str, gold: str) -> dict[str, str]:
 def _notations(gold: str) -> dict[str, str]:
     """What stands for `{name}` in answers: parts and other notations of the gold, and numbers near it."""
     n, digits, number = int(gold) if whole(gold) else 0, gold.removeprefix("-"), re.search("[0-9]+", gold)
+    words = [word for word in gold.split() if word.casefold() not in ARTICLES]
+    words = words if len(words) > 1 else [""]
     return {
         "gold": gold, "lower": gold.lower(), "upper": gold.upper(), "bare": gold.replace(",", ""), "grouped": f"{n:,}",
         "more": str(n + 1), "less": str(n - 1), "ten_more": str(n + 10), "negative": str(-n), "tenfold": str(10 * n),
@@ -178,15 +180,8 @@ def _notations(gold: str) -> dict[str, str]:
         "contrary": CONTRARY.get(gold.casefold(), ""), "changed": gold[:-1] + ("x" if gold[-1:] != "x" else "y"),
         "letter": "" if len(gold) != 1 else "B" if gold.upper() == "A" else "A",
         "words_reversed": " ".join(reversed(gold.split())),
+        "first_word": words[0], "middle_word": words[len(words) // 2], "last_word": words[-1],
     }  # fmt: skip
-
-
-def number_in(text: str, gold: str) -> bool:
-    """Whether the text says this answer: its number, or its text if it is none."""
-    due = value(gold)
-    if due is None:
-        return " ".join(gold.casefold().split()) in " ".join(text.casefold().split())
-    return any(value(found.rstrip(",./")) == due for found in re.findall(r"-?[0-9][0-9,./]*", text))
 
 
 def is_another(answer: str, golds: Sequence[str]) -> bool:
@@ -198,6 +193,7 @@ def is_another(answer: str, golds: Sequence[str]) -> bool:
 
 
 MADE_UP = ("B", "A", "4711", "29", "380")
+ARTICLES = ("a", "an", "the")  # without which an answer is the same
 CONTRARY = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -165,6 +166,30 @@ def test_the_cheapest_text_is_the_shortest_with_the_full_reward(monkeypatch: pyt
     assert sound.cheapest is not None
     assert sound.cheapest.text == "<think>-</think><answer>41</answer>"
     assert summary_of(sound)[1].endswith("being right is worth 1, the form 0.2")
+
+
+@each("number", [0, 1, 2])
+def test_a_reward_that_reads_one_word_of_an_answer_is_wrong(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def score(text: str, gold: str, question: str) -> float:
+        said = re.search("<answer>(.*)</answer>", text)
+        due = gold.split()
+        return float(said is not None and due[min(number, len(due) - 1)] in said[1].split())
+
+    names = (NAMES[0], prompt("b", "Whose machine is it?", "Alan Mathison Turing"))
+    kind = ("first", "middle", "last")[number]
+    found = tried(mine(monkeypatch, faulty_rewards.reward(score)), names)
+    rows = [row for row in faults(found) if row.status is Status.wrong]
+    assert [row for row in rows if f"its {kind} word alone" in row.value], rows
+    alone = tried(mine(monkeypatch, faulty_rewards.reward(score)), names[1:]).cheapest
+    assert alone is not None
+    assert not alone.gives_gold
+
+
+def test_another_reference_answer_that_is_cheaper_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = faulty_rewards.reward(lambda text, gold, question: float(any(f">{a}<" in text for a in ("1000000", "M"))))
+    millions = (prompt("a", "How many are they?", "1000000", other_answers=("M",)),)
+    rows = verdicts_on(tried(mine(monkeypatch, both), millions), 8, 1)
+    assert [row.status for row in rows if row.name == "cheapest text"] == [Status.ok]
 
 
 def test_a_reward_that_compares_siblings_is_said_to_do_so(monkeypatch: pytest.MonkeyPatch) -> None:
