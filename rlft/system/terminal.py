@@ -61,7 +61,7 @@ def with_progress(
         if number % CHECKED == 0 and (now := clock()) - last_shown > EVERY_S:
             last_shown = now
             if total is None:
-                say(f"{what}: {number:,} rows")
+                say(f"{what}: row {number:,}")
                 continue
             remaining_s = (now - start) * (total - done) / max(1, done)
             more = f"{remaining_s:.0f} s" if remaining_s < 120 else f"{remaining_s / 60:.0f} min"

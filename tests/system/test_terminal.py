@@ -43,7 +43,7 @@ def test_a_line_now_and_then_says_how_much_is_done_and_how_long_it_still_takes(
 
 def test_of_what_has_no_known_end_the_number_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     list(with_progress(range(4 * CHECKED), "data.path: reading x", None, lambda item: 2, clock_of(11.0)))
-    assert capsys.readouterr().err.splitlines()[-1] == "data.path: reading x: 1,024 rows"
+    assert capsys.readouterr().err.splitlines()[-1] == "data.path: reading x: row 1,024"
 
 
 def test_what_takes_a_few_seconds_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
