@@ -174,8 +174,10 @@ class Conversations(GeneratorOver):
         try:
             self._open(conversations)
             # Where all siblings read the same at first, a prompt is computed once for its group, as usual.
-            alike = [group for group in groups if len({c.opening.token_ids for c in group}) == 1]
-            others = [[conversation] for group in groups if group not in alike for conversation in group]
+            alike, others = list[list[Conversation]](), list[list[Conversation]]()
+            for group in groups:
+                is_alike = len({conversation.opening.token_ids for conversation in group}) == 1
+                (alike if is_alike else others).extend([group] if is_alike else [[each] for each in group])
             for together in filter(None, (alike, others)):
                 self._sample(together, sampling)
             self._answer(conversations)

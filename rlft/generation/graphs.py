@@ -21,7 +21,7 @@ from rlft.system.terminal import say
 from rlft.types import Sampling
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device as Device
 
 MOST_WAYS = 8
 """Of sampling, that graphs are held of: requests of an endpoint or a chat may each have a temperature of their own."""
@@ -174,7 +174,7 @@ class Graphs:
             return
         del graph
         self._give_up(problem)
-        _end_capture(pool)
+        _end_capture(pool, self._device)
 
     def _compare(self, run: Callable[[], None], key: Any, place: int) -> None:
         """Takes the step, after a replay of it."""
@@ -205,16 +205,16 @@ class Graphs:
         say(f"generation.transformers.graphs: the same steps are computed without CUDA graphs: {problem}")
 
 
-def _end_capture(pool: Any) -> None:
+def _end_capture(pool: Any, device: Device) -> None:
     """Takes back what a capture that failed leaves in torch's allocator, once its graph and tensors are gone.
 
     Up to 2.12 it believes that the capture goes on (pytorch issue 180395). In 2.13, too, it counts a user of the pool
     who is gone: empty memory that `empty_cache` keeps shows it.
     """
-    device = torch.cuda.current_device()
+    index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(RuntimeError):  # it has been ended
-        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_endAllocateToPool(index, pool)
     torch.cuda.empty_cache()
-    kept = [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] == pool]
-    if any(not segment["active_size"] for segment in kept):
-        torch._C._cuda_releasePool(device, pool)
+    segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == index]
+    if any(each["segment_pool_id"] == pool and not each["active_size"] for each in segments):
+        torch._C._cuda_releasePool(index, pool)

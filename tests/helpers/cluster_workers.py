@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -35,6 +36,9 @@ class Calculator:
 
     def divide(self, number: int) -> float:
         return self.total / number
+
+    def read(self, text: str) -> Any:
+        return json.loads(text)
 
     def refuse(self) -> NoReturn:
         raise UserError("some.key", "is wrong", got=3, remedy="set it to 4")
@@ -107,6 +111,9 @@ def check_answers(worker: Worker, launcher: Launcher) -> None:
     with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
         worker.call("divide", 0).result(ANSWER_S)
     assert "return self.total / number" in caught.value.__notes__[0]
+    with pytest.raises(json.JSONDecodeError) as unread:  # a class that loses its notes when it is pickled
+        worker.call("read", "{").result(ANSWER_S)
+    assert "json.loads(text)" in unread.value.__notes__[0]
     with pytest.raises(UserError, match=r"^some\.key: is wrong, got 3; set it to 4$") as mistake:
         worker.call("refuse").result(ANSWER_S)
     assert (mistake.value.key, mistake.value.got) == ("some.key", 3)

@@ -109,7 +109,7 @@ def test_a_file_that_cannot_grow_stops_nothing(make_run, make_step, capsys, monk
 @pytest.mark.slow
 def test_a_run_and_its_resume_have_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["console=null,tensorboard]", "steps=2", "checkpoint.every=1", "eval.every=2"]
+    words = ["console=null", "logger=tensorboard", "steps=2", "checkpoint.every=1", "eval.every=2"]
     assert cli.run(["train", *SMALL, *words]) == 0
     assert cli.run(["resume", "run", "steps=3"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -329,7 +329,7 @@ def test_the_same_prompts_and_seeds_are_drawn_at_every_step(backbone, make_promp
     def right_when_a(groups):
         return scores(is_a=[[float(r.completion.text == "a") for r in g.rollouts] for g in groups])
 
-    settings = SimpleNamespace(temperature=None, num_samples=2, correct_at=1.0, num_examples=1)
+    settings = SimpleNamespace(num_samples=2, correct_at=1.0, num_examples=1, drawn=lambda sampling: sampling)
     config = SimpleNamespace(seed=5, eval=settings, generation=SimpleNamespace(sampling=SAMPLING))
     results = [evaluate(generator, right_when_a, prompts, config, step) for step in (0, 10)]
     assert asked[0] == asked[1] == (("1+1=?", "2+2=?"), 2, tuple(sampling_seeds(5, 0, 2, 2, "evaluate")), SAMPLING)

@@ -149,7 +149,8 @@ def empty_cache() -> None:
 
 
 def memory_snapshot() -> list[dict[str, Any]]:
-    return [{"segment_pool_id": pool, "active_size": 0} for pool, size in CUDAGraph.bytes_of_pools.items() if size]
+    pools = [pool for pool, size in CUDAGraph.bytes_of_pools.items() if size]
+    return [{"device": 0, "segment_pool_id": pool, "active_size": 0} for pool in pools]
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -151,13 +151,6 @@ def test_report_takes_all_runs_below_a_folder_and_names_those_without_metrics(
     assert "the run has no metrics.jsonl" in capsys.readouterr().err
 
 
-def test_diff_compares_the_two_runs_below_one_folder(
-    three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["diff", "runs/first"]) == 0
-    assert "runs/first: runs/first/a and runs/first/b, the only two runs there" in capsys.readouterr().err
-
-
 def test_latest_names_an_adapter(three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]) -> None:
     saved = Checkpoint(step=1, adapters={"policy": {}}, adapter_config={}, optimizer={}, state={})
     folder = checkpoint.save(run_folder.checkpoints(three[1]), saved, keep=1)

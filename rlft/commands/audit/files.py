@@ -55,7 +55,8 @@ class Findings:
         if not wrong and confirmed:
             self.rows.insert(before, CheckRow(what, Verdict.ok, confirmed))
         if more := wrong[SHOWN:]:
-            self.rows = [row for row in self.rows if all(row is not other for other in more)]
+            folded = {id(row) for row in more}
+            self.rows = [row for row in self.rows if id(row) not in folded]
             text = f"{len(more)} more differences, the last of them: {more[-1].name}: {more[-1].value}"
             self.rows.append(CheckRow(what, Verdict.wrong, text))
 

@@ -58,8 +58,10 @@ class Differences:
 def kernel_rows(trial: MachineTrial) -> list[CheckRow]:
     settings = trial.config.model
     known = decide(settings.kernels, trial.config_of_model.model_type)
+    if settings.kernels is KernelChoice.plain:
+        raise NotReadyError("model.kernels=plain: there is nothing to compare")
     if known.choice is KernelChoice.plain:
-        raise NotReadyError(f"model.kernels are plain ({known.reason}): there is nothing to compare")
+        return [CheckRow("kernels", Status.skipped, f"are plain: {known.reason}", "use model.kernels=plain")]
     batch = random_batch(trial)
     rlft_pass = measured_pass(trial, KernelChoice.auto, batch)
     if rlft_pass.are_plain or (sizes_of(settings, trial.config.lora).packed and not rlft_pass.is_packed):

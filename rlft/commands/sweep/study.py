@@ -148,7 +148,15 @@ class Trials:
     @property
     def number_drawn(self) -> int:
         """How many trials have begun; where each combination is tried once, how many combinations."""
-        every = self._all()
+        return self._number(None)
+
+    @property
+    def number_done(self) -> int:
+        """How many of them have ended."""
+        return self._number((TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))
+
+    def _number(self, states: tuple[TrialState, ...] | None) -> int:
+        every = self._all(states)
         return len({frozenset(trial.params.items()) for trial in every} if self._tries_each else every)
 
     def unfinished(self) -> list[Trial]:
@@ -345,10 +353,9 @@ class Study(Source[TrialRun]):
         )
         unfinished = trials.unfinished()
         self._waiting = [self.run(trial, 0) for trial in unfinished]
-        done = trials.number_drawn - len(unfinished)
         resumed = f"if it is stopped, resume it with: {resuming(folder)}"
         each = ", one for each combination" if tries_each(keys, checked.space) else ""
-        first = f"sweep of {counted(self.total, 'trial')}{each}, {done} done; {resumed}"
+        first = f"sweep of {counted(self.total, 'trial')}{each}, {trials.number_done} done; {resumed}"
         self.beginning = [first, *notes(keys, checked.space)]
         self.again = f"resume the sweep with: {resuming(folder)}"
 
@@ -487,11 +494,11 @@ def opened(checked: Checked, keys: StudyConfig, folder: Path, *, resumed: bool) 
         first_evaluation=min(steps, int(checked.plains[0]["eval"]["every"])),
         parallel=checked.cluster is not None and checked.cluster.jobs > 1,
     )
-    done = trials.number_drawn - len(trials.unfinished())
+    done = trials.number_done
     problem, remedy = "the sweep has all its trials", f"raise it: {resuming(folder)} sweep.trials={2 * done}"
     if tries_each(keys, checked.space):
-        problem, remedy = "the combinations are all done", "begin another sweep, with other values"
-    require(not resumed or done < total, "sweep.trials", problem, got=total, remedy=remedy)
+        problem, remedy = f"all {counted(total, 'combination')} are done", "begin another sweep, with other values"
+    require(not resumed or done < total, "sweep.trials", problem, got=keys.trials, remedy=remedy)
     write_record(folder, now)
     return Study(trials, folder, checked, keys)
 
@@ -502,5 +509,6 @@ def notes(keys: StudyConfig, space: Space) -> list[str]:
     total = number_of_trials(keys, space)
     if keys.pruner == "median" and keys.startup >= total:
         problem = f"note: of {total} trials median prunes none: it waits for sweep.startup={keys.startup} complete ones"
-        lines.append(f"{problem}; lower sweep.startup, or raise sweep.trials")
+        more = "" if tries_each(keys, space) else ", or raise sweep.trials"
+        lines.append(f"{problem}; lower sweep.startup{more}")
     return lines

@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
@@ -247,7 +246,7 @@ class ClusterPool(Pool):
 # -- details -----------------------------------------------------------------------------------------------------------
 def _shared_memory() -> IO[bytes]:
     """An empty file that needs no disk where the system has such files."""
-    return os.fdopen(os.memfd_create("rlft"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile()
+    return os.fdopen(os.memfd_create("rlft"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 def packed_task(task: workers.Task) -> bytes:

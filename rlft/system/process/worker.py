@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rlft.system.process.child import end_group, function_of
+from rlft.types import UserError
 
 LOGS = "cluster"  # the folder of the workers' logs in the run's folder
 
@@ -54,10 +55,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a call returned, or what it raised, with a note of the traceback there."""
+    """What a call returned, or what it raised."""
 
     value: Any = None
     error: BaseException | None = None
+    text: str = ""  # the traceback there, which becomes a note: some exceptions lose their notes when they are pickled
 
     def resolve(self, future: Future[Any]) -> None:
         """Gives it to whoever waits for the call, unless the wait was cancelled."""
@@ -65,6 +67,8 @@ class Answer:
             if self.error is None:
                 future.set_result(self.value)
             else:
+                if self.text:
+                    self.error.add_note(self.text)
                 future.set_exception(self.error)
 
 
@@ -176,13 +180,13 @@ def failure(error: Exception) -> Answer:
     """The answer to a call that raised; an exception that cannot be sent becomes a RuntimeError with the same text."""
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
+    if isinstance(error, UserError):  # which explains itself
+        text = ""
     try:
-        error.add_note(text)
         pickle.loads(pickle.dumps(error))
     except Exception:  # an error that cannot be pickled may raise anything
         error = RuntimeError(f"{type(error).__name__}: {error}")
-        error.add_note(text)
-    return Answer(error=error)
+    return Answer(error=error, text=text)
 
 
 # -- Ray ---------------------------------------------------------------------------------------------------------------

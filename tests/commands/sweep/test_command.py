@@ -146,14 +146,16 @@ def test_a_median_that_waits_for_more_trials_than_there_are_is_noted(
     begin(*RATES, "sweep.trials=3", "sweep.pruner=median", "sweep.startup=2", "hydra.sweep.dir=acts")
     assert "median prunes none" not in capsys.readouterr().err
     begin(*RATES, "sweep.trials=3", "sweep.pruner=median", "sweep.startup=3")
-    assert said in capsys.readouterr().err
+    assert f"{said}, or raise sweep.trials\n" in capsys.readouterr().err
+    begin("lora.rank=2,4,8", "sweep.trials=9", "sweep.pruner=median", "sweep.startup=3", "hydra.sweep.dir=each")
+    assert f"{said}\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_grid_that_is_done_cannot_be_made_longer(begin: Begin) -> None:
-    assert begin("sweep.sampler=grid", "lora.rank=4,8").ran == [(0, 0), (1, 0)]
-    said = refusal(lambda: begin(again="sweep"))
-    assert said == "sweep.trials: the combinations are all done, got 2; begin another sweep, with other values"
+def test_combinations_that_are_done_cannot_be_made_more(begin: Begin) -> None:
+    assert begin("sweep.trials=20", "lora.rank=4,8").ran == [(0, 0), (1, 0)]
+    said = refusal(lambda: begin("sweep.trials=40", again="sweep"))
+    assert said == "sweep.trials: all 2 combinations are done, got 40; begin another sweep, with other values"
 
 
 def test_a_sweep_that_is_done_goes_on_with_more_trials_and_else_says_how(begin: Begin) -> None:

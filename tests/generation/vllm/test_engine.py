@@ -550,7 +550,7 @@ def test_min_p_leaves_out_what_the_transformers_engine_leaves_out(bench: Bench) 
         ids = [*rollout.prompt.token_ids, *rollout.completion.token_ids]
         with torch.no_grad():
             logits = bench.trainer.model(torch.tensor([ids])).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
-        kept = _keep_most_likely(logits / sampling.temperature, sampling).log_softmax(-1)
+        kept = _keep_most_likely(logits, sampling).log_softmax(-1)
         expected = kept.gather(-1, torch.tensor(rollout.completion.token_ids)[:, None])[:, 0]
         assert list(rollout.completion.logprobs) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 

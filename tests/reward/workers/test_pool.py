@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -127,7 +126,7 @@ def test_a_script_needs_no_main_guard(tmp_path):
     assert (run.returncode, out, err) == (0, "up\n[[3.0]]\n", "")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="it has memory that processes share by a descriptor")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="it has memory that processes share by a descriptor")
 def test_workers_need_no_disk(monkeypatch):
     monkeypatch.setattr("tempfile.TemporaryFile", None)
     WorkerPool([], 1, 1.0).close()
