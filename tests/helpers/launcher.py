@@ -320,6 +320,8 @@ def torn_when_appended(original: Any, event: Event) -> Any:
     def open_path(file: pathlib.Path, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
         if mode == "ab":
             return Torn(file, "ab")
+        if mode == "wb":
+            return io.BufferedWriter(Torn(file, "wb"), keywords.get("buffering", io.DEFAULT_BUFFER_SIZE))
         return original(file, mode, *rest, **keywords)
 
     return open_path

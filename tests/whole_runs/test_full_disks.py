@@ -149,7 +149,7 @@ def test_a_small_disk_that_is_enlarged(
 
 # What is typed after `rlft`, which write fails, and what is named.
 OTHERS = [
-    ("eval run=run", ".step_*.jsonl.writing", "run/evaluations needs"),
+    ("eval run=run", ".step_*.jsonl.writing", ".jsonl has"),
     ("export run=run out=out", "model.safetensors", "for out and has"),
     ("export run=run out=out", "README.md", "for out and has"),
     ("export run=run out=out as=adapter", "adapter_model.safetensors", "for out and has"),

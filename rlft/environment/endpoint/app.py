@@ -268,8 +268,9 @@ def bound(host: str, port: int, section: str) -> socket.socket:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        is_known = error.errno is not None and not isinstance(error, socket.gaierror)  # which has numbers of its own
-        reason = os.strerror(error.errno) if is_known else error.strerror or error  # without what Python appends
+        reason: object = error.strerror or error
+        if error.errno is not None and not isinstance(error, socket.gaierror):  # which has numbers of its own
+            reason = os.strerror(error.errno)  # without what Python appends
         key, got, problem = f"{section}.host", host, f"is no address of this machine ({reason})"
         remedy = "use 127.0.0.1 for this machine alone, or 0.0.0.0 for all of its addresses"
         if error.errno == errno.EADDRINUSE:
