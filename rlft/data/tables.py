@@ -250,7 +250,7 @@ class Parquet(FileTable):
 
     def records(self) -> Iterator[Record]:
         with self._parquet() as file:
-            yield from numbered(file.iter_batches(batch_size=ROWS_AT_A_TIME))
+            yield from numbered(map(with_short_numbers, file.iter_batches(batch_size=ROWS_AT_A_TIME)))
 
     @contextmanager
     def _parquet(self) -> Iterator[Any]:
@@ -285,7 +285,7 @@ class Arrow(Parquet):
         return self._all.num_rows
 
     def records(self) -> Iterator[Record]:
-        return numbered(self._all.to_batches(ROWS_AT_A_TIME))
+        return numbered(map(with_short_numbers, self._all.to_batches(ROWS_AT_A_TIME)))
 
     @cached_property
     def _all(self) -> Any:
@@ -309,7 +309,6 @@ def numbered(batches: Iterable[Any]) -> Iterator[Record]:
 
 def _as_python(batch: Any) -> list[dict[str, Any]]:
     """The rows of a batch or table of pyarrow, with the objects of texts that are JSON by their type."""
-    batch = _with_short_numbers(batch)
     rows = batch.to_pylist()
     for column in batch.schema:
         if _JSON_TYPE in str(column.type):
@@ -318,7 +317,7 @@ def _as_python(batch: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _with_short_numbers(batch: Any) -> Any:
+def with_short_numbers(batch: Any) -> Any:
     """The batch with, in columns of float32, the shortest number that is the same: 0.1, not 0.10000000149011612."""
     import pyarrow as pa
     import pyarrow.compute

@@ -7,13 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
+import pyarrow
 import pytest
 
 import rlft
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
 from rlft.data.files import files_of_split
-from rlft.data.hub import local_path
+from rlft.data.hub import HubTable, local_path
 from rlft.system.hub import PROBE_SECONDS
 from rlft.types import Split, UserError
 
@@ -193,6 +195,13 @@ def test_what_the_hub_refuses_is_told_by_its_key(make_data, hub_sets, error, key
         make_data("gsm8k").load(Split.train)
     assert refusal.value.key == key
     assert problem in str(refusal.value)
+
+
+def test_numbers_of_a_hub_set_are_those_that_it_holds() -> None:
+    """Else a run that is recorded could not resume: its prompts would be others."""
+    rows = datasets.Dataset(pyarrow.table({"answer": pyarrow.array([0.1, 2.0], pyarrow.float32())}))
+    assert [record.fields for record in HubTable(rows, "set", "train").records()] == rows.to_list()
+    assert rows[0] == {"answer": 0.10000000149011612}
 
 
 def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, hub_sets) -> None:

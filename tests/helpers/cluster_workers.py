@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +45,9 @@ class Calculator:
 
     def raise_what_cannot_be_sent(self) -> NoReturn:
         raise Stubborn("no copy of this")
+
+    def raise_what_takes_no_note(self) -> NoReturn:
+        raise Bare(3)
 
     def what_cannot_be_sent(self) -> Any:
         return lambda: None
@@ -83,6 +86,11 @@ class Calculator:
         return child
 
 
+@dataclass(frozen=True, slots=True)
+class Bare(Exception):
+    code: int
+
+
 class Stubborn(Exception):
     def __reduce__(self) -> NoReturn:
         raise TypeError("it stays here")
@@ -117,8 +125,8 @@ def check_answers(worker: Worker, launcher: Launcher) -> None:
     with pytest.raises(UserError, match=r"^some\.key: is wrong, got 3; set it to 4$") as mistake:
         worker.call("refuse").result(ANSWER_S)
     assert (mistake.value.key, mistake.value.got) == ("some.key", 3)
-    for method in ("raise_what_cannot_be_sent", "what_cannot_be_sent"):
-        with pytest.raises(Exception, match=r"no copy of this|[Pp]ickle"):
+    for method in ("raise_what_cannot_be_sent", "raise_what_takes_no_note", "what_cannot_be_sent"):
+        with pytest.raises(Exception, match=r"no copy of this|^Bare: |[Pp]ickle"):
             worker.call(method).result(ANSWER_S)
         assert worker.call("length", [1, 2]).result(ANSWER_S) == 2
     shared = launcher.share(b"x" * 3_000_000)  # more than a connection's buffer holds

@@ -236,7 +236,8 @@ def number_of_trials(keys: StudyConfig, space: Space) -> int:
         problem = f"a grid goes through values one by one, and {intervals[0]} has an interval"
         remedy = f"give {intervals[0]} values with commas between them, or use sweep.sampler=tpe"
         raise UserError("sweep.sampler", problem, got="grid", remedy=remedy)
-    fits, problem = keys.trials in ("auto", space.size), f"a grid tries each of its {space.size} combinations once"
+    fits = keys.trials in ("auto", space.size)
+    problem = f"a grid tries each of its {counted(space.size, 'combination')} once"
     remedy = "leave it out, or use sweep.sampler=tpe or random"
     require(fits, "sweep.trials", problem, got=keys.trials, remedy=remedy)
     return space.size

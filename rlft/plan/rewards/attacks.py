@@ -170,7 +170,8 @@ def _notations(gold: str) -> dict[str, str]:
     """What stands for `{name}` in answers: parts and other notations of the gold, and numbers near it."""
     n, digits, number = int(gold) if whole(gold) else 0, gold.removeprefix("-"), re.search("[0-9]+", gold)
     words = [word for word in gold.split() if word.casefold() not in ARTICLES]
-    words = words if len(words) > 1 else [""]
+    # What is no plain word may mean the whole answer: y of `x = y`, or the formula between two signs.
+    words = words if len(words) > 1 and all(map(str.isalpha, words)) else [""]
     return {
         "gold": gold, "lower": gold.lower(), "upper": gold.upper(), "bare": gold.replace(",", ""), "grouped": f"{n:,}",
         "more": str(n + 1), "less": str(n - 1), "ten_more": str(n + 10), "negative": str(-n), "tenfold": str(10 * n),

@@ -367,8 +367,10 @@ class RayWorker:
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
-        if self._ended or self.place is None or self.place.node == self._launcher.node or not ray.is_initialized():
-            return  # after `close`, asking Ray would join a cluster again
+        if self._ended or self.place is None or self.place.node == self._launcher.node:
+            return
+        if self._launcher._closing.is_set() or not ray.is_initialized():
+            return  # asking Ray would wait for it, or after `close` join a cluster again
         with self._copying, suppress(RayError, GetTimeoutError, OSError):
             reader = self._launcher.log_reader_on(self.place.node)
             part: Any

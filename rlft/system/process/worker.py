@@ -183,8 +183,8 @@ def failure(error: Exception) -> Answer:
     if isinstance(error, UserError):  # which explains itself
         text = ""
     try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # an error that cannot be pickled may raise anything
+        pickle.loads(pickle.dumps(error)).add_note("")
+    except Exception:  # an error that cannot be pickled, or takes no note, may raise anything
         error = RuntimeError(f"{type(error).__name__}: {error}")
     return Answer(error=error, text=text)
 

@@ -33,6 +33,14 @@ def aim(gold: str, form: Form = TAG, **fields: object) -> Aim:
     )
 
 
+@each("gold", ["x = y", "y = -x", r"$ \pi $", r"\text{ yes }", r"\pi \text{ m}", "Paris .", "Alan Mathison Turing"])
+def test_words_are_tried_alone_where_all_are_plain_words(gold: str) -> None:
+    tried = {kind: text for kind, text in wrong_answers(gold).items() if "word alone" in kind and text}
+    assert bool(tried) == gold.startswith("Alan")
+    equal = [text for text in tried.values() if compared(text, gold, unevaluated=False, max_chars=100)]
+    assert not equal
+
+
 @each("gold", [gold for gold in NUMBERS if value(gold) is not None])
 def test_a_wrong_number_is_not_the_gold_in_another_notation(gold: str) -> None:
     wrong = [text for text in wrong_answers(gold).values() if is_another(text, [gold])]
