@@ -24,7 +24,7 @@ from rlft.runs.find import setting_name
 from rlft.runs.run_folder import same_path
 from rlft.system.files import write_atomically
 from rlft.system.terminal import pip_install, resuming
-from rlft.types import UserError, require
+from rlft.types import UserError, counted, require
 
 SECTION, SWEEPER = "sweep", "optuna"
 NEEDED = ("optuna", "matplotlib")
