@@ -74,7 +74,7 @@ def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> Non
     yaml = [file.relative_to(configs) for file in [*configs.glob("*.yaml"), *configs.glob("*/**/*.yaml")]]
     expected = {f"rlft/configs/{file}" for file in yaml}
     expected |= {f"rlft/configs/recipe/{file.name}" for file in (REPOSITORY / "recipes").glob("*.yaml")}
-    tables = ("alarms", "attacks", "endpoint_fields", "init/run", "peer_names", "refused", "units")
+    tables = ("advice", "alarms", "attacks", "cards", "endpoint_fields", "init/run", "peer_names", "refused", "units")
     expected |= {f"rlft/assets/{name}.yaml" for name in tables}
     assert {name for name in names if name.endswith(".yaml")} == expected
     assets = {"arithmetic-text.jsonl", *(f"tiny-arithmetic/{name}" for name in MODEL), *(f"report/{n}" for n in PAGE)}

@@ -95,6 +95,7 @@ def launch(
     folder: Path,
     shared_engines: Any = None,  # the engines of a sweep; its jobs do not print a page at their end
     *,
+    plan: Any = None,  # its plan, if it has been made
     # Whether a resumed run that has all its steps is left as it is, if its inputs are unchanged; otherwise it is
     # refused.
     may_be_finished: bool = False,
@@ -122,7 +123,7 @@ def launch(
     from rlft.plan.fit import fit_to_device
     from rlft.plan.sizes import note_of_disk
 
-    plan = fit_to_device(resolved.plan())
+    plan = fit_to_device(plan or resolved.plan())
     plan = replace(plan, loggers=(*plan.loggers, *loggers)) if loggers else plan
     plain = plan.plain
     if flatten(plain).get(WEIGHTS) == FASTEST:

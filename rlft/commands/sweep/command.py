@@ -50,6 +50,7 @@ class Grid(Source[Run]):
                 words=checked.space.words(params),
                 folder=folder / str(number),
                 resolved=resolved,
+                plan=checked.plans.get(number),
             )
             for number, (params, resolved) in enumerate(zip(checked.space.combinations(), checked.configs, strict=True))
         ]

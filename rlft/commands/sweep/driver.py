@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait as wait_for
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from rlft.config import compose as configs
 from rlft.config.resolved import AUTO, Resolved
 from rlft.config.trainer import ClusterConfig
 from rlft.logger.interface import Logger
-from rlft.runs import run_status
+from rlft.runs import run_folder, run_status
 from rlft.system import disk
 from rlft.system.crash import described, explains_itself, one_line
 from rlft.system.interrupt import EXIT_CODE, Interrupt
@@ -43,6 +43,7 @@ class Run:
     words: Sequence[str]
     folder: Path
     resolved: Resolved | None = field(default=None, repr=False)  # its config, if the sweep has it already
+    plan: Any = field(default=None, repr=False)  # its plan, if the sweep has it already
 
 
 class How(Enum):
@@ -244,11 +245,16 @@ class InThisProcess(Place):
         return self._ending
 
     def _do(self, run: Run, is_pruned: Callable[[], bool]) -> None:
-        plain = run.resolved.plain if run.resolved else configs.compose(run.words, self._config_dir, self._command)
-        resolved = resolve_in(run.folder, {**plain, "resume": AUTO}, self._command)
+        resolved, plan = run.resolved, run.plan
+        if resolved is not None and not run_folder.config_file(run.folder).exists():
+            resolved = replace(resolved, plain=run_folder.with_kept_values(resolved.plain, None))
+            plan = plan and replace(plan, plain=resolved.plain)
+        else:
+            plain = resolved.plain if resolved else configs.compose(run.words, self._config_dir, self._command)
+            resolved, plan = resolve_in(run.folder, {**plain, "resume": AUTO}, self._command), None
         try:
             loggers = [PruningLogger(is_pruned)] if self._prunes else []
-            launch(resolved, run.folder, self._engines, may_be_finished=True, loggers=loggers)
+            launch(resolved, run.folder, self._engines, plan=plan, may_be_finished=True, loggers=loggers)
         except (UserError, KeyboardInterrupt):
             with suppress(OSError):  # a run that was refused, or stopped before it started, leaves no folder
                 for folder in (run.folder, *list(run.folder.parents)[:2]):

@@ -289,13 +289,16 @@ def test_an_error_of_a_run_is_how_it_ended(tmp_path: Path) -> None:
         assert engines.closed == 1
 
 
-def test_jobs_record_the_same_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_record_the_same_values_whether_they_were_planned_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_folder, "commit_of", lambda path: "0123abcd")
     checked = check("train", parse(["-m", *SMALL, "trainer.lr=0.001,0.002"]), tmp_path)
     place = here(Broken(BrokenRunError("no engines")))
     configs = []
     for number, resolved in enumerate(checked.configs):
-        run = Run(number=number, name="", words=(), folder=tmp_path / str(number), resolved=resolved)
+        run = Run(number=number, name="", words=(), folder=tmp_path / str(number), resolved=resolved,
+                  plan=checked.plans.get(number))  # fmt: skip
         place.start(run, lambda: False)
         configs.append({key: value for key, value in flatten(read(run.folder)).items() if key != "trainer.lr"})
     assert [*checked.plans] == [0]
