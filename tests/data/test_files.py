@@ -425,7 +425,8 @@ def test_of_tables_that_know_their_extent_the_records_make_it_up(tmp_path: Path)
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    openpyxl = pytest.importorskip("openpyxl")
+    import openpyxl
+
     book = openpyxl.Workbook()
     for row in rows:
         book.active.append([*row.values()])
