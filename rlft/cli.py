@@ -206,10 +206,10 @@ def _failed(error: Exception, words: Sequence[str] = ()) -> int:
     if isinstance(error, UserError):
         for each in (error, *error.more):
             place = recipe_file.place_of(each.key, words)
-            print(f"rlft: {for_a_shell(crash.one_line(each))}{place}", file=sys.stderr)
+            print(f"rlft: {for_a_shell(crash.escaped(each))}{place}", file=sys.stderr)
         return 2
     error = disk.failure_of(error) or error
-    line = crash.one_line(error) if crash.explains_itself(error) else crash.report(error)
+    line = crash.escaped(error) if crash.explains_itself(error) else crash.report(error)
     with suppress(OSError):  # standard error may go to the disk that is full
         print(f"rlft: stopped: {line}", file=sys.stderr, flush=True)
     return 1

@@ -93,7 +93,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What a prompt shows beside its own messages: schemas, and a text before the user's first message or ""."""
+    """What a prompt shows besides its own messages: schemas, and a text before the user's first message or ""."""
 
     tools: tuple[Schema, ...] = ()
     preamble: str = ""

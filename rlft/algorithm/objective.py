@@ -357,7 +357,7 @@ class Objective(ABC):
         """Each token's policy loss `[B, T]`, from its advantage; the inputs are 0 outside the mask."""
 
     def corrected_terms(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        """{name of the metric: `[B, T]`} of terms beside the policy's that have its weights for mismatch and lag."""
+        """{name of the metric: `[B, T]`} of terms besides the policy's that have its weights for mismatch and lag."""
         return {}
 
     def loss(self, outputs: Outputs, batch: Batch, scale: LossScale) -> Loss:

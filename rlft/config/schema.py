@@ -1,7 +1,7 @@
 """The typed roots of configs, one per command, and their sections; defaults and meanings are in configs/.
 
 The sections `algorithm`, `data`, `reward`, `environment`, `logger`, `demonstrations`, `preferences` and `loss` are
-open: `_target_` names a class, the rest is its keys. The section `generation` has, beside the keys of all engines, a
+open: `_target_` names a class, the rest is its keys. The section `generation` has, besides the keys of all engines, a
 section for each engine, whose keys are the fields of its class; that of an engine from outside the tree has a
 `_target_`.
 """

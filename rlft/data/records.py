@@ -136,7 +136,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordKeys(templates.PromptKeys, RowSource):
-    """The config keys that say how a row becomes a prompt, beside those of all prompts.
+    """The config keys that say how a row becomes a prompt, besides those of all prompts.
 
     The prompt of a chat ends before its last message if that is an assistant message. The worked examples (few_shot)
     are the training questions with the lowest hashes, but never the question itself.

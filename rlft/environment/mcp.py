@@ -82,7 +82,7 @@ class Mcp(Environment):
 
 
 def search_path() -> str:
-    """Where programs are looked for: first beside the Python that runs this, so that `python` is that one."""
+    """Where programs are looked for: first next to the Python that runs this, so that `python` is that one."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from rlft.environment.protocol import Cause, Checker, Environment, Malformed, Play
 from rlft.reward.workers.worker import Alarm, OutOfTime, place_of
-from rlft.system.process.child import GRACE_S, READY, Beside, Child, Children, Ended, Work
+from rlft.system.process.child import GRACE_S, READY, Child, Children, Ended, Meanwhile, Work
 from rlft.types import EnvironmentFailure, Schema, counted, well_formed
 
 SPENT = "Error: the time for all calls is used up"
@@ -94,9 +94,9 @@ class EnvironmentPool:
             lambda text: EnvironmentFailure(f"environment: {text}"),
         )
 
-    def run(self, jobs: Sequence[Job], beside: Beside | None = None) -> list[list[Reply]]:
-        """The replies to each job's orders; meanwhile `beside` is done. EnvironmentFailure: no worker starts."""
-        for _ in self._workers.run(deque(jobs), self._carried_out, beside, self._fits):
+    def run(self, jobs: Sequence[Job], meanwhile: Meanwhile | None = None) -> list[list[Reply]]:
+        """The replies to each job's orders; `meanwhile` is done too. EnvironmentFailure: no worker starts."""
+        for _ in self._workers.run(deque(jobs), self._carried_out, meanwhile, self._fits):
             pass
         return [job.replies for job in jobs]
 

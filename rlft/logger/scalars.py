@@ -23,7 +23,7 @@ from rlft.config.keys import flatten
 from rlft.logger.interface import Logger, RunInfo
 from rlft.runs.lines import StepRecord
 from rlft.system import interrupt
-from rlft.system.crash import described, one_line
+from rlft.system.crash import described, escaped
 from rlft.system.files import write_atomically
 from rlft.system.process.running_time import within
 from rlft.system.terminal import pip_install
@@ -111,7 +111,7 @@ class ScalarLogger(Logger):
     def tell(self, text: str) -> None:
         """Prints a line on stderr, if that can still be written; the live view shows it above its panel."""
         with suppress(OSError, ValueError):
-            print(f"{self.package}: {one_line(text)}", file=sys.stderr, flush=True)
+            print(f"{self.package}: {escaped(text)}", file=sys.stderr, flush=True)
 
     def call(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a call into the library, which may take at most `seconds`."""

@@ -178,7 +178,7 @@ def largest_of(plan: Plan) -> dict[str, Largest]:
 
 
 def base_sharing_obstacle(engine: Engine, model: ModelConfig) -> str | None:
-    """Why this engine holds a base of its own beside the trainer's; None where one copy serves both, "" without one."""
+    """Why this engine holds its own base next to the trainer's; None where one copy serves both, "" without one."""
     device = resolve_device(model.device)
     itemsize, quantized = resolve_dtype(model.dtype, device).itemsize, model.quantization is not None
     return engine.base_sharing_obstacle(device=str(device), itemsize=itemsize, quantized=quantized)

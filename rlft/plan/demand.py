@@ -32,7 +32,7 @@ class TowerDemand:
     """Memory demand of a vision tower and of images, in bytes."""
 
     weights: int  # of the tower
-    reading: int  # the most that is alive beside the weights while an image goes through it
+    reading: int  # the most that is alive besides the weights while an image goes through it
     vectors: int  # of a prompt's images
     num_prompts: int  # number of prompts whose images are read in a run
 

@@ -276,7 +276,7 @@ def update_of(run: Run) -> Update:
 
 
 def layer_gradients(model: ModelSizes, demand: Demand, tokens: int) -> int:
-    """Bytes that a layer's backward makes beside what is kept, in its gated MLP or, if that has tiles, elsewhere."""
+    """Bytes that a layer's backward makes besides what is kept, in its gated MLP or, if that has tiles, elsewhere."""
     sizes = layer_sizes(model.config)
     if (tile := tile_of(model, demand)) is None or tile >= tokens:
         # Where the product of gate and up was kept, its backward has freed it before their gradients are made.
@@ -308,7 +308,7 @@ def attention_gradients(run: Run, how: Mapping[str, Any]) -> int:
 
 
 def layers_kept(model: ModelSizes, demand: Demand, predicted: int | None = None) -> dict[str, Any]:
-    """What `activation_bytes` asks beside the number of tokens."""
+    """What `activation_bytes` asks besides the number of tokens."""
     narrows = model.packed and model.kernels.fused_layers and demand.device != "cpu"
     return {
         "device": demand.device,

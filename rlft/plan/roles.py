@@ -1,4 +1,4 @@
-"""Rules for what learns, for the roles beside it, and for the folders that they start from.
+"""Rules for what learns, for the roles next to it, and for the folders that they start from.
 
 What learns is an adapter on a frozen base, or all weights of the model (lora=null). Of folders only small files are
 read, never weights: first files, rank and alpha, which needs no model, then whether an adapter was made for this base,
@@ -413,7 +413,7 @@ def missing_engine(config: RunConfig, *, runs_here: bool) -> str | None:
 
 
 def check_teacher_engine(config: RunConfig, engine: str, device: str, *, runs_here: bool) -> None:
-    """Checks that the teacher's engine can compute it on the trainer's device, beside the engine that samples."""
+    """Checks that the teacher's engine can compute it on the trainer's device, next to the engine that samples."""
     snapshot, settings = config.snapshot, teacher_settings(config.snapshot, config.model)
     config.generation.named(snapshot.teacher_engine).check_teacher(
         device=device,

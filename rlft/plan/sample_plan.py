@@ -68,7 +68,7 @@ class SamplePlan(Plan):
         return [first, sizes.of_a_later_round(first, run.generation.max_tokens)] if run.environment else [first]
 
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
-        """The demand of the engine beside the base, the adapter that samples, and learned rewards."""
+        """The demand of the engine besides the base, the adapter that samples, and learned rewards."""
         run, [first, *_] = self.config, self.decodings
         longest, per_step = first.longest, first.num_prompts
         on_the_base, beside = sizes.learned_rewards(run)

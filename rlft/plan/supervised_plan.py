@@ -269,8 +269,8 @@ class PreferencePlan(Plan):
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
         """The demand of an update on the longest rankings; nothing is sampled.
 
-        A policy learns by its adapter, beside the reference's where that has one. A reward model learns by an adapter
-        and a scalar head beside the policy's adapter; the LM head is not used.
+        A policy learns by its adapter, besides the reference's where that has one. A reward model learns by an adapter
+        and a scalar head next to the policy's adapter; the LM head is not used.
         """
         run = self.config
         group = max(len(ranking.scores) for ranking in self.train.rankings)

@@ -202,7 +202,7 @@ class TrainPlan(Plan):
         return sizes.sampling_of(run, self.engine, self.decodings, apart)
 
     def demand(self, model: ModelSizes, recompute: Recompute) -> Demand:
-        """The demand of the policy, and of old, reference, teacher, critic and rewards beside it."""
+        """The demand of the policy, and of old, reference, teacher, critic and rewards next to it."""
         run, cluster = self.config, self.config.cluster
         return Demand(
             networks=self._networks(model),
@@ -539,7 +539,7 @@ def teacher_sizes(config: RunConfig) -> ModelSizes:
 
 
 def role_names(plan: TrainPlan) -> list[str]:
-    """The roles of this run: the networks on the base or beside it."""
+    """The roles of this run: the networks on the base or next to it."""
     snapshot, critic = plan.config.snapshot, plan.config.critic
     has_role = {
         "policy": True,

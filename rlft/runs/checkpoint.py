@@ -14,7 +14,7 @@
       state.json              the step and everything else that changes
       MANIFEST                sha256 of each file above, one a line, as `sha256sum -c` reads it
 
-A checkpoint is written to a temporary folder beside its place, flushed to disk and renamed: a kill at any moment leaves
+A checkpoint is written to a temporary folder next to its place, flushed to disk and renamed: a kill at any time leaves
 either the whole checkpoint or none, and the one before untouched.
 """
 

@@ -82,7 +82,7 @@ def _write(error: BaseException, file: Path | None) -> Path | None:
 def described(error: BaseException) -> str:
     """The class of an error and what it says, in one line, as `shortened`."""
     try:
-        text = one_line(error).encode("utf-8", "backslashreplace").decode()
+        text = escaped(error).encode("utf-8", "backslashreplace").decode()
     except Exception:  # a library's class may not even be able to say what it is
         text = ""
     return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__)
@@ -90,14 +90,14 @@ def described(error: BaseException) -> str:
 
 def shortened(text: str) -> str:
     """The text in one line, cut after MAX_SHOWN_CHARS characters."""
-    line = one_line(text)
+    line = escaped(text)
     return line if len(line) <= MAX_SHOWN_CHARS else f"{line[:MAX_SHOWN_CHARS]}..."
 
 
-def one_line(text: object) -> str:
+def escaped(text: object) -> str:
     r"""The text with line breaks, which may come from a value, written as \n.
 
-    >>> one_line("a" + chr(10) + "b")
+    >>> escaped("a" + chr(10) + "b")
     'a\\nb'
     """
     return "\\n".join(str(text).splitlines())

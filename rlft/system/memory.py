@@ -128,7 +128,7 @@ class Largest:
 
 
 class OutOfMemoryError(RuntimeError):
-    """Memory ran out; the message says where, and what to lower. Checkpoints are written beside the last good one."""
+    """Memory ran out; the message says where, and what to lower. Checkpoints are written next to the last good one."""
 
 
 class StageAndSteps(Protocol):

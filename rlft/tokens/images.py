@@ -46,7 +46,7 @@ def read_processor(tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any]
         problem = f"the data have images, and those of a {kind} are not read exactly"
         raise UserError("model.path", problem, got=path, remedy=f"use a model of the type {', '.join(EXACT)}")
     try:
-        # In `transformers` itself, release 5.17 has it only beside torchvision.
+        # In `transformers` itself, release 5.17 has it only with torchvision.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         of_images = _without_videos(_class_of(config))

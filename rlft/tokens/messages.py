@@ -20,7 +20,7 @@ from typing import Any
 from rlft.tokens.text import CALL_ID, THINKING_FIELDS, TOOL, WITH_TOOLS, Conversation, RunTokenizer, rendered_if_taken
 from rlft.types import IMAGE, Message
 
-FIELDS: Mapping[str, tuple[str, ...]] = {  # {role: the fields of its messages beside role and content}
+FIELDS: Mapping[str, tuple[str, ...]] = {  # {role: the fields of its messages besides role and content}
     "system": (),
     "user": (),
     "assistant": ("tool_calls", "weight", *THINKING_FIELDS),

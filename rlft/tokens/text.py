@@ -126,7 +126,7 @@ class RunTokenizer:
 
 @lru_cache(maxsize=8)
 def _read_by(tokenizer: RunTokenizer) -> frozenset[str]:
-    """The variables that the chat template reads, beside those that every rendering has."""
+    """The variables that the chat template reads, besides those that every rendering has."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

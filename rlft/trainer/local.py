@@ -260,7 +260,7 @@ class LocalTrainer:
         return TrainerState(
             adapters=adapters,
             folders=folders,
-            # Beside whole models, which are written as they are, nothing is copied.
+            # A whole model is written as it is: nothing of it is copied.
             optimizer=self.moments(copies=not roles.is_whole)
             | ({} if self.reward_training is None else self.reward_training.state()),
             heads={role: head.weights() for role, head in roles.heads.items()},

@@ -10,7 +10,7 @@ backward reaches them: so no buffer is read after another layer has been put int
 (`model.gradient_checkpointing`) they are kept for the backward of that layer alone, whose forward is recomputed first.
 
 Only weights with two or more dimensions are divided; norms and biases, embeddings, the final norm and the LM head are
-whole on every rank. Adapters lie beside the weights and do not concern this module.
+whole on every rank. Adapters lie next to the weights and do not concern this module.
 """
 
 from __future__ import annotations

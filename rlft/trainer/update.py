@@ -10,7 +10,7 @@ counts once in each lane that has rows of its group.
 
 Ranks exchange gradients in buckets of a fixed size. Those that share a lane's tokens have a part of its gradient each.
 The sum is taken in the order of parts, so that no bit of it depends on the number of ranks or on the size of a bucket.
-With one lane per rank the sum takes no memory beside that lane's gradient but two buckets.
+With one lane per rank the sum takes no memory besides that lane's gradient but two buckets.
 """
 
 from __future__ import annotations

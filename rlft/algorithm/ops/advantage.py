@@ -88,7 +88,7 @@ def decoupled_zscore(rewards: Tensor, weights: Tensor, group_ids: Tensor, std: S
     """z / (std(z) + eps), where z is the weighted sum of the rewards' group z-scores, std over all B (n - 1), `[B]`.
 
     Each reward is normalised separately in its group before they are added, so that a reward with a small spread is not
-    lost beside one with a large spread, and different combinations of rewards with the same sum stay distinct. The
+    lost next to one with a large spread, and different combinations of rewards with the same sum stay distinct. The
     paper also subtracts the mean over the batch, which is 0, like that of every group. The result is exactly 0 in a
     group in which no reward differs. GDPO, arXiv 2601.05242, equations 4 to 6.
 

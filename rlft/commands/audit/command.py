@@ -19,7 +19,7 @@ from rlft.runs.find import one_run, other_code, other_libraries
 from rlft.runs.run_folder import CONFIG, ORIGIN
 from rlft.runs.run_status import Status
 from rlft.system import interrupt
-from rlft.system.crash import one_line
+from rlft.system.crash import escaped
 from rlft.system.terminal import say
 from rlft.types import UserError, require
 
@@ -88,5 +88,5 @@ def planned(folder: Path, plain: Mapping[str, Any]) -> tuple[Any, str | None]:
         try:
             return resolve_in(folder, plain).plan(runs_here=runs_here), why
         except UserError as error:
-            why = one_line(error)
+            why = escaped(error)
     return None, why

@@ -30,7 +30,7 @@ from rlft.runs import checkpoint, fingerprints, run_folder
 from rlft.runs.chain import CHAIN, MEASURED, batch_parts, made_on
 from rlft.runs.lines import METRICS, StepRecord, completion_of, number, read_lines, rollout_file, silent
 from rlft.runs.run_folder import CONFIG, named_input
-from rlft.system.crash import one_line
+from rlft.system.crash import escaped
 from rlft.system.device import resolve_device
 from rlft.system.locks import owned_folder
 from rlft.system.machine import machine
@@ -327,7 +327,7 @@ def check_replay(run: Audited, plan: Any, steps: int, unrepeatable: set[str]) ->
         try:
             again, metrics = replayed(run, plan, step)
         except (UserError, RuntimeError, OSError) as error:
-            run.findings.leave_open("replay", f"step {step} cannot be replayed here: {one_line(error)}")
+            run.findings.leave_open("replay", f"step {step} cannot be replayed here: {escaped(error)}")
             continue
         compare(run, plan, step, again, metrics, unrepeatable)
 

@@ -30,7 +30,7 @@ from rlft.config.schema import RunConfig
 from rlft.generation.sending import PREFIX, memory_folder
 from rlft.runs.find import with_named_runs
 from rlft.system import interrupt
-from rlft.system.crash import debugging, described, one_line, shortened
+from rlft.system.crash import debugging, described, escaped, shortened
 from rlft.system.locks import owned_folder, sweep
 from rlft.system.process.child import Child, Ended, function_of, wait_for
 from rlft.system.process.running_time import RunningTime
@@ -153,7 +153,7 @@ def row_of(check: Check, error: Exception) -> CheckRow:
     if isinstance(error, UserError):
         got = "" if error.got is None else f", got {error.got}"
         problem = shortened(f"{error.key}: {error.problem}{got}")
-        return CheckRow(check.name, Status.wrong, problem, one_line(error.remedy or "change that key"))
+        return CheckRow(check.name, Status.wrong, problem, escaped(error.remedy or "change that key"))
     remedy = "check what it names; the traceback is printed with RLFT_DEBUG=1"
     return CheckRow(check.name, Status.wrong, described(error), remedy)
 

@@ -28,7 +28,7 @@ from rlft.runs import run_folder
 from rlft.runs.lines import silent
 from rlft.runs.run_folder import CONFIG
 from rlft.system import interrupt
-from rlft.system.crash import one_line
+from rlft.system.crash import escaped
 from rlft.system.interrupt import Interrupt
 from rlft.system.terminal import command_line, override, resuming, say
 from rlft.types import Mistakes, UserError, counted, require
@@ -218,6 +218,6 @@ def _shown_at_the_end(source: Source[Any]) -> Iterator[None]:
         try:
             source.show()
         except Exception as error:  # the sweep's own error is the one to tell
-            say(f"note: the results so far could not be shown: {one_line(error) or type(error).__name__}")
+            say(f"note: the results so far could not be shown: {escaped(error) or type(error).__name__}")
         raise
     source.show()

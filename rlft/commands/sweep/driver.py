@@ -25,7 +25,7 @@ from rlft.config.trainer import ClusterConfig
 from rlft.logger.interface import Logger
 from rlft.runs import run_folder, run_status
 from rlft.system import disk
-from rlft.system.crash import described, explains_itself, one_line
+from rlft.system.crash import described, escaped, explains_itself
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.system.process.child import start_python
 from rlft.system.process.running_time import RunningTime
@@ -263,7 +263,7 @@ class InThisProcess(Place):
 
 
 def failure(error: BaseException) -> Ending:
-    problem = one_line(error) if explains_itself(error) else described(error)
+    problem = escaped(error) if explains_itself(error) else described(error)
     return Ending(How.refused if isinstance(error, UserError) else How.failed, problem)
 
 

@@ -637,7 +637,7 @@ def _chat_logprobs(body: Chat, completion: Completion, tokenizer: RunTokenizer) 
 
 
 def scored(tokenizer: RunTokenizer, token: int, logprob: float, best: tuple[int, float] | None = None) -> Scored:
-    """The token beside the most likely one of its place; if both have the same text, the larger log-prob is known."""
+    """The token next to the most likely one of its place; if both have the same text, the larger log-prob is known."""
     text, value = str(tokenizer.decode([token])), max(LEAST_LOGPROB, logprob)
     others = {} if best is None or best[0] == token else {str(tokenizer.decode([best[0]])): best[1]}
     return text, value, {**others, text: max(value, others.get(text, value))}

@@ -333,7 +333,7 @@ class AgentGenerator(GeneratorOver):
             jobs.append(Job(key=conversation.key, orders=[order], left_s=conversation.left_s))
         self._open.update(trajectories)
         try:
-            replies_of_agents = self._pool.run(jobs, beside=(self._inbox.fileno(), self._attend))
+            replies_of_agents = self._pool.run(jobs, meanwhile=(self._inbox.fileno(), self._attend))
         finally:
             self._open.clear()
             self._pool.forget(conversation.key for conversation in conversations)

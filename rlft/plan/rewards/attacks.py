@@ -21,7 +21,7 @@ from rlft.system.files import asset
 MAX_SPECIAL = 8  # special tokens that are spelled in one text, at most
 RIGHT_AGAIN, LAST = "the right answer again and again", "a wrong one, then gold"
 GIVES_GOLD = (RIGHT_AGAIN, LAST)
-"""Kinds, beside gold answers, that give the reference answer as a reader takes them: they may get what it gets."""
+"""Kinds, besides gold answers, that give the reference answer as a reader takes them: they may get what it gets."""
 
 
 class Family(StrEnum):

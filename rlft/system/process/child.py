@@ -187,7 +187,7 @@ class Ended:
     was_stopped: bool  # whether somebody had stopped it and not continued it
 
 
-Beside = tuple[int, Callable[[], None]]
+Meanwhile = tuple[int, Callable[[], None]]
 """What else a thread does while it waits for children: a file descriptor that can be read when there is something to
 do, and what does it, while the time of the children goes on."""
 
@@ -195,10 +195,10 @@ AnyChild = TypeVar("AnyChild", bound=Child)
 Task = TypeVar("Task")
 
 
-def wait_for(children: Sequence[AnyChild], clock: RunningTime, beside: Beside | None = None) -> list[AnyChild]:
+def wait_for(children: Sequence[AnyChild], clock: RunningTime, meanwhile: Meanwhile | None = None) -> list[AnyChild]:
     """Waits a moment; returns the children that have sent something, have died or are out of time."""
     left_s = min((child.left_s for child in children), default=0.0)
-    waited: list[Any] = [*(child.connection for child in children), *([] if beside is None else beside[:1])]
+    waited: list[Any] = [*(child.connection for child in children), *([] if meanwhile is None else meanwhile[:1])]
     readable = wait(waited, timeout=max(0.0, min(left_s, TICK_S)))
     passed = clock.since_last()
     for child in children:
@@ -207,8 +207,8 @@ def wait_for(children: Sequence[AnyChild], clock: RunningTime, beside: Beside | 
         else:
             child.left_s -= passed
             child.stopped_s = 0.0
-    if beside is not None and beside[0] in readable:
-        beside[1]()
+    if meanwhile is not None and meanwhile[0] in readable:
+        meanwhile[1]()
     return [
         child
         for child in children
@@ -250,7 +250,7 @@ class Children(Generic[AnyChild]):
         self,
         tasks: deque[Task],
         work: Callable[[Task, int], Work],
-        beside: Beside | None = None,
+        meanwhile: Meanwhile | None = None,
         fits: Callable[[Task, int], bool] = lambda task, number: True,
     ) -> Iterator[None]:
         """Takes tasks until there are none, each for the first child that is ready and that it fits.
@@ -275,7 +275,7 @@ class Children(Generic[AnyChild]):
                 if number in self._unsent and child.is_ready and not child.send(*self._unsent.pop(number)):
                     self._replace(number)
                     self._go_on(number, None)
-            self._receive(beside)
+            self._receive(meanwhile)
             yield
 
     def _go_on(self, number: int, answer: Any) -> None:
@@ -284,10 +284,10 @@ class Children(Generic[AnyChild]):
         except StopIteration:
             del self._work[number]
 
-    def _receive(self, beside: Beside | None) -> None:
+    def _receive(self, meanwhile: Meanwhile | None) -> None:
         """Waits a moment for children that are busy or start, and gives their answers to their work."""
         waited = [number for number, child in enumerate(self.all) if child.is_busy or not child.is_ready]
-        done = wait_for([self.all[number] for number in waited], self._clock, beside)
+        done = wait_for([self.all[number] for number in waited], self._clock, meanwhile)
         for number in [number for number in waited if self.all[number] in done]:
             child = self.all[number]
             answer = child.receive()
