@@ -1,24 +1,186 @@
-"""The comparison of two commits: what it checks out, runs, finds and leaves behind, on a made-up package."""
+"""The comparison of two commits: one changed bit of each kind of file is found, and what it runs and leaves behind."""
 
 from __future__ import annotations
 
-import doctest
 import json
 import os
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import compare_commits as script
-import comparison_cases
 import pytest
-from run_processes import happens
+import torch
+from run_processes import happens, is_alive
+from safetensors.torch import load_file, save_file
 
 from rlft.config import catalog
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(script.__file__).parent
+Said = tuple[bool, str]
+
+# -- two folders -------------------------------------------------------------------------------------------------------
+CHECKPOINT = "run/checkpoints/step_000002"
+STATE, ROLLOUTS, MODEL = f"{CHECKPOINT}/state.json", "run/rollouts/step_000002.jsonl", "model/model.safetensors"
+TENSORS = [f"{CHECKPOINT}/{name}.safetensors" for name in ("policy/adapter_model", "critic/head", "optimizer")]
+# A file of each kind. On the second side <k> is another digit, which may be, and <side> another name.
+TEXTS = {
+    "run/metrics.jsonl": """{"step": 1, "loss/total": 0.25, "time/step": 1.5<k>, "memory/peak_bytes": 100<k>}
+{"step": 2, "loss/total": 0.30000000000000004, "time/step": 1.25<k>, "memory/peak_bytes": 200<k>}
+""",
+    "run/eval.jsonl": '{"step": 2, "accuracy": 0.5, "examples": [{"score": 1.0}]}\n',
+    ROLLOUTS: '{"step": 2, "prompt_id": "1+2", "token_ids": [7, 8], "logprobs": [-0.5, -0.25]}\n',
+    "samples/samples.jsonl": '{"prompt_id": "1+2", "reward": 1.2000000476837158}\n',
+    "run/evaluations/step_000002_2026-11-22_10-20-3<k>.jsonl": '{"step": 2, "accuracy": 0.75}\n',
+    STATE: '{"step": 2, "alarms": {"best": [0.5, 0.25]}, "base": "/code/<side>/tiny"}',
+    f"{CHECKPOINT}/MANIFEST": "<k>  state.json\n",
+    "run/config.yaml": """trainer: {lr: 0.001}
+algorithm: {_target_: rlft.algorithm.ppo<k>.PPO}
+lora: {path: /runs/<side>/sft}
+origin: {rlft: 0.1.<k>, commit: 7ad35a<k>, base_fingerprint: 9e854fe0239b55ee}
+""",
+    "sweep.csv": "job,accuracy,seconds\n0,0.5,1.<k>\n1,0.75,2.<k>\n",
+    "log.txt": "took <k> s\n",
+}
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Two folders with a file of each kind, the same bit for bit but for times, paths and versions."""
+    weights = torch.linspace(0.0, 1.0, 6).reshape(2, 3)
+    for k, side in enumerate("AB"):
+        for name, text in TEXTS.items():
+            file = tmp_path / side / name.replace("<k>", str(k))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text.replace("<k>", str(k)).replace("<side>", side))
+        for name in (*TENSORS, MODEL):
+            (tmp_path / side / name).parent.mkdir(parents=True, exist_ok=True)
+            save_file({"other": weights, "weight": weights + 1}, tmp_path / side / name)
+        save_file({"embed": weights.to(torch.bfloat16)}, tmp_path / side / MODEL)
+        (tmp_path / side / "model/tokenizer.bin").write_bytes(bytes(range(32)))
+    return tmp_path / "A", tmp_path / "B"
+
+
+@pytest.fixture
+def compare(two_runs: tuple[Path, Path]) -> Callable[[], Any]:
+    """Compares the two folders as they are now."""
+    of_a, of_b = ({f"/code/{k}": "<code>", f"/runs/{k}": "<case>"} for k in "AB")
+    return lambda: script.compare_folders("ppo", *two_runs, of_a, of_b)
+
+
+def flip(file: Path, number: float, pattern: str = "<f") -> None:
+    """Changes the last bit of the first place where the file has this number in binary."""
+    content, old = bytearray(file.read_bytes()), struct.pack(pattern, number)
+    content[content.index(old)] ^= 1
+    file.write_bytes(content)
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+# (file, what is replaced, or the number whose last bit is flipped, the difference that is found)
+CHANGES = [
+    # 0.1 + 0.2 is 0.30000000000000004, and 0.3 its neighbour, 2^-54 below.
+    ("run/metrics.jsonl", "0.30000000000000004", "0.3", 2, "line 2: loss/total", 2**-54),
+    ("run/eval.jsonl", '"accuracy": 0.5', '"accuracy": 0.5000000000000001', 2, "line 1: accuracy", 2**-53),
+    (ROLLOUTS, "-0.25", "-0.25000000000000006", 2, "line 1: logprobs[1]", 2**-54),
+    ("samples/samples.jsonl", "1.2000000476837158", "1.200000047683716", None, "line 1: reward", 2**-52),
+    (STATE, "0.25", "0.25000000000000006", 2, "alarms.best[1]", 2**-54),
+    ("run/config.yaml", "lr: 0.001", "lr: 0.0010000000000000002", None, "trainer.lr", 2**-62),
+    ("sweep.csv", "0.75", "0.7500000000000001", None, "row 2: accuracy", None),  # texts, as a table has them
+    # The last of `weight`: in [2, 4) neighbours in float32 are 2^-22 apart.
+    *((name, None, 2.0, 2, "weight", 2 ** (-22)) for name in TENSORS),
+]
+
+
+def test_the_last_bit_of_a_number_is_found_and_nothing_before_it_is_changed(
+    two_runs: tuple[Path, Path], compare: Callable[[], Any]
+) -> None:
+    # metrics, eval, rollouts, samples, an evaluation, 3 tensor files, model, state, config, sweep, a binary
+    assert compare().files == 13
+    assert compare().differences == (), "times, memory, paths, versions and classes' addresses may differ"
+    for name, old, new, step, field, largest in CHANGES:
+        file = two_runs[1] / name
+        before = file.read_bytes()
+        flip(file, new) if old is None else replace(file, old, new)
+        [found] = compare().differences
+        assert (found.file, found.step, found.field, found.count, found.largest) == (name, step, field, 1, largest)
+        assert f"ppo: {name}" + (f", step {step}" if step else "") in str(found)
+        assert ("F32 of [2, 3] with other bits" if old is None else old.split()[-1]) in str(found)
+        file.write_bytes(before)
+
+
+def test_a_changed_bit_of_an_exported_model_and_of_any_other_file_is_found(
+    two_runs: tuple[Path, Path], compare: Callable[[], Any]
+) -> None:
+    values = load_file(two_runs[1] / MODEL)["embed"]
+    values[1, 2] += 2**-7  # bfloat16 has 7 bits after the point: the neighbour of 1
+    save_file({"embed": values}, two_runs[1] / MODEL)
+    flip(two_runs[1] / "model/tokenizer.bin", 5, "B")
+    assert [(d.file, d.field, d.largest) for d in compare().differences] == [
+        (MODEL, "embed", 2**-7),
+        ("model/tokenizer.bin", "byte 5", None),
+    ]
+
+
+# A number may be written otherwise; signs of zero, types and lengths count, and so does a fingerprint of data or base.
+@pytest.mark.parametrize(
+    ("file", "old", "new", "differs"),
+    [
+        (STATE, "0.25", "2.5e-1", False),
+        (STATE, "0.25", "-0.0", True),
+        (STATE, "0.25", "null", True),
+        (STATE, "[0.5, 0.25]", "[0.5]", True),
+        (STATE, "2,", "2.0,", True),
+        ("run/config.yaml", "9e854fe0239b55ee", "0e854fe0239b55ee", True),
+    ],
+)
+def test_what_counts_as_another_value(
+    two_runs: tuple[Path, Path], compare: Callable[[], Any], file: str, old: str, new: str, differs: bool
+) -> None:
+    if new == "-0.0":
+        replace(two_runs[0] / file, old, "0.0")
+    replace(two_runs[1] / file, old, new)
+    assert [d.file for d in compare().differences] == [file] * differs
+
+
+def test_a_file_or_a_line_that_only_one_side_has_is_a_difference(
+    two_runs: tuple[Path, Path], compare: Callable[[], Any]
+) -> None:
+    (two_runs[0] / "run/eval.jsonl").unlink()
+    shutil.copy(two_runs[0] / "sweep.csv", two_runs[0] / "extra.csv")
+    metrics = two_runs[0] / "run/metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    found = {d.file: (d.step, d.field, d.values) for d in compare().differences}
+    assert found.pop("run/metrics.jsonl")[:2] == (2, "line 2: {}")
+    assert found == {
+        "run/eval.jsonl": (None, "", "is only on side B"),
+        "extra.csv": (None, "", "is only on side A"),
+    }
+
+
+def test_the_earliest_step_comes_first_and_of_a_step_the_metrics(
+    two_runs: tuple[Path, Path], compare: Callable[[], Any]
+) -> None:
+    flip(two_runs[1] / CHECKPOINT / "policy/adapter_model.safetensors", 2.0)
+    replace(two_runs[1] / ROLLOUTS, "-0.25", "-0.125")
+    replace(two_runs[1] / "run/metrics.jsonl", "0.30000000000000004", "0.3")
+    replace(two_runs[1] / "run/metrics.jsonl", "0.25", "0.75")
+    first, second, third = compare().differences
+    assert (first.file, first.step, first.count, first.largest) == ("run/metrics.jsonl", 1, 2, 0.5)
+    assert second.file == ROLLOUTS
+    assert third.file.endswith("policy/adapter_model.safetensors")
+
+
+# -- two commits -------------------------------------------------------------------------------------------------------
 PROGRAM = """\
 import json
 import os
@@ -63,13 +225,14 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compared(repository: Path) -> Callable[..., tuple[bool, str]]:
+def compared(repository: Path) -> Callable[..., Said]:
     """Compares commits in one case of this command; gives whether they agree and all that was said."""
 
-    def compare(a: str, b: str, command: str = "train", keep: Path | None = None) -> tuple[bool, str]:
+    def compare(a: str, b: str, command: str = "train", keep: Path | None = None) -> Said:
         said: list[str] = []
         cases = [script.Case(name="grpo", commands=[command])]
         agree = script.compare(repository, (a, b), cases, keep, ["json"], said.append)
+        assert worktrees(repository) == 1
         return agree, "\n".join(said)
 
     return compare
@@ -79,18 +242,11 @@ def worktrees(repository: Path) -> int:
     return len(git(repository, "worktree", "list").splitlines())
 
 
-def test_a_commit_agrees_with_itself_and_leaves_no_worktree(
-    compared: Callable[..., tuple[bool, str]], repository: Path
+def test_a_last_bit_that_a_commit_or_a_file_changes_is_found(
+    compared: Callable[..., Said], repository: Path, tmp_path: Path
 ) -> None:
     agree, said = compared("HEAD", "HEAD")
-    assert agree, said
-    assert "1 of 1 cases agree" in said
-    assert worktrees(repository) == 1
-
-
-def test_a_last_bit_that_a_commit_changes_is_found(
-    compared: Callable[..., tuple[bool, str]], repository: Path, tmp_path: Path
-) -> None:
+    assert (agree, "1 of 1 cases agree" in said) == (True, True), said
     commit(repository, PROGRAM.replace("0.1 + 0.2", "0.3"))
     agree, said = compared("HEAD~1", "HEAD", keep=tmp_path / "kept")
     assert not agree
@@ -98,23 +254,19 @@ def test_a_last_bit_that_a_commit_changes_is_found(
     assert "largest absolute difference 5.55e-17" in said  # 2^-54
     values = [json.loads((tmp_path / "kept" / k / "grpo/metrics.jsonl").read_text())["loss/total"] for k in "AB"]
     assert values == [0.1 + 0.2, 0.3]
-
-
-def test_what_is_not_committed_yet_can_be_compared(compared: Callable[..., tuple[bool, str]], repository: Path) -> None:
-    (repository / "rlft" / "numbers.py").write_text("LOSS = 0.3\n")
+    # What is not committed yet can be compared, new files as well.
+    (repository / "rlft" / "numbers.py").write_text("LOSS = 0.25\n")
     text = PROGRAM.replace("0.1 + 0.2", "LOSS").replace("import json", "import json\nfrom rlft.numbers import LOSS")
     (repository / "rlft" / "cli.py").write_text(text)
     before = git(repository, "status", "--porcelain")
     for name in ("WORKTREE", "."):
         agree, said = compared("HEAD", name)
-        assert not agree
-        assert "0.30000000000000004 against 0.3" in said
+        assert (agree, "0.3 against 0.25" in said) == (False, True)
     assert git(repository, "status", "--porcelain") == before
-    assert worktrees(repository) == 1
 
 
 def test_a_command_that_fails_or_leaves_no_file_is_no_agreement(
-    compared: Callable[..., tuple[bool, str]], repository: Path
+    compared: Callable[..., Said], repository: Path
 ) -> None:
     agree, said = compared("HEAD", "HEAD", command="fail")
     assert not agree
@@ -125,7 +277,7 @@ def test_a_command_that_fails_or_leaves_no_file_is_no_agreement(
     assert (agree, "left no file" in said) == (False, True)
 
 
-def test_a_package_from_elsewhere_is_refused(compared: Callable[..., tuple[bool, str]], repository: Path) -> None:
+def test_a_package_from_elsewhere_is_refused(compared: Callable[..., Said], repository: Path) -> None:
     """The environment has an rlft of its own, which would agree with itself."""
     git(repository, "rm", "-r", "--quiet", "rlft")
     git(repository, "commit", "--quiet", "-m", "nothing is left")
@@ -135,55 +287,30 @@ def test_a_package_from_elsewhere_is_refused(compared: Callable[..., tuple[bool,
 
 
 def test_stopped_in_a_run_it_leaves_neither_worktree_nor_process(repository: Path, tmp_path: Path) -> None:
-    place = tmp_path / "temporary"
+    place, pid = tmp_path / "temporary", tmp_path / "pid"
     place.mkdir()
     driver = f"""
-import signal
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(SCRIPTS)!r})
 import compare_commits
 compare_commits.ROOT, compare_commits.LIBRARIES = Path({str(repository)!r}), ()
-compare_commits.CASES = (compare_commits.Case(name="grpo", commands=["sleep {tmp_path / "pid"}"]),)
+compare_commits.CASES = (compare_commits.Case(name="grpo", commands=["sleep {pid}"]),)
 compare_commits.main()
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", driver, "HEAD", "HEAD"],
-        env={**os.environ, "TMPDIR": str(place)},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert happens(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "", 60)
-        assert worktrees(repository) == 3
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 130
-    finally:
-        process.kill()
-    assert process.stderr is not None
-    assert process.stderr.read() == "\nstopped\n"
-    process.stderr.close()
+    words, environment = [sys.executable, "-c", driver, "HEAD", "HEAD"], {**os.environ, "TMPDIR": str(place)}
+    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert happens(lambda: pid.exists() and pid.read_text() != "", 60)
+            assert worktrees(repository) == 3
+            process.send_signal(signal.SIGTERM)
+            told = process.communicate(timeout=120)[1]
+        finally:
+            process.kill()
+    assert (process.returncode, told) == (130, "\nstopped\n")
     assert worktrees(repository) == 1
     assert list(place.iterdir()) == []
-    assert has_ended(int((tmp_path / "pid").read_text()))
-
-
-def has_ended(pid: int) -> bool:
-    def gone() -> bool:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        # Killed, and not waited for by whoever inherits it: that may be nobody in a container.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-
-    return happens(gone, 60)
-
-
-def test_of_a_key_that_is_given_twice_the_last_value_is_taken() -> None:
-    result = doctest.testmod(comparison_cases)
-    assert (result.attempted, result.failed) == (1, 0)
+    assert happens(lambda: not is_alive(int(pid.read_text())), 60)
 
 
 def test_every_algorithm_and_command_is_in_a_case() -> None:
