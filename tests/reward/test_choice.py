@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 from in_one_test import each
 from reward_groups import TAGGED, make_group
+from slow_cases import slow
 
 from rlft.reward.choice import Choice, ReferenceIs
 from rlft.tokens.options import letters, options_of
@@ -19,157 +20,79 @@ def with_choices(group, choices):
     return replace(group, prompt=replace(group.prompt, metadata={"choices": choices}))
 
 
-# answer; right by its letter alone; right where the choices A Rome, B Paris, C New York, D 18 are known. Reference: B.
-VERDICTS = [
-    ("B", True, True, "the letter"),
-    (" B\n", True, True, "white space around it"),
-    ("(B)", True, True, "in brackets"),
-    ("B)", True, True, "half a bracket, as choices are listed"),
-    ("B.", True, True, "a full stop"),
-    ("(B).", True, True, "brackets and a full stop"),
-    ("B:", True, True, "a colon"),
-    ("b", True, True, "a small letter"),
-    ("**B**", True, True, "bold"),
-    ("**(B)**", True, True, "bold, in brackets"),
-    (r"\text{B}", True, True, "as text of a formula"),
-    (r"$\textbf{B}$", True, True, "a formula of its own"),
-    ("A", False, False, "another choice"),
-    ("E", False, False, "a letter that may be no choice"),
-    ("Paris", False, True, "the choice's text"),
-    ("paris", False, True, "the choice's text without case"),
-    ("B. Paris", True, True, "its letter and its text"),
-    ("(B) Paris", True, True, "its letter and its text"),
-    ("B: Paris", True, True, "its letter and its text"),
-    ("B - Paris", True, True, "its letter and its text, with a dash"),
-    ("B — Paris", True, True, "its letter and its text, with a dash"),
-    ("B) Rome", True, False, "its letter and another's text, if the texts are known"),
-    ("B. Paris or Rome", False, False, "its letter and two texts"),
-    ("B) Paris, A) Rome", False, False, "two letters with their texts"),
-    ("B) Paris, a) Rome", False, False, "two letters with their texts"),
-    ("B) not Paris", False, False, "prose that says the contrary"),
-    ("A. Paris", False, False, "another letter and its text"),
-    ("B Paris", False, False, "nothing between letter and text"),
-    ("Paris, Rome", False, False, "two texts"),
-    ("A or B", False, False, "two letters"),
-    ("A, B", False, False, "two letters"),
-    ("B, A", False, False, "two letters, the right one first"),
-    ("AB", False, False, "two letters"),
-    ("(A)(B)", False, False, "two letters"),
-    ("B B", False, False, "the letter twice"),
-    ("ABCD", False, False, "all letters"),
-    ("Option B", True, True, "the letter with its noun"),
-    ("choice (B)", True, True, "the letter with its noun"),
-    ("Option A", False, False, "another choice with its noun"),
-    ("Options A, B", False, False, "two letters"),
-    (r"\boxed{B}", True, True, "boxed"),
-    (r"\(B\)", True, True, "as a formula"),
-    (r"\[\textbf{(B)}\]", True, True, "bold, as a formula"),
-    (r"\textbf{(B)}\ Paris", True, True, "its letter set apart from its text"),
-    ("**B.** Paris", True, True, "its letter set apart from its text"),
-    (r"\textbf{(B)}\ Rome", True, False, "its letter set apart from another's text, if the texts are known"),
-    (r"\textbf{(A)}\ Paris", False, False, "another letter and its text"),
-    (r"\textbf{(B)} or \textbf{(A)}", False, False, "two letters"),
-    (r"\textbf{(B)}\textbf{(A)}", False, False, "two letters"),
-    ("**B** A", False, False, "two letters"),
-    ("*B*", True, True, "italic"),
-    ("__(B)__", True, True, "bold, in brackets"),
-    ("`B`", True, True, "as code"),
-    ('"B"', True, True, "in quotes"),
-    ("[B]", True, True, "in other brackets"),
-    (r"(\text{B})", True, True, "brackets around a text command"),
-    (r"\mathbf{B}", True, True, "bold in a formula"),
-    (r"\boxed{\textbf{(B)}\ Paris}", True, True, "all of it boxed"),
-    ("Answer: B", True, True, "what it is, then the letter"),
-    ("answer = (b)", True, True, "what it is, then the letter"),
-    ("**Answer: B**", True, True, "what it is, then the letter, all bold"),
-    ("**Answer:** B.", True, True, "what it is in bold, then the letter"),
-    ("Final answer: **B**", True, True, "what it is, then the letter in bold"),
-    ("The answer is B", True, True, "a sentence that names it"),
-    ("So the correct answer is: option (B).", True, True, "a sentence that names it"),
-    ("The correct option is (B) Paris", True, True, "a sentence that names its letter and text"),
-    ("My best choice is Paris.", False, True, "a sentence that names its text"),
-    ("The answer is A", False, False, "a sentence that names another"),
-    ("The answer is not B", False, False, "a sentence that says the contrary"),
-    ("Answer: A or B", False, False, "two letters"),
-    ("Answer: B, answer: A", False, False, "two letters"),
-    ("'B' or 'A'", False, False, "two letters in quotes"),
-    ("[B][A]", False, False, "two letters in brackets"),
-    ("I think B", False, False, "prose"),
-    ("Answer:", False, False, "no letter"),
-    ("not B", False, False, "prose that says the contrary"),
-    ("Ｂ", False, False, "a full-width letter"),
-    ("В", False, False, "the Cyrillic letter that looks the same"),
-    ("Ⓑ", False, False, "a letter in a circle"),
-    ("(B", False, False, "a bracket that isn't closed"),
-    ("2", False, False, "the choice's number"),
-    ("B" * 500, False, False, "absurdly long"),
-]
+# {what the answer is: (right by its letter alone, right where the choices A Rome, B Paris, C New York, D 18 are known,
+# answers)}. Reference: B.
+VERDICTS = {
+    "the letter, however it is set": (True, True, [
+        "B", " B\n", "(B)", "B)", "B.", "(B).", "B:", "b", "**B**", "**(B)**", r"\text{B}", r"$\textbf{B}$",
+        r"\boxed{B}", r"\(B\)", r"\[\textbf{(B)}\]", "*B*", "__(B)__", "`B`", '"B"', "[B]", r"(\text{B})",
+        r"\mathbf{B}",
+    ]),
+    "the letter and its text": (True, True, [
+        "B. Paris", "(B) Paris", "B: Paris", "B - Paris", "B — Paris", r"\textbf{(B)}\ Paris", "**B.** Paris",
+        r"\boxed{\textbf{(B)}\ Paris}",
+    ]),
+    "the letter with its noun, or in a sentence that names it": (True, True, [
+        "Option B", "choice (B)", "Answer: B", "answer = (b)", "**Answer: B**", "**Answer:** B.", "Final answer: **B**",
+        "The answer is B", "So the correct answer is: option (B).", "The correct option is (B) Paris",
+    ]),
+    "the choice's text": (False, True, ["Paris", "paris", "My best choice is Paris."]),
+    "its letter and another's text": (True, False, ["B) Rome", r"\textbf{(B)}\ Rome"]),
+    "another choice": (False, False, [
+        "A", "E", "A. Paris", "Option A", r"\textbf{(A)}\ Paris", "The answer is A", "2", "Answer:", "not B",
+    ]),
+    "two letters or texts": (False, False, [
+        "B. Paris or Rome", "B) Paris, A) Rome", "B) Paris, a) Rome", "Paris, Rome", "A or B", "A, B", "B, A", "AB",
+        "(A)(B)", "B B", "ABCD", "Options A, B", r"\textbf{(B)} or \textbf{(A)}", r"\textbf{(B)}\textbf{(A)}",
+        "**B** A", "Answer: A or B", "Answer: B, answer: A", "'B' or 'A'", "[B][A]", "B" * 500,
+    ]),
+    "prose, or the contrary": (False, False, ["B) not Paris", "B Paris", "The answer is not B", "I think B", "(B"]),
+    "a letter that only looks the same": (False, False, ["Ｂ", "В", "Ⓑ"]),
+}  # fmt: skip
 
 
-@each(("answer", "by_letter", "by_text", "why"), VERDICTS)
-def test_verdicts(group, answer, by_letter, by_text, why):
-    made = group([f"<think>hm</think><answer>{answer}</answer>"], answer="B")
-    assert choice()(made) == [float(by_letter)], why
-    assert choice(choices_field="choices")(with_choices(made, CITIES)) == [float(by_text)], why
+@each(("why", "by_letter", "by_text", "answers"), [(why, *row) for why, row in VERDICTS.items()])
+def test_verdicts(group, why, by_letter, by_text, answers):
+    made = group([f"<think>hm</think><answer>{answer}</answer>" for answer in answers], answer="B")
+    for keys, right in (({}, by_letter), ({"choices_field": "choices"}, by_text)):
+        scores = choice(**keys)(with_choices(made, CITIES))
+        assert dict(zip(answers, scores, strict=True)) == dict.fromkeys(answers, float(right)), why
 
 
-# Numbers as the text of a choice, reference D (18): compared as exact_match compares them.
-@each(
-    ("answer", "right"),
-    [
-        ("18", True), ("18.0", True), ("D. 18", True), ("１８", False), ("1.8e1", False), ("18 apples", False),
-        ("8+10", False),
-    ],
-)  # fmt: skip
-def test_verdicts_on_texts_that_are_numbers(group, answer, right):
-    made = with_choices(group([f"<answer>{answer}</answer>"], answer="D"), CITIES)
-    assert choice(choices_field="choices")(made) == [float(right)]
+ONLY = {letter: {each: each == letter for each in "ABCD"} for letter in "ABCD"}
+NUMBERED = {"label": ["1", "2", "3"], "text": ["Rome", "Paris", "Oslo"]}
+READINGS = {  # {what: (choices, keys, reference, {answer: whether it is right})}
+    "texts that are numbers are compared as exact_match compares them": (CITIES, {}, "D", {
+        "18": 1, "18.0": 1, "D. 18": 1, "１８": 0, "1.8e1": 0, "18 apples": 0, "8+10": 0,
+    }),
+    "case can matter": (CITIES, {"ignore_case": False}, "B", {"b": 0, "paris": 0, "B": 1}),
+    "the reference may be in brackets": (CITIES, {}, "(B)", {"B": 1, "Paris": 1}),
+    "the reference may be a small letter": (CITIES, {}, "b", {"B": 1, "Paris": 1}),
+    "the reference may be a text": (CITIES, {}, "Paris", {"B": 1, "Paris": 1}),
+    "a letter that is also a text means the letter": (["C", "B", "A"], {}, "C", {"C": 1, "A": 0}),
+    "a text that two choices share names neither": (["Rome", "rome"], {}, "A", {"Rome": 0, "A": 1}),
+    "labels may be numbers, as some of ARC: no index": (NUMBERED, {}, "2", {"2": 1, "3": 0}),
+    "the first index": (CITIES, {"reference_is": ReferenceIs.index}, "0", ONLY["A"]),
+    "the last index": (CITIES, {"reference_is": ReferenceIs.index}, "3", ONLY["D"]),
+    "the first number": (CITIES, {"reference_is": ReferenceIs.number}, "1", ONLY["A"]),
+    "the last number": (CITIES, {"reference_is": ReferenceIs.number}, "4", ONLY["D"]),
+    "a number that is no choice's text is an index": (CITIES, {}, "1", ONLY["B"]),
+    "a number that is a choice's text": (CITIES, {}, "18", ONLY["D"]),
+}  # fmt: skip
 
 
-def test_case_can_matter(group):
-    made = with_choices(
-        group(["<answer>b</answer>", "<answer>paris</answer>", "<answer>B</answer>"], answer="B"), CITIES
-    )
-    assert choice(ignore_case=False, choices_field="choices")(made) == [0.0, 0.0, 1.0]
-
-
-@each("reference", ["B", "(B)", "b", "Paris"])
-def test_the_reference_answer_may_be_written_in_every_way_an_answer_may(group, reference):
-    made = with_choices(group(["<answer>B</answer>", "<answer>Paris</answer>"], answer=reference), CITIES)
-    assert choice(choices_field="choices")(made) == [1.0, 1.0]
-
-
-def test_a_letter_that_is_also_a_text_means_the_letter(group):
-    # A: "C", B: "B", C: "A". The answer C is choice C, not choice A, whose text it is.
-    made = with_choices(group(["<answer>C</answer>"] * 2, answer="C"), ["C", "B", "A"])
-    assert choice(choices_field="choices")(made) == [1.0, 1.0]
-
-
-def test_a_text_that_two_choices_share_names_neither(group):
-    made = with_choices(group(["<answer>Rome</answer>", "<answer>A</answer>"], answer="A"), ["Rome", "rome"])
-    assert choice(choices_field="choices")(made) == [0.0, 1.0]
+@each(("choices", "keys", "reference", "answers"), READINGS.values(), ids=list(READINGS))
+def test_answers_are_read_by_what_the_choices_and_the_reference_are(group, choices, keys, reference, answers):
+    made = with_choices(group([f"<answer>{answer}</answer>" for answer in answers], answer=reference), choices)
+    reward = choice(choices_field="choices", **keys)
+    said = reward.examine([made.prompt])
+    assert said is None or (reference == "1" and "are read as indices of choices, counted from 0" in said)
+    assert dict(zip(answers, reward(made), strict=True)) == answers
 
 
 def test_a_prompt_without_the_field_is_an_error_not_a_zero(group):
     with pytest.raises(ValueError, match="prompt 'p0' has no 'choices' in its metadata, only nothing"):
         choice(choices_field="choices")(group(["<answer>A</answer>"], answer="A"))
-
-
-@each(
-    ("kind", "reference", "letter"),
-    [
-        ("index", "0", "A"),
-        ("index", "3", "D"),
-        ("number", "1", "A"),
-        ("number", "4", "D"),
-        ("auto", "1", "B"),
-        ("auto", "18", "D"),
-    ],
-)
-def test_a_reference_may_be_a_place_in_the_choices(group, kind, reference, letter):
-    made = with_choices(group([f"<answer>{each}</answer>" for each in "ABCD"], answer=reference), CITIES)
-    scores = choice(choices_field="choices", reference_is=ReferenceIs(kind))(made)
-    assert scores == [float(each == letter) for each in "ABCD"]
 
 
 @each(
@@ -183,15 +106,6 @@ def test_a_reference_that_is_no_choice_is_an_error_not_a_zero(group, kind, refer
     made = with_choices(group(["<answer>A</answer>"], answer=reference), CITIES)
     with pytest.raises(ValueError, match="of prompt 'p0' is not one of its choices A, B, C, D"):
         choice(choices_field="choices", reference_is=ReferenceIs(kind))(made)
-
-
-def test_numbered_choices_are_named_by_their_numbers(group):
-    # As ARC has some: read as an index, 2 would be the third choice.
-    numbered = {"label": ["1", "2", "3"], "text": ["Rome", "Paris", "Oslo"]}
-    made = with_choices(group(["<answer>2</answer>", "<answer>3</answer>"], answer="2"), numbered)
-    reward = choice(choices_field="choices")
-    assert reward.examine([made.prompt]) is None
-    assert reward(made) == [1.0, 0.0]
 
 
 @each(
@@ -254,9 +168,10 @@ def scored(answer: str, references: list[str], value: object, **keys) -> float:
     return score
 
 
-def test_one_right_choice_in_every_shape_of_options_and_every_way_of_saying_it():
-    rng = random.Random(0)
-    for _ in range(600):
+@pytest.mark.parametrize("number", [150, slow(600)])
+def test_one_right_choice_in_every_shape_of_options_and_every_way_of_saying_it(number):
+    rng = random.Random(number)
+    for _ in range(number):
         labels, texts, value = options(rng, rng.choice([None, None, 30]))
         right, other = rng.sample(range(len(labels)), 2)
         by_place = [({"reference_is": "number"}, str(right + 1)), ({"reference_is": "index"}, str(right))]
@@ -270,9 +185,10 @@ def test_one_right_choice_in_every_shape_of_options_and_every_way_of_saying_it()
         assert scored(both, [reference], value, **keys) == 0, (both, reference, value)
 
 
-def test_several_right_choices_are_all_of_them_and_only_them_in_any_order():
-    rng = random.Random(1)
-    for _ in range(80):
+@pytest.mark.parametrize("number", [15, slow(80)])
+def test_several_right_choices_are_all_of_them_and_only_them_in_any_order(number):
+    rng = random.Random(number)
+    for _ in range(number):
         labels, texts, value = options(rng, rng.randint(4, 8))
         right = rng.sample(range(len(labels)), rng.randint(2, len(labels) - 1))
         missing, added = right[1:], [*right, next(n for n in range(len(labels)) if n not in right)]

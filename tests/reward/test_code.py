@@ -13,7 +13,10 @@ import pytest
 import yaml
 from in_one_test import each
 from reward_groups import make_group
+from slow_cases import slow
 
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
 from rlft.reward import code
 from rlft.reward.code import (
     Call,
@@ -28,7 +31,7 @@ from rlft.reward.code import (
     parse_tests,
     same_output,
     wanted_by,
-)
+)  # fmt: skip
 from rlft.reward.workers.reward_spec import reported
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
 from rlft.system.sandbox import bubblewrap
@@ -44,14 +47,8 @@ DOUBLE_TESTS = '[{"input": "2", "output": "4"}, {"input": "-3", "output": "-6"}]
 
 def reward(**keys):
     fields = {name: value for name, value in KEYS.items() if name not in ("_target_", "weight")} | keys
-    return Code(
-        **fields
-        | {
-            "program_in": ProgramIn(fields["program_in"]),
-            "score": Score(fields["score"]),
-            "isolation": Required(fields["isolation"]),
-        }
-    )
+    kinds = {"program_in": ProgramIn, "score": Score, "isolation": Required}
+    return Code(**fields | {name: kind(fields[name]) for name, kind in kinds.items()})
 
 
 def fence(program, language="python"):
@@ -63,41 +60,31 @@ def scores(group, programs, tests, **keys):
 
 
 # -- where the program stands ----------------------------------------------------------------------------------------
-@each(
-    ("text", "program"),
-    [
-        (fence("a") + fence("b"), "b\n"),
-        (fence("a", "py"), "a\n"),
-        (fence("a", "Python"), "a\n"),
-        (fence("a") + fence("output", ""), "a\n"),
-        (fence("a") + fence("b", "bash"), "a\n"),
-        ("```python\na\n```python\nb\n```", "b\n"),
-        ("```python\na\n```\n```python\nb", "a\n"),
-        (fence("x = '''\n ```\n'''"), "x = '''\n ```\n'''\n"),
-        ("```python\na", "a\n"),  # such as before a stop string
-        ("```\na\n```\n```python\nb", "a\n"),
-        (fence("a", "{.python}"), "a\n"),
-        (fence("a", "{.python .numberLines}"), "a\n"),
-        (fence("a", "python title=add.py"), "a\n"),
-        (fence("a", "{python}"), "a\n"),
-        (fence("a", ""), "a\n"),
-        (fence("a", "") + fence("b", ""), "b\n"),
-        (fence("a", "") + fence("b", "bash"), "a\n"),
-        ("<think>\n" + fence("a") + "</think>\n" + fence("b", ""), "b\n"),
-        ("<think>\n" + fence("a") + "</think>\nDone.", None),
-        (fence(" \n"), None),
-        ("print(1)", None),
-        ("", None),
+BLOCKS = {  # {program: texts}
+    "a\n": [
+        fence("a", "py"), fence("a", "Python"), fence("a", "{.python}"), fence("a", "{.python .numberLines}"),
+        fence("a", "python title=add.py"), fence("a", "{python}"), fence("a", ""), fence("a") + fence("output", ""),
+        fence("a") + fence("b", "bash"), fence("a", "") + fence("b", "bash"), "```python\na\n```\n```python\nb",
+        "```\na\n```\n```python\nb", "```python\na",  # such as before a stop string
     ],
-)
+    "b\n": [
+        fence("a") + fence("b"), fence("a", "") + fence("b", ""), "```python\na\n```python\nb\n```",
+        "<think>\n" + fence("a") + "</think>\n" + fence("b", ""),
+    ],
+    "x = '''\n ```\n'''\n": [fence("x = '''\n ```\n'''")],
+    None: ["<think>\n" + fence("a") + "</think>\nDone.", fence(" \n"), "print(1)", ""],
+}  # fmt: skip
+
+
+@each(("program", "text"), [(program, text) for program, texts in BLOCKS.items() for text in texts])
 def test_the_last_block_of_python_is_the_program(text, program):
     assert reward().extract(text) == program
 
 
 def test_the_program_may_stand_in_a_tag_or_be_all_of_the_text():
-    assert reward(program_in="tag").extract("<answer>a</answer> or <answer>b</answer>") == "b"
-    assert reward(program_in="tag").extract("```python\na\n```") is None
-    assert reward(program_in="tag").extract("<answer>\n```python\na\n```\n</answer>") == "a\n"
+    tagged = reward(program_in="tag")
+    texts = ("<answer>a</answer> or <answer>b</answer>", "```python\na\n```", "<answer>\n```python\na\n```\n</answer>")
+    assert [tagged.extract(text) for text in texts] == ["b", None, "a\n"]
     assert reward(program_in="text").extract("print(1)") == "print(1)"
 
 
@@ -128,21 +115,15 @@ PROMPT = 'from typing import List\n\ndef add(a: int, b: int) -> int:\n    """Add
 @each(
     ("prefix", "program"),
     [
-        (PROMPT, "    return a + b\n"),
-        (PROMPT, "    c = a + b\n    return c\n"),
-        (PROMPT, "\n    return a + b"),
-        (PROMPT, "return a + b"),
-        (PROMPT, "c = a + b\nreturn c"),
-        (PROMPT, "c = a + b\n    return c"),
-        (PROMPT, "def add(a, b):\n    return a + b"),
-        (PROMPT + "    ", "return a + b"),
-        (PROMPT.rstrip(), "    return a + b"),
-        (PROMPT + "    return", " a + b"),
-        ("def add(a, b):\n", "def add(a, b):\n    return a + b"),
-        ("def add(a, b):", "return a + b"),
+        *((PROMPT, program) for program in (
+            "    return a + b\n", "    c = a + b\n    return c\n", "\n    return a + b", "return a + b",
+            "c = a + b\nreturn c", "c = a + b\n    return c", "def add(a, b):\n    return a + b",
+        )),
+        (PROMPT + "    ", "return a + b"), (PROMPT.rstrip(), "    return a + b"), (PROMPT + "    return", " a + b"),
+        ("def add(a, b):\n", "def add(a, b):\n    return a + b"), ("def add(a, b):", "return a + b"),
         ("class Solution:\n    def add(self, a, b):\n        ", "return a + b\n"),
     ],
-)
+)  # fmt: skip
 def test_a_program_may_continue_the_code_of_its_prompt(prefix, program):
     names = {}
     exec(continued(prefix, program), names)
@@ -150,11 +131,11 @@ def test_a_program_may_continue_the_code_of_its_prompt(prefix, program):
 
 
 def test_a_hostile_text_is_read_in_linear_time():
-    start = time.monotonic()
-    reward().extract("```python\n" * 200_000)
-    reward().extract("`" * 1_000_000)
-    reward(program_in="tag").extract("<answer>" * 200_000)
-    assert time.monotonic() - start < 60
+    start = time.process_time()
+    reward().extract("```python\n" * 20_000)
+    reward().extract("`" * 200_000)
+    reward(program_in="tag").extract("<answer>" * 20_000)
+    assert time.process_time() - start < 10
 
 
 # -- what the tests are ----------------------------------------------------------------------------------------------
@@ -282,11 +263,8 @@ def test_tests_that_need_more_than_plain_data_are_counted_when_the_data_are_scan
     assert list(reported(specs({"code": KEYS}), "examine", prompts[:1])) == []
 
 
-@pytest.mark.parametrize("split", ["train", "held-out"])
+@pytest.mark.parametrize("split", ["train", slow("held-out")])
 def test_a_plan_scans_the_tests_of_both_splits(split, tmp_path):
-    from rlft.config.compose import compose
-    from rlft.config.resolved import resolve
-
     for name in ("train", "held-out"):
         test = "assert near(f(1), 2)" if name == split else "assert f(lambda x: x) == 1"
         lines = [{"prompt": f"{name} {i}", "answer": test} for i in range(8)]
@@ -426,34 +404,6 @@ ASSERT_VERDICTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("program", "score", "why"), ASSERT_VERDICTS, ids=[why for *_, why in ASSERT_VERDICTS])
-def test_verdicts_by_asserts(group, program, score, why):
-    assert scores(group, [program], ADD_TESTS, score="fraction") == [float(score)]
-
-
-HELPERS = """
-class math:
-    isclose = staticmethod(lambda *a, **k: True)
-class Chameleon:
-    def __ne__(self, other): return True
-    def __bool__(self): return False
-    def __len__(self): return 3
-def area(r): return Chameleon()
-"""
-
-
-@pytest.mark.parametrize(
-    "test",
-    ["assert math.isclose(area(2), 12.566)", "assert area(2) != 5", "assert not area(2)", "assert len(area(2)) == 3"],
-)
-def test_nothing_is_paid_for_helpers_and_operators_of_the_programs(group, test):
-    right = {"math": "import math\ndef area(r): return math.pi * r**2 + 2e-10", "!=": "def area(r): return 4"}
-    right |= {"not ": "def area(r): return []", "len": "def area(r): return [1, 2, 3]"}
-    program = next(program for sign, program in right.items() if sign in test)
-    test = test.replace("12.566)", "12.566, rel_tol=1e-4)")
-    assert scores(group, [HELPERS, program], test) == [0.0, 1.0]
-
-
 PAIR_VERDICTS = [
     ("print(2 * int(input()))", True, "right"),
     ("import sys\nsys.stdout.write(str(2 * int(sys.stdin.read())) + '   \\n\\n')", True, "white space at the end"),
@@ -470,9 +420,36 @@ PAIR_VERDICTS = [
 ]
 
 
-@pytest.mark.parametrize(("program", "score", "why"), PAIR_VERDICTS, ids=[why for *_, why in PAIR_VERDICTS])
-def test_verdicts_by_output(group, program, score, why):
-    assert scores(group, [program], DOUBLE_TESTS, score="fraction") == [float(score)]
+VERDICTS = [*((ADD_TESTS, *case) for case in ASSERT_VERDICTS), *((DOUBLE_TESTS, *case) for case in PAIR_VERDICTS)]
+
+
+@pytest.mark.parametrize(("tests", "program", "score", "why"), VERDICTS, ids=[why for *_, why in VERDICTS])
+def test_verdicts(group, tests, program, score, why):
+    assert scores(group, [program], tests, score="fraction", cpu_seconds=1) == [float(score)]
+
+
+HELPERS = """
+class math:
+    isclose = staticmethod(lambda *a, **k: True)
+class Chameleon:
+    def __ne__(self, other): return True
+    def __bool__(self): return False
+    def __len__(self): return 3
+def area(r): return Chameleon()
+"""
+
+
+@each(
+    ("test", "right"),
+    [
+        ("assert math.isclose(area(2), 12.566, rel_tol=1e-4)", "import math\ndef area(r): return math.pi * r**2"),
+        ("assert area(2) != 5", "def area(r): return 4"),
+        ("assert not area(2)", "def area(r): return []"),
+        ("assert len(area(2)) == 3", "def area(r): return [1, 2, 3]"),
+    ],
+)
+def test_nothing_is_paid_for_helpers_and_operators_of_the_programs(group, test, right):
+    assert scores(group, [HELPERS, right], test) == [0.0, 1.0]
 
 
 TWO_SUM = """class Solution:
@@ -483,53 +460,47 @@ TWO_SUM = """class Solution:
                 return [at[target - n], i]
             at[n] = i
 """
-DEEP = "def f(n): return 0 if n == 0 else 1 + f(n - 1)"
 
 
-@each(
-    ("tests", "programs", "expected"),
-    [
-        (
-            [{"input": "[2, 7, 11]\n9", "output": "[0, 1]", "testtype": "functional", "fn_name": "two_sum"}],
-            [TWO_SUM, TWO_SUM.replace("List", "list"), "def two_sum(a, b): return (0, 1)", TWO_SUM.replace("i]", "0]")],
-            [1, 1, 1, 0],
-        ),
-        (
-            {"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]},
-            ["def f(a, b): return a + b", "def f(a, b): return str(a + b)", "def g(a, b): return a + b", "f = 3"],
-            [1, 0, 0, 0],
-        ),
-        ({"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [5]}, ["def f(d): return d[1]"], [1]),
-        ({"fn_name": "f", "inputs": [[5000]], "outputs": [5000]}, [DEEP], [1]),
-        (
-            {"fn_name": "f", "inputs": [[1]], "outputs": [True]},
-            ["def f(x): return x == 1", "def f(x): return [x]"],
-            [1, 0],
-        ),
-        (
-            {"fn_name": "f", "inputs": [[1]], "outputs": [[1, 2]]},
-            [
-                "def f(x): return [1, 2]",
-                "class A(list):\n    def __eq__(self, other): return True\ndef f(x): return A()",
-                "def f(x):\n    yield 1\n    yield 2",
-                "def f(x): return 1",
-                "import os\ndef f(x): os._exit(0)",
-            ],
-            [1, 0, 0, 0, 0],
-        ),
-        ({"inputs": [["1", "2"]], "outputs": [["3"]]}, ["print(int(input()) + int(input()))", "print(12)"], [1, 0]),
-        (
-            ["assert only([1, 'a'], int) == [1]", "assert kind(2) == int", "assert kind('a') is str"],
-            [
-                "def kind(x): return type(x)\ndef only(xs, t): return [x for x in xs if isinstance(x, t)]",
-                "kind = only = lambda *x: eval",
-            ],
-            [1, 0],
-        ),
-    ],
-)
-def test_verdicts_by_the_forms_of_data_sets(group, tests, programs, expected):
-    assert scores(group, programs, json.dumps(tests)) == [float(right) for right in expected]
+FUNCTIONAL = [{"input": "[2, 7, 11]\n9", "output": "[0, 1]", "testtype": "functional", "fn_name": "two_sum"}]
+
+
+def called(argument, result):
+    return {"fn_name": "f", "inputs": [[argument]], "outputs": [result]}
+
+
+FORMS = [  # (tests, [(program, its score)])
+    (FUNCTIONAL, [
+        (TWO_SUM, 1), (TWO_SUM.replace("List", "list"), 1), ("def two_sum(a, b): return (0, 1)", 1),
+        (TWO_SUM.replace("i]", "0]"), 0),
+    ]),
+    ({"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]}, [
+        ("def f(a, b): return a + b", 1), ("def f(a, b): return str(a + b)", 0), ("def g(a, b): return a + b", 0),
+        ("f = 3", 0),
+    ]),
+    (called({"1": 5}, 5), [("def f(d): return d[1]", 1)]),
+    (called(5000, 5000), [("def f(n): return 0 if n == 0 else 1 + f(n - 1)", 1)]),
+    (called(1, True), [("def f(x): return x == 1", 1), ("def f(x): return [x]", 0)]),
+    (called(1, [1, 2]), [
+        ("def f(x): return [1, 2]", 1),
+        ("class A(list):\n    def __eq__(self, other): return True\ndef f(x): return A()", 0),
+        ("def f(x):\n    yield 1\n    yield 2", 0),
+        ("def f(x): return 1", 0),
+        ("import os\ndef f(x): os._exit(0)", 0),
+    ]),
+    ({"inputs": [["1", "2"]], "outputs": [["3"]]}, [
+        ("print(int(input()) + int(input()))", 1), ("print(12)", 0),
+    ]),
+    (["assert only([1, 'a'], int) == [1]", "assert kind(2) == int", "assert kind('a') is str"], [
+        ("def kind(x): return type(x)\ndef only(xs, t): return [x for x in xs if isinstance(x, t)]", 1),
+        ("kind = only = lambda *x: eval", 0),
+    ]),
+]  # fmt: skip
+
+
+@each(("tests", "programs"), FORMS)
+def test_verdicts_by_the_forms_of_data_sets(group, tests, programs):
+    assert scores(group, [program for program, _ in programs], json.dumps(tests)) == [score for _, score in programs]
 
 
 def test_setup_code_may_build_objects_of_the_program(group):
@@ -545,27 +516,14 @@ def test_setup_code_may_build_objects_of_the_program(group):
 @each(
     ("printed", "expected", "tolerance", "same"),
     [
-        ("0.50", "0.5", 0.0, True),
-        ("5.0", "5", 0.0, True),
-        ("1e3", "1000", 0.0, True),
-        ("1 2.0", "1  2", 0.0, True),
-        (" 1", "1", 0.0, True),
-        ("0.51", "0.5", 0.0, False),
-        ("0.5000001", "0.5", 0.0, False),
-        ("0.5000001", "0.5", 1e-6, True),
-        ("0.50001", "0.5", 1e-6, False),
-        ("1000000.5", "1000000.0", 1e-6, True),
-        ("1000001", "1000000", 1e-3, False),
-        ("4", "3", 1.0, False),
-        ("a 0.50", "a 0.5", 0.0, False),
-        ("nan", "nan", 0.0, True),
-        ("inf", "1.0", 1.0, False),
-        ("0.5 0.5", "0.5", 0.0, False),
-        ("1_0", "10", 0.0, False),
-        ("1e9999", "2.0", 1e-6, False),
-        ("9" * 401, "1.0", 1e-6, False),
+        ("0.50", "0.5", 0.0, True), ("5.0", "5", 0.0, True), ("1e3", "1000", 0.0, True), ("1 2.0", "1  2", 0.0, True),
+        (" 1", "1", 0.0, True), ("nan", "nan", 0.0, True), ("a 0.50", "a 0.5", 0.0, False),
+        ("0.51", "0.5", 0.0, False), ("0.5000001", "0.5", 0.0, False), ("0.5000001", "0.5", 1e-6, True),
+        ("0.50001", "0.5", 1e-6, False), ("1000000.5", "1000000.0", 1e-6, True), ("1000001", "1000000", 1e-3, False),
+        ("4", "3", 1.0, False), ("inf", "1.0", 1.0, False), ("0.5 0.5", "0.5", 0.0, False), ("1_0", "10", 0.0, False),
+        ("1e9999", "2.0", 1e-6, False), ("9" * 401, "1.0", 1e-6, False),
     ],
-)
+)  # fmt: skip
 def test_numbers_that_are_printed_are_compared_by_value(printed, expected, tolerance, same):
     assert same_output(printed, expected, tolerance) is same
 
@@ -577,11 +535,8 @@ def test_a_tolerance_is_for_results_of_calls_too(group):
     assert scores(group, programs, tests, tolerance=1e-6) == [1.0, 0.0]
 
 
-def test_all_wants_every_test(group):
+def test_all_wants_every_test_and_those_passed_before_the_deadline_count_as_a_fraction(group):
     assert scores(group, ["def add(a, b): return 5"], ADD_TESTS, score="all") == [0.0]
-
-
-def test_tests_passed_before_the_deadline_count_as_a_fraction(group):
     program = "def add(a, b):\n    while a < 0: pass\n    return a + b"
     assert scores(group, [program], ADD_TESTS, score="fraction", seconds=1.0) == [0.5]
 
@@ -632,6 +587,9 @@ def test_unisolated_programs_are_refused_before_anything_is_loaded():
         "reward.code.allow_unsafe: programs that a model wrote would run unisolated here (bubblewrap is not installed)"
         ", got false; install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap; "
     )
+    strict = r"^isolation: .*would run unisolated here .*, got strict; .* or set isolation=s"
+    with pytest.raises(UserError, match=strict):
+        reward(isolation="strict", allow_unsafe=True)
 
 
 @pytest.mark.usefixtures("nothing_isolates")
@@ -647,6 +605,7 @@ def test_the_note_says_which_isolation_is_active_and_what_bounds_memory():
     note = reward(allow_unsafe=True).note()
     assert note.startswith("programs are isolated by bubblewrap ")
     assert note.endswith("; all memory is bounded by resource limits and a system-call filter")
+    assert "; all memory is bounded by " in reward(isolation="strict").note()
 
 
 @pytest.fixture
@@ -667,18 +626,6 @@ def test_what_is_not_bounded_is_named(group):
         reward(isolation="strict")
 
 
-def test_strict_takes_a_filter():
-    assert "; all memory is bounded by " in reward(isolation="strict").note()
-
-
-@pytest.mark.usefixtures("nothing_isolates")
-def test_strict_goes_before_allow_unsafe():
-    with pytest.raises(
-        UserError, match=r"^isolation: .*would run unisolated here .*, got strict; .* or set isolation=s"
-    ):
-        reward(isolation="strict", allow_unsafe=True)
-
-
 def test_a_sandbox_that_breaks_stops_the_run(group, monkeypatch):
     monkeypatch.setattr(
         code.bubblewrap, "prefix", lambda *arguments: ["/bin/sh", "-c", "echo broken >&2; exit 1", "sh"]
@@ -690,70 +637,57 @@ def test_a_sandbox_that_breaks_stops_the_run(group, monkeypatch):
 CHECK = "def check(candidate):\n    {}\ncheck(f)"
 STACK = "stack = Stack()\nstack.push(3)\n"
 
-SOUND = [
-    "assert add(2, 3) == 5",
-    "assert add(add(1, 2), 3) == 6",
-    "assert add(mul(2, 3), 4) == 10",
-    "assert decode(encode('abc')) == 'abc'",
-    "assert is_prime(7) and not is_prime(8)",
-    "import math\nassert math.isclose(area(2), 12.5)",
-    "assert math.isclose(area(2), 12.5)",
-    "from math import isclose as near\nassert near(area(2), 12.5)",
-    "def near(a, b): return abs(a - b) < 1e-6\nassert near(area(2), 12.5)",
-    "assert abs(area(2) - 12.5) < 1e-6",
-    "assert set(f([1, 1])) == {1} and len(f(2)) == 3 and f(3)[0] == 1 and 2 in f(4)",
-    "assert isinstance(f(2), int) and isclose(f(2), 3)",
-    "assert Solution().two([1], 2) == [0]",
-    "stack = Stack()\nstack.push(3)\nassert stack.size() == 1 and stack.pop() == 3",
-    "for a, b in [(1, 2)]:\n    assert f(a) == b",
-    "assert all(f(x) == y for x, y in [(1, 2)])",
-    "answer = f(3)\nexpected = 4\nassert answer == expected",
-    "words = f('a b')\nwords.sort()\nassert words == ['a', 'b'] and words[0] == 'a'",
-    "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass",
-    "out = [f(x) for x in (1, 2)]\nif out != [2, 3]:\n    raise AssertionError",
-    CHECK.format("assert candidate([1]) == 2\n    assert abs(candidate(3) - 2) < 1e-6"),
-    "def compare(out, exp):\n    assert out == exp\ncompare(f(2), 4)",
-    "import random\nfor _ in range(3):\n    s = str(random.random())\n    assert decode(encode(s)) == s",
-]
-
-DOUBTFUL = [
-    ("assert isclose(area(2), 12.566)", Doubt.own_judge),
-    ("answer = area(2)\nassert isclose(answer, 12.566)", Doubt.own_judge),
-    ("assert not differ(f(1), 3)", Doubt.own_judge),
-    ("assert max_diff(f(2), 4) < 1e-6", Doubt.own_judge),
-    ("assert max_diff(f(2), 4) == 0", Doubt.own_judge),
-    ("assert isclose(f(2), 3) is True", Doubt.own_judge),
-    ("assert isclose(f(2), 3) and isclose(f(3), 4)", Doubt.own_judge),
-    ("assert f(2) == 3 or isclose(f(2), 3)", Doubt.own_judge),
-    ("assert np.allclose(f(2), [1, 2])", Doubt.own_judge),
-    ("solution = Solution()\nassert solution.isclose(solution.area(2), 12.5)", Doubt.own_judge),
-    ("assert is_sorted(sort([2, 1]))", Doubt.own_judge),
-    ("assert all(isclose(f(x), y) for x, y in [(1, 2)])", Doubt.own_judge),
-    ("if not isclose(f(2), 3):\n    raise AssertionError", Doubt.own_judge),
-    (CHECK.format("assert isclose(candidate(2), 3)"), Doubt.own_judge),
-    ("assert 1 == 1", Doubt.nothing),
-    ("assert sum([1, 2]) == 3", Doubt.nothing),
-    ("assert math.sqrt(4) == 2", Doubt.nothing),
-    ("assert f(2) == g(2)", Doubt.itself),
-    ("assert f() == RED", Doubt.itself),
-    ("assert f(lambda x: x) == 3", Doubt.function),
-    ("assert f(key=lambda x: x) == 3", Doubt.function),
-    ("def k(a): return a\nassert f(k, 1) == 2", Doubt.function),
-    ("x = [2, 1]\nf(x)\nassert x == [1, 2]", Doubt.in_place),
-    *((STACK + use, Doubt.operators) for use in ("assert len(stack) == 1", "assert stack[0] == 3", "assert not stack")),
-    *(
-        (STACK + use, Doubt.operators)
-        for use in ("assert stack == [3]", "for x in stack: assert x", "assert 3 in stack")
-    ),
-    *((STACK + use, Doubt.operators) for use in ("assert list(stack) == [3]", "assert [x for x in stack] == [3]")),
-]
+DOUBTS: dict[Doubt | None, list[str]] = {
+    None: [
+        "assert add(2, 3) == 5",
+        "assert add(add(1, 2), 3) == 6",
+        "assert add(mul(2, 3), 4) == 10",
+        "assert decode(encode('abc')) == 'abc'",
+        "assert is_prime(7) and not is_prime(8)",
+        "import math\nassert math.isclose(area(2), 12.5)",
+        "assert math.isclose(area(2), 12.5)",
+        "from math import isclose as near\nassert near(area(2), 12.5)",
+        "def near(a, b): return abs(a - b) < 1e-6\nassert near(area(2), 12.5)",
+        "assert abs(area(2) - 12.5) < 1e-6",
+        "assert set(f([1, 1])) == {1} and len(f(2)) == 3 and f(3)[0] == 1 and 2 in f(4)",
+        "assert isinstance(f(2), int) and isclose(f(2), 3)",
+        "assert Solution().two([1], 2) == [0]",
+        "stack = Stack()\nstack.push(3)\nassert stack.size() == 1 and stack.pop() == 3",
+        "for a, b in [(1, 2)]:\n    assert f(a) == b",
+        "assert all(f(x) == y for x, y in [(1, 2)])",
+        "answer = f(3)\nexpected = 4\nassert answer == expected",
+        "words = f('a b')\nwords.sort()\nassert words == ['a', 'b'] and words[0] == 'a'",
+        "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass",
+        "out = [f(x) for x in (1, 2)]\nif out != [2, 3]:\n    raise AssertionError",
+        CHECK.format("assert candidate([1]) == 2\n    assert abs(candidate(3) - 2) < 1e-6"),
+        "def compare(out, exp):\n    assert out == exp\ncompare(f(2), 4)",
+        "import random\nfor _ in range(3):\n    s = str(random.random())\n    assert decode(encode(s)) == s",
+    ],
+    Doubt.own_judge: [
+        "assert isclose(area(2), 12.566)", "answer = area(2)\nassert isclose(answer, 12.566)",
+        "assert not differ(f(1), 3)", "assert max_diff(f(2), 4) < 1e-6", "assert max_diff(f(2), 4) == 0",
+        "assert isclose(f(2), 3) is True", "assert isclose(f(2), 3) and isclose(f(3), 4)",
+        "assert f(2) == 3 or isclose(f(2), 3)", "assert np.allclose(f(2), [1, 2])",
+        "solution = Solution()\nassert solution.isclose(solution.area(2), 12.5)", "assert is_sorted(sort([2, 1]))",
+        "assert all(isclose(f(x), y) for x, y in [(1, 2)])", "if not isclose(f(2), 3):\n    raise AssertionError",
+        CHECK.format("assert isclose(candidate(2), 3)"),
+    ],
+    Doubt.nothing: ["assert 1 == 1", "assert sum([1, 2]) == 3", "assert math.sqrt(4) == 2"],
+    Doubt.itself: ["assert f(2) == g(2)", "assert f() == RED"],
+    Doubt.function: [
+        "assert f(lambda x: x) == 3", "assert f(key=lambda x: x) == 3", "def k(a): return a\nassert f(k, 1) == 2",
+    ],
+    Doubt.in_place: ["x = [2, 1]\nf(x)\nassert x == [1, 2]"],
+    Doubt.operators: [
+        STACK + use for use in (
+            "assert len(stack) == 1", "assert stack[0] == 3", "assert not stack", "assert stack == [3]",
+            "for x in stack: assert x", "assert 3 in stack", "assert list(stack) == [3]",
+            "assert [x for x in stack] == [3]",
+        )
+    ],
+}  # fmt: skip
 
 
-@each("source", SOUND)
-def test_sound_tests_are_left_alone(source):
-    assert doubts(source) == set()
-
-
-@each(("source", "doubt"), DOUBTFUL)
-def test_doubtful_tests_are_named(source, doubt):
-    assert doubts(source) == {doubt}
+@each(("doubt", "source"), [(doubt, source) for doubt, sources in DOUBTS.items() for source in sources])
+def test_doubtful_tests_are_named_and_sound_ones_are_left_alone(doubt, source):
+    assert doubts(source) == {doubt} - {None}

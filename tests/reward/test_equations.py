@@ -22,25 +22,13 @@ def found(text):
 @each(
     ("text", "holds"),
     [
-        ("7+5=12", True),
-        ("7+5=13", False),
-        ("4+8+1=13", True),
-        ("12-7=5", True),
-        ("5-1-1=3", True),
-        ("5-1-1=5", False),  # from the left: not 5-(1-1)
-        ("3-5=-2", True),
-        ("-3+5=2", True),
-        ("-3-5=-8", True),
-        ("2+3*4=14", True),  # products first: not 20
-        ("2*3+4*5=26", True),
-        ("10-2*3=4", True),
-        ("2*3*4=24", True),
-        ("0*7=0", True),
-        ("007+1=8", True),
-        ("7 + 5 = 12", True),
+        ("7+5=12", True), ("7+5=13", False), ("4+8+1=13", True), ("12-7=5", True), ("3-5=-2", True), ("-3+5=2", True),
+        ("-3-5=-8", True), ("2*3*4=24", True), ("0*7=0", True), ("007+1=8", True), ("7 + 5 = 12", True),
         ("12 -7= 5", True),
+        ("5-1-1=3", True), ("5-1-1=5", False),  # from the left: not 5-(1-1)
+        ("2+3*4=14", True), ("2*3+4*5=26", True), ("10-2*3=4", True),  # products first: not 20
     ],
-)
+)  # fmt: skip
 def test_an_equation_is_a_step_that_holds_or_not(text, holds):
     assert found(text) == [(text, holds)]
 
@@ -48,37 +36,13 @@ def test_an_equation_is_a_step_that_holds_or_not(text, holds):
 @each(
     "text",
     [
-        "",
-        "12",
-        "12=12",  # no operator
-        "7+5",
-        "7+5=",
-        "=12",
-        "7+5==12",
-        "7++5=12",
-        "1+2=3=3",
-        "1+2=3+0",
-        "1 + 2 = 3 + 4 = 7",
-        "x+1+2=3",
-        "x + 1 + 2 = 3",
-        "6/2+1=4",
-        "6 / 2 + 1 = 4",
-        "(1+2)=3",
-        "1+2=3)",
-        "1+2=3.5",
-        "1.5+1=2",
-        "0.1+2=3",
-        "1+2=3%",
-        "1+2=3apples",
-        "2**3=8",
-        "7  +  5=12",
-        "7\n+5=12",
-        "７+５=12",
-        "1_0+2=12",
-        "0x1+2=3",
+        "", "12", "12=12", "7+5", "7+5=", "=12", "7+5==12", "7++5=12", "1+2=3=3", "1+2=3+0", "1 + 2 = 3 + 4 = 7",
+        "x+1+2=3", "x + 1 + 2 = 3", "6/2+1=4", "6 / 2 + 1 = 4", "(1+2)=3", "1+2=3)", "1+2=3.5", "1.5+1=2", "0.1+2=3",
+        "1+2=3%", "1+2=3apples", "2**3=8", "7  +  5=12", "7\n+5=12", "７+５=12", "1_0+2=12", "0x1+2=3",
+        "__import__('os').abort()+1=2", "(lambda:1)()+1=2",
         "1" * 60 + "+" + "0" * 60 + "=" + "1" * 60,  # longer than anybody writes
     ],
-)
+)  # fmt: skip
 def test_what_is_not_plainly_an_equation_is_no_step(text):
     assert found(text) == []
 
@@ -94,12 +58,7 @@ def test_an_equation_in_a_sentence_is_found():
     assert found(text) == [("So 48 + 24 = 72", True), ("So 48 + 24 = 72. Then 72-2=71", False)]
 
 
-def test_nothing_that_is_written_is_run():
-    assert found("__import__('os').abort()+1=2") == []
-    assert found("(lambda:1)()+1=2") == []
-
-
-@pytest.mark.parametrize("part", ["1", "a", "1+", "+", "=", "1+1=2 ", "+ ", " +", "1+1=2+", " ", ",", "- 1"])
+@each("part", ["1", "a", "1+", "+", "=", "1+1=2 ", "+ ", " +", "1+1=2+", " ", ",", "- 1"])
 def test_time_grows_with_the_length_of_a_hostile_text_and_no_faster(part):
     """Anything worse than linear would take hours for a million characters, not a second or two."""
     text = part * (1_000_000 // len(part))

@@ -3,11 +3,13 @@
 import logging
 import socket
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from in_one_test import each
 from scripted_server import Reply, ScriptedServer, scores
 
 from rlft.reward.http import Request, ServerKeys, scores_in
@@ -41,24 +43,14 @@ def config(server):
     return make
 
 
-def test_a_request_says_all_there_is_to_know(server, config, group):
-    specs(config())["http"].build()(group(["x", "y"], answer="18", id="gsm8k-17"))
-    question = [{"role": "user", "content": "What is 8 + 10?"}]
-    assert server.bodies == [
-        {
-            "ids": ["gsm8k-17", "gsm8k-17"],
-            "prompts": [question, question],
-            "answers": ["18", "18"],
-            "completions": ["x", "y"],
-        }
-    ]
-
-
-def test_metadata_go_along_where_they_are_asked_for(server, config, group):
-    whole = group(["x", "y"])
+def test_a_request_says_all_there_is_to_know_with_metadata_where_they_are_asked_for(server, config, group):
+    whole = group(["x", "y"], answer="18", id="gsm8k-17")
     known = replace(whole, prompt=replace(whole.prompt, metadata={"tests": ["1 + 1 == 2"]}))
-    specs(config(send_metadata=True))["http"].build()(known)
-    assert server.bodies[0]["metadata"] == [{"tests": ["1 + 1 == 2"]}] * 2
+    for more in ({}, {"send_metadata": True}):
+        specs(config(**more))["http"].build()(known)
+    question = [{"role": "user", "content": "What is 8 + 10?"}]
+    said = {"ids": ["gsm8k-17"] * 2, "prompts": [question] * 2, "answers": ["18"] * 2, "completions": ["x", "y"]}
+    assert server.bodies == [said, said | {"metadata": [{"tests": ["1 + 1 == 2"]}] * 2}]
 
 
 def test_a_group_is_split_into_batches(server, config, group):
@@ -67,19 +59,16 @@ def test_a_group_is_split_into_batches(server, config, group):
     assert sorted(body["completions"] for body in server.bodies) == [["a", "ab"], ["abc", "abcd"], ["abcde"]]
 
 
-@pytest.mark.parametrize("text", ['"}]}\n{"scores": [9]}', "\x00\x1b[2J", "é漢😀", "\ud800", "\u2028"])
-def test_a_completion_arrives_as_it_was_whatever_stands_in_it(server, config, group, text):
-    specs(config())["http"].build()(group([text]))
-    assert server.bodies[0]["completions"] == [text]
+def test_a_completion_arrives_as_it_was_whatever_stands_in_it(server, config, group):
+    texts = ['"}]}\n{"scores": [9]}', "\x00\x1b[2J", "é漢😀", "\ud800", "\u2028"]
+    specs(config())["http"].build()(group(texts))
+    assert server.bodies[0]["completions"] == texts
 
 
 def test_workers_ask_the_server_and_send_the_token_of_the_environment(server, config, group, monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", "tok-1234")
-    score = Scorer(specs(config(token_variable="REWARD_TOKEN")), 2, 4.0, "stop")
-    try:
+    with closing(Scorer(specs(config(token_variable="REWARD_TOKEN")), 2, 4.0, "stop")) as score:
         totals = score([group(["a" * i, "b"], id=f"p{i}") for i in range(6)]).total.tolist()
-    finally:
-        score.close()
     assert totals == [[float(i), 1.0] for i in range(6)]
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer tok-1234"}
     # Each of two workers keeps its connection.
@@ -88,12 +77,8 @@ def test_workers_ask_the_server_and_send_the_token_of_the_environment(server, co
 
 def test_a_server_that_stays_away_stops_the_run_and_says_where_it_was_looked_for(server, config, group):
     server.answer = lambda body: Reply(status=503, text="loading the model")
-    score = Scorer(specs(config()), 1, 4.0, "stop")
-    try:
-        with pytest.raises(RewardError) as stopped:
-            score([group(["a", "b"])])
-    finally:
-        score.close()
+    with pytest.raises(RewardError) as stopped:
+        Scorer(specs(config()), 0, 4.0, "stop")([group(["a", "b"])])
     problem = "it answered 503 Service Unavailable 'loading the model' (attempt 2 of 2)"
     where = f"got no scores from {server.address}/score: {problem}, on prompt 'p0', its 2 completions as a whole; "
     assert str(stopped.value).startswith(f"reward.http: {where}")
@@ -103,10 +88,10 @@ def test_a_server_that_stays_away_stops_the_run_and_says_where_it_was_looked_for
 
 def test_a_slow_server_is_told_by_the_reward_before_the_scorer_cuts_it_off(server, config, group):
     server.answer = lambda body: Reply(delay_s=5.0)
-    # The reward gives up after 0.9 * 3 = 2.7 s, the scorer would after 3 s.
-    score = Scorer(specs(config(group_timeout=3.0, timeout=2.7, retries=5)), 0, 3.0, 0.25)
+    # The reward gives up after 0.9 * 2 = 1.8 s, the scorer would after 2 s.
+    score = Scorer(specs(config(group_timeout=2.0, timeout=1.8, retries=5)), 0, 2.0, 0.25)
     assert score([group(["a"])]).total.tolist() == [[0.25]]
-    assert "no answer within 2.7 s" in score.last_failure
+    assert "no answer within 1.8 s" in score.last_failure
 
 
 # -- attempts and refusals ---------------------------------------------------------------------------------------------
@@ -151,8 +136,9 @@ def test_a_passing_trouble_is_gone_at_the_next_attempt(server, make, trouble):
     assert len(server.bodies) == 2
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 307])
+@each("status", [400, 401, 404, 307])
 def test_an_answer_that_will_not_change_is_not_asked_for_again(server, make, status):
+    server.paths.clear()
     server.answer = lambda body: Reply(status=status, text="no", headers={"Location": "/elsewhere"})
     assert f"it answered {status} " in str(failure(make()))
     assert server.paths == ["/score"]
@@ -218,20 +204,14 @@ def test_one_failing_request_leaves_the_scores_of_the_others(server, make):
     assert failure(make(), num_requests=3).scores is None
 
 
-def test_connections_are_kept_from_group_to_group(server, make):
-    keys = make()
-    for _ in range(5):
-        ask(keys)
-    assert server.num_connections == 1
-
-
-def test_a_connection_that_the_server_dropped_meanwhile_costs_no_attempt(server, make):
-    server.answer = lambda body: scores(1.0, drops=True)
+@pytest.mark.parametrize(("drops", "connections"), [(False, 1), (True, 3)])
+def test_connections_are_kept_and_one_that_the_server_dropped_costs_no_attempt(server, make, drops, connections):
+    server.answer = lambda body: scores(1.0, drops=drops)
     keys = make(retries=0)
     for _ in range(3):
         assert ask(keys) == [1.0]
-        time.sleep(0.1)
-    assert server.num_connections == 3
+        time.sleep(0.1 * drops)
+    assert server.num_connections == connections
 
 
 def test_nobody_at_the_address_is_told(make):
@@ -242,17 +222,15 @@ def test_nobody_at_the_address_is_told(make):
     assert "secret" not in told
 
 
-def test_token_and_headers_go_along(server, make, monkeypatch):
+def test_token_and_headers_go_along_and_no_token_where_none_is_named(server, make, monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", "tok-1234\n")
     ask(make(token_variable="REWARD_TOKEN", headers={"X-Run": "seven"}))
-    assert server.headers[0]["Authorization"] == "Bearer tok-1234"
-    assert server.headers[0]["X-Run"] == "seven"
-    assert server.headers[0]["Content-Type"] == "application/json"
-
-
-def test_no_token_is_sent_where_none_is_named(server, make):
     ask(make())
-    assert "Authorization" not in server.headers[0]
+    with_token, without = server.headers
+    assert with_token["Authorization"] == "Bearer tok-1234"
+    assert with_token["X-Run"] == "seven"
+    assert with_token["Content-Type"] == "application/json"
+    assert "Authorization" not in without
 
 
 def test_the_token_is_never_told(server, make, monkeypatch, caplog):
@@ -265,7 +243,7 @@ def test_the_token_is_never_told(server, make, monkeypatch, caplog):
     assert "tok-1234" not in caplog.text + repr(keys)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("<html>", "its answer is not JSON, got '<html>'"),

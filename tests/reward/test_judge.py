@@ -1,4 +1,7 @@
+"""A judge's ratings: what it is shown, how its replies are read, and which completion has none."""
+
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -58,11 +61,8 @@ def test_ratings_become_0_to_1_for_the_completion_they_are_of(server, make, grou
     assert make(mode=mode)(group(["a", "a" * 10, "aaaa"])) == [0.0, 1.0, pytest.approx(1 / 3, abs=1e-15)]
     assert len(server.bodies) == num_requests
     assert server.paths[0] == "/v1/chat/completions"
-
-
-def test_the_scale_is_a_key(server, make, group):
     # (2 + 2) / (8 + 2)
-    assert make(lowest=-2.0, highest=8.0)(group(["aa"])) == [0.4]
+    assert make(mode=mode, lowest=-2.0, highest=8.0)(group(["aa"])) == [0.4]
 
 
 def test_the_judge_sees_rubric_scale_question_reference_and_answers(server, make, group):
@@ -86,22 +86,18 @@ def test_no_reference_is_shown_where_there_is_none_or_none_is_wanted(server, mak
     assert "reference" not in server.bodies[0]["messages"][0]["content"]
 
 
-def test_settings_of_the_request_are_sent_as_they_are(server, make, group):
+def test_settings_of_the_request_are_sent_as_they_are_and_json_is_asked_for_in_the_servers_words(server, make, group):
     make(model="gpt-x", options={"temperature": 0.5, "max_tokens": 99})(group(["aa"]))
-    body = server.bodies[0]
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("gpt-x", 0.5, 99)
     make(model=None, options={})(group(["aa"]))
-    assert set(server.bodies[1]) == {"messages", "response_format"}
-
-
-def test_the_server_is_told_of_json_in_its_own_words(server, make, group):
-    for kind in ("json_schema", "json_object", "none"):
+    for kind in ("json_object", "none"):
         make(response_format=kind)(group(["aa"]))
-    schema, plain, nothing = (body.get("response_format") for body in server.bodies)
-    assert schema["type"] == "json_schema"
-    assert schema["json_schema"]["schema"]["required"] == ["scores"]
-    assert plain == {"type": "json_object"}
-    assert nothing is None
+    first, bare, plain, nothing = server.bodies
+    assert (first["model"], first["temperature"], first["max_tokens"]) == ("gpt-x", 0.5, 99)
+    assert set(bare) == {"messages", "response_format"}
+    assert bare["response_format"]["type"] == "json_schema"
+    assert bare["response_format"]["json_schema"]["schema"]["required"] == ["scores"]
+    assert plain["response_format"] == {"type": "json_object"}
+    assert "response_format" not in nothing
 
 
 def test_no_position_belongs_to_a_completion(server, make):
@@ -110,16 +106,10 @@ def test_no_position_belongs_to_a_completion(server, make):
     for i in range(200):
         assert judge(make_group(letters, id=f"p{i}")) == [pytest.approx(k / 9, abs=1e-15) for k in range(4)]
     places = [texts(body).index("a") for body in server.bodies]
+    make(mode="group")(make_group(letters, id="p7"))
+    assert texts(server.bodies[-1]) == texts(server.bodies[7]), "a prompt is always shuffled alike"
     # Each place 50 times of 200 on average, with a standard deviation of sqrt(200 * 1/4 * 3/4) = 6.1; four of them.
     assert all(abs(places.count(place) - 50) < 25 for place in range(4))
-
-
-def test_a_prompt_is_always_shuffled_alike(server, make):
-    letters = list("abcdefgh")
-    for _ in range(2):
-        make(mode="group")(make_group(letters, id="p7"))
-    assert texts(server.bodies[0]) == texts(server.bodies[1])
-    assert texts(server.bodies[0]) != letters
 
 
 HOSTILE = [
@@ -132,13 +122,13 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE)
+@each("text", HOSTILE)
 def test_a_hostile_completion_stays_one_string_in_its_place(server, make, group, text):
     server.answer = lambda body: rated(*(1 if answer == text else 5 for answer in texts(body)))
     # A hostile one gets 1, the others (5 - 1) / 9.
     assert make(mode="group")(group(["fine", text, "good"])) == [4 / 9, 0.0, 4 / 9]
-    assert set(shown(server.bodies[0])) == {"question", "reference", "answers"}
-    assert text not in server.bodies[0]["messages"][0]["content"]
+    assert set(shown(server.bodies[-1])) == {"question", "reference", "answers"}
+    assert text not in server.bodies[-1]["messages"][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -200,20 +190,10 @@ def test_a_hostile_reply_is_read_in_time():
             reply({"choices": [{"message": {"content": "so " + piece * 2000}}]})
 
 
-def test_only_the_completion_that_the_judge_cannot_rate_has_no_score(server, make, group):
-    server.answer = lambda body: chat("hm") if texts(body) == ["odd"] else by_length(body)
-    with pytest.raises(Unscored) as failed:
-        make()(group(["a", "odd", "a" * 10]))
-    assert failed.value.scores == (0.0, None, 1.0)
-
-
 def test_workers_ask_the_judge_and_on_error_decides_what_it_cannot_rate(server, config, group):
     server.answer = lambda body: chat("hm") if texts(body) == ["odd"] else by_length(body)
-    score = Scorer(specs(config()), 2, 4.0, 0.5)
-    try:
+    with closing(Scorer(specs(config()), 2, 4.0, 0.5)) as score:
         totals = score([group(["a", "odd"], id="p0"), group(["a" * 10, "a"], id="p1")]).total.tolist()
-    finally:
-        score.close()
     assert totals == [[0.0, 0.5], [1.0, 0.0]]
     assert score.num_failures == 1
     assert "the judge's reply is not JSON" in score.last_failure

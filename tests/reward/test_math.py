@@ -21,81 +21,9 @@ def math_reward(**keys) -> Math:
     return Math(**{**TAGGED, "unevaluated": False, "max_chars": 200, **keys})
 
 
-VERDICTS = [
-    ("18", "18", True, "the number"),
-    ("1,000", "1000", True, "thousands separated"),
-    ("$18", "18", True, "a currency sign"),
-    (r"\boxed{18}", "18", True, "boxed inside the tag"),
-    (r"18\text{ apples}", "18", True, "a unit set as text"),
-    ("18 cm", "18", True, "a unit the library knows"),
-    ("18 dollars", "18", True, "a unit in words"),
-    ("18 thousand", "18", False, "nor may a word change the number"),
-    *(
-        (form, "18", True, "a font, a size or a colour")
-        for form in (
-            r"\texttt{18}", r"\mathsf{18}", r"\boldsymbol{18}", r"\bm{18}", r"\pmb{18}", r"\mathnormal{18}",
-            r"\textup{18}", r"\large 18", r"{\Large 18}", r"{\small\bf 18}", r"\color{red}18", r"\color{red}{18}",
-            r"\textcolor{blue}{18}",
-        )
-    ),
-    *(
-        (form, "18", True, "emphasis, space, or what leads to it")
-        for form in (
-            "*18*", "__18__", "`18`", "**`18`**", "18\\ ", "= 18", r"\therefore 18", "≈18", r"\approx 18",
-        )
-    ),
-    ("1e-05", "0.00001", True, "scientific notation"),
-    ("1.5e+3", "1500", True, "scientific notation"),
-    ("1e-05", "0.0001", False, "another number in scientific notation"),
-    ("2e", "200", False, "no exponent"),
-    ("1 1/2", "1.5", True, "a mixed number"),
-    ("17 2/2", "18", False, "a sum still to be done"),
-    (r"\textcolor{red}{17}", "18", False, "another number in colour"),
-    ("*17* 18", "18", False, "two numbers"),
-    ("= 17 = 18", "18", False, "two numbers"),
-    ("−5", "-5", True, "a typographic minus"),
-    (r"\frac{1}{2}", "0.5", True, "a fraction for a decimal"),
-    ("1/2", "0.5", True, "a fraction for a decimal"),
-    (r"1\frac{1}{2}", "1.5", True, "a mixed number"),
-    (r"\{2,1\}", r"\{1,2\}", True, "equal sets"),
-    ("[0,1)", "[0,1)", True, "equal intervals"),
-    ("[0,1]", "[0,1)", False, "different intervals"),
-    ("Paris", "Paris", True, "a word"),
-    ("paris", "Paris", True, "a word, by its letters"),
-    ("siraP", "Paris", False, "no product of letters"),
-    ("17", "18", False, "another number"),
-    ("18.0001", "18", False, "almost"),
-    ("8+10", "18", False, "a sum still to be done"),
-    ("20 - 2", "18", False, "a difference still to be done"),
-    (r"6 \times 3", "18", False, "a product still to be done"),
-    ("6*3", "18", False, "a product still to be done"),
-    ("36/2", "18", False, "a quotient still to be done, where a whole number is due"),
-    ("10^3", "1000", False, "a power still to be done"),
-    (r"\sqrt{324}", "18", False, "a root still to be taken"),
-    ("1e3", "1000", False, "1 * e * 3 to mathematics"),
-    ("17, 18", "18", False, "two answers"),
-    ("17 or 18", "18", False, "two answers"),
-    ("17$ $18", "18", False, "two answers, apart"),
-    (r"\boxed{17}\boxed{18}", "18", False, "two answers, boxed"),
-    ("17 = 18", "18", False, "two answers, equated"),
-    ("18, 18, 18", "18", False, "the answer over and over"),
-    ("18 18", "18", False, "a product"),
-    (r"\infty", "18", False, "not everything"),
-    ("The answer is 18", "18", False, "prose"),
-    ("What is 8 + 10? 18", "18", False, "an echo of the question before it"),
-    ("8 + 10 = 18", "18", False, "an echo of the sum before it"),
-    ("１８", "18", True, "full-width digits"),
-    ("١٨", "18", True, "Arabic-Indic digits"),
-    ("", "18", False, "nothing"),
-    ("$", "18", False, "nothing"),
-    (r"\frac{1}{", "18", False, "broken LaTeX"),
-]  # fmt: skip
-
-
-@each(("answer", "reference", "right", "why"), VERDICTS)
-def test_verdicts(group, answer, reference, right, why):
-    scores = math_reward()(group([f"<answer>{answer}</answer>"], answer=reference))
-    assert scores == [float(right)], why
+def test_the_answer_in_its_place_is_compared(group):
+    texts = [f"<answer>{answer}</answer>" for answer in (r"\boxed{18}", "17", "", "$", r"\frac{1}{", "18, 18, 18")]
+    assert math_reward()(group([*texts, "18"])) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 @each(
@@ -132,60 +60,27 @@ GOLDS = [
     (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}"),
     (r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"\begin{pmatrix} 1/3 \\ 2/3 \end{pmatrix}"),
     (r"\begin{bmatrix} 0 & \infty \\ x & 1 \end{bmatrix}", r"\begin{bmatrix} 0 & \infty \\ y & 1 \end{bmatrix}"),
-    (r"\infty", r"-\infty"),
-    (r"(-\infty, 2) \cup (3, \infty)", r"(-\infty, 2) \cup [3, \infty)"),
-    (r"(5,\infty)", r"[5,\infty)"),
-    (r"\left[0,\frac{1}{2}\right)", r"\left[0,\frac{1}{3}\right)"),
-    ("[-2,7]", "(-2,7]"),
-    (r"x \in [-2,7]", r"x \in [-2,8]"),
-    (r"\{1,2,3\}", r"\{1,2,4\}"),
-    (r"\{1\pm\sqrt{5},-2\}", r"\{1\pm\sqrt{6},-2\}"),
-    (r"\emptyset", r"\{0\}"),
-    (r"\mathbb{R}\setminus\{0\}", r"\mathbb{R}\setminus\{1\}"),
-    ("1,-2", "1,2"),
-    ("(6,31,-1)", "(6,-1,31)"),
-    ("(2,1)", "(1,2)"),
-    ("(1,2), (3,4)", "(1,2), (4,3)"),
+    (r"\infty", r"-\infty"), (r"(-\infty, 2) \cup (3, \infty)", r"(-\infty, 2) \cup [3, \infty)"),
+    (r"(5,\infty)", r"[5,\infty)"), (r"\left[0,\frac{1}{2}\right)", r"\left[0,\frac{1}{3}\right)"),
+    ("[-2,7]", "(-2,7]"), (r"x \in [-2,7]", r"x \in [-2,8]"), (r"\{1,2,3\}", r"\{1,2,4\}"),
+    (r"\{1\pm\sqrt{5},-2\}", r"\{1\pm\sqrt{6},-2\}"), (r"\emptyset", r"\{0\}"),
+    (r"\mathbb{R}\setminus\{0\}", r"\mathbb{R}\setminus\{1\}"), ("1,-2", "1,2"), ("(6,31,-1)", "(6,-1,31)"),
+    ("(2,1)", "(1,2)"), ("(1,2), (3,4)", "(1,2), (4,3)"),
     (r"\left( 3, \frac{\pi}{2} \right)", r"\left( 3, \frac{\pi}{3} \right)"),
-    (r"\binom{100}{50}", r"\binom{100}{49}"),
-    (r"\binom{20000}{10000}", r"\binom{20000}{9999}"),
-    (r"\binom{1000000}{500000}", r"\binom{1000000}{500001}"),
-    ("3^{5000}", "3^{5001}"),
-    ("100!", "99!"),
-    (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"),
-    (r"x+2^{-99}", r"x+2^{-98}"),
-    (r"11\sqrt{2}", r"11\sqrt{3}"),
-    (r"\sqrt[3]{4}", r"\sqrt[3]{5}"),
-    (r"\frac{14}{3}", r"\frac{13}{3}"),
-    ("3/8", "3/7"),
-    (r"12\frac{3}{5}", r"12\frac{2}{5}"),
-    (r"11\%", r"12\%"),
-    (r"0.\overline{05}", r"0.\overline{06}"),
-    (r"18\text{ cm}^2", r"18\text{ cm}^3"),
-    (r"\frac{270}7\text{ degrees}", r"\frac{271}7\text{ degrees}"),
-    (r"90^\circ", r"90\text{ radians}"),
-    (r"\$32,\!500", r"\$32,\!600"),
-    (r"6.02 \times 10^{23}", r"6.02 \times 10^{22}"),
-    ("4210_{5}", "4210_{6}"),
-    (r"\text{Monday}", "Tuesday"),
-    (r"\text{June 20}", r"\text{June 21}"),
-    ("Yes", "No"),
-    ("No", "on"),
-    (r"\text{(C)}", r"\text{(D)}"),
-    ("x=3", "y=3"),
-    ("y = 2x + 3", "y = 2x - 3"),
-    ("(x-2)^2+(y+1)^2=9", "(x-2)^2+(y+1)^2=8"),
-    ("x^3+3x-6", "x^3+3x+6"),
-    (r"\frac{x+2}{7}", r"\frac{x-2}{7}"),
-    (r"2 \leq x \leq 4", r"2 \leq x < 4"),
-    ("6 - 5i", "6 + 5i"),
-    (r"e^{i\pi/4}", r"e^{i\pi/3}"),
-    (r"\pm 3", "3"),
-    (r"1 \pm \sqrt{19}", r"1 + \sqrt{19}"),
-    (r"\log_2 3", r"\log_3 2"),
-    (r"\frac{\pi}{3}+2\pi n", r"\frac{\pi}{3}+\pi n"),
-    ("3:2", "2:3"),
-]
+    (r"\binom{100}{50}", r"\binom{100}{49}"), (r"\binom{20000}{10000}", r"\binom{20000}{9999}"),
+    (r"\binom{1000000}{500000}", r"\binom{1000000}{500001}"), ("3^{5000}", "3^{5001}"), ("100!", "99!"),
+    (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"), (r"x+2^{-99}", r"x+2^{-98}"), (r"11\sqrt{2}", r"11\sqrt{3}"),
+    (r"\sqrt[3]{4}", r"\sqrt[3]{5}"), (r"\frac{14}{3}", r"\frac{13}{3}"), ("3/8", "3/7"),
+    (r"12\frac{3}{5}", r"12\frac{2}{5}"), (r"11\%", r"12\%"), (r"0.\overline{05}", r"0.\overline{06}"),
+    (r"18\text{ cm}^2", r"18\text{ cm}^3"), (r"\frac{270}7\text{ degrees}", r"\frac{271}7\text{ degrees}"),
+    (r"90^\circ", r"90\text{ radians}"), (r"\$32,\!500", r"\$32,\!600"),
+    (r"6.02 \times 10^{23}", r"6.02 \times 10^{22}"), ("4210_{5}", "4210_{6}"), (r"\text{Monday}", "Tuesday"),
+    (r"\text{June 20}", r"\text{June 21}"), ("Yes", "No"), ("No", "on"), (r"\text{(C)}", r"\text{(D)}"),
+    ("x=3", "y=3"), ("y = 2x + 3", "y = 2x - 3"), ("(x-2)^2+(y+1)^2=9", "(x-2)^2+(y+1)^2=8"),
+    ("x^3+3x-6", "x^3+3x+6"), (r"\frac{x+2}{7}", r"\frac{x-2}{7}"), (r"2 \leq x \leq 4", r"2 \leq x < 4"),
+    ("6 - 5i", "6 + 5i"), (r"e^{i\pi/4}", r"e^{i\pi/3}"), (r"\pm 3", "3"), (r"1 \pm \sqrt{19}", r"1 + \sqrt{19}"),
+    (r"\log_2 3", r"\log_3 2"), (r"\frac{\pi}{3}+2\pi n", r"\frac{\pi}{3}+\pi n"), ("3:2", "2:3"),
+]  # fmt: skip
 
 
 def written_otherwise(gold: str) -> list[str]:
@@ -223,43 +118,20 @@ def test_every_kind_of_answer_is_right_in_every_form_and_another_value_is_wrong_
 
 # Answers to a reference, right by the library in another notation than a change of delimiters.
 VARIANTS = [
-    ("0.5", r"\frac{1}{2}"),
-    (r"\frac{1}{3}", "0.333333"),
-    (r"\frac{1}{81234}", "0.0000123101"),
-    ("28\\%", "28"),
-    ("28\\%", "0.28"),
-    ("28\\%", "28 percent"),
-    (r"28.5\%", "28.5"),
-    ("1024", "1024.0"),
-    ("2^{10}", "1024"),
-    (r"\{1,2\}", "2,1"),
-    ("1,2", r"\{2,1\}"),
-    ("(1,2)", "1,2"),
-    ("x=3", "3"),
-    ("3", "x=3"),
-    ("11", r"x\approx11"),
-    (r"\sqrt{8}", r"2\sqrt{2}"),
-    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
-    (r"\frac{1}{2}", r"\frac{1}{2}=0.5"),
-    ("(x+1)^2", "x^2+2x+1"),
-    (r"\cos 2x", r"1-2\sin^2 x"),
-    ("y=2x+3", "2x-y+3=0"),
-    ("x^2/4 + y^2/3 = 1", "x^2/16 + y^2/12 = 1/4"),
-    ("x > 5", "5 < x"),
-    ("1 < x < 2", "(1,2)"),
-    (r"(-\infty,1)\cup(2,3)", r"(2,3)\cup(-\infty,1)"),
-    (r"(0,2)", r"(0,1]\cup(1,2)"),
-    (r"\infty", "infinity"),
-    ("abc", "cab"),
-    (r"\binom{10}{3}", "120"),
-    (r"\begin{pmatrix} 1/2 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 0.5 \\ 2 \end{pmatrix}"),
-    ("(p,q)=(3,2)", "(3,2)"),
-    ("10\\text{ or }12", "12, 10"),
-    ("2n\\pi", "2\\pi n"),
-    ("6-5i", "-5i+6"),
-    (r"\frac{270}{7}\text{ degrees}", r"\frac{270}{7}"),
-    ("5 \\text{ inches}", "5"),
-]
+    ("0.5", r"\frac{1}{2}"), (r"\frac{1}{3}", "0.333333"), (r"\frac{1}{81234}", "0.0000123101"), ("28\\%", "28"),
+    ("28\\%", "0.28"), ("28\\%", "28 percent"), (r"28.5\%", "28.5"), ("1024", "1024.0"), ("2^{10}", "1024"),
+    (r"\{1,2\}", "2,1"), ("1,2", r"\{2,1\}"), ("(1,2)", "1,2"), ("x=3", "3"), ("3", "x=3"), ("11", r"x\approx11"),
+    (r"\sqrt{8}", r"2\sqrt{2}"), (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), (r"\frac{1}{2}", r"\frac{1}{2}=0.5"),
+    ("(x+1)^2", "x^2+2x+1"), (r"\cos 2x", r"1-2\sin^2 x"), ("y=2x+3", "2x-y+3=0"),
+    ("x^2/4 + y^2/3 = 1", "x^2/16 + y^2/12 = 1/4"), ("x > 5", "5 < x"), ("1 < x < 2", "(1,2)"),
+    (r"(-\infty,1)\cup(2,3)", r"(2,3)\cup(-\infty,1)"), (r"(0,2)", r"(0,1]\cup(1,2)"), (r"\infty", "infinity"),
+    ("abc", "cab"), (r"\binom{10}{3}", "120"),
+    (r"\begin{pmatrix} 1/2 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 0.5 \\ 2 \end{pmatrix}"), ("(p,q)=(3,2)", "(3,2)"),
+    ("10\\text{ or }12", "12, 10"), ("2n\\pi", "2\\pi n"), ("6-5i", "-5i+6"),
+    (r"\frac{270}{7}\text{ degrees}", r"\frac{270}{7}"), ("5 \\text{ inches}", "5"), ("0.00001", "1e-05"),
+    ("1500", "1.5e+3"), ("1.5", "1 1/2"), ("-5", "−5"), ("0.5", "1/2"), ("1.5", r"1\frac{1}{2}"),
+    (r"\{1,2\}", r"\{2,1\}"), ("[0,1)", "[0,1)"), ("Paris", "paris"),
+]  # fmt: skip
 
 
 def test_what_the_library_finds_right_is_right():
@@ -272,21 +144,27 @@ def test_what_the_library_finds_right_is_right():
     assert [pair for pair in VARIANTS if not right(pair[1], pair[0])] == []
 
 
-# What may stand around a plain number, here 18.
+# What may stand around a plain number, here 18, and ways to set it.
 AROUND_A_NUMBER = [
     r"18^\circ", r"18^{\circ}", "18°", r"18^\circ\text{C}", r"18\text{ cm}^2", r"18 \text{ cm}^2", r"18\text{ km/h}",
-    r"18\mathrm{cm}", r"18\,\text{cm}", r"18~\mathrm{cm}", r"18 \mbox{ inches}^3", r"\mathbf{18}", r"\textbf{18}",
-    r"\mbox{18}", r"\text{18}", r"{\bf 18}", r"\underline{18}", r"\mathbf{18}\text{ cm}", r"\displaystyle 18",
-    r"\(18\)", r"\[18\]", r"$18$.", r"\boxed{18}.", "18.", "**18**", "{18}", "+18", "18.0", r"\$18", r"\$18.00", "x=18",
-    r"1.8\times10^1", r"1.8 \cdot 10^{1}", r"180\times10^{-1}",
+    r"18\mathrm{cm}", r"18\,\text{cm}", r"18~\mathrm{cm}", r"18 \mbox{ inches}^3", "18 dollars", r"18\text{ apples}",
+    r"\mathbf{18}", r"\textbf{18}", r"\mbox{18}", r"\text{18}", r"{\bf 18}", r"\underline{18}",
+    r"\mathbf{18}\text{ cm}", r"\texttt{18}", r"\mathsf{18}", r"\boldsymbol{18}", r"\bm{18}", r"\pmb{18}",
+    r"\mathnormal{18}", r"\textup{18}", r"\large 18", r"{\Large 18}", r"{\small\bf 18}", r"\color{red}18",
+    r"\color{red}{18}", r"\textcolor{blue}{18}", r"\displaystyle 18", r"\(18\)", r"\[18\]", r"$18$.", r"\boxed{18}.",
+    "18.", "**18**", "{18}", "+18", "18.0", r"\$18", "$18", r"\$18.00", "x=18", r"1.8\times10^1", r"1.8 \cdot 10^{1}",
+    r"180\times10^{-1}", "*18*", "__18__", "`18`", "**`18`**", "18\\ ", "= 18", r"\therefore 18", "≈18", r"\approx 18",
+    "１８", "١٨",
 ]  # fmt: skip
-# Answers that hold the number 18 and say another thing.
+# Answers that hold the number 18, or come to it, and say another thing.
 NOT_EIGHTEEN = [
     "18_9", "18_{20}", r"18 \text{ or 19}", r"18\text{ and }19", r"18 \text{ or } 19", "18 or 19", "18, 19",
-    r"18\text{ thousand}", r"18\text{ million}", r"18\text{ dozen}", r"18\text{ squared}", "18x", "18i", r"18\pi",
-    r"18\pm1", r"18\frac{1}{2}", "18!", "18^2", "18:1", "18/1", "x>18", r"\neq 18", r"\text{not }18", "not 18", "18-",
-    "|18|", "--18", r"18\times10^1", r"1.8\times10^2", r"18^{\circ}15'", "18 = 19", "19 = 18", "x = 19 = 18",
-    r"\sqrt{18}",
+    r"18\text{ thousand}", "18 thousand", r"18\text{ million}", r"18\text{ dozen}", r"18\text{ squared}", "18x", "18i",
+    r"18\pi", r"18\pm1", r"18\frac{1}{2}", "18!", "18^2", "18:1", "18/1", "x>18", r"\neq 18", r"\text{not }18",
+    "not 18", "18-", "|18|", "--18", r"18\times10^1", r"1.8\times10^2", r"18^{\circ}15'", "18 = 19", "19 = 18",
+    "x = 19 = 18", "= 17 = 18", "17 = 18", r"\sqrt{18}", "18.0001", "*17* 18", "17, 18", "17$ $18",
+    r"\boxed{17}\boxed{18}", "18 18", "17 2/2", "8+10", "20 - 2", r"6 \times 3", "6*3", "36/2", r"\sqrt{324}",
+    r"\textcolor{red}{17}", r"\infty", "The answer is 18", "What is 8 + 10? 18", "8 + 10 = 18",
 ]  # fmt: skip
 
 
@@ -300,24 +178,14 @@ def test_notation_around_a_number_changes_nothing_and_what_changes_it_is_wrong()
 
 # (answer, reference): wrong, though the library takes some of them for right.
 PAID_BY_THE_LIBRARY = [
-    ("90_8", "90"),
-    ("90", "90_8"),
-    (r"90\text{ rad}", r"90^\circ"),
-    (r"5\text{ cm}", r"5\text{ m}"),
-    ("[2,1]", "(2,1)"),
-    (r"\{2,1\}", "(2,1)"),
-    ("[1,2,3]", "(1,2,3)"),
-    (r"\{1,2,3\}", "(1,2,3)"),
-    (r"[-\infty,2]", r"(-\infty,2]"),
-    ("(2,1]", "(5,3]"),
-    (r"\frac{1}{3}=\frac{1}{2}", r"\frac{1}{2}"),
-    (r"\frac{1}{2^{98}}", "0.0"),
-    (r"\frac{1}{10^{20}}", r"\frac{1}{10^{21}}"),
-    (r"(\frac{1}{2^{98}}, 3)", r"(\frac{1}{2^{99}}, 3)"),
-    (r"0.\overline{05}", r"0.\overline{5}"),
-    ("ABC DEF", "FED CBA"),
-    ("on", r"\text{No}"),
-]
+    ("90_8", "90"), ("90", "90_8"), (r"90\text{ rad}", r"90^\circ"), (r"5\text{ cm}", r"5\text{ m}"),
+    ("[2,1]", "(2,1)"), (r"\{2,1\}", "(2,1)"), ("[1,2,3]", "(1,2,3)"), (r"\{1,2,3\}", "(1,2,3)"),
+    (r"[-\infty,2]", r"(-\infty,2]"), ("(2,1]", "(5,3]"), (r"\frac{1}{3}=\frac{1}{2}", r"\frac{1}{2}"),
+    (r"\frac{1}{2^{98}}", "0.0"), (r"\frac{1}{10^{20}}", r"\frac{1}{10^{21}}"),
+    (r"(\frac{1}{2^{98}}, 3)", r"(\frac{1}{2^{99}}, 3)"), (r"0.\overline{05}", r"0.\overline{5}"),
+    ("ABC DEF", "FED CBA"), ("on", r"\text{No}"), ("1e-05", "0.0001"), ("2e", "200"), ("[0,1]", "[0,1)"),
+    ("siraP", "Paris"), ("10^3", "1000"), ("1e3", "1000"),
+]  # fmt: skip
 
 
 def test_wrong_answers_that_the_library_does_not_see_are_wrong():
@@ -342,16 +210,10 @@ def test_an_answer_longer_than_the_limit_is_right_if_it_is_the_reference_itself(
 
 # Each took the library 1 to 60 seconds of processor time.
 COSTLY = [
-    "(x+y+z)^{40}",
-    r"\frac{(x+y)^{20}}{(x-y)^{20}}",
-    r"\frac{(x+1)^{30}}{(x+2)^{30}}",
-    "(x+1)^{9999}",
-    r"(1+\sqrt{2}+\sqrt{3}+\sqrt{5})^{50}",
-    r"\sin(x)^{20}\cos(x)^{20}",
-    r"\int_0^1 \sin(x^2) e^{x^3} dx",
-    r"\begin{vmatrix} a&b&c&d\\e&f&g&h\\i&j&k&l\\m&n&o&p\end{vmatrix}",
-    "|x-1|+|x-2|+|x-3|+|x-4|>5",
-]
+    "(x+y+z)^{40}", r"\frac{(x+y)^{20}}{(x-y)^{20}}", r"\frac{(x+1)^{30}}{(x+2)^{30}}", "(x+1)^{9999}",
+    r"(1+\sqrt{2}+\sqrt{3}+\sqrt{5})^{50}", r"\sin(x)^{20}\cos(x)^{20}", r"\int_0^1 \sin(x^2) e^{x^3} dx",
+    r"\begin{vmatrix} a&b&c&d\\e&f&g&h\\i&j&k&l\\m&n&o&p\end{vmatrix}", "|x-1|+|x-2|+|x-3|+|x-4|>5",
+]  # fmt: skip
 
 
 def test_an_answer_that_took_too_long_is_counted_by_the_scorer(monkeypatch, group):

@@ -93,34 +93,25 @@ def test_a_path_in_a_yaml_is_relative_to_it(text: str, workplace: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (
-            "reward=[reward.py:closee]",
-            "there is no closee in reward.py), got reward.py:closee; did you mean close? All: ",
-        ),
-        ("reward=[reward.py:WORDS]", "is not callable, got reward.py:WORDS"),
-        ("reward=[reward.py]", "names no function in that file, got reward.py; write reward.py:<function>"),
-        ("reward=[nothing.py:f]", "there is no such file, got nothing.py:f"),
-        (
-            "reward=[broken.py:f]",
-            "cannot be imported (line 2, ModuleNotFoundError: No module named 'not_there_at_all')",
-        ),
-        ("reward=[unfinished.py:f]", "invalid syntax (unfinished.py, line 2)"),
-        ("reward=[reward.py:format,format]", "reward: has two rewards of the name format, got reward.py:format"),
-        ("'reward=[reward.py:close,\"my qa/reward.py:close\"]'", "has two rewards of the name close"),
-        ("reward=[not_there.rewards.f]", "cannot be imported (ModuleNotFoundError: No module named 'not_there')"),
-        ("reward=[close]", "is not one of its choices, got close; "),
-        ("reward=[close]", "for one of your own write file.py:function"),
-        (
-            "reward=[reward.py:close] reward.close.tolerence=1",
-            "reward.close.tolerence: there is no such key, got 1; did",
-        ),
-        ("reward=[reward.py:Mentions]", "reward.Mentions.word: is missing"),
+        ("[reward.py:closee]", "there is no closee in reward.py), got reward.py:closee; did you mean close? All: "),
+        ("[reward.py:WORDS]", "is not callable, got reward.py:WORDS"),
+        ("[reward.py]", "names no function in that file, got reward.py; write reward.py:<function>"),
+        ("[nothing.py:f]", "there is no such file, got nothing.py:f"),
+        ("[broken.py:f]", "cannot be imported (line 2, ModuleNotFoundError: No module named 'not_there_at_all')"),
+        ("[unfinished.py:f]", "invalid syntax (unfinished.py, line 2)"),
+        ("[reward.py:format,format]", "reward: has two rewards of the name format, got reward.py:format"),
+        ("'[reward.py:close,\"my qa/reward.py:close\"]'", "has two rewards of the name close"),
+        ("[not_there.rewards.f]", "cannot be imported (ModuleNotFoundError: No module named 'not_there')"),
+        ("[close]", "is not one of its choices, got close; "),
+        ("[close]", "for one of your own write file.py:function"),
+        ("[reward.py:close] reward.close.tolerence=1", "reward.close.tolerence: there is no such key, got 1; did"),
+        ("[reward.py:Mentions]", "reward.Mentions.word: is missing"),
     ],
 )
 def test_a_wrong_reward_is_refused(
     words: str, refusal: str, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["train", *shlex.split(words)]) == 2
+    assert cli.run(["train", *shlex.split(f"reward={words}")]) == 2
     assert refusal in capsys.readouterr().err
 
 
@@ -130,7 +121,7 @@ def test_a_keyword_is_shown_by_cfg(workplace: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_run_keeps_a_copy_and_resume_eval_and_audit_name_what_changed(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["reward=['my qa/reward.py:close',exact_match]", "scoring.workers=1", "hydra.run.dir=run"]
     assert cli.run(["train", *words, *SMALL]) == 0, capsys.readouterr().err
@@ -145,21 +136,17 @@ def test_a_run_keeps_a_copy_and_resume_eval_and_audit_name_what_changed(
     Path("my qa/reward.py").write_text(REWARDS.replace("* tolerance", "* tolerance * 0.5"))
     assert cli.run(["audit", "run", "recompute=0", "replay=0"]) == 0
     assert "is used as it is now" in " ".join(capsys.readouterr().out.split())
-    assert cli.run(["resume", "run", "steps=2"]) == 0
+    (workplace / "elsewhere").mkdir()
+    monkeypatch.chdir(workplace / "elsewhere")  # from which the run finds its rewards as well
+    assert cli.run(["resume", "../run", "steps=2"]) == 0
+    monkeypatch.chdir(workplace)
     shown = capsys.readouterr().err
-    assert f"is used as it is now: my qa/reward.py (as it was: {copied})" in " ".join(shown.split())
+    assert f"is used as it is now: {workplace}/my qa/reward.py (as it was: ../{copied})" in " ".join(shown.split())
     metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [line["reward/close"] for line in metrics] == [0.5, 0.25]
     shutil.rmtree("my qa")
     assert cli.run(["resume", "run", "steps=3"]) == 2
-    assert "there is no such file, got my qa/reward.py:close" in capsys.readouterr().err
-
-
-def test_a_run_finds_its_rewards_from_another_folder(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.run(["train", "reward=[reward.py:close]", "hydra.run.dir=run", *SMALL]) == 0
-    (workplace / "elsewhere").mkdir()
-    monkeypatch.chdir(workplace / "elsewhere")
-    assert cli.run(["resume", "../run", "steps=2"]) == 0
+    assert f"there is no such file, got {workplace}/my qa/reward.py:close" in capsys.readouterr().err
 
 
 def test_a_sweep_over_lists_of_rewards_has_a_job_for_each(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,31 +53,15 @@ def around(text: str) -> list[str]:
 
 # -- units -------------------------------------------------------------------------------------------------------------
 SPELLED = {
-    "meter": "m meter meters metre metres",
-    "centimeter": "cm centimeter centimeters centimetres",
-    "kilometer": "km kilometer kilometers kilometres",
-    "millimeter": "mm millimeters millimetre",
-    "gram": "g gram grams",
-    "kilogram": "kg kilogram kilograms KG",
-    "second": "s sec secs second seconds",
-    "minute": "min mins minute minutes",
-    "hour": "h hr hrs hour hours",
-    "day": "day days",
-    "year": "yr yrs year years",
-    "inch": "in inch inches",
-    "foot": "ft foot feet",
-    "mile": "mi mile miles",
-    "liter": "L liter liters litre",
-    "newton": "N newton newtons",
-    "megawatt": "MW megawatt megawatts",
-    "milliwatt": "mW milliwatt milliwatts",
-    "kilohertz": "kHz kilohertz",
-    "gigabyte": "GB gigabyte gigabytes",
-    "dollar": "dollar dollars USD",
-    "euro": "€ euro euros EUR",
-    "cent": "cent cents",
-    "degree": "° degree degrees ^\\circ ^{\\circ}",
-}
+    "meter": "m meter meters metre metres", "centimeter": "cm centimeter centimeters centimetres",
+    "kilometer": "km kilometer kilometers kilometres", "millimeter": "mm millimeters millimetre",
+    "gram": "g gram grams", "kilogram": "kg kilogram kilograms KG", "second": "s sec secs second seconds",
+    "minute": "min mins minute minutes", "hour": "h hr hrs hour hours", "day": "day days", "year": "yr yrs year years",
+    "inch": "in inch inches", "foot": "ft foot feet", "mile": "mi mile miles", "liter": "L liter liters litre",
+    "newton": "N newton newtons", "megawatt": "MW megawatt megawatts", "milliwatt": "mW milliwatt milliwatts",
+    "kilohertz": "kHz kilohertz", "gigabyte": "GB gigabyte gigabytes", "dollar": "dollar dollars USD",
+    "euro": "€ euro euros EUR", "cent": "cent cents", "degree": "° degree degrees ^\\circ ^{\\circ}",
+}  # fmt: skip
 NOUNS = (
     "marble", "book", "apple", "student", "box", "bus", "berry", "cookie", "glass", "horse", "person", "knife",
     "house",
@@ -119,8 +103,8 @@ class Unit:
         found = []
         for form in self.forms:
             found.append(f"{value} {form}")
-            bare = (
-                form.replace("²", "^2").replace("³", "^3").replace("⁻¹", "^-1").replace("·", " ").replace("€", "euros")
+            bare = form.replace("⁻¹", "^-1").translate(
+                {ord("²"): "^2", ord("³"): "^3", ord("·"): " ", ord("€"): "euros"}
             )
             if not {*bare} & {*"{}°\\"}:
                 found += [rf"{value}\text{{ {bare}}}", rf"{value}\,\mathrm{{{bare}}}", rf"\SI{{{value}}}{{{bare}}}"]
@@ -356,30 +340,16 @@ def times(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
 def ranges(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
     for _ in range(60):
         a, b = rng.randint(1, 3000), rng.randint(1, 3000)
-        forms = [f"{a}{dash}{b}" for dash in DASHES] + [
-            f"{a} to {b}",
-            f"from {a} to {b}",
-            f"between {a} and {b}",
-            f"{a:,}–{b:,}",
-            rf"{a}\text{{--}}{b}",
-        ]
+        forms = [f"{a}{dash}{b}" for dash in DASHES] + [f"{a} to {b}", f"from {a} to {b}", f"between {a} and {b}"]
+        forms += [f"{a:,}–{b:,}", rf"{a}\text{{--}}{b}"]
         for form, other in itertools.product(forms, forms):
             yield form, other, True
             yield f"{form} days", other, True
             yield f"{form} days", f"{other} hours", False
+        others = [str(number) for number in (a - b, b - a, a, b, a + b)]
+        others += [f"{a + 1}-{b + 1}", f"{b}-{a}" if a != b else "1", f"{a}:{b}", f"{a}, {b}"]
         for form in forms:
-            for wrong in (
-                str(a - b),
-                str(b - a),
-                str(a),
-                str(b),
-                str(a + b),
-                f"{a + 1}-{b + 1}",
-                f"{b}-{a}" if a != b else "1",
-                f"{a}:{b}",
-                f"{a}, {b}",
-            ):
-                yield wrong, form, False
+            yield from ((wrong, form, False) for wrong in others)
             yield form, str(a - b), False
 
 
@@ -434,31 +404,19 @@ def codes(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
             yield from around_a_literal(rng, text, parts, sign if sign in "-/:" else "/")
     for _ in range(30):
         area, first, last = rng.randint(200, 999), rng.randint(200, 999), rng.randint(1000, 9999)
-        for text in (
-            f"({area}) {first}-{last}",
-            f"+1 {area} {first} {last}",
-            f"+1-{area}-{first}-{last}",
-            f"+1 ({area}) {first}-{last}",
-        ):
+        local = f"{first}-{last}"
+        for text in (f"({area}) {local}", f"+1 {area} {first} {last}", f"+1-{area}-{local}", f"+1 ({area}) {local}"):
             yield from around_a_literal(rng, text, [area, first, last], "-")
 
 
 def around_a_literal(rng: random.Random, text: str, parts: list[int], sign: str) -> Iterator[tuple[str, str, bool]]:
     """It is right as it is, wrong with another digit; its computed value is wrong, and it is wrong for that."""
-    for form in (
-        text,
-        f"${text}$",
-        f"{text}.",
-        f"**{text}**",
-        rf"\text{{{text}}}",
-        text.replace("-", rng.choice(DASHES[:6])),
-    ):
+    dashed = text.replace("-", rng.choice(DASHES[:6]))
+    for form in (text, f"${text}$", f"{text}.", f"**{text}**", rf"\text{{{text}}}", dashed):
         yield form, text, True
     place = rng.randrange(len(text))
-    changed = (
-        text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :] if text[place].isdigit() else text + "1"
-    )
-    yield changed, text, False
+    is_digit = text[place].isdigit()
+    yield text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :] if is_digit else f"{text}1", text, False
     value = computed(parts, sign)
     if value is not None:
         yield value, text, False

@@ -1,14 +1,11 @@
-import pickle
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from contextlib import closing
 
 import pytest
-import yaml
 
-from rlft.config.catalog import config_folder
-from rlft.config.instantiate import instantiate
+from rlft.config.compose import compose
 from rlft.data.reasoning_gym import ReasoningGym as Data
 from rlft.reward.reasoning_gym import ReasoningGym, score
+from rlft.reward.workers.scorer import Scorer, specs
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Split, UserError
 
 
@@ -26,8 +23,7 @@ def group(prompt: Prompt, *texts: str) -> Group:
 
 @pytest.fixture
 def reward() -> ReasoningGym:
-    keys = yaml.safe_load((config_folder() / "reward" / "reasoning_gym.yaml").read_text())["reasoning_gym"]
-    return instantiate({k: v for k, v in keys.items() if k not in ("weight", "on_error")}, "reward.reasoning_gym")
+    return specs(compose(["reward=reasoning_gym"])["reward"])["reasoning_gym"].build()
 
 
 @pytest.mark.usefixtures("gym_here")
@@ -59,11 +55,11 @@ def test_options_reach_the_verifier(reward: ReasoningGym) -> None:
     assert reward(group(load("chain_sum", min_terms=2, max_terms=2)[0], "<answer>x</answer>"))[0] < 1.0
 
 
-def test_a_spawned_worker_can_score(reward: ReasoningGym) -> None:
+@pytest.mark.usefixtures("gym_here")
+def test_a_worker_process_can_score() -> None:
     prompt = load("gsm_symbolic")[0]  # its metadata hold fractions
-    asked = pickle.loads(pickle.dumps(group(prompt, f"<answer>{prompt.answer}</answer>")))
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        assert pool.submit(reward, asked).result(timeout=120) == [1.0]
+    with closing(Scorer(specs(compose(["reward=reasoning_gym"])["reward"]), 1, 120.0, "stop")) as scorer:
+        assert scorer([group(prompt, f"<answer>{prompt.answer}</answer>")]).total.tolist() == [[1.0]]
 
 
 class Verifier:

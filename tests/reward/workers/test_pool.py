@@ -1,20 +1,23 @@
-"""Workers and the life of the process they belong to; workers on a cluster that are lost."""
+"""Workers and the life of the job they belong to, signals to it, and workers on a cluster that are lost."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread, Timer
 from typing import Any
 
 import psutil
 import pytest
-from reward_groups import make_group, start_script
+import yaml
+from reward_groups import REPOSITORY, make_group, start_script
 from run_processes import happens
+from scripted_server import ScriptedServer, scores
 from slow_cases import slow
 
 from rlft.reward.workers import pool
@@ -22,108 +25,182 @@ from rlft.reward.workers.pool import ClusterPool, RewardError, WorkerPool
 from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.scorer import Scorer, specs
 from rlft.reward.workers.worker import Task
+from rlft.system import interrupt
 from rlft.system.process.child import Child
 from rlft.system.process.launcher import LocalProcesses, ProcessWorker
 from rlft.types import Group, Scores
 
+CONFIGS = REPOSITORY / "configs" / "reward"
+LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
+"""scoring.timeout, what a reward takes, and how long the job is stopped: beyond the pool's own second of grace, too."""
+
 SCRIPT = """
-import sys
+import json, signal, sys, time
 from reward_groups import make_group
-from rlft.reward.workers.pool import WorkerPool
+from rlft.system import interrupt
+from rlft.reward.workers.scorer import Scorer
 from rlft.reward.workers.reward_spec import specs
 from rlft.reward.workers.worker import Task
 
-def score(*texts):
-    tasks = [Task(key=i, group=make_group([text]), rewards=("naughty",)) for i, text in enumerate(texts)]
-    return [reply["naughty"] for _, reply in pool.run(tasks, lambda reply: False)]
+def score(tasks):
+    todo = [
+        Task(key=key, group=make_group([text], answer=answer), rewards=(name,))
+        for key, (name, text, answer) in enumerate(tasks)
+    ]
+    given = {}
+    while todo:
+        given |= {key: outcome for (key, _), outcome in scorer.run(todo, lambda reply: False).items()}
+        todo = [task for task in todo if task.key not in given]
+    return [v if isinstance(v, list) else str(v) for _, v in sorted(given.items())]
 
 if __name__ == "__main__":
-    rewards = {"naughty": {"_target_": "naughty.naughty", "weight": 1.0}}
-    pool = WorkerPool(list(specs(rewards).values()), num_workers=2, timeout_s=60.0)
-    score(*["fine"] * 8)
+    order = json.loads(sys.argv[1])
+    scorer = Scorer(specs(order["rewards"]), order["workers"], order["limit_s"], 0.0)
+"""
+AS_A_RUN = """
+    for number in interrupt.ENDING:
+        signal.signal(number, interrupt.note_signal)  # as a run, which finishes its step
+    print(json.dumps(score(order["tasks"])))
+"""
+WARM = """
+    score([["naughty", "fine", ""]] * 8)
     print("up", flush=True)
-    BODY
 """
 
 
-@pytest.fixture
-def parent(tmp_path):
-    """Starts a script with warm workers in a session of its own: `parent(body)` is it and its children."""
-    started = []
+class Job:
+    """The script as a process in a session of its own, its workers and whatever they start."""
 
-    def start(body):
-        process = start_script(tmp_path, SCRIPT.replace("BODY", body))
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) >= 2
-        return process, children
+    def __init__(self, folder: Path, source: str, order: Mapping[str, Any]) -> None:
+        self.process = start_script(folder, source, json.dumps(order))
+
+    def everybody(self) -> list[psutil.Process]:
+        """Whoever works for another one comes first, the script itself last."""
+        main = psutil.Process(self.process.pid)
+        return [*reversed(main.children(recursive=True)), main]
+
+    def send(self, number: int, *, to_main: bool = True) -> None:
+        for process in self.everybody()[: None if to_main else -1]:
+            with suppress(psutil.NoSuchProcess):  # a program that has just come to its end
+                process.send_signal(number)
+
+    def pause(self) -> None:
+        self.send(signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        self.send(signal.SIGCONT)
+
+    def wait_until(self, begun: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not begun():
+            assert time.monotonic() < end
+            assert self.process.poll() is None, self.process.communicate()[1]
+            time.sleep(0.02)
+        time.sleep(0.1)
+
+    def workers(self) -> list[psutil.Process]:
+        return [p for p in self.everybody() if "rlft-reward-worker" in _command(p)]
+
+    def runs_programs(self, number: int) -> bool:
+        """Whether so many programs are at work in their sandboxes."""
+        return sum("script" in _command(p) and "bwrap" not in _command(p) for p in self.everybody()) >= number
+
+    def says(self, words: str = "") -> str:
+        """What it says until its end, after these words from its standard input."""
+        out, err = self.process.communicate(words, timeout=120)
+        assert (self.process.returncode, err) == (0, "")
+        return out
+
+    def scores(self) -> list[Any]:
+        return json.loads(self.says())
+
+
+def _command(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+Begin = Callable[..., Job]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Begin]:
+    """Starts the script with this body."""
+    jobs: list[Job] = []
+
+    def start(source: str, **order: Any) -> Job:
+        jobs.append(Job(tmp_path, source, order))
+        return jobs[-1]
 
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for job in jobs:
+        if job.process.poll() is None:
+            for process in job.everybody():
+                process.kill()
+        job.process.communicate()
 
 
-def gone(processes, within_s):
-    return not psutil.wait_procs(processes, timeout=within_s)[1]
+@pytest.fixture
+def begin(started: Begin) -> Begin:
+    """Starts scoring: `begin(rewards, tasks)`; a task is a reward's name, a completion, and the prompt's answer."""
+
+    def start(rewards: Mapping[str, Any], tasks: Sequence[Sequence[str]], **more: Any) -> Job:
+        order = {"rewards": rewards, "tasks": tasks, "workers": len(tasks), "limit_s": LIMIT_S, **more}
+        return started(SCRIPT + AS_A_RUN, **order)
+
+    return start
+
+
+@pytest.fixture
+def parent(started: Begin) -> Begin:
+    """Starts the script with two warm workers, and what it does then."""
+
+    def start(body: str, guard: str = 'if __name__ == "__main__":') -> Job:
+        rewards = {"naughty": {"_target_": "naughty.naughty", "weight": 1.0}}
+        source = SCRIPT.replace('if __name__ == "__main__":', guard) + WARM + f"    {body}\n"
+        job = started(source, rewards=rewards, workers=2, limit_s=60.0)
+        assert job.process.stdout is not None
+        assert job.process.stdout.readline() == "up\n"
+        return job
+
+    return start
+
+
+def gone(processes: Sequence[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=60)[1]
+
+
+SCORED = "sys.stdin.readline(); print(score([['naughty', 'abc', '']]))"
 
 
 @pytest.mark.parametrize("order", [slow("fine"), slow("sleep"), "hang"], ids=["idle", "sleeping", "ignoring signals"])
-def test_workers_die_with_a_parent_that_is_killed(parent, order):
-    process, children = parent("__import__('time').sleep(60)" if order == "fine" else f"score('{order}')")
+def test_workers_die_with_a_parent_that_is_killed(order: str, parent: Begin) -> None:
+    job = parent("time.sleep(60)" if order == "fine" else f"score([['naughty', '{order}', '']])")
+    *children, main = job.everybody()
+    assert len(children) >= 2
     time.sleep(0.3)
-    process.kill()
-    assert gone(children, within_s=60)
+    main.kill()
+    assert gone(children)
 
 
-def test_workers_end_with_a_parent_that_forgets_to_close(parent):
-    process, children = parent("sys.stdin.readline()")
-    out, err = process.communicate("that will do\n", timeout=120)
-    assert (process.returncode, out, err) == (0, "", "")
-    assert gone(children, within_s=60)
+def test_workers_end_with_a_parent_that_forgets_to_close(parent: Begin) -> None:
+    job = parent("sys.stdin.readline()")
+    *children, _ = job.everybody()
+    assert job.says("that will do\n") == ""
+    assert gone(children)
 
 
-def test_workers_say_nothing_at_ctrl_c_and_go_on(parent):
-    body = """
-    import signal, time
-    signal.signal(signal.SIGINT, lambda *_: print("heard", flush=True))
-    signal.pause()
-    print(score("abc"), flush=True)
-    """
-    process, children = parent(textwrap.dedent(body).strip().replace("\n", "\n    "))
-    time.sleep(0.3)
-    for child in children:  # as if it reached them in spite of their process group
-        child.send_signal(signal.SIGINT)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-    out, err = process.communicate(timeout=120)
-    assert out == "heard\n[[3.0]]\n"
-    assert err == ""
-
-
-def test_an_idle_worker_that_is_killed_is_replaced_without_blame(parent):
-    body = """
-    import psutil, time
-    for child in psutil.Process().children():
-        if "rlft-reward-worker" in " ".join(child.cmdline()):
-            child.kill()
+def test_an_idle_worker_that_is_killed_is_replaced_without_blame(parent: Begin) -> None:
+    job = parent(SCORED)
+    for worker in (workers := job.workers()):
+        worker.kill()
+    assert len(workers) == 2
     time.sleep(0.2)
-    print(score("abc"), flush=True)
-    """
-    process, _ = parent(textwrap.dedent(body).strip().replace("\n", "\n    "))
-    out, err = process.communicate(timeout=120)
-    assert out == "[[3.0]]\n", err
+    assert job.says("go on\n") == "[[3.0]]\n"
 
 
-def test_a_script_needs_no_main_guard(tmp_path):
-    unguarded = SCRIPT.replace('if __name__ == "__main__":', "if True:").replace("BODY", "print(score('abc'))")
-    run = start_script(tmp_path, unguarded)
-    try:
-        out, err = run.communicate(timeout=30)
-    finally:
-        run.kill()
-    assert (run.returncode, out, err) == (0, "up\n[[3.0]]\n", "")
+def test_a_script_needs_no_main_guard(parent: Begin) -> None:
+    assert parent(SCORED, guard="if True:").says("go on\n") == "[[3.0]]\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="it has memory that processes share by a descriptor")
@@ -139,6 +216,135 @@ def test_workers_that_cannot_start_end_the_run(monkeypatch):
     with pytest.raises(RewardError, match=r"^3 reward workers in a row ended with exit code 1 before"):
         list(unable.run([task], lambda reply: False))
     unable.close()
+
+
+# -- signals to every process of the job -------------------------------------------------------------------------------
+def noted(kind: str, diary: Path) -> dict[str, Any]:
+    return {"_target_": f"naughty.{kind}", "weight": 1.0, "path": str(diary), "seconds": WORK_S}
+
+
+def calls(diary: Path) -> int:
+    return diary.read_text().count("called") if diary.exists() else 0
+
+
+CODE = yaml.safe_load((CONFIGS / "code.yaml").read_text())["code"]
+CODE |= {"program_in": "text", "group_timeout": LIMIT_S, "seconds": 1.4}
+PAIRS = json.dumps([{"input": "2", "output": "4"}])
+ASSERTS = json.dumps(["assert double(2) == 4"])
+PRINTS = f"import time\ntime.sleep({WORK_S})\nprint(4)"
+ANSWERS = f"import time\ntime.sleep({WORK_S})\ndef double(n): return 2 * n"
+
+
+def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored_again(
+    begin: Begin, tmp_path: Path
+) -> None:
+    diary = tmp_path / "diary"
+    job = begin({"dawdle": noted("dawdle", diary) | {"seconds": 60.0}}, [["dawdle", "18", ""]], limit_s=120.0)
+    job.wait_until(lambda: bool(job.workers()))
+    for number in interrupt.ENDING:  # while the worker starts
+        job.send(number)
+    job.wait_until(lambda: calls(diary) == 1)
+    workers = job.workers()
+    for done, number in enumerate(interrupt.JOB_WIDE, start=2):
+        job.send(number, to_main=number is not signal.SIGQUIT)
+        (tmp_path / f"diary.{done - 1}").touch()  # the call that the signal came to may end
+        job.wait_until(lambda done=done: calls(diary) == done)
+    assert job.workers() == workers
+    (tmp_path / f"diary.{calls(diary)}").touch()
+    assert job.scores() == [[2.0]]
+    assert calls(diary) == 1 + len(interrupt.JOB_WIDE)
+
+
+@pytest.mark.slow
+def test_a_program_that_a_signal_to_the_job_has_ended_is_run_again(begin: Begin, tmp_path: Path) -> None:
+    diary = tmp_path / "diary"
+    rewards = {"program": noted("runs_a_program", diary), "code": CODE}
+    job = begin(rewards, [["program", "", ""], ["code", PRINTS, PAIRS], ["code", ANSWERS, ASSERTS]])
+    job.wait_until(lambda: calls(diary) == 1 and job.runs_programs(3))
+    job.send(signal.SIGTERM)
+    assert job.scores() == [[1.0], [1.0], [1.0]]
+    assert calls(diary) == 2
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_for_longer_than_every_limit_scores_as_if_it_had_not_been(
+    begin: Begin, tmp_path: Path
+) -> None:
+    kinds = ("dawdle", "spins", "runs_a_program")
+    with ScriptedServer() as server:
+        server.answer = lambda body: scores(0.25, delay_s=WORK_S)
+        http = yaml.safe_load((CONFIGS / "http.yaml").read_text())["http"]
+        http |= {"url": server.address, "group_timeout": LIMIT_S, "timeout": 2.0, "retries": 0}
+        rewards = {kind: noted(kind, tmp_path / kind) for kind in kinds} | {"code": CODE, "http": http}
+        tasks = [*([kind, "18", ""] for kind in kinds), ["code", PRINTS, PAIRS], ["code", ANSWERS, ASSERTS]]
+        # A worker each, but one for the first two: all are at work at the same time.
+        job = begin(rewards, [*tasks, ["http", "18", ""]])
+        job.wait_until(lambda: bool(server.bodies) or job.runs_programs(3))
+        job.pause()
+        job.wait_until(lambda: all(calls(tmp_path / kind) for kind in kinds))
+        job.pause()
+        assert job.scores() == [[2.0], [2.0], [1.0], [1.0], [1.0], [0.25]]
+    assert [calls(tmp_path / kind) for kind in kinds] == [1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_part_of_the_job_that_is_stopped_alone_uses_up_no_limit(begin: Begin, tmp_path: Path) -> None:
+    diary = tmp_path / "diary"
+    job = begin({"dawdle": noted("dawdle", diary)}, [["dawdle", "18", ""]] * 2, workers=1)
+    for done, stopped in enumerate((slice(-1), slice(-1, None)), start=1):
+        job.wait_until(lambda done=done: calls(diary) == done)
+        processes = job.everybody()[stopped]
+        for process in processes:
+            process.suspend()
+        time.sleep(PAUSE_S)
+        for process in processes:
+            process.resume()
+    assert job.scores() == [[2.0], [2.0]]
+
+
+@pytest.mark.slow
+def test_without_workers_a_pause_and_a_signal_change_no_score_either(begin: Begin, tmp_path: Path) -> None:
+    diary = tmp_path / "diary"
+    job = begin({"program": noted("runs_a_program", diary)}, [["program", "", ""]], workers=0)
+    job.wait_until(lambda: calls(diary) == 1)
+    job.send(signal.SIGTERM)
+    job.wait_until(lambda: calls(diary) == 2)
+    job.pause()
+    assert job.scores() == [[1.0]]
+    assert calls(diary) == 2
+
+
+def test_a_reward_can_end_the_processes_that_it_starts(begin: Begin) -> None:
+    job = begin({"ends": {"_target_": "naughty.ends_its_children", "weight": 1.0}}, [["ends", "", ""]], limit_s=30.0)
+    assert job.scores() == [[1.0]]
+
+
+class Interrupted:
+    """A signal comes to the job while it scores for the first time."""
+
+    calls = 0
+
+    def __call__(self, group: Any) -> list[float]:
+        type(self).calls += 1
+        if type(self).calls == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("a program of mine has died")
+        return [0.5 for _ in group.rollouts]
+
+
+@pytest.mark.parametrize("on_error", ["stop", 0.0])
+def test_the_scorer_asks_a_disturbed_reward_again_whatever_a_failure_means(
+    group: Callable[..., Any], on_error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Interrupted, "calls", 0)
+    before = signal.signal(signal.SIGTERM, interrupt.note_signal)
+    try:
+        rewards = specs({"disturbed": {"_target_": f"{__name__}.Interrupted", "weight": 1.0}})
+        scorer = Scorer(rewards, 0, 10.0, on_error)
+        assert scorer([group(["1", "2"])]).total.tolist() == [[0.5, 0.5]]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (Interrupted.calls, scorer.num_failures) == (2, 0)
 
 
 # -- workers of the cluster --------------------------------------------------------------------------------------------
@@ -208,23 +414,11 @@ def test_scores_failures_and_their_limits_are_those_of_workers_here(make: Make, 
     here = Scorer(used, 2, TIMEOUT_S, -1.0)
     try:
         there = make(used, workers=2)
-        for one in groups:  # so that the last failure of each is compared
-            expected = told(here, here([one]))
-            assert told(there, there([one])) == expected
-        assert told(there, there(groups)) == told(here, here(groups))
+        for some in ([groups[0]], [groups[3]], groups):  # the last failure of all is compared
+            expected = told(here, here(some))
+            assert told(there, there(some)) == expected
     finally:
         here.close()
-
-
-def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make: Make, group: GroupOf) -> None:
-    scorer = make(rewards("naughty"), on_error="stop")
-    with pytest.raises(
-        RewardError, match=r"^reward\.naughty: raised ValueError.* on prompt 'p0', completion 2 of 2: 'rai"
-    ):
-        scorer([group(["fine", "raise"], id="p0")])
-    scorer = make(rewards("StartsBadly"))
-    with pytest.raises(RewardError, match="could not be started in its worker: OSError: the sandbox is not there"):
-        scorer([group(["a"])])
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from family_tokenizers import family_tokenizer
-from hydra import compose, initialize_config_dir
 from in_one_test import each
-from omegaconf import OmegaConf
 
+from rlft.config.catalog import config_folder
+from rlft.config.compose import compose
 from rlft.plan.rewards.tester import Writer, try_rewards
 from rlft.plan.rules import check_metadata
 from rlft.reward.workers.reward_spec import RewardSpec, is_trl, messages_of, specs
@@ -21,12 +21,9 @@ from rlft.tokens.text import turn_ends
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
 
 FORMAT = {
-    "_target_": "rlft.reward.format.Format",
-    "weight": 0.2,
-    "mode": "strict",
-    "tags": ["think", "answer"],
+    "_target_": "rlft.reward.format.Format", "weight": 0.2, "mode": "strict", "tags": ["think", "answer"],
     "pattern": None,
-}
+}  # fmt: skip
 
 
 def test_weight_and_on_error_stay_with_the_scorer():
@@ -279,19 +276,12 @@ def test_a_conversation_is_given_as_messages() -> None:
 
 
 # -- configs -----------------------------------------------------------------------------------------------------------
-CONFIGS = Path(__file__).parents[3] / "configs"
-
-PRIMARY = """
-defaults:
-  - reward: [exact_match, format]
-  - _self_
-token_budget: 4096
-generation:
-  max_tokens: 80
-scoring:
-  timeout: 10.0
-hydra:
-  searchpath: [file://{configs}]
+MINE = """
+# A reward from outside the tree.
+mine:
+  _target_: naughty.Bonus
+  weight: 2.0
+  bonus: 1.5
 """
 RECIPE = """
 # @package _global_
@@ -301,65 +291,40 @@ reward:
   format:
     weight: 0.5
 """
-MINE = """
-# A reward from outside the tree.
-mine:
-  _target_: naughty.Bonus
-  weight: 2.0
-  bonus: 1.5
-"""
-
-
-@pytest.fixture
-def composed(tmp_path):
-    """Composes: `composed(*overrides)` is the `reward` section as plain data."""
-    (tmp_path / "train.yaml").write_text(PRIMARY.format(configs=CONFIGS))
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mathematics.yaml").write_text(RECIPE)
-    (tmp_path / "reward").mkdir()
-    (tmp_path / "reward" / "mine.yaml").write_text(MINE)
-
-    def compose_reward(*overrides):
-        with initialize_config_dir(str(tmp_path), version_base="1.3"):
-            return OmegaConf.to_container(compose("train", list(overrides)).reward, resolve=True)
-
-    return compose_reward
 
 
 @each(
     ("words", "weights"),
     [
-        ((), [("exact_match", 1.0), ("format", 0.2)]),
-        (("reward=format",), [("format", 0.2)]),
-        (("reward=[math,format]", "reward.format.weight=0.3"), [("math", 1.0), ("format", 0.3)]),
-        (("+recipe=mathematics",), [("math", 1.0), ("format", 0.5)]),
-        (
-            ("+recipe=mathematics", "reward=[exact_match,format]", "reward.format.weight=0.1"),
-            [("exact_match", 1.0), ("format", 0.1)],
-        ),
+        ((), {"exact_match": 1.0, "format": 0.2}),
+        (("reward=format",), {"format": 0.2}),
+        (("reward=[math,format]", "reward.format.weight=0.3"), {"math": 1.0, "format": 0.3}),
+        (("+recipe=mathematics",), {"math": 1.0, "format": 0.5}),
+        (("+recipe=mathematics", "reward=[mine,format]", "reward.format.weight=0.1"), {"mine": 2.0, "format": 0.1}),
+        (("reward=[exact_match,mine]", "reward.mine.bonus=4.0"), {"exact_match": 1.0, "mine": 2.0}),
     ],
 )
-def test_the_command_line_goes_before_a_recipe_and_that_before_the_defaults(composed, words, weights):
-    assert [(name, keys["weight"]) for name, keys in composed(*words).items()] == weights
+def test_the_command_line_goes_before_a_recipe_and_that_before_the_defaults(words, weights, tmp_path):
+    for name, text in (("recipe/mathematics", RECIPE), ("reward/mine", MINE)):
+        (tmp_path / f"{name}.yaml").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    built = specs(compose(list(words), tmp_path)["reward"])
+    assert list({name: spec.weight for name, spec in built.items()}.items()) == list(weights.items())
+    if "mine" in built:
+        assert built["mine"].kwargs == {"bonus": 4.0 if "reward.mine.bonus=4.0" in words else 1.5}
 
 
-def test_a_reward_from_outside_the_tree_joins_in(composed):
-    built = specs(composed("reward=[exact_match,mine]", "reward.mine.bonus=4.0"))
-    assert list(built) == ["exact_match", "mine"]
-    assert built["mine"].weight == 2.0
-    assert built["mine"].kwargs == {"bonus": 4.0}
-
-
-@each("path", sorted((CONFIGS / "reward").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_shipped_config_builds_its_namesake(composed, path):
+@each("path", sorted((config_folder() / "reward").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_builds_its_namesake(path):
     assert path.read_text().startswith("# ")
-    spec = specs(composed(f"reward={path.stem}"))[path.stem]
+    spec = specs(compose([f"reward={path.stem}", "token_budget=4096"])["reward"])[path.stem]
     assert spec.target.startswith(f"rlft.reward.{path.stem}.")
     spec.build()
 
 
-def test_limits_of_the_run_reach_the_rewards_that_need_them(composed):
-    built = specs(composed("reward=[overlong,learned,http]"))
+def test_limits_of_the_run_reach_the_rewards_that_need_them():
+    limits = ["generation.max_tokens=80", "token_budget=4096", "scoring.timeout=10.0"]
+    built = specs(compose(["reward=[overlong,learned,http]", *limits])["reward"])
     assert built["overlong"].kwargs["max_tokens"] == 80
     assert built["learned"].kwargs["token_budget"] == 4096
     assert built["http"].kwargs["group_timeout"] == 10.0
