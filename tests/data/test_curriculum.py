@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from rlft.config.schema import CurriculumConfig
 from rlft.data.curriculum import Curriculum, drawn, read_pass_rates
@@ -34,15 +35,17 @@ def test_each_index_of_a_positive_weight_is_drawn_once() -> None:
     assert sorted(drawn(np.array([1e12, 1.0, 1e-3, 0.0]), 5)) == [0, 1, 2]
 
 
-def test_each_next_index_is_drawn_by_weight_from_those_that_are_left() -> None:
+@pytest.mark.parametrize("number", [2000, slow(20_000)])
+def test_each_next_index_is_drawn_by_weight_from_those_that_are_left(number: int) -> None:
     first, second = np.zeros(3), np.zeros((3, 3))
-    for seed in range(20_000):
+    for seed in range(number):
         one, other = islice(drawn(np.array([1.0, 2.0, 7.0]), seed), 2)
         first[one] += 1
         second[one, other] += 1
-    # P(first) = 0.1, 0.2, 0.7; then P(2, 1) = 0.7 * 2 / 3. A standard error is at most 0.0035.
-    assert first / 20_000 == pytest.approx([0.1, 0.2, 0.7], abs=0.014)
-    assert second[2, 1] / 20_000 == pytest.approx(0.7 * 2 / 3, abs=0.014)
+    # P(first) = 0.1, 0.2, 0.7; then P(2, 1) = 0.7 * 2 / 3. Four standard errors, which are at most 0.5 / sqrt(number).
+    bound = 2 / number**0.5
+    assert first / number == pytest.approx([0.1, 0.2, 0.7], abs=bound)
+    assert second[2, 1] / number == pytest.approx(0.7 * 2 / 3, abs=bound)
 
 
 def test_all_machines_draw_the_same() -> None:

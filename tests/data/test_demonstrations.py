@@ -2,7 +2,6 @@ import logging
 from pathlib import Path
 
 import pytest
-from in_one_test import each
 
 from rlft.data.records import sampled_with
 from rlft.types import Demonstration, Split, UserError
@@ -158,62 +157,6 @@ def test_two_samplings_whose_ids_clash_are_refused(learned, sample) -> None:
         learned(sample("p", "a"), other)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
-BROKEN = {
-    "another shape": (
-        {"text": "x", "id": 3},
-        "is not a chat (field 'messages'), not a prompt with its completion (fields 'prompt', 'completion') and not a "
-        "line of rlft sample; it has only 'text', 'id'",
-    ),
-    "no completion": ({"prompt": "1?"}, "is not a chat"),
-    "null": ({"prompt": "1?", "completion": None}, "is not a chat"),
-    "a completion of two messages": (
-        {"prompt": "1?", "completion": [says("a"), says("b")]},
-        "must be a string or one assistant message",
-    ),
-    "a prompt that ends with an answer": (
-        {"prompt": [user("a"), says("b")], "completion": "c"},
-        "is not a user message",
-    ),
-    "a broken sampled line": ({"prompt": [], "completion": "a", "tokenizer": "0"}, "field 'token_ids' of a sampled"),
-}
-
-
-@pytest.mark.parametrize(("line", "problem"), BROKEN.values(), ids=BROKEN)
-def test_a_line_of_another_shape_is_named_by_file_and_line(learned, tmp_path: Path, line, problem: str) -> None:
-    with pytest.raises(UserError) as refusal:
-        learned({"prompt": "0?", "completion": "0"}, line)
-    assert str(refusal.value).startswith(f"demonstrations.path: {tmp_path / 'mine.jsonl'}:2: ")
-    assert problem in str(refusal.value)
-    way_out = "sample again" if "sampled line" in problem or "token_ids" in problem else "(demonstrations.*field)"
-    assert str(refusal.value).endswith(way_out)
-
-
-USELESS = {
-    "has an empty completion": [
-        {"prompt": "1?", "completion": " "},
-        {"messages": [user("a"), says("")]},
-        {"messages": [user("a"), says("b"), user("c"), says(" ")]},
-    ],
-    "has no assistant message to learn in field 'messages'": [{"messages": [user("a")]}, {"messages": [says("a")]}],
-    "has no messages in field 'messages'": [{"messages": []}],
-    "has a message 2 in field 'messages' that answers no user": [{"messages": [user("a"), says("b"), says("c")]}],
-}
-
-
-@each(("problem", "row"), [(problem, row) for problem, rows in USELESS.items() for row in rows])
-def test_a_row_with_nothing_to_learn_is_left_out_and_named(learned, caplog, problem: str, row) -> None:
-    caplog.clear()
-    good = {"prompt": "0?", "completion": "0"}
-    with caplog.at_level(logging.WARNING):
-        assert [d.prompt.id for d in learned(row, good)] == ["mine.jsonl:2"]
-    said = f"demonstrations.path: nothing can be learned from 1 of 2 train rows: mine.jsonl:1 {problem}"
-    assert said in caplog.text
-    # More than half: the rows are not what the keys say that they are.
-    with pytest.raises(UserError, match=r"nothing can be learned from 2 of 3 train rows: mine\.jsonl:1 has "):
-        learned(row, row, good)
-
-
 # -- the hub -----------------------------------------------------------------------------------------------------------
 def test_a_hub_set_without_a_held_out_split_is_split_by_hash(make_demonstrations, hub_sets) -> None:
     hub_sets["train"] = [{"messages": [user(f"{i}?"), says(f"{i}!")], "source": None} for i in range(200)]
@@ -270,28 +213,3 @@ def test_an_assistants_message_of_weight_0_is_only_read(learned) -> None:
     assert told(learned({"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}, turns="all")) == [
         ("mine.jsonl:1", ["a", "b", "c"], "d")
     ]
-
-
-def test_what_nobody_reads_in_a_message_is_refused_by_name(learned) -> None:
-    for message, problem in (
-        (
-            {**says("d"), "train": True},
-            "has the field 'train'; a message of the role assistant has",
-        ),
-        ({**says("d"), "function_call": {"name": "add"}}, "has the field 'function_call'"),
-        ({**user("d"), "name": "Ann"}, "has the field 'name'; a message of the role user has role, content"),
-        ({**says("d"), "weight": 0.5}, "has the weight 0.5; it must be 0 .* or 1"),
-        ({**says("d"), "reasoning_content": 5}, "must have a text as its reasoning_content, it is a number"),
-        ({"role": "assistant", "content": None}, "must have a text as its content, it is null"),
-        ({"role": "assistant", "tool_calls": "add"}, "message 3 .* has tool_calls that must be a list"),
-        (
-            {"role": "assistant", "tool_calls": [{"name": "add", "arguments": "a b"}]},
-            "message 3 .* has a call of a tool",
-        ),
-        ({"role": "developer", "content": "d"}, "is a system message; only the first may be"),
-        ({"role": "narrator", "content": "d"}, 'must be {"role": system | user | assistant | tool'),
-    ):
-        with pytest.raises(UserError, match=problem.replace("|", r"\|").replace("{", r"\{")):
-            learned({"messages": [*TALK[:3], message]})
-    with pytest.raises(UserError, match=r"field 'tools' must be a list of schemas of functions with a name"):
-        learned({"messages": TALK, "tools": [{"function": {}}]})

@@ -1,27 +1,65 @@
-"""Demonstrations and rankings as tokens: where a completion ends, what is kept, left out and refused."""
+"""Demonstrations, rankings, texts and what a teacher reads as tokens: what is kept, left out and refused."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from turn_shapes import SHAPES, shaped_tokenizer
 
 from rlft.config.model import KernelChoice, ModelConfig
 from rlft.config.schema import PromptsConfig
-from rlft.data.examples import Examples, Rankings, scan_demonstrations, scan_rankings, turns_of
-from rlft.data.prompts import tokenizer_fingerprint
+from rlft.data.arithmetic import split_of
+from rlft.data.examples import (
+    Examples,
+    PretrainText,
+    Rankings,
+    Text,
+    TextTokens,
+    as_batch,
+    load_texts,
+    longest_with_hint,
+    scan_demonstrations,
+    scan_rankings,
+    scan_texts,
+    teacher_prompts,
+    turns_of,
+    with_hint,
+)  # fmt: skip
+from rlft.data.files import files_at
+from rlft.data.prompts import permutation, prompts_for_step, tokenizer_fingerprint
+from rlft.loop.metrics import text_loss
 from rlft.model.backbone import Backbone, ends_of
+from rlft.model.forward import choose
 from rlft.tokens.text import RunTokenizer, rendered, turn_ends
-from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
+from rlft.types import (
+    Batch,
+    Completion,
+    Demonstration,
+    FinishReason,
+    Group,
+    Prompt,
+    Ranking,
+    Rollout,
+    Split,
+    UserError,
+)  # fmt: skip
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 PROMPTS = PromptsConfig(max_tokens=64, over_limit="drop", style="chat")
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 END = 2
 """<|im_end|> in the embedded vocabulary."""
 
@@ -86,14 +124,6 @@ def test_a_turn_ends_with_what_the_chat_template_puts_behind_it(own_tokenizer: R
     assert turn_ends(own_tokenizer, "raw").closing == (text_end,)
 
 
-def test_the_embedded_models_turns_end_with_im_end_and_the_line_break_behind_it_is_not_learned(
-    backbone: Backbone, scan: Callable[..., Examples]
-) -> None:
-    assert turn_ends(backbone.tokenizer, "chat").closing == (END,)
-    [text] = scan([demonstrated("1 + 1?", "2")]).texts
-    assert text.ids[text.num_given :].tolist() == [*ids_of(backbone, "2"), END]
-
-
 def test_without_a_chat_template_or_a_special_token_in_it_the_end_token_ends_a_turn(
     own_tokenizer: RunTokenizer,
 ) -> None:
@@ -107,6 +137,7 @@ def test_without_a_chat_template_or_a_special_token_in_it_the_end_token_ends_a_t
 def test_a_demonstration_is_the_prompt_as_it_is_sampled_from_and_the_completion_with_an_end(
     backbone: Backbone, scan: Callable[..., Examples], make_prompt: Callable[..., Prompt]
 ) -> None:
+    assert turn_ends(backbone.tokenizer, "chat").closing == (END,)
     [text] = scan([demonstrated("What is 1 + 2?", "<answer>3</answer>")]).texts
     prompt = make_prompt("What is 1 + 2?").token_ids
     assert tuple(text.ids[: text.num_given]) == prompt
@@ -198,19 +229,16 @@ def test_the_fingerprint_covers_tokens_order_and_where_the_prompt_ends(scan: Cal
 
 
 # -- rankings ----------------------------------------------------------------------------------------------------------
-def test_a_ranking_keeps_its_order_and_scores_and_each_completion_has_an_end(
+def test_a_ranking_keeps_its_order_scores_and_sampled_tokens_and_each_other_completion_has_an_end(
     backbone: Backbone, scan_ranked: Callable[..., Rankings], make_prompt: Callable[..., Prompt]
 ) -> None:
-    [ranking] = scan_ranked([ranked("1?", "abc", "d", "ef")]).rankings
+    mine = ranked("2?", "x", "y", tokenizer=tokenizer_fingerprint(backbone.tokenizer))
+    given = [ranked("1?", "abc", "d", "ef"), replace(mine, completion_ids=((9, 9), (8,)))]
+    ranking, sampled = scan_ranked(given).rankings
+    assert sampled.completions == ((9, 9), (8,))
     assert ranking.prompt == make_prompt("1?").token_ids
     assert ranking.completions == tuple((*ids_of(backbone, text), END) for text in ("abc", "d", "ef"))
     assert ranking.scores == (2.0, 1.0, 0.0)
-
-
-def test_sampled_rankings_keep_their_tokens(backbone: Backbone, scan_ranked: Callable[..., Rankings]) -> None:
-    mine = ranked("1?", "x", "y", tokenizer=tokenizer_fingerprint(backbone.tokenizer))
-    [ranking] = scan_ranked([replace(mine, completion_ids=((9, 9), (8,)))]).rankings
-    assert ranking.completions == ((9, 9), (8,))
 
 
 def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_pair_is_dropped(
@@ -274,6 +302,8 @@ def test_a_think_that_the_prompt_has_opened_is_not_taught_a_second_time() -> Non
     first, second, bare = rankings[0].completions
     assert first == second
     assert tokenizer.decode(bare).startswith("5")
+    [turn], note = turns_of([(asked("q"), forms[2])], tokenizer, "raw", "demonstrations")
+    assert (tokenizer.decode(list(turn)), note) == (f"{forms[2]}{tokenizer.eos_token}", None)
     inside = scan_demonstrations([demonstrated("q", "5")], tokenizer, PROMPTS, 64, Split.train)
     assert any("1 train demonstration is learned inside <think>" in note for note in inside.notes)
 
@@ -311,20 +341,6 @@ def test_what_is_learned_is_what_the_template_writes() -> None:
         assert any(tokenizer(whole)["input_ids"][: len(own)] == own for whole in wholes), name  # type: ignore[index]
 
 
-def test_a_thought_that_the_template_drops_is_learned_all_the_same_and_once() -> None:
-    tokenizer = shaped_tokenizer("a prompt that opens thinking")
-    end = turn_ends(tokenizer, "chat").closing
-    for said in ("<think>\n2 + 3</think>5", "2 + 3</think>5"):
-        [turn], note = turns_of([(ASKED, said)], tokenizer, "chat", "demonstrations")
-        assert tokenizer.decode(list(turn[: -len(end)])) == "2 + 3</think>5"
-        assert note is not None
-        assert note.startswith(
-            "1 of 1 demonstrations are not learned as the chat template writes them: it drops a part"
-        )
-    [turn], note = turns_of([(ASKED, "2 + 3</think>5")], tokenizer, "raw", "demonstrations")
-    assert (tokenizer.decode(list(turn)), note) == ("2 + 3</think>5<|endoftext|>", None)
-
-
 def test_turns_that_a_template_refuses_are_learned_as_texts() -> None:
     tokenizer = shaped_tokenizer("a base with another end")
     refusing = "{% if messages[-1].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
@@ -357,3 +373,297 @@ def test_a_tokenizer_without_any_end_has_nothing_to_learn(own_tokenizer: RunToke
     assert turn_ends(own_tokenizer, "chat").ids == ()
     with pytest.raises(UserError, match=r"^model\.path: its tokenizer has no end token"):
         scan_demonstrations([demonstrated("1 + 1?", "2")], own_tokenizer, PROMPTS, 64, Split.train)
+
+
+# -- pretraining texts -------------------------------------------------------------------------------------------------
+def test_texts_come_in_file_order_and_as_they_stand_with_what_is_given_before_them(write, tmp_path: Path) -> None:
+    rows = [("", " a\n"), (" q\n", "é <|im_end|>"), (" ", "a"), ("", "a")]
+    file = str(write(tmp_path / "a.jsonl", *({"before": before, "body": body} for before, body in rows)))
+    assert load_texts(file, "body", None) == [Text(context="", text=text) for _, text in rows]
+    assert load_texts(file, "body", "before") == [Text(context=before, text=text) for before, text in rows]
+
+
+def test_the_script_gives_the_text_that_ships_about_problems_of_the_training_split(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    maker: Any = importlib.import_module("make_arithmetic_examples")
+    texts = load_texts("embedded:arithmetic-text", "text", "given")
+    assert maker.make_texts(backbone.tokenizer.own, 1350, seed=0) == texts
+    assert maker.make_texts(backbone.tokenizer.own, 20, seed=1) != texts[:20]
+    [file] = files_at("embedded:arithmetic-text", "pretrain.path")
+    assert file.stat().st_size <= 200_000
+    pattern = r"<\|im_start\|>user\nWhat is (\d+) (.) (\d+)\?<\|im_end\|>\n<\|im_start\|>assistant\n"
+    problems = [re.fullmatch(pattern, text.context).groups() for text in texts]  # type: ignore[union-attr]
+    assert len(set(problems)) == len(texts) == 1350, "each once"
+    assert {split_of(int(a), operation, int(b)) for a, operation, b in problems} == {Split.train}
+
+
+LIMITS: dict[str, Any] = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
+
+
+def letters(texts: Sequence[str], **keys: Any) -> dict[str, list[list[int]]]:
+    """A tokenizer whose tokens are characters, with their code points: a is 97."""
+    return {"input_ids": [[ord(sign) for sign in text] for text in texts]}
+
+
+def parted(texts: Sequence[str]) -> list[Text]:
+    """Texts written as given^learned, or as learned alone."""
+    return [Text(context=given, text=text) for given, _, text in (written.rpartition("^") for written in texts)]
+
+
+def pretraining(texts: Sequence[str], **keys: Any) -> PretrainText:
+    return scan_texts(parted(texts), letters, **LIMITS | keys)  # type: ignore[arg-type]
+
+
+def words(texts: Sequence[TextTokens]) -> list[str]:
+    return ["".join(map(chr, text.ids)) for text in texts]
+
+
+def written(texts: Sequence[TextTokens]) -> list[str]:
+    """Each as given^learned."""
+    return [
+        f"{word[: text.num_given]}^{word[text.num_given :]}" for word, text in zip(words(texts), texts, strict=True)
+    ]
+
+
+def texts_in(batch: Batch) -> list[str]:
+    """The texts of a batch."""
+    kept = (ids[mask].tolist() for ids, mask in zip(batch.token_ids, batch.attention_mask, strict=True))
+    return ["".join(map(chr, ids)) for ids in kept]
+
+
+def digest(text: str) -> bytes:
+    """sha256 of the tokens, int32 with the lowest byte first."""
+    return hashlib.sha256(b"".join(ord(sign).to_bytes(4, "little") for sign in text)).digest()
+
+
+# -- texts as tokens ---------------------------------------------------------------------------------------------------
+def test_texts_are_cut_at_the_limit_and_dropped_below_two_tokens_with_a_word() -> None:
+    # Of 5 texts "a" has 1 token; "bcdef" has 5 and "ghij" 4, which are more than 3; "klm" is exactly at the limit.
+    found = pretraining(["a", "bcdef", "ghij", "klm", "no"], max_tokens=3)
+    assert sorted(words([*found.train_texts, *found.held_out_texts])) == ["bcd", "ghi", "klm", "no"]
+    assert found.note == (
+        "of 5 pretraining texts 2 were cut after pretrain.max_tokens=3, "
+        "1 with no token to learn within pretrain.max_tokens=3 were dropped"
+    )
+    assert pretraining(["klm", "no"], max_tokens=3).note is None
+    assert pretraining(["klm", "no", "p"]).note == (
+        "of 3 pretraining texts 1 with no token to learn within pretrain.max_tokens=256 were dropped"
+    )
+
+
+def test_what_is_given_counts_towards_the_limit_and_is_never_learned() -> None:
+    # 4 tokens in all: "ab^cdef" loses "ef"; "ghij^k" and "lmnop^q" have nothing left to learn; "rst^u" just fits; of
+    # "^vw" and "xy" the first token is given.
+    texts = ["ab^cdef", "ghij^k", "lmnop^q", "rst^u", "^vw", "xy", "z^0"]
+    found = pretraining(texts, max_tokens=4)
+    assert sorted(written([*found.train_texts, *found.held_out_texts])) == ["ab^cd", "rst^u", "v^w", "x^y", "z^0"]
+    assert found.note == (
+        "of 7 pretraining texts 1 were cut after pretrain.max_tokens=4, "
+        "2 with no token to learn within pretrain.max_tokens=4 were dropped"
+    )
+
+
+def test_what_is_given_and_what_is_learned_are_tokenised_each_for_itself() -> None:
+    def pairs(texts: Sequence[str], **keys: Any) -> dict[str, list[list[int]]]:
+        """A tokenizer whose tokens are characters, except that "ab" is one, "X"."""
+        return letters([text.replace("ab", "X") for text in texts])
+
+    found = scan_texts(parted(["ca^bd", "cab^d"]), pairs, **LIMITS)  # type: ignore[arg-type]
+    assert sorted(written([*found.train_texts, *found.held_out_texts])) == ["cX^d", "ca^bd"]
+
+
+def test_equal_tokens_are_on_one_side_whatever_is_given_of_them() -> None:
+    texts = [f"{i:02d}" for i in range(20)]
+    found = pretraining([*(f"a^{text}" for text in texts), *(f"a{text[0]}^{text[1]}" for text in texts)], held_out=5)
+    held_out, train = words(found.held_out_texts), words(found.train_texts)
+    assert len(held_out) == len(set(held_out)) == 5
+    assert len(train) == 2 * 15
+    assert not set(held_out) & set(train)
+
+
+def test_special_tokens_in_a_text_are_read_as_such_and_none_are_added(backbone: Backbone, caplog) -> None:
+    long = "<|im_start|>" + "A" * 600  # more than the model's 512
+    with caplog.at_level(logging.WARNING):
+        found = scan_texts(parted([long, "A<|im_end|>"]), backbone.tokenizer, **LIMITS | {"max_tokens": 3})
+    # <|im_start|> and <|im_end|> are 1 and 2, then come the bytes in the order of their signs: "!" is 3, "A" is 35.
+    assert sorted(text.ids.tolist() for text in (*found.train_texts, *found.held_out_texts)) == [[1, 35, 35], [35, 2]]
+    assert caplog.text == ""
+
+
+def test_held_out_texts_are_those_of_the_lowest_hashes_in_the_order_of_the_file() -> None:
+    texts = [f"text {i}" for i in range(40)]
+    found = pretraining(texts, held_out=6)
+    lowest = set(sorted(texts, key=digest)[:6])
+    assert words(found.held_out_texts) == [text for text in texts if text in lowest]
+    assert words(found.train_texts) == [text for text in texts if text not in lowest]
+    # So another order moves none, and holding out more only adds to them.
+    assert set(words(pretraining(texts[::-1], held_out=6).held_out_texts)) == lowest
+    assert set(words(pretraining(texts, held_out=9).held_out_texts)) > lowest
+
+
+def test_a_text_that_is_held_out_is_trained_on_nowhere() -> None:
+    # Each text three times, once with an end that is cut off: after the cut all three are the same.
+    texts = [f"{i:03d}{end}" for end in ("", "", " more") for i in range(40)]
+    found = pretraining(texts, max_tokens=3, held_out=10)
+    held_out, train = words(found.held_out_texts), words(found.train_texts)
+    assert len(held_out) == len(set(held_out)) == 10  # measured once each
+    assert len(train) == 3 * 30  # what the file repeats, training repeats
+    assert not set(held_out) & set(train)
+
+
+def test_the_fingerprint_covers_the_tokens_of_all_texts_which_are_given_and_their_order() -> None:
+    # Each text: how many tokens are given, in 4 bytes with the lowest first, and the digest of all its tokens.
+    one = b"\x01\0\0\0"
+    by_hand = hashlib.sha256(one + digest("ab") + one + digest("cde") + one + digest("f g")).hexdigest()
+    assert pretraining(["ab", "cde", "f g"]).fingerprint == by_hand
+    assert pretraining(["ab", "cde", "f g", "x"]).fingerprint == by_hand  # one token: dropped
+    assert pretraining(["ab", "cde", "f g"], held_out=2).fingerprint == by_hand  # a key of its own
+    others = [["ab", "cde"], ["cde", "ab", "f g"], ["abc", "de", "f g"], ["ab", "cde", "f h"]]
+    assert len({by_hand, *(pretraining(other).fingerprint for other in others)}) == 5
+    assert pretraining(["a^b", "c^de", "f g"]).fingerprint == by_hand  # the first token is given in any case
+    two = hashlib.sha256(one + digest("ab") + b"\x02\0\0\0" + digest("cde") + one + digest("f g")).hexdigest()
+    assert pretraining(["ab", "cd^e", "f g"]).fingerprint == two
+
+
+REFUSALS = {
+    "no second token": (
+        {"max_tokens": 1},
+        "pretrain.max_tokens: a text's first token is given, so it needs a second one to learn from, got 1; "
+        "use 2 or more",
+    ),
+    # "ab" twice, "cd", "ef", and "x", which is too short. "ab" has the lowest hash: both are held out by held_out=1.
+    "nothing left to train on": (
+        {"held_out": 3},
+        "pretrain.held_out: there are only 3 different texts with a token to learn within pretrain.max_tokens=256, and "
+        "some must be left to train on, got 3; use fewer, more text, or a higher pretrain.max_tokens",
+    ),
+    "an update that cannot be filled": (
+        {"sequences_per_update": 3},
+        "pretrain.sequences_per_update: pretrain.held_out=1 leaves only 2 texts to train on, got 3; "
+        "use at most 2, a lower pretrain.held_out, or more text",
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_too_little_text_is_refused(keys: dict[str, int], message: str) -> None:
+    texts = ["ab", "cd", "ef", "ab", "x"]
+    with pytest.raises(UserError) as refusal:
+        pretraining(texts, **keys)
+    assert str(refusal.value) == message
+    assert str(pretraining(texts, max_tokens=2, held_out=2).note).startswith(
+        "of 5 pretraining texts 1 with no token to learn"
+    )
+    assert words(pretraining(texts, sequences_per_update=2).train_texts) == ["cd", "ef"]
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+def tokens(ids: Sequence[int], num_given: int) -> TextTokens:
+    return TextTokens(ids=np.array(ids, dtype=np.int32), num_given=num_given)
+
+
+def test_a_text_is_a_row_whose_given_tokens_are_the_prompt_and_the_rest_predicted() -> None:
+    # Token 0 is a token like others, also at the end of a text: lengths say what is padding.
+    batch = as_batch([tokens([7, 5, 0], 1), tokens([3, 4], 1), tokens([0, 6, 8, 9], 3)])
+    assert batch.token_ids.tolist() == [[7, 5, 0, 0], [3, 4, 0, 0], [0, 6, 8, 9]]
+    assert batch.attention_mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
+    assert batch.loss_mask.int().tolist() == [[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
+    assert batch.group_ids.tolist() == [0, 1, 2]
+    assert batch.rewards.tolist() == [0.0] * 3
+    assert batch.sampled_logprobs.tolist() == [[0.0] * 4] * 3
+    assert (batch.token_ids.dtype, batch.group_ids.dtype) == (torch.int64, torch.int64)
+    assert (batch.attention_mask.dtype, batch.loss_mask.dtype) == (torch.bool, torch.bool)
+
+
+@pytest.fixture
+def ten() -> PretrainText:
+    """9 texts to train on, 2 an update, 3 updates a step."""
+    return pretraining([f"text {i}" for i in range(10)], sequences_per_update=2, updates_per_step=3)
+
+
+def test_updates_go_through_the_texts_pass_after_pass(ten: PretrainText) -> None:
+    # A pass of 9 texts has 4 whole updates; so updates 0..3 (step 0, and the first of step 1) are one pass, and so on.
+    updates = [texts_in(ten.batch(5, step, update)) for step in range(8) for update in range(3)]
+    for start in range(0, 24, 4):
+        taken = [text for update in updates[start : start + 4] for text in update]
+        assert len(taken) == len(set(taken)) == 8
+    assert {text for update in updates for text in update} == set(words(ten.train_texts))
+    assert updates[0] != updates[4]
+
+
+def test_an_updates_texts_depend_on_nothing_but_seed_step_and_update(ten: PretrainText) -> None:
+    forwards = [texts_in(ten.batch(5, step, update)) for step in range(8) for update in range(3)]
+    permutation.cache_clear()
+    backwards = [texts_in(ten.batch(5, step, update)) for step in reversed(range(8)) for update in reversed(range(3))]
+    assert backwards[::-1] == forwards
+    assert [texts_in(ten.batch(6, step, update)) for step in range(8) for update in range(3)] != forwards
+    train = words(ten.train_texts)
+    assert forwards[:3] != [[train[i] for i in prompts_for_step(9, 2, 5, turn)] for turn in range(3)], "as prompts do"
+    # A value of the stream itself: a change here breaks the resumption of runs begun before it.
+    assert forwards[:2] == [["text 2", "text 4"], ["text 9", "text 7"]]
+
+
+def test_an_update_that_a_step_does_not_have_is_refused(ten: PretrainText) -> None:
+    for update in (-1, 3):
+        with pytest.raises(ValueError, match="a step has 3 updates"):
+            ten.batch(5, 0, update)
+
+
+def test_the_loss_is_that_of_each_text_by_itself(backbone: Backbone) -> None:
+    """Each text alone in the model's own forward, without packing, padding or masks, is the reference."""
+    answer = "<think>3+4=7</think><answer>7</answer><|im_end|>"
+    texts = parted(["<|im_start|>user\n^What is 1 + 2?", "2+2=4", "a^b", f"3 + 4?^{answer}"])
+    found = scan_texts(texts, backbone.tokenizer, **LIMITS | {"max_tokens": 20, "sequences_per_update": 3})
+    roles: Any = SimpleNamespace(forward=choose(backbone.model))
+    assert roles.forward.packed
+    total = tokens = 0.0
+    for text in found.train_texts:
+        ids_1T = torch.tensor(text.ids.tolist())[None]
+        with torch.no_grad():
+            logits_TV = backbone.model(input_ids=ids_1T).logits[0, text.num_given - 1 : -1].double()
+        total += torch.nn.functional.cross_entropy(logits_TV, ids_1T[0, text.num_given :], reduction="sum").item()
+        tokens += len(text.ids) - text.num_given
+    for token_budget in (1, 30, 1000):
+        # float32 logits of some 10 nats: 1e-6 each. A mean over texts would be another.
+        assert text_loss(roles, found.batch(0, 0, 0), token_budget) == pytest.approx(total / tokens, rel=2e-6)
+
+
+def test_the_shipped_text_begins_at_the_loss_that_the_embedded_model_was_taught(backbone: Backbone) -> None:
+    """Only answers are learned: the questions, which the model was never taught, would cost it 10 nats per token."""
+    texts = load_texts("embedded:arithmetic-text", "text", "given")
+    found = scan_texts(texts, backbone.tokenizer, **LIMITS | {"held_out": 128})
+    roles: Any = SimpleNamespace(forward=choose(backbone.model))
+    assert found.note is None
+    assert text_loss(roles, found.held_out(), 4096) == pytest.approx(0.174, abs=0.0005)
+
+
+# -- what a teacher reads that the student does not --------------------------------------------------------------------
+def group_of(prompt, size):
+    said = Completion(text="1", token_ids=(5,), logprobs=(0.0,), finish_reason=FinishReason.stop)
+    return Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),) * size)
+
+
+def test_a_hint_stands_at_the_end_of_the_last_message_with_the_answer_in_it(make_prompt):
+    hinted = with_hint(make_prompt("What is 1 + 1?", "2"), "The answer is {answer}.")
+    assert hinted.messages == ({"role": "user", "content": "What is 1 + 1?\n\nThe answer is 2."},)
+    assert hinted.token_ids == ()
+
+
+def test_each_completion_has_its_prompts_tokens_with_the_hint(make_prompt, backbone):
+    one, two = make_prompt("1?", "1"), make_prompt("What is 20 + 20?", "40")
+    made = teacher_prompts([group_of(one, 2), group_of(two, 1)], "It is {answer}.", backbone.tokenizer, "chat")
+    expected = [make_prompt(f"{text}\n\nIt is {answer}.").token_ids for text, answer in (("1?", 1), (two.id, 40))]
+    assert made.dtype == torch.int64
+    assert [tuple(row[row >= 0].tolist()) for row in made] == [expected[0], expected[0], expected[1]]
+    assert (made[0, len(expected[0]) :] == -1).all()
+    assert longest_with_hint([one, two], "It is {answer}.", backbone.tokenizer, "chat") == len(expected[1])
+
+
+def test_an_answer_that_a_prompt_has_not_is_shown_to_no_teacher(make_prompt, backbone):
+    prompts = [make_prompt("1?", "1"), make_prompt("2?", " "), make_prompt("3?", "")]
+    with pytest.raises(UserError, match=r"2 train prompts have none, first 2\?, got 'It is {answer}\.'") as refused:
+        longest_with_hint(prompts, "It is {answer}.", backbone.tokenizer, "chat")
+    assert refused.value.key == "snapshot.teacher_hint"
+    assert longest_with_hint(prompts, "Think.", backbone.tokenizer, "chat") > 0

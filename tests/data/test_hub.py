@@ -12,8 +12,6 @@ import pyarrow
 import pytest
 
 import rlft
-from rlft.config.compose import compose
-from rlft.config.instantiate import instantiate
 from rlft.data.files import files_of_split
 from rlft.data.hub import HubTable, local_path
 from rlft.system.hub import PROBE_SECONDS
@@ -50,24 +48,6 @@ def test_gsm8k_recipe_keys_read_a_folder_in_its_format(make_data, gsm8k_mini: Pa
     assert [m["role"] for m in train[0].messages] == ["system", "user"]
     assert "<think>" in train[0].messages[0]["content"]
     assert train[0].messages[1]["content"].startswith("Ines bakes 4 trays")
-
-
-def test_one_file_is_split_by_the_hash_of_its_questions(make_data, gsm8k_mini: Path) -> None:
-    data = make_data("gsm8k", path=str(gsm8k_mini / "train.jsonl"), held_out_fraction=0.3)
-    train, held_out = data.load(Split.train), data.load(Split.held_out)
-    assert len(train) + len(held_out) == 24
-    assert len(held_out) > 0
-    assert not {p.id for p in train} & {p.id for p in held_out}
-
-
-def test_a_held_out_question_is_shown_worked_training_examples(make_data, gsm8k_mini: Path) -> None:
-    data = make_data("gsm8k", path=str(gsm8k_mini), few_shot=2)
-    lines = (gsm8k_mini / "train.jsonl").read_text().splitlines()
-    answers = {row["question"]: row["answer"] for row in map(json.loads, lines)}
-    for prompt in data.load(Split.held_out):
-        assert [m["role"] for m in prompt.messages] == ["system", *["user", "assistant"] * 2, "user"]
-        for asked, answered in (prompt.messages[1:3], prompt.messages[3:5]):
-            assert answered["content"] == answers[asked["content"]]
 
 
 def test_without_a_held_out_split_a_part_of_the_training_split_is_held_out(make_data, gsm8k_mini: Path) -> None:
@@ -113,12 +93,6 @@ def test_a_folder_without_the_files_is_refused(make_data, gsm8k_mini: Path, tmp_
     assert "data.held_out_split=null holds out a part of the split train" in str(refusal.value)
     kept = make_data("gsm8k", path=str(tmp_path), held_out_split=None)
     assert len(kept.load(Split.train)) + len(kept.load(Split.held_out)) == 24
-
-
-def test_a_local_line_without_a_final_answer_is_named(make_data, tmp_path: Path) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"question": "1?", "answer": "#### 1"}\n{"question": "2?", "answer": "2"}\n')
-    with pytest.raises(UserError, match=r"mine\.jsonl:2: the answer has no match of data\.answer_pattern"):
-        make_data("gsm8k", path=str(tmp_path / "mine.jsonl")).load(Split.train)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +191,3 @@ def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, hub_se
     hub_sets["train"] = []
     with pytest.raises(UserError, match="holds no data, got openai/gsm8k, train"):
         data.load(Split.train)
-
-
-@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b"\x00" * 100], ids=["empty", "cut", "zeros"])
-def test_a_damaged_parquet_file_is_refused_by_its_name(content: bytes, tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.parquet").write_bytes(content)
-    words = ["data=gsm8k", f"data.path={tmp_path}", "data.subset=null"]
-    with pytest.raises(UserError, match=r"data.path: cannot be read \(.*, got .*\.parquet; "):
-        instantiate(compose(words)["data"], "data").load(Split.train)

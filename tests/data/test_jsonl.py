@@ -124,50 +124,6 @@ def test_training_questions_that_are_held_out_are_left_out(make_data, write, tmp
     assert "3 training questions are also held out" in caplog.text
 
 
-GOOD = '{"prompt": "1?", "answer": "1"}'
-MESSAGES = {"messages_field": "m", "answer_field": None}
-UNREADABLE = ("is not JSON", "must be a JSON object, it is a list")
-BROKEN = {
-    "not JSON": (b"{", {}, UNREADABLE[0]),
-    "not an object": (b"[1, 2]", {}, UNREADABLE[1]),
-    "not UTF-8": (b'{"prompt": "\xff", "answer": "1"}', {}, "is not UTF-8 text"),
-    "no prompt": (b'{"question": "1?", "answer": "1"}', {}, "there is no field 'prompt', only 'question', 'answer'"),
-    "no answer": (b'{"prompt": "1?"}', {}, "there is no field 'answer', only 'prompt'"),
-    "prompt of another type": (b'{"prompt": 1, "answer": "1"}', {}, "field 'prompt' must be a string, it is a number"),
-    "prompt null": (b'{"prompt": null, "answer": "1"}', {}, "field 'prompt' must be a string, it is null"),
-    "prompt empty": (b'{"prompt": " ", "answer": "1"}', {}, "field 'prompt' is empty"),
-    "answer of another type": (b'{"prompt": "1?", "answer": [["1"]]}', {}, "must be a string or number, it is a list"),
-    "no answers": (b'{"prompt": "1?", "answer": []}', {}, "field 'answer' is an empty list"),
-    "answer empty": (b'{"prompt": "1?", "answer": ""}', {}, "field 'answer' is empty"),
-    "answer without the pattern": (b'{"prompt": "1?", "answer": "one"}', {"answer_pattern": "[0-9]+"}, "has no match"),
-    "answer emptied": (b'{"prompt": "1?", "answer": ",,"}', {"answer_remove": ","}, "the answer is empty"),
-    "chat not a list": (b'{"m": "hello"}', MESSAGES, "field 'm' must be a list of messages, it is a string"),
-    "chat empty": (b'{"m": []}', MESSAGES, "it is an empty list"),
-    "chat with a strange role": (b'{"m": [{"role": "bot", "content": "a"}]}', MESSAGES, "message 0 of field 'm'"),
-    "chat without content": (b'{"m": [{"role": "user"}]}', MESSAGES, "message 0 of field 'm'"),
-    "chat without answer": (b'{"m": [{"role": "user", "content": "a"}]}', MESSAGES, "does not end with an assistant"),
-    "chat without question": (b'{"m": [{"role": "assistant", "content": "a"}]}', MESSAGES, "holds no user message"),
-}
-
-
-@pytest.mark.parametrize(("line", "keys", "problem"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_line_is_named_by_file_and_line(make_data, tmp_path: Path, line: bytes, keys, problem: str) -> None:
-    good = (
-        b'{"m": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "1"}]}'
-        if keys is MESSAGES
-        else GOOD.encode()
-    )
-    file = tmp_path / "bad.jsonl"
-    file.write_bytes(good + b"\n\n" + line + b"\n" + good)
-    with pytest.raises(UserError) as refusal:
-        make_data("jsonl", path=str(file), **keys).load(Split.train)
-    assert refusal.value.key == "data.path"
-    assert f"{file}:3: " in str(refusal.value)
-    assert problem in str(refusal.value)
-    # Other fields can only help where there are fields.
-    assert str(refusal.value).endswith("; fix or remove that line") is (problem in UNREADABLE)
-
-
 def test_a_byte_order_mark_and_windows_line_ends_are_read(make_data, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "1?", "answer": "1"}\r\n' * 2)
@@ -197,24 +153,23 @@ def test_worked_examples_come_before_the_question_and_after_the_system_message(
         for asked, answered in (prompt.messages[1:3], prompt.messages[3:5]):
             number = int(asked["content"].removeprefix("Q: ").split()[0])
             assert answered["content"] == f"so {{final}}\n#### {2 * number}"  # the whole text, as it stands
-
-
-def test_an_example_may_show_the_bare_answer_too(make_data, write, tmp_path: Path) -> None:
-    path = str(write(tmp_path / "a.jsonl", *worked(50)))
-    template = "<think>{answer}</think><answer>{final}</answer>"
-    prompt = make_data("jsonl", path=path, **WORKED, few_shot=1, few_shot_template=template).load(Split.train)[0]
-    number = int(prompt.messages[0]["content"].removeprefix("Q: ").split()[0])
     # Only the template's own words are filled in, not those of the answer.
-    assert (
-        prompt.messages[1]["content"] == f"<think>so {{final}}\n#### {2 * number}</think><answer>{2 * number}</answer>"
-    )
+    template = "<think>{answer}</think><answer>{final}</answer>"
+    prompt = make_data("jsonl", **keys, few_shot=1, few_shot_template=template).load(Split.train)[0]
+    number = int(prompt.messages[1]["content"].removeprefix("Q: ").split()[0])
+    shown = f"<think>so {{final}}\n#### {2 * number}</think><answer>{2 * number}</answer>"
+    assert prompt.messages[2]["content"] == shown
 
 
 def test_examples_are_training_questions_and_never_the_question_itself(make_data, write, tmp_path: Path) -> None:
     rows = worked(40)
     # Asked twice, with other white space: still one example.
     rows += [row | {"prompt": f" {row['prompt']} "} for row in rows]
-    data = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)), held_out_fraction=0.5, few_shot=3)
+    keys = {"held_out_fraction": 0.5, "few_shot": 3}
+    data = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)), **keys)
+    other = make_data("jsonl", path=str(write(tmp_path / "b.jsonl", *rows[::-1])), **keys)
+    one, two = ([[m["content"].strip() for m in p.messages] for p in d.load(Split.train)] for d in (data, other))
+    assert one == two[::-1], "they do not depend on the order of the file"
     train = {p.messages[-1]["content"].strip() for p in data.load(Split.train)}
     shown = []
     for prompt in [*data.load(Split.train), *data.load(Split.held_out)]:
@@ -225,13 +180,6 @@ def test_examples_are_training_questions_and_never_the_question_itself(make_data
     # The first three of the hashes; for each of these three, the other two and the fourth.
     assert len(set(shown)) == 4
     assert len({example for examples in shown for example in examples}) == 4
-
-
-def test_the_examples_do_not_depend_on_the_order_of_the_file(make_data, write, tmp_path: Path) -> None:
-    rows = worked(30)
-    files = [write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[::-1])]
-    one, two = (make_data("jsonl", path=str(file), few_shot=2).load(Split.train) for file in files)
-    assert [p.messages for p in one] == [p.messages for p in two[::-1]]
 
 
 def test_a_chat_is_an_example_without_its_system_message(make_data, write, tmp_path: Path) -> None:
@@ -274,8 +222,11 @@ def test_a_pattern_that_cuts_numbers_is_named_with_their_count_and_an_example(ma
     assert "cuts a number in 2 of 6 answers: a.jsonl:2 has the answer '80'" in caplog.text
 
 
-def test_numbers_are_written_out_and_one_that_is_missing_is_refused(make_data, write, tmp_path: Path) -> None:
+def test_numbers_and_booleans_are_written_out_and_one_that_is_missing_is_refused(
+    make_data, write, tmp_path: Path
+) -> None:
     numbers = {1e-05: "0.00001", 1e16: "10000000000000000", 2.5: "2.5", 18.0: "18", -3: "-3", 1e-7: "0.0000001"}
+    numbers |= {True: "true", False: "false", "yes": "yes"}
     rows = [{"prompt": f"{i}", "answer": number} for i, number in enumerate(numbers)]
     keys = {"held_out_path": None, "held_out_fraction": 1.0}
     prompts = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)), **keys).load(Split.held_out)
@@ -311,8 +262,12 @@ def write(file: Path, numbers: Sequence[int]) -> None:
     file.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())
 
 
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
 WAYS: dict[str, dict[str, Any]] = {
-    "a share held out": {},
+    "a share held out, and long prompts dropped": {},
     "another file held out": {"held_out_path": "other.jsonl"},
     "worked examples": {"few_shot": 2, "few_shot_template": "so {answer}"},
     "chats": {"messages_field": "chat", "answer_field": None, "answer_pattern": "[0-9]+"},
@@ -332,10 +287,11 @@ def test_streamed_data_are_what_held_data_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(mine.parent)
+    tokenizer = with_attributes(backbone.tokenizer, chat_template=THINKING)
 
     def scanned() -> tuple[Sequence[Prompt], PromptSet]:
         prompts = make_data("jsonl", path="mine.jsonl", **keys).load(split)
-        return prompts, scan(prompts, backbone.tokenizer, 200, "drop", split)
+        return prompts, scan(prompts, tokenizer, 400 if keys else 30, "drop", split)
 
     held, held_set = scanned()
     streams()
@@ -347,43 +303,16 @@ def test_streamed_data_are_what_held_data_are(
     assert isinstance(lazy_set.prompts, Stored)
     assert tuple(lazy_set.prompts) == held_set.prompts
     assert [lazy_set.prompts[i] for i in range(len(lazy_set.prompts))] == list(held_set.prompts)
+    assert tuple(lazy_set.prompts[3:9]) == held_set.prompts[3:9]
     for name in ("num_tokens", "fingerprint", "notes"):
         assert getattr(lazy_set, name) == getattr(held_set, name)
     assert [lazy_set.longest(n) for n in (None, 1, 3)] == [held_set.longest(n) for n in (None, 1, 3)]
     texts = untokenised(lazy_set)
     assert [prompt.messages for prompt in texts] == [prompt.messages for prompt in held_set.prompts]
     assert not any(prompt.token_ids for prompt in texts)
-
-
-def test_texts_of_streamed_data_know_what_their_prompts_have_begun_to_say(
-    mine: Path, make_data: Callable[..., Any], backbone: Backbone, streams: Callable[[], None]
-) -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    )
-    tokenizer = with_attributes(backbone.tokenizer, chat_template=template)
-    streams()
-    prompts = make_data("jsonl", path=str(mine), **next(iter(WAYS.values()))).load(Split.train)
-    texts = untokenised(scan(prompts, tokenizer, 400, "drop", Split.train))
     assert {prompt.tail for prompt in texts} == {"<think>\n"}
-    assert not any(prompt.token_ids for prompt in texts)
-
-
-def test_prompts_over_the_limit_are_passed_over_where_data_are_streamed(
-    mine: Path, make_data: Callable[..., Any], backbone: Backbone, streams: Callable[[], None]
-) -> None:
-    def scanned() -> PromptSet:
-        return scan(make_data("jsonl", path=str(mine)).load(Split.train), backbone.tokenizer, 28, "drop", Split.train)
-
-    held = scanned()
-    streams()
-    lazy = scanned()
-    assert held.notes == lazy.notes
-    assert 5 < int(held.notes[0].split()[0]) < 50  # train prompts longer than prompts.max_tokens=28 were dropped
-    assert tuple(lazy.prompts) == held.prompts
-    assert tuple(lazy.prompts[3:9]) == held.prompts[3:9]
-    assert lazy.fingerprint == held.fingerprint
+    if not keys and split is Split.train:
+        assert 5 < int(held_set.notes[0].split()[0]) < 50  # train prompts longer than the limit were dropped
 
 
 def test_the_files_of_a_hub_set_are_streamed_too(
@@ -401,23 +330,6 @@ def test_the_files_of_a_hub_set_are_streamed_too(
     assert len(held[0]) == 25, "five questions are held out"
 
 
-@pytest.mark.parametrize("bad", ['{"prompt": "a"}', "[1, 2]", '{"prompt": "\\ud800", "answer": 1}', "{"])
-def test_a_bad_line_of_streamed_data_is_refused_as_one_of_held_data(
-    bad: str, mine: Path, make_data: Callable[..., Any], streams: Callable[[], None]
-) -> None:
-    mine.write_text(mine.read_text() + f"\n{bad}\n")
-
-    def said() -> str:
-        with pytest.raises(UserError) as refused:
-            make_data("jsonl", path=str(mine)).load(Split.train)
-        return str(refused.value)
-
-    held = said()
-    streams()
-    assert said() == held
-    assert f"{mine}:81" in held, "60 rows, 20 blank lines"
-
-
 def test_a_file_that_changes_while_it_is_in_use_changes_nothing(
     mine: Path, make_data: Callable[..., Any], streams: Callable[[], None]
 ) -> None:
@@ -430,19 +342,16 @@ def test_a_file_that_changes_while_it_is_in_use_changes_nothing(
     assert list(prompts) == before
 
 
-def test_a_folder_for_temporary_files_without_room_is_refused(
+def test_a_folder_for_temporary_files_that_is_full_or_missing_is_refused(
     mine: Path, make_data: Callable[..., Any], streams: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams()
-    monkeypatch.setattr(tempfile, "TemporaryFile", partial(Path("/dev/full").open, "w+b"))
-    with pytest.raises(UserError, match=r"^data\.path: its rows do not fit .*No space left.*; set TMPDIR to a folder"):
-        make_data("jsonl", path=str(mine)).load(Split.train)
-
-
-def test_without_a_folder_for_temporary_files_what_is_missing_is_said(
-    mine: Path, make_data: Callable[..., Any], streams: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streams()
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", partial(Path("/dev/full").open, "w+b"))
+        with pytest.raises(
+            UserError, match=r"^data\.path: its rows do not fit .*No space left.*; set TMPDIR to a fold"
+        ):
+            make_data("jsonl", path=str(mine)).load(Split.train)
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null/none"])
     with pytest.raises(UserError, match=r"^data\.path: its rows do not fit .*No usable temporary directory.*TMPDIR"):

@@ -1,9 +1,13 @@
-import logging
+"""Preferences as rankings: pairs, lists, samples of a prompt and completions with a score each."""
+
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
-from in_one_test import each
 
+from rlft.data.fields import RowError, TypedRow, UselessRow
 from rlft.data.preferences import RankingSet
 from rlft.data.records import sampled_with
 from rlft.types import Ranking, Split, UserError
@@ -170,70 +174,6 @@ def test_no_question_is_in_both_splits(make_preferences, write, sample, tmp_path
     assert len(train) + len(held_out) == 120 + 60  # each pair, and both samples of a prompt together
 
 
-BROKEN = {
-    "another shape": (
-        {"text": "x"},
-        "is not a pair (fields 'chosen', 'rejected'), not a list of completions (field 'completions') and not a line "
-        "of rlft sample; it has only 'text'",
-    ),
-    "no rejected one": ({"prompt": "1?", "chosen": "a"}, "is not a pair"),
-    "no prompt": (
-        {"chosen": "a", "rejected": "b"},
-        "has no prompt, neither field 'messages' nor 'prompt'; it has only",
-    ),
-    "a chat and a text": (
-        {"chosen": [user("a"), says("b")], "rejected": "c"},
-        "must be a string or one assistant message",
-    ),
-    "a prompt that ends with an answer": (PAIR | {"messages": [user("a"), says("b")]}, "is not a user message"),
-    "no margin": (PAIR, "field 'by', by how much"),
-    "a margin below 0": (PAIR | {"by": -1}, "field 'by', by how much"),
-    "completions of another type": ({"prompt": "1?", "completions": "a"}, "there is no score (field 'scores')"),
-    "too few scores": ({"prompt": "1?", "completions": ["a", "b"], "scores": [1]}, "must be a list of 2 numbers"),
-    "a score that is no number": (
-        {"prompt": "1?", "completions": ["a"], "scores": [float("nan")]},
-        "list of 1 number,",
-    ),
-}
-
-
-@pytest.mark.parametrize(("line", "problem"), BROKEN.values(), ids=BROKEN)
-def test_a_line_of_another_shape_is_named_by_file_and_line(scan, tmp_path: Path, line, problem: str) -> None:
-    with pytest.raises(UserError) as refusal:
-        scan(PAIR | {"by": 1}, line, margin_field="by")
-    assert str(refusal.value).startswith(f"preferences.path: {tmp_path / 'mine.jsonl'}:2: ")
-    assert problem in str(refusal.value)
-    assert str(refusal.value).endswith("; fix or remove that line, or name other fields (preferences.*field)")
-
-
-UNLIKE = "has chats that differ before their last messages"
-USELESS = [
-    ({"chosen": [user("a"), says("b")], "rejected": [user("c"), says("d")]}, {}, UNLIKE),
-    ({"chosen": [user("a"), says("b")], "rejected": [user("a"), says("b"), user("c"), says("d")]}, {}, UNLIKE),
-    ({"chosen": [user("a"), user("b")], "rejected": [user("a"), user("b")]}, {}, "has chats that do not end with"),
-    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: b"}, {"format": "hh"}, UNLIKE),
-    (
-        {"chosen": "\n\nHuman: a\n\nHuman: b", "rejected": "\n\nHuman: a\n\nHuman: c"},
-        {"format": "hh"},
-        "do not end with",
-    ),
-    ({"prompt": "1?", "completions": []}, {}, "has no completions in field 'completions'"),
-    ({"chosen": "One day", "rejected": "A day"}, {"format": "implicit"}, "has two texts that do not begin alike"),
-]
-
-
-@each(("row", "keys", "problem"), USELESS)
-def test_pairs_that_answer_different_questions_are_left_out_and_named(scan, caplog, row, keys, problem: str) -> None:
-    caplog.clear()
-    good = {"prompt": "1?", "completions": ["a", "b"], "scores": [1, 0]}
-    with caplog.at_level(logging.WARNING):
-        assert [r.prompt.id for r in scan(good, row, **keys).rankings] == ["mine.jsonl:1"]
-    assert "preferences.path: nothing can be learned from 1 of 2 train rows: mine.jsonl:2 has " in caplog.text
-    assert problem in caplog.text
-    with pytest.raises(UserError, match=r"nothing can be learned from 2 of 3 train rows: mine\.jsonl:1 has"):
-        scan(row, row, good, **keys)
-
-
 def test_pairs_without_a_prompt_of_their_own_have_it_in_their_texts(scan) -> None:
     start = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: A name?\n\nAssistant:"
     hh = {"chosen": f"{start} Ada.", "rejected": f"{start} No.\n\nWhy?"}
@@ -258,3 +198,81 @@ def test_a_hub_set_is_read_as_a_file_is(make_preferences, hub_sets) -> None:
     assert [r.prompt.id for r in data.load(Split.held_out).rankings] == ["test_prefs:0"]
     assert [r.prompt.id for r in data.load(Split.train).rankings] == ["train_prefs:1", "train_prefs:2"]
     assert data.load(Split.train).num_tied == 0
+
+
+# -- completions with a score each -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("completion", "score", "values"),
+    [("completion", "label", [True, False]), ("response", "helpfulness", [4, 1.5]), ("text", "s", ["3", "-1e1"])],
+)
+def test_completions_with_a_score_each_are_ranked_by_prompt(
+    make_preferences, write, tmp_path: Path, completion: str, score: str, values: Sequence[Any]
+) -> None:
+    rows = [
+        {"prompt": f"{i}?", completion: f"{i} {'worse' if value is values[-1] else 'better'}", score: value}
+        for value in reversed(values)
+        for i in range(20)
+    ]
+    file = write(tmp_path / "a.jsonl", *rows, {"prompt": "alone?", completion: "x", score: values[0]})
+    keys = {"path": str(file), "held_out_fraction": 0.5}
+    if completion in ("completion", "response"):
+        with pytest.raises(UserError, match=f"set preferences.completions_field={completion} .*scores_field={score}"):
+            make_preferences("jsonl", **keys).load(Split.train)
+    source = make_preferences("jsonl", completions_field=completion, scores_field=score, **keys)
+    sets = [source.load(split) for split in Split]
+    rankings = [ranking for found in sets for ranking in found.rankings]
+    assert sorted(ranking.completions for ranking in rankings) == sorted(
+        (f"{i} better", f"{i} worse") for i in range(20)
+    )
+    assert sum(found.num_tied for found in sets) == 1
+
+
+def test_completions_that_are_chats_or_null_are_ranked_as_texts_are(make_preferences) -> None:
+    """Each completion as text, chat of a table and null x one with its score, lists and columns."""
+    forms: Sequence[Callable[[str], Any]] = (
+        lambda text: text,
+        lambda text: [{"role": "assistant", "content": text}],
+        lambda text: [{"role": "assistant", "content": text, "tool_calls": None}],
+        lambda text: None,
+    )
+    number = 0
+    for form, score in product(forms[:3], (True, 0.5, "3")):
+        for prompt in ("1?", [{"role": "user", "content": "1?"}]):
+            row = TypedRow({"prompt": prompt, "completion": form("x"), "label": score})
+            with pytest.raises(RowError) as refusal:
+                make_preferences("jsonl", path="x").parse(row, "x")
+            if not isinstance(score, str):
+                assert "completions_field=completion preferences.scores_field=label" in str(refusal.value.remedy)
+            source = make_preferences("jsonl", path="x", completions_field="completion", scores_field="label")
+            [made] = [row.made for row in source.parse(row, "x")]
+            assert (made.completions, made.scores) == (("x",), (float(score),))
+            assert made.prompt.messages == ({"role": "user", "content": "1?"},)
+            number += 1
+    for chosen, scores in product(product(forms, repeat=3), (["3", 2, 1.0], [True, None, 0.5])):
+        texts = [form(text) for form, text in zip(chosen, "xyz", strict=True)]
+        expected = [(t, s) for t, text, s in zip("xyz", texts, scores, strict=True) if text is not None]
+        row = TypedRow({"prompt": "1?", "texts": texts, "scores": scores, **dict(zip("abc", texts, strict=True))})
+        row |= dict(zip("def", scores, strict=True))
+        for keys in (("texts", "scores"), (list("abc"), list("def"))):
+            source = make_preferences("jsonl", path="x", completions_field=keys[0], scores_field=keys[1])
+            number += 1
+            if any(score is None for _, score in expected):
+                with pytest.raises(RowError, match=f"must be a list of {len(expected)} number"):
+                    source.parse(row, "x")
+            elif not expected and keys[0] != "texts":
+                with pytest.raises(RowError, match="is not a pair"):
+                    source.parse(row, "x")
+            elif not expected:
+                assert isinstance(source.parse(row, "x")[0].made, UselessRow)
+            else:
+                [made] = [row.made for row in source.parse(row, "x")]
+                found = list(zip(made.completions, made.scores, strict=True))
+                assert found == [(text, float(score)) for text, score in expected]
+    assert number == 18 + 64 * 2 * 2
+
+
+def test_completions_and_scores_in_several_fields_are_ranked(make_preferences) -> None:
+    row = {"prompt": "1?", "a": "x", "b": "y", "score_a": 1, "score_b": 2}
+    source = make_preferences("jsonl", path="x", completions_field=["a", "b"], scores_field=["score_a", "score_b"])
+    [made] = source.parse(row, "x")
+    assert (made.made.completions, made.made.scores) == (("x", "y"), (1.0, 2.0))

@@ -58,8 +58,8 @@ def test_token_ids_are_the_chat_template_with_the_start_of_the_answer(tokenizer)
     assert found.notes == ()
 
 
-def test_prompts_over_the_limit_are_dropped_and_counted(tokenizer) -> None:
-    a, b, _ = (len(p.token_ids) for p in scan(THREE, tokenizer, 100, "drop", Split.train).prompts)
+def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_by_number_and_name(tokenizer) -> None:
+    a, b, c = (len(p.token_ids) for p in scan(THREE, tokenizer, 100, "drop", Split.train).prompts)
     found = scan(THREE, tokenizer, b, "drop", Split.train)  # exactly at the limit is within
     assert [p.id for p in found.prompts] == ["a", "b"]
     assert [*found.num_tokens] == [a, b]
@@ -67,10 +67,6 @@ def test_prompts_over_the_limit_are_dropped_and_counted(tokenizer) -> None:
     assert [p.id for p in scan(THREE, tokenizer, b - 1, "drop", Split.train).prompts] == ["a"]
     with pytest.raises(UserError, match=r"^prompts\.max_tokens: 3 of 3 train prompts are longer, first a with"):
         scan(THREE, tokenizer, a - 1, "drop", Split.train)
-
-
-def test_prompts_over_the_limit_are_refused_by_number_and_name(tokenizer) -> None:
-    a, b, c = (len(p.token_ids) for p in scan(THREE, tokenizer, 100, "drop", Split.train).prompts)
     with pytest.raises(UserError) as refusal:
         scan(THREE, tokenizer, a, "refuse", Split.held_out)
     assert str(refusal.value) == (
@@ -79,25 +75,14 @@ def test_prompts_over_the_limit_are_refused_by_number_and_name(tokenizer) -> Non
     )
 
 
-def test_a_prompt_without_a_token_is_refused(tokenizer) -> None:
-    with pytest.raises(UserError, match=r"^data: 1 of 3 held_out prompts have no token, .*, got b; leave them out, or"):
-        scan([THREE[0], prompt("b", ""), THREE[2]], tokenizer, 100, "drop", Split.held_out, "raw")
-
-
-def test_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer) -> None:
-    with pytest.raises(UserError, match="the train split is empty"):
-        scan([], tokenizer, 100, "drop", Split.train)
-    with pytest.raises(UserError, match="the train split has 1 id more than once, got a"):
-        scan([THREE[0], THREE[1], THREE[0]], tokenizer, 100, "drop", Split.train)
-
-
-def test_without_a_chat_template_the_plain_texts_are_used() -> None:
-    plain = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
-    plain.own.chat_template = None
-    chat = Prompt(id="a", messages=({"role": "system", "content": "12"}, {"role": "user", "content": "34"}), answer="1")
-    found = scan([chat], plain, 100, "drop", Split.train)
-    assert found.notes == ()
-    assert found.prompts[0].token_ids == tuple(plain("12\n\n34")["input_ids"])
+def test_a_prompt_without_a_token_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer) -> None:
+    for prompts, problem in (
+        ([THREE[0], prompt("b", ""), THREE[2]], "^data: 1 of 3 train prompts have no token, .*, got b; leave them out"),
+        ([], "the train split is empty"),
+        ([THREE[0], THREE[1], THREE[0]], "the train split has 1 id more than once, got a"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            scan(prompts, tokenizer, 100, "drop", Split.train, "raw")
 
 
 @each("added", ["$A", "<bos> $A", "<bos> $A <eos>", "<bos> <bos> $A <eos> <eos>"])
@@ -125,7 +110,8 @@ def test_raw_prompts_are_the_plain_texts_also_where_there_is_a_chat_template(tok
     assert scan([talk], tokenizer, 100, "drop", Split.train, style="chat").fingerprint != found.fingerprint
     plain = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
     plain.own.chat_template = None
-    assert scan([talk], plain, 100, "drop", Split.train, style="raw") == found  # as asked for: nothing to note
+    for style in ("raw", "chat"):  # without a chat template there is no other way
+        assert scan([talk], plain, 100, "drop", Split.train, style=style) == found  # as asked for: nothing to note
 
 
 def test_a_template_that_takes_no_system_message_is_told_with_the_way_out() -> None:
@@ -237,10 +223,10 @@ def test_the_steps_of_an_epoch_draw_one_permutation() -> None:
     assert permutation.cache_info().misses == 1
 
 
-@pytest.mark.parametrize("arguments", [(0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 0, -1)])
-def test_sizes_that_make_no_sense_are_refused(arguments) -> None:
-    with pytest.raises(ValueError):
-        prompts_for_step(*arguments)
+def test_sizes_that_make_no_sense_are_refused() -> None:
+    for arguments in ((0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 0, -1)):
+        with pytest.raises(ValueError):
+            prompts_for_step(*arguments)
 
 
 def test_the_embedded_task_is_scanned_whole(tokenizer) -> None:

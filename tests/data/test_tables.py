@@ -8,7 +8,6 @@ import gzip
 import io
 import json
 import lzma
-import pickle
 import random
 import subprocess
 import sys
@@ -332,12 +331,16 @@ SHEETS: dict[str, tuple[str, list[dict[str, str]] | str]] = {
 }  # fmt: skip
 
 
-def test_tables_are_read_as_spreadsheets_write_them(tmp_path: Path) -> None:
-    """Each irregularity x delimiter x line end x byte order mark x name of the file."""
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_tables_are_read_as_spreadsheets_write_them(tmp_path: Path, every: int) -> None:
+    """Each irregularity x delimiter x line end x byte order mark x name of the file; by default one of 5 of them."""
     number = 0
     for irregular, delimiter, end, encoding, name in product(
         SHEETS, ",;\t|", ("\n", "\r\n", "\r"), ("utf-8", "utf-8-sig", "utf-16"), ("a.csv", "a.tsv", "a.txt")
     ):
+        number += 1
+        if number % every:
+            continue
         text, expected = SHEETS[irregular]
         if irregular == "doubled line ends" and end != "\n":
             continue
@@ -360,40 +363,7 @@ def test_tables_are_read_as_spreadsheets_write_them(tmp_path: Path) -> None:
                 list(parsed(str(tmp_path / name), "data.path", None, lambda fields, _: [text_of(fields, "p")]))
             assert expected in str(refusal.value), (irregular, delimiter, end, name)
             assert "no names" not in irregular or "write a first row with the names" in str(refusal.value)
-        number += 1
-    assert number > 1300
-
-
-def test_what_is_not_read_is_named_with_the_way(make_data, tmp_path: Path) -> None:
-    """The way is run where a tool for it is everywhere."""
-    rows = random_rows(1)
-    text = "prompt,answer\n" + "".join(f"{i}. Où?,Café\n" for i in range(20))
-    (tmp_path / "latin.csv").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=r"latin\.csv:2: .* as Windows-1252 it is '0\. Où\?,Café'") as refusal:
-        read(tmp_path / "latin.csv")
-    command = str(refusal.value).rpartition(": ")[2]
-    (tmp_path / "utf8.csv").write_bytes(subprocess.run(["sh", "-c", command], capture_output=True, check=True).stdout)
-    assert read(tmp_path / "utf8.csv")[3] == {"prompt": "3. Où?", "answer": "Café"}
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as opened:
-        for name in "ab":
-            opened.writestr(name, json.dumps(rows))
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    by_number = {name: dict(enumerate(column)) for name, column in columns.items()}
-    for content, problem in (
-        (archive.getvalue(), "is an archive of several files.*unzip"),
-        (pickle.dumps(rows), r"is a pickle.*to_parquet"),
-        (b"SQLite format 3\x00...", "is an SQLite database.*sqlite3 -header -csv"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "pointer of Git LFS.*git lfs pull"),
-        (b"<!DOCTYPE html><html>", "is a web page.*/resolve/"),
-        (b"\xd0\xcf\x11\xe0\xa1\xb1", r"Excel 97 to 2003.*\.xlsx"),
-        (json.dumps(columns).encode(), "holds columns, not rows.*orient='records'"),
-        (json.dumps(by_number, indent=1).encode(), "holds columns, not rows.*orient='records'"),
-    ):
-        for name, pack in product(("a.csv", "a.json", "a"), PACKED[:2]):
-            (tmp_path / name).write_bytes(pack(content))
-            with pytest.raises(UserError, match=f"^data.path: .*{problem}"):
-                make_data("jsonl", path=str(tmp_path / name)).load(Split.train)
+    assert number == len(SHEETS) * 4 * 3 * 3 * 3
 
 
 def test_workbooks_are_read_by_sheet(tmp_path: Path) -> None:

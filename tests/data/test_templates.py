@@ -1,18 +1,26 @@
-"""Every field of a row can stand in its prompt, and several answers of a row are each right."""
+"""Every field of a row can stand in its prompt, as options, system messages and history do."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import math
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from in_one_test import each
+from reward_groups import TAGGED
 
-from rlft.data.fields import RowError, value_of
+from rlft.data import templates
+from rlft.data.fields import RowError, TypedRow, value_of
 from rlft.data.prompts import fingerprinted
 from rlft.data.templates import check_template, filled, for_typed, prompt_of
+from rlft.reward.choice import Choice
+from rlft.tokens.options import letters, options_of
 from rlft.types import Prompt, Split, UserError
 
 ROW = {
@@ -178,3 +186,189 @@ def test_an_answer_may_be_made_of_several_fields(load) -> None:
 )
 def test_the_answer_of_a_solution_is_in_its_last_box(load, solution: str, answer: str) -> None:
     assert load({"prompt": "?", "answer": solution}, answer_pattern="boxed")[0].answer == answer
+
+
+# -- what a section reads of a row beside its question -----------------------------------------------------------------
+TEXTS = ("Rome", "1.5 m", "A new one", "x) y", "Ünï", "b")
+FORMS: Mapping[str, Callable[[Sequence[str], Sequence[str]], Any]] = {
+    "list": lambda labels, texts: list(texts),
+    "label and text": lambda labels, texts: {"text": list(texts), "label": list(labels)},
+    "objects": lambda labels, texts: [{"label": a, "text": b} for a, b in zip(labels, texts, strict=True)],
+    "by label": lambda labels, texts: {**dict(zip(labels, texts, strict=True)), "Z": None},
+    "JSON": lambda labels, texts: json.dumps(list(texts)),
+    "columns": lambda labels, texts: None,
+}
+PREFIXES = ("", "({}) ", "{}) ", "{}. ", "({})")
+
+
+def option_rows() -> Iterator[tuple[dict[str, Any], Any, dict[str, str]]]:
+    """(row, options_field, {label: text}): forms x labels x prefixes x numbers of options."""
+    for form, labels, prefix, number in product(FORMS, (string.ascii_uppercase, "123456", "abcdef"), PREFIXES, (2, 6)):
+        own, texts = list(labels[:number]), list(TEXTS[:number])
+        written = [prefix.format(label) + text for label, text in zip(own, texts, strict=True)]
+        has_labels = form in ("label and text", "objects", "by label") or prefix
+        expected = dict(zip(own if has_labels else letters(number), texts, strict=True))
+        if form == "columns":
+            columns = {f"ans{i}": written[i] if i < number else "" for i in range(6)}
+            yield {"question": "Which?", **columns}, list(columns), expected
+        else:
+            yield {"question": "Which?", "choices": FORMS[form](own, written)}, "choices", expected
+
+
+@pytest.mark.parametrize("template", ["{question}", "{options}\n\nWhich of these: {question}"])
+def test_options_are_written_with_their_labels_and_the_reward_reads_the_same(make_data, template: str) -> None:
+    number = 0
+    for row, field, expected in option_rows():
+        data = make_data(
+            "jsonl", path="x", prompt_field="question", answer_field=None, options_field=field, prompt_template=template
+        )
+        [made] = data.parse(row, "x")
+        shown = "\n".join(f"{label}) {text}" for label, text in expected.items())
+        content = made.made.prompt.messages[0]["content"]
+        assert content == (f"Which?\n{shown}" if template == "{question}" else f"{shown}\n\nWhich of these: Which?"), (
+            row
+        )
+        assert options_of(made.made.prompt.metadata["options"]) == expected, row
+        number += 1
+    assert number == 6 * 3 * 5 * 2
+
+
+def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data, write, tmp_path: Path) -> None:
+    """Each set of those that are none x nothing that says so x form x table; an index counts all items of a list."""
+    texts, number = ("x", "y", "z", "w"), 0
+    for given, none, form in product(
+        product((True, False), repeat=4), (None, "", " ", math.nan), ("list", "columns", "JSON")
+    ):
+        if sum(given) < 2 or (form == "JSON" and none != none):
+            continue
+        items = [text if has else none for text, has in zip(texts, given, strict=True)]
+        expected = {label: text for label, text, has in zip("ABCD", texts, given, strict=True) if has}
+        last = max(i for i, has in enumerate(given) if has)
+        row = {"prompt": "Q", "answer": str(last), **dict(zip("ABCD", items, strict=True))}
+        row["o"] = json.dumps(items) if form == "JSON" else items
+        data = make_data("jsonl", path="x", options_field=list("ABCD") if form == "columns" else "o")
+        for fields in (row, TypedRow(row)):
+            [made] = data.parse(fields, "x")
+            shown = "\n".join(f"{label}) {text}" for label, text in expected.items())
+            assert made.made.prompt.messages[0]["content"] == f"Q\n{shown}", (items, form)
+            reward = Choice(**TAGGED, ignore_case=True, choices_field="options")
+            prompt = Prompt(id="x", messages=(), answer=row["answer"], metadata=made.made.prompt.metadata)
+            assert reward._right(prompt, reward._choices(prompt)) == {"ABCD"[last]}
+            number += 1
+    assert number == 11 * (4 * 2 + 3) * 2
+    for first, second, third in (("(A) ", "(C) ", "(D) "), ("(A) ", "(B) ", "(C) "), ("1. ", "2. ", "3. ")):
+        found = options_of([f"{first}x", None, f"{second}y", f"{third}z"])
+        assert found == {first.strip("(). "): "x", second.strip("(). "): "y", third.strip("(). "): "z"}
+
+
+def test_options_are_written_for_demonstrations_and_preferences_too(make_demonstrations, make_preferences) -> None:
+    row = {"prompt": "Which?", "c": ["x", "y"], "completion": "A", "chosen": "A", "rejected": "B"}
+    for make in (make_demonstrations, make_preferences):
+        [made] = make("jsonl", path="x", options_field="c").parse(row, "x")
+        assert made.made.prompt.messages[-1]["content"] == "Which?\nA) x\nB) y"
+
+
+def test_what_are_no_options_is_refused_by_the_key(make_data, write, tmp_path: Path) -> None:
+    for value in ("Rome", [], 5, None, {"text": ["a", "b"], "label": ["A"]}, [{"a": 1}, {"a": 2}]):
+        file = write(tmp_path / "a.jsonl", {"prompt": "1?", "answer": "A", "c": value})
+        with pytest.raises(UserError, match=r"^data\.options_field: .*a\.jsonl:1: in 'c' "):
+            make_data("jsonl", path=str(file), options_field="c").load(Split.train)
+
+
+def every(source: Any) -> list[Prompt]:
+    return [prompt for split in Split for prompt in source.load(split)]
+
+
+def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make_preferences, write, tmp_path) -> None:
+    rows = [
+        {"prompt": f"{i}?", "answer": str(i), "completion": "c", "chosen": "c", "rejected": "r", "s": system}
+        for i, system in enumerate(["Be brief.", "", None, "  "] * 10)
+    ]
+    file = write(tmp_path / "a.jsonl", *rows)
+    keys = {"path": str(file), "system_field": "s", "system_prompt": "Add.", "held_out_fraction": 0.5}
+    prompts = [
+        *every(make_data("jsonl", **keys)),
+        *(made.prompt for made in every(make_demonstrations("jsonl", **keys))),
+        *(ranking.prompt for split in Split for ranking in make_preferences("jsonl", **keys).load(split).rankings),
+    ]
+    assert len(prompts) == 120
+    for prompt in prompts:
+        own = rows[int(prompt.messages[-1]["content"][:-1])]["s"]
+        assert prompt.messages[0] == {"role": "system", "content": "Be brief." if own == "Be brief." else "Add."}
+        assert len(prompt.messages) == 2
+
+
+def test_history_is_read_as_the_turns_before(make_data, make_demonstrations, make_preferences) -> None:
+    """Lengths x sections; the system message stands before it, and the template is that of the last turn alone."""
+    for number, make in product(range(4), (make_data, make_demonstrations, make_preferences)):
+        row = {"prompt": "q", "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "s": "S"}
+        row["history"] = [[f"q{i}", f"a{i}"] for i in range(number)]
+        keys = {"path": "x", "system_field": "s", "prompt_template": "<{question}>"}
+        [made] = make("jsonl", **keys).parse(row, "x")
+        turns = made.made.prompt.messages
+        texts = [turn["content"] for turn in turns]
+        assert texts == ["S", *(text for pair in row["history"] for text in pair), "<q>"]
+        assert [turn["role"] for turn in turns] == ["system", *["user", "assistant"] * number, "user"]
+
+
+def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(
+    make_data, make_demonstrations, make_preferences, caplog
+) -> None:
+    """Prompt as text or chat, or no prompt, x section: the turns of history are in the prompt, or there is a note."""
+    chat, whole = [{"role": "user", "content": "q"}], [{"role": "user", "content": "q"}]
+    number = 0
+    for prompt, (make, section), template in product(
+        ("q", chat, "whole"),
+        ((make_data, "data"), (make_demonstrations, "demonstrations"), (make_preferences, "preferences")),
+        ("{question}", "{other}"),
+    ):
+        row = {"prompt": prompt, "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "other": "o"}
+        row["history"] = [["h", "i"]]
+        keys: dict[str, Any] = {"path": "x", "prompt_template": template}
+        if prompt == "whole":
+            if section != "preferences":
+                continue
+            chosen, rejected = ([*whole, {"role": "assistant", "content": text}] for text in "ab")
+            row |= {"prompt": "q", "chosen": chosen, "rejected": rejected}
+        templates._note.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            [made] = make("jsonl", **keys).parse(row, "x")
+        turns = made.made.prompt.messages
+        is_read = [turn["content"] for turn in turns[:-1]] == ["h", "i"]
+        assert is_read is (prompt == "q" or (prompt != "whole" and template == "{other}")), (section, prompt)
+        noted = [record.getMessage().split(", which")[0] for record in caplog.records]
+        assert noted == [f"{section}.path: rows have 'history'"] * (not is_read), (section, prompt, template)
+        number += 1
+    assert number == 14
+
+
+def test_what_has_a_meaning_and_is_not_read_is_noted_once(
+    make_data, make_demonstrations, make_preferences, caplog
+) -> None:
+    """Each field of the list x section, unless it is blank or a key names it; the note names the way."""
+    base = {"prompt": "1?", "answer": "1", "completion": "c", "chosen": "c", "rejected": "r"}
+    number = 0
+    for name, (section, make) in product(
+        templates.TELLING,
+        (("data", make_data), ("demonstrations", make_demonstrations), ("preferences", make_preferences)),
+    ):
+        value = {"label": True, "tools": [], "history": "talk", "choices": ["a", "b"]}.get(name, "v")
+        if name == "tools" and section == "data":
+            value = [{"name": "f"}]
+        for keys, row_value, is_noted in (
+            ({}, value, name != "tools" or section == "data"),
+            ({}, type(value)() if name != "label" else None, False),
+            ({"prompt_template": f"{{question}} {{{name}}}"}, "v", False),
+        ):
+            number += 1
+            if name == "tools" and keys:
+                continue  # no template takes a list
+            templates._note.cache_clear()
+            caplog.clear()
+            with caplog.at_level(logging.WARNING):
+                for _ in range(2):
+                    make("jsonl", path="x", **keys).parse({**base, name: row_value}, "x")
+            noted = [record.getMessage() for record in caplog.records]
+            assert [note.split(", which")[0] for note in noted] == [f"{section}.path: rows have {name!r}"] * is_noted
+    assert number == 16 * 3 * 3

@@ -269,3 +269,25 @@ def test_a_picture_is_upright_whatever_its_camera_noted(tmp_path: Path) -> None:
             assert found.size == upright.size, (orientation, form)
             if form != "JPEG":
                 assert found.tobytes() == upright.tobytes(), (orientation, form)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+def test_other_names_of_roles_are_these_roles() -> None:
+    """Names x upper and lower case x both forms of messages."""
+    call = json.dumps({"name": "add", "arguments": {"a": 1}})
+    names = {"human": "user", "prompter": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+             "model": "assistant", "chatgpt": "assistant", "observation": "tool", "function": "tool",
+             "ipython": "tool", "tool": "tool", "developer": "system", "system": "system"}  # fmt: skip
+    number = 0
+    for (name, role), change, (key, content) in product(
+        names.items(), (str, str.upper, str.title), (("role", "content"), ("from", "value"))
+    ):
+        [message] = messages_of({"m": [{key: change(name), content: "x"}]}, "m")
+        assert message == {"role": role, "content": "x"}
+        number += 1
+    assert number == 78
+    for key, content in (("role", "content"), ("from", "value")):
+        for text in (call, f"[{call}]"):
+            [message] = messages_of({"m": [{key: "function_call", content: text}]}, "m")
+            assert message["role"] == "assistant"
+            assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
