@@ -95,14 +95,6 @@ def test_a_resumed_run_goes_on_with_each_step_once(start, runs, points, make_run
     assert entry.data.params == {"seed": "0", "new": "2"}, "a parameter stays as it was"
 
 
-def test_jobs_of_a_sweep_have_a_run_each(start, runs, make_run, make_step, tmp_path):
-    for job in ("0", "1"):
-        logger = start(make_run(folder=tmp_path / job))
-        logger.step(make_step(1, a=1.0))
-        logger.finish("finished")
-    assert len(runs()) == 2
-
-
 def test_a_run_that_is_deleted_meanwhile_stops_nothing(start, runs, client, make_run, make_step, capsys):
     logger = start(make_run())
     logger.step(make_step(1, a=1.0))
@@ -135,9 +127,9 @@ PARTS = ("a", " ", "'", '"', "\n", "\t", "%", "_", "`", "\\", "🎉", "é", "=",
 
 
 def test_a_run_of_any_name_is_found_again_and_no_other_is(start, runs, make_run, tmp_path, capsys):
-    """Forty names of random parts, each twice at the same time in folders of their own."""
+    """Ten names of random parts, each twice at the same time in folders of their own."""
     random_numbers, found = random.Random(11), {}
-    for case in range(40):
+    for case in range(10):
         name = "".join(random_numbers.choices(PARTS, k=random_numbers.randint(1, 8)))
         folders = [tmp_path / f"{case} {twin}" for twin in ("a", "b")]
         for folder in (*folders, *folders):  # begun, then resumed
@@ -145,7 +137,7 @@ def test_a_run_of_any_name_is_found_again_and_no_other_is(start, runs, make_run,
             assert logger.run is not None, (name, capsys.readouterr().err)
             assert found.setdefault(folder, logger.run) == logger.run, name
             logger.run = None
-    assert len(set(found.values())) == len(runs()) == 80
+    assert len(set(found.values())) == len(runs()) == 20
     assert all(line.startswith("mlflow: run ") for line in capsys.readouterr().err.splitlines()), "a line each"
 
 

@@ -90,13 +90,10 @@ def test_colours_are_for_terminals_only(folder):
     assert "\x1b[3" not in page(folder, 80, force_terminal=True, color_system="standard", no_color=True)
 
 
-def test_a_run_without_files_still_says_where_it_is(tmp_path):
+def test_a_run_without_files_says_where_it_is_and_one_of_one_step_has_no_curve(tmp_path, make_run, make_step):
     text = page(tmp_path, 120)
     assert "run folder" in text
     assert "held-out" not in text
-
-
-def test_a_run_of_one_step_has_no_curve(make_run, make_step):
     logger = Jsonl()
     logger.start(make_run())
     logger.step(make_step(1, reward__mean=float("nan")))

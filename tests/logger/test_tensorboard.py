@@ -1,6 +1,5 @@
 """TensorBoard, read back by its own reader."""
 
-import json
 import math
 import resource
 import threading
@@ -10,12 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 from tensorboard.summary.writer import event_file_writer
 
-from rlft import cli
 from rlft.logger.tensorboard import Tensorboard
-
-SMALL = ["prompts_per_step=1", "group_size=2", "generation=transformers", "generation.max_tokens=4", "lora.rank=2",
-         "model.device=cpu", "data.size=16", "data.held_out_size=4", "eval.num_prompts=2", "eval.num_samples=1",
-         "scoring.workers=0", "token_budget=512", "hydra.run.dir=run"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -104,17 +98,3 @@ def test_a_file_that_cannot_grow_stops_nothing(make_run, make_step, capsys, monk
     assert len(told) == 1
     assert "File too large); training goes on. What to do: check that tensorboard/" in told[0]
     assert points(read(make_run().folder), "a") == [(1, 1.0)]
-
-
-@pytest.mark.slow
-def test_a_run_and_its_resume_have_the_numbers_of_metrics_jsonl(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["console=null", "logger=tensorboard", "steps=2", "checkpoint.every=1", "eval.every=2"]
-    assert cli.run(["train", *SMALL, *words]) == 0
-    assert cli.run(["resume", "run", "steps=3"]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    reader = read(tmp_path / "run")
-    assert points(reader, "reward/mean") == [(line["step"], pytest.approx(line["reward/mean"])) for line in lines]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert [step for step, _ in points(reader, "eval/accuracy")] == [0, 2, 3]
-    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 2

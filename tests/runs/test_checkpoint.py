@@ -40,20 +40,32 @@ def values(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def nothing_to_say(text: str) -> None:
-    raise AssertionError(text)
+def newest(root: Path, *said: str) -> Checkpoint:
+    """The newest checkpoint that can be read, of which this is said."""
+    told: list[str] = []
+    loaded = checkpoint.load_newest(root, told.append)
+    assert loaded is not None
+    assert told == [*said]
+    return loaded
 
 
 def test_what_was_saved_is_loaded(tmp_path):
     saved = made(7)
     folder = checkpoint.save(tmp_path, saved, keep=2)
     assert folder == tmp_path / "step_000007"
-    loaded = checkpoint.load_newest(tmp_path, nothing_to_say)
-    assert loaded is not None
+    loaded = newest(tmp_path)
     assert (loaded.step, loaded.state, loaded.adapter_config) == (7, saved.state, saved.adapter_config)
     assert values(loaded.optimizer) == values(saved.optimizer)
     for mine, theirs in ((loaded.adapters, saved.adapters), (loaded.heads, saved.heads)):
         assert {role: values(tensors) for role, tensors in mine.items()} == {r: values(t) for r, t in theirs.items()}
+    # Each role's folder says what it is and to which base it belongs, and is read by what starts a role from one.
+    for role in ("policy", "reward", "critic"):
+        said = json.loads((folder / role / "rlft.json").read_text())
+        assert said == {"role": role, "step": 7, "base_fingerprint": "b"}
+    reward = folder / "reward"
+    assert values(load_tensors(reward, "critic.init")) == {"a.weight": [[0.0, 7.0, 14.0], [21.0, 28.0, 35.0]]}
+    assert values(load_tensors(reward, "critic.init", HEAD)) == {"weight": [[7.0, -14.0]], "bias": [0.5]}
+    assert check_adapter_folder(str(reward), "critic.init") == {"r": 2, "target_modules": ["q_proj"]}
 
 
 def test_a_folder_that_somebody_else_writes_is_part_of_the_checkpoint(tmp_path):
@@ -71,20 +83,6 @@ def test_a_folder_that_somebody_else_writes_is_part_of_the_checkpoint(tmp_path):
     assert (found.step, found.folder, found.adapters, found.adapter_config) == (4, folder, {}, {})
     (folder / "model" / "model.safetensors").write_bytes(b"weighty")
     assert checkpoint.find_damage(folder) == "model/model.safetensors does not match its checksum"
-
-
-def test_every_roles_folder_says_what_it_is_and_to_which_base_it_belongs(tmp_path):
-    folder = checkpoint.save(tmp_path, made(7), keep=1)
-    for role in ("policy", "reward", "critic"):
-        said = json.loads((folder / role / "rlft.json").read_text())
-        assert said == {"role": role, "step": 7, "base_fingerprint": "b"}
-
-
-def test_an_adapter_folder_with_a_head_is_read_back_by_what_starts_a_role_from_one(tmp_path):
-    folder = checkpoint.save(tmp_path, made(7), keep=1) / "reward"
-    assert values(load_tensors(folder, "critic.init")) == {"a.weight": [[0.0, 7.0, 14.0], [21.0, 28.0, 35.0]]}
-    assert values(load_tensors(folder, "critic.init", HEAD)) == {"weight": [[7.0, -14.0]], "bias": [0.5]}
-    assert check_adapter_folder(str(folder), "critic.init") == {"r": 2, "target_modules": ["q_proj"]}
 
 
 def test_views_and_transposes_are_saved_by_value(tmp_path):
@@ -111,18 +109,16 @@ def test_the_newest_ones_stay(tmp_path):
     assert names(tmp_path) == ["step_000004", "step_000006", "step_000008"]
     checkpoint.save(tmp_path, made(10), keep=1)
     assert names(tmp_path) == ["step_000010"]
+    # step_1000000 comes before step_999990 in the alphabet, and after it in the run.
+    for step in (999_980, 999_990, 1_000_000):
+        checkpoint.save(tmp_path, made(step), keep=2)
+    assert [checkpoint.step_of(folder) for folder in checkpoint.finished(tmp_path)] == [999_990, 1_000_000]
+    assert newest(tmp_path).step == 1_000_000
+    checkpoint.save(tmp_path, made(1_000_010), keep=2)
+    assert names(tmp_path) == ["step_1000000", "step_1000010"]
 
 
-def test_the_manifest_is_one_that_sha256sum_checks(tmp_path):
-    folder = checkpoint.save(tmp_path, made(1), keep=1)
-    checked = subprocess.run(["sha256sum", "-c", "MANIFEST"], cwd=folder, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
-    listed = [line.removesuffix(": OK") for line in checked.stdout.splitlines()]
-    files = [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file() and f.name != "MANIFEST"]
-    assert sorted(listed) == sorted(files)
-
-
-def test_only_json_safetensors_and_the_manifest_are_written(tmp_path):
+def test_only_json_safetensors_and_a_manifest_that_sha256sum_checks_are_written(tmp_path):
     """No pickle: every file is text or begins with the safetensors header's length and an opening brace."""
     folder = checkpoint.save(tmp_path, made(1), keep=1)
     files = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
@@ -139,6 +135,10 @@ def test_only_json_safetensors_and_the_manifest_are_written(tmp_path):
             json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
         elif name.endswith(".json"):
             json.loads(raw)
+    checked = subprocess.run(["sha256sum", "-c", "MANIFEST"], cwd=folder, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    listed = [line.removesuffix(": OK") for line in checked.stdout.splitlines()]
+    assert {*listed} == files.keys() - {"MANIFEST"}
 
 
 Change = Callable[[Path], object]
@@ -146,11 +146,12 @@ Change = Callable[[Path], object]
 
 def flipped(name: str) -> Change:
     """Changes the last byte of this file of a checkpoint."""
-    return lambda folder: (folder / name).write_bytes(flip((folder / name).read_bytes()))
 
+    def change(folder: Path) -> None:
+        raw = (folder / name).read_bytes()
+        (folder / name).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
 
-def flip(raw: bytes) -> bytes:
-    return raw[:-1] + bytes([raw[-1] ^ 1])
+    return change
 
 
 def lost(name: str) -> Change:
@@ -203,15 +204,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_loaded(name, tmp_pa
     for step in (2, 4):
         checkpoint.save(tmp_path, made(step), keep=2)
     damage(tmp_path / "step_000004")
-    said: list[str] = []
-    loaded = checkpoint.load_newest(tmp_path, said.append)
-    assert loaded is not None
-    assert loaded.step == 2
-    assert said == [f"checkpoint step_000004 is damaged ({words}); going back to the one before"]
+    said = f"checkpoint step_000004 is damaged ({words}); going back to the one before"
+    assert newest(tmp_path, said).step == 2
 
 
 def test_when_all_are_damaged_the_run_is_refused_and_when_there_is_none_there_is_none(tmp_path):
-    assert checkpoint.load_newest(tmp_path / "nowhere", nothing_to_say) is None
+    assert checkpoint.load_newest(tmp_path / "nowhere", pytest.fail) is None
     for step in (2, 4):
         flip_a_byte(checkpoint.save(tmp_path, made(step), keep=2))
     said: list[str] = []
@@ -227,15 +225,10 @@ def test_a_damaged_checkpoint_does_not_push_out_a_good_one(tmp_path):
     flip_a_byte(tmp_path / "step_000004")
     checkpoint.save(tmp_path, made(3), keep=1)
     assert names(tmp_path) == ["step_000003"]
-    loaded = checkpoint.load_newest(tmp_path, nothing_to_say)
-    assert loaded is not None
-    assert loaded.step == 3
-
-
-def test_a_step_that_is_done_again_replaces_its_damaged_checkpoint(tmp_path):
-    flip_a_byte(checkpoint.save(tmp_path, made(4), keep=2))
-    checkpoint.save(tmp_path, made(4), keep=2)
-    assert checkpoint.find_damage(tmp_path / "step_000004") is None
+    assert newest(tmp_path).step == 3
+    flip_a_byte(tmp_path / "step_000003")
+    checkpoint.save(tmp_path, made(3), keep=2)  # a step that is done again replaces it
+    assert checkpoint.find_damage(tmp_path / "step_000003") is None
 
 
 def test_what_a_kill_left_half_written_is_no_checkpoint_and_goes_with_the_next_save(tmp_path):
@@ -243,9 +236,7 @@ def test_what_a_kill_left_half_written_is_no_checkpoint_and_goes_with_the_next_s
     half = tmp_path / ".writing_step_000004"
     (half / "policy").mkdir(parents=True)
     (half / "policy/adapter_model.safetensors").write_bytes(b"half")
-    loaded = checkpoint.load_newest(tmp_path, nothing_to_say)
-    assert loaded is not None
-    assert loaded.step == 2
+    assert newest(tmp_path).step == 2
     checkpoint.save(tmp_path, made(3), keep=2)  # checkpoint.every was changed: 4 itself does not come again
     assert names(tmp_path) == ["step_000002", "step_000003"]
 
@@ -282,15 +273,3 @@ def test_everything_is_on_disk_before_the_checkpoint_gets_its_name(tmp_path, mon
     monkeypatch.setattr(Path, "rename", renamed)
     checkpoint.save(tmp_path, made(1), keep=1)
     assert flushed == [tmp_path]  # the new name itself
-
-
-def test_beyond_a_million_steps_the_newest_is_still_the_newest(tmp_path):
-    """step_1000000 comes before step_999990 in the alphabet, and after it in the run."""
-    for step in (999_980, 999_990, 1_000_000):
-        checkpoint.save(tmp_path, made(step), keep=2)
-    assert [checkpoint.step_of(folder) for folder in checkpoint.finished(tmp_path)] == [999_990, 1_000_000]
-    newest = checkpoint.load_newest(tmp_path, nothing_to_say)
-    assert newest is not None
-    assert newest.step == 1_000_000
-    checkpoint.save(tmp_path, made(1_000_010), keep=2)
-    assert names(tmp_path) == ["step_1000000", "step_1000010"]

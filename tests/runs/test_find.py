@@ -57,23 +57,16 @@ def said(name: str) -> tuple[Path, list[str]]:
 
 
 def test_latest_is_the_run_that_was_worked_in_last_and_is_named(three: tuple[Path, ...]) -> None:
+    for name in ("report.html", "evaluations/step_000001.jsonl"):  # of an older run, which do not make it the latest
+        (three[2] / name).parent.mkdir(exist_ok=True)
+        (three[2] / name).touch()
     assert said("latest") == (Path("runs/first/b"), ["latest: runs/first/b"])
     assert said("latest/checkpoints/step_000040")[0] == Path("runs/first/b/checkpoints/step_000040")
     with (three[0] / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/mean": 0.5}\n')  # the oldest one goes on
     assert said("latest")[0] == Path("runs/first/a")
-
-
-def test_an_evaluation_or_a_report_of_an_older_run_does_not_make_it_the_latest(three: tuple[Path, ...]) -> None:
-    for name in ("report.html", "evaluations/step_000001.jsonl"):
-        (three[2] / name).parent.mkdir(exist_ok=True)
-        (three[2] / name).touch()
-    assert said("latest")[0] == Path("runs/first/b")
-
-
-def test_a_folder_that_is_called_latest_goes_first(three: tuple[Path, ...]) -> None:
     Path("latest").mkdir()
-    assert said("latest") == (Path("latest"), [])
+    assert said("latest") == (Path("latest"), []), "a folder that is called so goes first"
 
 
 def test_without_any_run_latest_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,26 +79,19 @@ def test_without_any_run_latest_is_refused_with_what_to_do(tmp_path: Path, monke
             said("latest")
 
 
-def test_the_one_run_below_a_folder_is_taken_and_named(three: tuple[Path, ...]) -> None:
+def test_the_one_run_below_a_folder_is_taken_and_named_and_of_several_none(make_run: MakeRun) -> None:
+    make_run("runs/second/c", age=2)
     assert said("runs/second") == (Path("runs/second/c"), ["runs/second: runs/second/c, the only run there"])
-    assert said("runs/second/c") == (Path("runs/second/c"), [])
-
-
-def test_of_several_runs_below_a_folder_none_is_taken_and_the_newest_is_named(make_run: MakeRun) -> None:
+    Path("empty").mkdir()
+    for name in ("runs/second/c", "empty", "nowhere", "runs/second/c/checkpoints/step_000001"):
+        assert said(name) == (Path(name), []), "what is no run is left to the command"
     for i in range(7):
         make_run(f"runs/many/{i}", age=i)
     with pytest.raises(UserError) as error:
         said("runs/many")
     newest = "the newest is runs/many/0, before it came runs/many/1, runs/many/2, runs/many/3, runs/many/4"
     choice = f"name one of them; {newest} and 2 more, which rlft runs lists"
-    expected = f"run: there are 7 runs in that folder, got runs/many; {choice}"
-    assert str(error.value) == expected
-
-
-def test_what_is_no_run_is_left_to_the_command(three: tuple[Path, ...]) -> None:
-    Path("empty").mkdir()
-    for name in ("empty", "nowhere", "runs/first/a/checkpoints/step_000001"):
-        assert said(name) == (Path(name), [])
+    assert str(error.value) == f"run: there are 7 runs in that folder, got runs/many; {choice}"
 
 
 @pytest.mark.parametrize(
@@ -159,13 +145,10 @@ def test_latest_names_an_adapter(three: tuple[Path, ...], capsys: pytest.Capture
     assert capsys.readouterr().err == "latest: runs/first/b\n"
 
 
-def test_a_word_of_a_key_is_never_a_folder_with_runs(three: tuple[Path, ...]) -> None:
+def test_a_word_of_a_key_and_a_name_that_was_typed_are_what_they_were(three: tuple[Path, ...]) -> None:
+    assert named_folder("runs", "runs", lambda text: None) == Path("runs")
     Path("runs/first").rename("base")
     assert folder_of("base", ("policy",), "snapshot.reference") == "base"
-
-
-def test_a_name_that_was_typed_is_a_path_as_it_was(three: tuple[Path, ...]) -> None:
-    assert named_folder("runs", "runs", lambda text: None) == Path("runs")
 
 
 def begun(folder: Path, **config: Any) -> Path:
@@ -197,17 +180,13 @@ def run(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_run_is_its_newest_whole_checkpoints_role(run: Path) -> None:
+def test_a_run_is_its_newest_whole_checkpoints_role_and_a_checkpoint_its_own(run: Path) -> None:
     newest, before = run / "checkpoints" / "step_000002", run / "checkpoints" / "step_000001"
     assert folder_of(str(run), ["policy"], "lora.path") == str(newest / "policy")
     assert folder_of(str(run), ["reward", "critic"], "critic.init") == str(newest / "critic")
+    assert folder_of(str(before), ["policy"], "lora.path") == str(before / "policy")
     (newest / "state.json").write_text("{}")  # not what its MANIFEST says
     assert folder_of(str(run), ["policy"], "lora.path") == str(before / "policy")
-
-
-def test_a_checkpoint_is_its_own_role_whatever_came_after(run: Path) -> None:
-    before = run / "checkpoints" / "step_000001"
-    assert folder_of(str(before), ["policy"], "lora.path") == str(before / "policy")
 
 
 def test_any_other_name_stays_as_it_is(run: Path, tmp_path: Path, tiny_path: Path) -> None:
@@ -267,9 +246,6 @@ def test_a_reward_model_goes_on_from_a_reward_model_or_begins_as_a_policy(run: P
     newest = reached(other, 1, "reward")
     for path, expected in ((other, newest / "reward"), (run, run / "checkpoints" / "step_000002" / "policy")):
         assert with_named_runs({"command": "rm", "lora": {"path": str(path)}})["lora"]["path"] == str(expected)
-
-
-def test_without_an_adapter_there_is_nothing_to_name() -> None:
     assert with_named_runs({"command": "sft", "lora": None}) == {"command": "sft", "lora": None}
 
 
@@ -294,12 +270,9 @@ def add_steps(folder: Path, first: int, last: int) -> None:
     chain.close()
 
 
-def test_a_run_that_is_as_it_was_has_no_notes(tmp_path: Path) -> None:
-    assert changes_since(begin(tmp_path / "run", 3)) == []
-
-
 def test_any_change_of_its_config_by_hand_is_noted_until_a_step_is_made_with_it(tmp_path: Path) -> None:
     run = begin(tmp_path / "run", 3)
+    assert changes_since(run) == []
     config = run / "config.yaml"
     text = config.read_text()
     for old, new in (("lr:", "lr:  "), ("seed: 0", "seed: 1"), ("group_size: 8", "group_size: 4")):
@@ -309,6 +282,9 @@ def test_any_change_of_its_config_by_hand_is_noted_until_a_step_is_made_with_it(
         assert note.startswith("config.yaml changed since step 3: keys were edited in it")
     add_steps(run, 4, 4)
     assert changes_since(run) == []
+    (tmp_path / "samples").mkdir()  # a run without a chain has no note about its config
+    run_folder.write_config(tmp_path / "samples", compose([], command="sample"), {})
+    assert changes_since(tmp_path / "samples") == []
 
 
 def test_a_fork_has_a_config_of_its_own_from_its_first_step_on(tmp_path: Path) -> None:
@@ -328,10 +304,3 @@ def test_a_library_of_another_version_is_noted_and_another_build_is_not(package:
         run = begin(tmp_path / f"{package}_{name}", 1, {package: origin})
         expected = [f"libraries changed since the run began: {package} 0.0.1 -> {version}"] if name == "older" else []
         assert changes_since(run) == expected
-
-
-def test_a_run_without_a_chain_has_no_note_about_its_config(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    run_folder.write_config(run, compose([], command="sample"), {})
-    assert changes_since(run) == []

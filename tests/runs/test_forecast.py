@@ -143,40 +143,22 @@ def test_time_without_news_is_taken_off() -> None:
 
 
 # -- price= of rlft plan and rlft watch --------------------------------------------------------------------------------
-NO_AMOUNTS = (
-    *("", "2.5", "/h", "-2/h", "1e3/h", "nan/h", "2,5/h", "2.5/d"),
-    *("$2EUR/h", "2.5 euros/h", "2.5/h2", "9" * 400 + "/h", "٢/h"),
-)
+PRICES = {
+    "2.5/h": Price(2.5), "2.5EUR/h": Price(2.5, "EUR"), "$2/h": Price(2.0, "$"), " 0.75 usd / h ": Price(0.75, "usd"),
+    "€1/h": Price(1.0, "€"), None: None,
+}  # fmt: skip
+NO_AMOUNTS = ("", "2.5", "/h", "-2/h", "1e3/h", "nan/h", "2,5/h", "2.5/d", "$2EUR/h", "2.5 euros/h", "2.5/h2",
+              "9" * 400 + "/h", "٢/h")  # fmt: skip
 
 
-@each(
-    ("text", "expected"),
-    [
-        ("2.5/h", Price(2.5)),
-        ("2.5EUR/h", Price(2.5, "EUR")),
-        ("$2/h", Price(2.0, "$")),
-        (" 0.75 usd / h ", Price(0.75, "usd")),
-        ("€1/h", Price(1.0, "€")),
-        (None, None),
-    ],
-)
-def test_a_price_is_an_amount_per_hour_in_any_currency(text: str | None, expected: Price | None) -> None:
-    assert read_price(text) == expected
-
-
-@each(
-    ("text", "problem"),
-    [
-        *((text, "must be an amount per hour") for text in NO_AMOUNTS),
-        ("0/h", "must be above 0"),
-        ("0.0EUR/h", "must be above 0"),
-    ],
-)
-def test_nonsense_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(UserError) as caught:
-        read_price(text)
-    told = f"price: {problem}, got {text or 'nothing'}; write it as 2.5/h or 2.5EUR/h"
-    assert str(caught.value) == told
+def test_a_price_is_an_amount_per_hour_in_any_currency() -> None:
+    assert {text: read_price(text) for text in PRICES} == PRICES
+    for text in (*NO_AMOUNTS, "0/h", "0.0EUR/h"):
+        problem = "must be an amount per hour" if text in NO_AMOUNTS else "must be above 0"
+        with pytest.raises(UserError) as caught:
+            read_price(text)
+        told = f"price: {problem}, got {text or 'nothing'}; write it as 2.5/h or 2.5EUR/h"
+        assert str(caught.value) == told
 
 
 def test_what_was_paid_and_what_the_whole_costs() -> None:
@@ -190,7 +172,7 @@ def test_what_was_paid_and_what_the_whole_costs() -> None:
 NOISE = (0.5, 0.51, 0.49, 0.5, 0.51, 0.49)
 
 
-def curve(values: tuple[float, ...] | list[float], error: float = 0.05, every: int = 20) -> list[dict[str, Any]]:
+def curve(values: Sequence[float], error: float = 0.05, every: int = 20) -> list[dict[str, Any]]:
     return [{"step": every * i, "accuracy": value, "accuracy_se": error} for i, value in enumerate(values)]
 
 

@@ -53,7 +53,7 @@ def make_fork(tmp_path: Path) -> MakeFork:
     """Makes a run with a checkpoint of step 4, and gives its fork with the config that these changes make."""
 
     def make(*changes: str, begun_with: tuple[str, ...] = (), state: dict[str, Any] | None = None) -> Any:
-        run = tmp_path / "run"
+        run = tmp_path / f"run {len(list(tmp_path.iterdir()))}"
         run.mkdir()
         plain = compose(["+recipe=grpo_arithmetic", *begun_with])
         run_folder.write_config(run, plain, {"data_fingerprint": "a", "base_fingerprint": "b"})
@@ -64,38 +64,35 @@ def make_fork(tmp_path: Path) -> MakeFork:
     return make
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "trainer.lr=1", "trainer.schedule=cosine", "trainer.beta1=0.5", "trainer.warmup=3", "algorithm.kl_coef=0.3",
-        "algorithm=gspo", "seed=3", "group_size=4", "prompts_per_step=4", "epochs=2", "minibatches=2", "steps=7",
-        "generation.temperature=0.7", "generation.max_tokens=12", "reward=[exact_match]", "reward.format.weight=0.7",
-        "snapshot.reference=base", "lora.dropout=0.1", "eval.every=3", "alarms=null", "data.size=64",
-        "dynamic_sampling.max_rounds=1", "critic.lr=1", "name=other", "model.gradient_checkpointing=true",
-    ],
+FITS = (
+    "trainer.lr=1", "trainer.schedule=cosine", "trainer.beta1=0.5", "trainer.warmup=3", "algorithm.kl_coef=0.3",
+    "algorithm=gspo", "seed=3", "group_size=4", "prompts_per_step=4", "epochs=2", "minibatches=2", "steps=7",
+    "generation.temperature=0.7", "generation.max_tokens=12", "reward=[exact_match]", "reward.format.weight=0.7",
+    "snapshot.reference=base", "lora.dropout=0.1", "eval.every=3", "alarms=null", "data.size=64",
+    "dynamic_sampling.max_rounds=1", "critic.lr=1", "name=other", "model.gradient_checkpointing=true",
 )  # fmt: skip
-def test_what_a_checkpoint_fits_may_change(change: str, make_fork: MakeFork) -> None:
-    fork, config = make_fork(change)
-    forks.check(fork, config, {"data_fingerprint": "a", "base_fingerprint": "b"}, 9)
+FITS_NOT = {
+    "lora.rank=3": (), "lora.alpha=3": (), "lora.target_modules=[q_proj]": (), "lora.path=x": (),
+    "model.dtype=bfloat16": (), "model.quantization=4bit": (), "snapshot.reference=ema": (), "snapshot.old=copy": (),
+    "snapshot.reference=base": ("snapshot.reference=copy",), "critic.kind=shared": (),
+    "critic.normalize_values=true": (), "reward_model.refresh_every=5": (),
+    "reward.learned.path=x": ("reward=[exact_match,learned]", "reward_model.refresh_every=5"),
+}  # fmt: skip
+"""{change: words that the run was begun with}."""
 
 
-@pytest.mark.parametrize(
-    ("change", "begun_with"),
-    [
-        ("lora.rank=3", ()), ("lora.alpha=3", ()), ("lora.target_modules=[q_proj]", ()), ("lora.path=x", ()),
-        ("model.dtype=bfloat16", ()), ("model.quantization=4bit", ()), ("snapshot.reference=ema", ()),
-        ("snapshot.reference=base", ("snapshot.reference=copy",)), ("snapshot.old=copy", ()),
-        ("critic.kind=shared", ()), ("critic.normalize_values=true", ()), ("reward_model.refresh_every=5", ()),
-        ("reward.learned.path=x", ("reward=[exact_match,learned]", "reward_model.refresh_every=5")),
-    ],
-)  # fmt: skip
-def test_what_a_checkpoint_does_not_fit_is_refused_by_its_key(
-    change: str, begun_with: tuple[str, ...], make_fork: MakeFork
-) -> None:
-    fork, config = make_fork(change, begun_with=begun_with)
-    with pytest.raises(UserError, match="made with other values") as error:
-        forks.check(fork, config, {}, 9)
-    assert f"({change.partition('=')[0]}: " in error.value.problem
+def test_what_a_checkpoint_fits_may_change(make_fork: MakeFork) -> None:
+    fork, config = make_fork()
+    for change in FITS:
+        forks.check(fork, changed(config, [change], None), {"data_fingerprint": "a", "base_fingerprint": "b"}, 9)
+
+
+def test_what_a_checkpoint_does_not_fit_is_refused_by_its_key(make_fork: MakeFork) -> None:
+    for change, begun_with in FITS_NOT.items():
+        fork, config = make_fork(change, begun_with=begun_with)
+        with pytest.raises(UserError, match="made with other values") as error:
+            forks.check(fork, config, {}, 9)
+        assert f"({change.partition('=')[0]}: " in error.value.problem
 
 
 def test_data_may_be_replaced_but_not_change_by_themselves_and_the_base_never(make_fork: MakeFork) -> None:

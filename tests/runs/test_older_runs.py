@@ -21,6 +21,7 @@ from typing import Annotated, Any, get_type_hints
 import pytest
 import yaml
 from in_one_test import each
+from slow_cases import slow
 
 from rlft import cli
 from rlft.config import catalog, command as commands
@@ -31,7 +32,6 @@ from rlft.runs import run_folder
 from rlft.runs.run_folder import NOT_TRACKERS
 
 RECORDED = Path(__file__).parent / "recorded"
-KINDS = ("train", "ppo", "sft", "rm", "dpo", "sample")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return Path("runs") / kind
 
 
-@pytest.mark.parametrize("run", KINDS[:-1], indirect=True)
+@pytest.mark.parametrize("run", ["train", "rm", *map(slow, ("ppo", "sft", "dpo"))], indirect=True)
 def test_a_recorded_run_is_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["resume", str(run), "steps=3", "model.device=cpu"]) == 0, capsys.readouterr().err
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -78,7 +78,7 @@ def test_a_recorded_run_is_evaluated_exported_reported_and_talked_to(
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("run", KINDS[:-1], indirect=True)
+@pytest.mark.parametrize("run", ["train", "ppo", "sft", "rm", "dpo"], indirect=True)
 def test_the_files_of_a_recorded_run_are_audited(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Recomputed numbers depend on the processor."""
     assert cli.run(["audit", str(run), "recompute=0", "replay=0"]) == 0, capsys.readouterr().out

@@ -1,13 +1,14 @@
-"""A run's config.yaml: how it is read, folders that have moved, and runs whose length changes."""
+"""A run's folder: how its config.yaml is read, folders that have moved, stages of pipelines, and changed lengths."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def test_what_is_nested_too_deeply_is_damage_and_no_crash(content: str, tmp_path
 SMALL = ("generation=transformers", "generation.max_tokens=24", "scoring.workers=0", "model.device=cpu")
 OFTEN = ("checkpoint.every=1", "checkpoint.keep=9", "console=null")
 LORA = ("lora.rank=2", "lora.alpha=4")
+SAMPLED = ("num_prompts=2", "n=4", "data.size=16", "data.held_out_size=4", "prompts_per_step=1", *SMALL,
+           "generation.temperature=2")  # fmt: skip
 FIRST = "1-sft"
 
 
@@ -54,8 +57,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         learn = ("max_completion_tokens=64", "prompts.max_tokens=64", "eval.every=0", "model.device=cpu", *OFTEN, *LORA)
         shown = "demonstrations.path=embedded:arithmetic-demonstrations"
         assert run_in(f"pipe/{FIRST}", "sft", shown, "examples_per_step=2", "steps=1", *learn) == 0
-        sampled = ("num_prompts=2", "n=4", "data.size=16", "data.held_out_size=4", "prompts_per_step=1", *SMALL)
-        assert run_in("pipe/2-sample", "sample", f"adapter=pipe/{FIRST}", *sampled, "generation.temperature=2") == 0
+        assert run_in("pipe/2-sample", "sample", f"adapter=pipe/{FIRST}", *SAMPLED) == 0
         ranked = "preferences.path=pipe/ranked.jsonl"
         shutil.copyfile(Path(cli.__file__).parent / "assets" / "arithmetic-preferences.jsonl", "pipe/ranked.jsonl")
         from_sft = f"lora.path=pipe/{FIRST}"
@@ -91,19 +93,9 @@ def test_every_stage_of_a_moved_pipeline_works(moved: Path, capsys: pytest.Captu
     assert cli.run(["resume", str(moved / "2-sample")]) == 0
     assert "error" not in capsys.readouterr().err
     for run in (moved / "4-train", moved / "3-rm", moved / "2-sample", Path("fork")):
-        gone = [
-            path
-            for _, path in path_keys(find(run).config)
-            if not path.startswith("embedded:") and not Path(path).exists()
-        ]
-        assert gone == []
-
-
-@pytest.mark.slow
-def test_a_moved_pipeline_moves_on(moved: Path) -> None:
-    """What a resume writes into config.yaml is found again after another move."""
-    assert cli.run(["resume", str(moved / "3-rm"), "steps=2"]) == 0
-    moved.parent.rename("again")
+        paths = [path for _, path in path_keys(find(run).config) if not path.startswith("embedded:")]
+        assert [path for path in paths if not Path(path).exists()] == []
+    moved.parent.rename("again")  # what a resume writes into config.yaml is found again after another move
     assert cli.run(["resume", "again/renamed/3-rm", "steps=3"]) == 0
 
 
@@ -116,6 +108,7 @@ def test_what_a_stage_was_made_from_is_still_compared(moved: Path, capsys: pytes
     assert "the adapter in that folder changed since the run began" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_are_used_from_their_own_folder_and_from_beside_it(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,14 +124,24 @@ def test_runs_are_used_from_their_own_folder_and_from_beside_it(
     assert cli.run(["export", "run=.", f"out={tmp_path / 'out'}", "as=adapter"]) == 0
 
 
-def test_a_pipeline_that_is_repeated_after_it_was_moved_finds_its_stages_finished(
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def test_a_pipeline_that_is_repeated_after_it_was_moved_goes_on_where_it_was_and_leaves_what_is_finished(
     moved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["sample", "num_prompts=2", "n=4", "data.size=16", "data.held_out_size=4", "prompts_per_step=1", *SMALL]
-    words += ["generation.temperature=2", "resume=auto", f"hydra.run.dir={moved / '2-sample'}"]
+    words = ["sample", *SAMPLED, "resume=auto", f"hydra.run.dir={moved / '2-sample'}"]
+    before = contents(moved)
     for name in (str(moved), str(moved.resolve())):
         assert cli.run([*words, f"adapter={name}/{FIRST}"]) == 0
         assert "finished already, with the same config and inputs" in capsys.readouterr().err
+    assert cli.run([*words, f"adapter={moved}/{FIRST}", "seed=1"]) == 2
+    assert "seed: 0 -> 1" in capsys.readouterr().err
+    assert contents(moved) == before
+    (moved / "2-sample" / "progress.json").unlink()  # as if it had been stopped before its first step was written down
+    assert cli.run([*words, f"adapter={moved}/{FIRST}"]) == 0
+    assert (moved / "2-sample" / "samples.jsonl").read_bytes() == before["2-sample/samples.jsonl"]
 
 
 def test_a_path_that_was_changed_by_hand_is_what_it_was_changed_to(built: Path, tmp_path: Path) -> None:
@@ -150,94 +153,76 @@ def test_a_path_that_was_changed_by_hand_is_what_it_was_changed_to(built: Path, 
     assert "paths" not in config["origin"]
 
 
-SMALLEST = (
-    "generation=transformers",
-    "generation.max_tokens=24",
-    "scoring.workers=0",
-    "model.device=cpu",
-    "lora.rank=2",
-)
-EACH_STEP = ("trainer.schedule=constant", "checkpoint.every=1", "checkpoint.keep=9", "eval.every=0", "console=null")
-TRAIN = ("train", *SMALLEST, *EACH_STEP, "prompts_per_step=2", "group_size=2", "data.size=16", "data.held_out_size=4")
-LEARN = ("max_completion_tokens=64", "prompts.max_tokens=64", *EACH_STEP)
-SFT = ("sft", *SMALLEST, *LEARN, "demonstrations.path=embedded:arithmetic-demonstrations", "examples_per_step=2")
-RM = ("rm", "model.device=cpu", "lora.rank=2", *LEARN, "preferences.path=embedded:arithmetic-preferences")
-SAMPLE = ("sample", *SMALLEST[:-1], "n=2", "data.size=16", "data.held_out_size=4", "prompts_per_step=2")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+EACH_STEP = ("trainer.schedule=constant", *OFTEN, "eval.every=0", "lora.rank=2")
+LEARN = ("model.device=cpu", "max_completion_tokens=64", "prompts.max_tokens=64", *EACH_STEP)
+DATA = ("data.size=16", "data.held_out_size=4", "prompts_per_step=2")
+SAMPLE = ("sample", *SMALL, *DATA, "n=2")
+COMMANDS = {
+    "train": ("train", *SMALL, *EACH_STEP, *DATA, "group_size=2", "steps=3"),
+    "sft": ("sft", *LEARN, "demonstrations.path=embedded:arithmetic-demonstrations", "examples_per_step=2", "steps=3"),
+    "rm": ("rm", *LEARN, "preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2", "steps=3"),
+    "sample": (*SAMPLE, "num_prompts=4"),
+}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of three steps of each command that trains, and one of `rlft sample` of four prompts."""
+def done(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder of a run of this command, of three steps or of four prompts."""
     folder = tmp_path_factory.mktemp("runs")
-    for words in (TRAIN, SFT, (*RM, "rankings_per_step=2")):
-        assert cli.run([*words, "steps=3", f"hydra.run.dir={folder / words[0]}"]) == 0
-    assert cli.run([*SAMPLE, "num_prompts=4", f"hydra.run.dir={folder / 'sample'}"]) == 0
-    return folder
+
+    @functools.cache
+    def run(command: str) -> Path:
+        assert run_in(str(folder / command), *COMMANDS[command]) == 0
+        return folder / command
+
+    return run
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "rm"])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("command", ["train", slow("sft"), slow("rm")])
 def test_fewer_steps_than_the_run_has_done_are_refused_with_where_it_stands_and_what_is_possible(
-    runs: Path, command: str, steps: int, capsys: pytest.CaptureFixture[str]
+    done: Callable[[str], Path], command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = runs / command
+    folder = done(command)
     before = contents(folder)
-    capsys.readouterr()
-    assert cli.run(["resume", str(folder), f"steps={steps}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"rlft: steps: the run has done 3 steps already, and none can be undone, got {steps}; ")
-    shown = os.path.relpath(folder)
-    assert f"raise it (rlft resume {shown} steps=6)" in said
-    fork = f"start a new run from an earlier checkpoint (rlft resume {shown}/checkpoints/step_000001 steps=2)"
-    assert (fork in said) == (steps == 2), "step 1 has no checkpoint before it"
-    assert contents(folder) == before, "neither config.yaml nor status.json says otherwise now"
-
-
-def test_they_are_refused_before_a_library_is_imported(runs: Path) -> None:
-    code = f"import sys; from rlft import cli; print(cli.run(['resume', {str(runs / 'train')!r}, 'steps=1']), "
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code} 'torch' in sys.modules)"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    assert done.stdout == "2 False\n", done.stderr
-
-
-def test_a_pipeline_that_asks_for_fewer_steps_than_there_are_is_refused(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = contents(runs / "sft")
-    assert cli.run([*SFT, "steps=2", "resume=auto", f"hydra.run.dir={runs / 'sft'}"]) == 2
+    for steps in (1, 2):
+        capsys.readouterr()
+        assert cli.run(["resume", str(folder), f"steps={steps}"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"rlft: steps: the run has done 3 steps already, and none can be undone, got {steps}; ")
+        shown = os.path.relpath(folder)
+        assert f"raise it (rlft resume {shown} steps=6)" in said
+        fork = f"start a new run from an earlier checkpoint (rlft resume {shown}/checkpoints/step_000001 steps=2)"
+        assert (fork in said) == (steps == 2), "step 1 has no checkpoint before it"
+    assert run_in(str(folder), *COMMANDS[command][:-1], "steps=2", "resume=auto") == 2
     assert "the run has done 3 steps already" in capsys.readouterr().err
-    assert contents(runs / "sft") == before
+    assert contents(folder) == before, "neither config.yaml nor status.json says otherwise now"
+    code = f"import sys; from rlft import cli; print(cli.run(['resume', {str(folder)!r}, 'steps=1']), "
+    code += "'torch' in sys.modules)"  # they are refused before a library is imported
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert asked.stdout == "2 False\n", asked.stderr
 
 
-def test_fewer_prompts_than_are_sampled_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = contents(runs / "sample")
-    assert cli.run(["resume", str(runs / "sample"), "num_prompts=2"]) == 2
+def test_fewer_prompts_than_are_sampled_are_refused(
+    done: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = done("sample")
+    before = contents(folder)
+    assert cli.run(["resume", str(folder), "num_prompts=2"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("rlft: num_prompts: the run has sampled 4 prompts already, got 2; ")
-    assert f"raise it (rlft resume {os.path.relpath(runs / 'sample')} num_prompts=8)" in said
-    assert contents(runs / "sample") == before
+    assert f"raise it (rlft resume {os.path.relpath(folder)} num_prompts=8)" in said
+    assert contents(folder) == before
 
 
-def test_more_prompts_go_on_as_if_they_had_been_asked_for_at_once(runs: Path, tmp_path: Path) -> None:
-    for name, words in {"more": ["num_prompts=2"], "once": ["num_prompts=6"]}.items():
-        assert cli.run([*SAMPLE, *words, f"hydra.run.dir={tmp_path / name}"]) == 0
+def test_more_prompts_go_on_as_if_they_had_been_asked_for_at_once_but_not_after_a_cut_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, number in {"more": 2, "once": 6, "cut": 3}.items():
+        assert run_in(str(tmp_path / name), *SAMPLE, f"num_prompts={number}") == 0
     assert cli.run(["resume", str(tmp_path / "more"), "num_prompts=6"]) == 0
     more, once = ((tmp_path / name / "samples.jsonl").read_bytes() for name in ("more", "once"))
     assert more == once
     assert json.loads((tmp_path / "more" / "status.json").read_text())["steps"] == 3
-
-
-def test_prompts_after_a_cut_step_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*SAMPLE, "num_prompts=3", f"hydra.run.dir={tmp_path / 'cut'}"]) == 0
     before = contents(tmp_path / "cut")
     assert cli.run(["resume", str(tmp_path / "cut"), "num_prompts=6"]) == 2
     assert "num_prompts: the run ended with 3 prompts inside a step of 2" in capsys.readouterr().err

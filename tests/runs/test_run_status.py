@@ -28,16 +28,12 @@ with run_folder.held(folder), run_status.recording_status(folder, 3):
 """
 
 
-def test_it_is_running_inside_and_finished_afterwards(tmp_path: Path) -> None:
-    with run_folder.held(tmp_path), run_status.recording_status(tmp_path, 3):
-        assert run_status.read(tmp_path) == (Status.running, "")
-    assert run_status.read(tmp_path) == (Status.finished, "")
-
-
-def test_an_interruption_that_was_told_is_one(tmp_path: Path) -> None:
-    with run_status.recording_status(tmp_path, 3) as ending:
-        ending.interrupted = True
-    assert run_status.read(tmp_path) == (Status.interrupted, "")
+def test_it_is_running_inside_and_finished_or_interrupted_afterwards(tmp_path: Path) -> None:
+    for interrupted, status in ((False, Status.finished), (True, Status.interrupted)):
+        with run_folder.held(tmp_path), run_status.recording_status(tmp_path, 3) as ending:
+            assert run_status.read(tmp_path) == (Status.running, "")
+            ending.interrupted = interrupted
+        assert run_status.read(tmp_path) == (status, "")
 
 
 @pytest.mark.parametrize(
