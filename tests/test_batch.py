@@ -1,3 +1,5 @@
+"""Rows of a step as tensors: what is trained on, and where the scores of steps and the rewards of turns stand."""
+
 from __future__ import annotations
 
 import random
@@ -10,17 +12,17 @@ from in_one_test import each
 from rlft.batch import batch_of_rows, collate
 from rlft.types import Branch, Completion, FinishReason, Group, Prompt, Rollout, Scores, StepScores, Turn
 
-
-def group(prompt_ids, *completions):
-    """A group from prompt ids and (completion ids, log-probs)."""
-    rollouts = [
-        Completion(text="", token_ids=ids, logprobs=logprobs, finish_reason=FinishReason.stop)
-        for ids, logprobs in completions
-    ]
-    return group_of(prompt_ids, rollouts)
+SPLIT = Scores(total=torch.zeros(1, 1), by_reward={}, outcome=torch.zeros(1, 1))
+PAIR = replace(SPLIT, total=torch.zeros(1, 2), outcome=torch.zeros(1, 2))
 
 
-def group_of(prompt_ids, completions):
+def said(token_ids, logprobs, **keys):
+    return Completion(
+        **{"text": "", "finish_reason": FinishReason.stop, **keys}, token_ids=token_ids, logprobs=logprobs
+    )
+
+
+def group_of(prompt_ids, *completions):
     prompt = Prompt(id="p", messages=(), answer="", token_ids=tuple(prompt_ids))
     return Group(
         prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=1) for c in completions)
@@ -33,9 +35,10 @@ def undecoded(token_ids):
 
 @pytest.fixture
 def batch():
+    cut = said((8, 9, 2), (-1.0, -2.0, -3.0), finish_reason=FinishReason.length)
     groups = [
-        group([5, 6], ((7,), (-0.5,)), ((8, 9, 2), (-1.0, -2.0, -3.0))),
-        group([4, 4, 4], ((), ()), ((3, 2), (-0.1, -0.2))),
+        group_of([5, 6], said((7,), (-0.5,)), cut),
+        group_of([4, 4, 4], said((), ()), said((3, 2), (-0.1, -0.2))),
     ]
     return collate(groups, Scores(total=torch.tensor([[1, 0], [2, 3]]), by_reward={}), undecoded)
 
@@ -44,19 +47,11 @@ def test_rows_are_prompt_then_completion_padded_on_the_right(batch):
     assert batch.token_ids.tolist() == [[5, 6, 7, 0, 0], [5, 6, 8, 9, 2], [4, 4, 4, 0, 0], [4, 4, 4, 3, 2]]
     assert batch.attention_mask.int().tolist() == [[1, 1, 1, 0, 0], [1] * 5, [1, 1, 1, 0, 0], [1] * 5]
     assert batch.loss_mask.int().tolist() == [[0, 0, 1, 0, 0], [0, 0, 1, 1, 1], [0] * 5, [0, 0, 0, 1, 1]]
-
-
-def test_a_logprob_stands_where_its_token_stands(batch):
-    expected = [[0, 0, -0.5, 0, 0], [0, 0, -1, -2, -3], [0] * 5, [0, 0, 0, -0.1, -0.2]]
-    assert torch.equal(batch.sampled_logprobs, torch.tensor(expected))
-
-
-def test_rewards_and_group_ids_follow_the_rows(batch):
+    logprobs = [[0, 0, -0.5, 0, 0], [0, 0, -1, -2, -3], [0] * 5, [0, 0, 0, -0.1, -0.2]]
+    assert torch.equal(batch.sampled_logprobs, torch.tensor(logprobs))
     assert torch.equal(batch.rewards, torch.tensor([1.0, 0.0, 2.0, 3.0]))
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
-
-
-def test_dtypes_are_those_the_types_promise(batch):
+    assert batch.truncated.tolist() == [False, True, False, False], "where the length limit ended it"
     kinds = {f.name: value.dtype for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
     assert kinds == {
         "token_ids": torch.int64,
@@ -72,7 +67,7 @@ def test_dtypes_are_those_the_types_promise(batch):
 def test_a_completion_with_another_number_of_logprobs_than_tokens_is_an_error():
     for logprobs in ((-0.5,), (-0.5, -0.1, -0.2), ()):
         with pytest.raises(ValueError, match=f"{len(logprobs)} log-probs? for 2 tokens"):
-            collate([group([5], ((7, 8), logprobs))], Scores(total=torch.zeros(1, 1), by_reward={}), undecoded)
+            collate([group_of([5], said((7, 8), logprobs))], SPLIT, undecoded)
 
 
 def test_select_takes_rows_of_every_field_in_the_order_asked_for(batch):
@@ -85,13 +80,6 @@ def test_select_takes_rows_of_every_field_in_the_order_asked_for(batch):
     assert part.old_logprobs is None
 
 
-def test_a_completion_is_truncated_where_the_length_limit_ended_it(batch):
-    assert batch.truncated.tolist() == [False] * 4
-    cut = Completion(text="", token_ids=(7,), logprobs=(-0.5,), finish_reason=FinishReason.length)
-    groups = [group_of([5], [replace(cut, finish_reason=FinishReason.stop), cut])]
-    assert collate(groups, Scores(total=torch.zeros(1, 2), by_reward={}), undecoded).truncated.tolist() == [False, True]
-
-
 # -- scored steps ---------------------------------------------------------------------------------------------------
 PIECES = ["", "7+", "5=12", ",", "4", "8", "<end>"]
 """Texts of token ids; 0 is a special token, which the text doesn't show."""
@@ -102,9 +90,7 @@ def decode(token_ids):
 
 
 def completion(token_ids, shown=decode):
-    return Completion(
-        text=shown(token_ids), token_ids=token_ids, logprobs=[-1.0] * len(token_ids), finish_reason=FinishReason.stop
-    )
+    return said(token_ids, [-1.0] * len(token_ids), text=shown(token_ids))
 
 
 def stepped(completions, steps, shown=decode, outcome=0.0):
@@ -115,49 +101,36 @@ def stepped(completions, steps, shown=decode, outcome=0.0):
         outcome=torch.full((1, len(steps)), outcome),
         steps=[[StepScores(values=tuple(values), ends=tuple(ends)) for values, ends in steps]],
     )
-    return collate([group_of([3, 3], [completion(ids, shown) for ids in completions])], scores, shown)
+    return collate([group_of([3, 3], *[completion(ids, shown) for ids in completions])], scores, shown)
 
 
-def test_a_step_is_scored_at_its_last_token():
-    # 7+ 5=12 , 4 8: the text 7+5=12,48 has characters 0-1, 2-5, 6, 7, 8 in its tokens, after two of the prompt.
-    batch = stepped([(1, 2, 3, 4, 5, 0)], [((0.5, -1.0), (6, 9))])
-    assert batch.token_rewards.tolist() == [[0, 0, 0, 0.5, 0, 0, -1, 0]]
-    assert batch.step_ends.int().tolist() == [[0, 0, 0, 1, 0, 0, 1, 0]]
+@each(
+    ("token_ids", "values", "ends", "rewards", "marks"),
+    [
+        # 7+ 5=12 , 4 8: the text 7+5=12,48 has characters 0-1, 2-5, 6, 7, 8 in its tokens, after two of the prompt.
+        ((1, 2, 3, 4, 5, 0), (0.5, -1.0), (6, 9), [0, 0, 0, 0.5, 0, 0, -1, 0], [0, 0, 0, 1, 0, 0, 1, 0]),
+        # Ends before characters 1 and 3, inside 7+ and 5=12, belong to these tokens.
+        ((1, 2), (1.0, 2.0), (1, 3), [0, 0, 1, 2], [0, 0, 1, 1]),
+        # A step of score 0 is marked all the same.
+        ((1, 2), (0.0,), (2,), [0, 0, 0, 0], [0, 0, 1, 0]),
+        # 5=12 holds characters 2 to 5. In float32 1e8 + 1 = 1e8, and 0 would be left.
+        ((1, 2, 4), (1e8, 1.0, -1e8, 4.0), (3, 4, 6, 7), [0, 0, 0, 1, 4], [0, 0, 0, 1, 1]),
+        # Special tokens hold no step.
+        ((0, 4, 0, 5, 0), (1.0, 2.0), (1, 2), [0, 0, 0, 1, 0, 2, 0], [0, 0, 0, 1, 0, 1, 0]),
+    ],
+)
+def test_a_step_is_scored_at_its_last_token(token_ids, values, ends, rewards, marks):
+    batch = stepped([token_ids], [(values, ends)])
+    assert batch.token_rewards.tolist() == [rewards]
+    assert batch.step_ends.int().tolist() == [marks]
     assert (batch.token_rewards.dtype, batch.step_ends.dtype) == (torch.float64, torch.bool)
 
 
-def test_a_step_that_ends_inside_a_token_belongs_to_that_token():
-    # Ends before characters 1 and 3: inside 7+ and 5=12.
-    batch = stepped([(1, 2)], [((1.0, 2.0), (1, 3))])
-    assert batch.token_rewards.tolist() == [[0, 0, 1, 2]]
-
-
-def test_a_step_of_score_0_is_marked_all_the_same():
-    batch = stepped([(1, 2)], [((0.0,), (2,))])
-    assert batch.token_rewards.tolist() == [[0, 0, 0, 0]]
-    assert batch.step_ends.tolist() == [[False, False, True, False]]
-
-
-def test_scores_of_steps_that_end_with_one_token_add_in_float64():
-    # 5=12 holds characters 2 to 5. In float32 1e8 + 1 = 1e8, and 0 would be left.
-    batch = stepped([(1, 2, 4)], [((1e8, 1.0, -1e8, 4.0), (3, 4, 6, 7))])
-    assert batch.token_rewards.tolist() == [[0, 0, 0, 1, 4]]
-    assert batch.step_ends.tolist() == [[False, False, False, True, True]]
-
-
 def test_a_completion_without_steps_has_none_also_without_tokens():
-    batch = stepped([(4, 5, 0), (), (0,)], [((1.0,), (1,)), ((), ()), ((), ())])
+    batch = stepped([(4, 5, 0), (), (0,)], [((1.0,), (1,)), ((), ()), ((), ())], outcome=0.25)
     assert batch.token_rewards.tolist() == [[0, 0, 1, 0, 0], [0] * 5, [0] * 5]
     assert batch.step_ends.sum(1).tolist() == [1, 0, 0]
-
-
-def test_special_tokens_hold_no_step():
-    batch = stepped([(0, 4, 0, 5, 0)], [((1.0, 2.0), (1, 2))])
-    assert batch.token_rewards.tolist() == [[0, 0, 0, 1, 0, 2, 0]]
-
-
-def test_rewards_are_of_the_outcome_alone_where_steps_are_scored():
-    assert stepped([(4,), (5,)], [((), ()), ((), ())], outcome=0.25).rewards.tolist() == [0.25, 0.25]
+    assert batch.rewards.tolist() == [0.25] * 3, "of the outcome alone"
 
 
 def utf_8(token_ids):
@@ -191,10 +164,8 @@ def test_a_step_takes_few_decodes():
         asked.append(len(token_ids))
         return decode(token_ids)
 
-    ids = (4,) * 1000
-    steps = StepScores(values=(1.0,), ends=(700,))
-    scores = Scores(total=torch.zeros(1, 1), by_reward={}, outcome=torch.zeros(1, 1), steps=[[steps]])
-    batch = collate([group_of([3], [completion(ids)])], scores, counting)
+    scores = replace(SPLIT, steps=[[StepScores(values=(1.0,), ends=(700,))]])
+    batch = collate([group_of([3], completion((4,) * 1000))], scores, counting)
     assert batch.token_rewards.nonzero().tolist() == [[0, 700]]
     # 2^10 > 1000.
     assert len(asked) <= 10
@@ -202,14 +173,9 @@ def test_a_step_takes_few_decodes():
 
 def test_the_text_that_was_scored_must_be_that_of_the_tokens():
     other = replace(completion((4, 5)), text="84")
-    scores = Scores(
-        total=torch.zeros(1, 1),
-        by_reward={},
-        outcome=torch.zeros(1, 1),
-        steps=[[StepScores(values=(1.0,), ends=(2,))]],
-    )
+    scores = replace(SPLIT, steps=[[StepScores(values=(1.0,), ends=(2,))]])
     with pytest.raises(ValueError, match="the text of a completion of prompt p is not what its tokens decode to"):
-        collate([group_of([3], [other])], scores, decode)
+        collate([group_of([3], other)], scores, decode)
 
 
 def test_bisection_finds_the_first_token_as_a_walk_does():
@@ -244,85 +210,60 @@ def test_the_embedded_model_has_its_steps_at_their_last_digits(backbone):
 def talk(mask, turns=(), token_ids=(1, 2, 3, 1, 4), text="7+5=12,7+4", logprobs=None, branches=()):
     """A completion of five tokens, of which the policy sampled those of the mask."""
     logprobs = tuple(-0.5 * bool(sampled) for sampled in mask or [True] * 5) if logprobs is None else logprobs
-    return Completion(
-        text=text,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish_reason=FinishReason.stop,
-        mask=mask,
-        turns=turns,
-        branches=branches,
-    )
+    return said(token_ids, logprobs, text=text, mask=mask, turns=turns, branches=branches)
 
 
 TALK = (True, True, False, False, True)
-SPLIT = Scores(total=torch.zeros(1, 1), by_reward={}, outcome=torch.zeros(1, 1))
 
 
 def test_only_sampled_tokens_are_trained_on_and_all_are_read():
-    batch = collate([group_of([5, 6], [talk(TALK), talk(None)])], Scores(total=torch.zeros(1, 2), by_reward={}), decode)
+    batch = collate([group_of([5, 6], talk(TALK), talk(None))], PAIR, decode)
     assert batch.attention_mask.all()
     assert batch.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1, 1]]
     assert batch.sampled_logprobs[0].tolist() == [0, 0, -0.5, -0.5, 0, 0, -0.5]
-    assert talk(TALK).num_sampled == 3
-    assert talk(None, logprobs=(0.0,) * 5).num_sampled == 5
 
 
 def test_a_turns_reward_stands_on_its_last_sampled_token_beside_the_scores_of_steps():
     turns = (Turn(end=2, reward=0.25), Turn(end=5))
     steps = [[StepScores(values=(1.0, 2.0, 4.0), ends=(2, 7, 10))]]  # "7+", within the answer ",", and the last token
-    batch = collate([group_of([5, 6], [talk(TALK, turns)])], replace(SPLIT, steps=steps), decode)
+    batch = collate([group_of([5, 6], talk(TALK, turns))], replace(SPLIT, steps=steps), decode)
     # A step that ends in the answer is that of the token before it, where the first turn ends, too.
     assert batch.token_rewards.tolist() == [[0, 0, 1, 2.25, 0, 0, 4]]
     assert batch.step_ends.int().tolist() == [[0, 0, 1, 1, 0, 0, 1]]
-    alone = collate([group_of([5, 6], [talk(TALK, turns)])], SPLIT, undecoded)
+    alone = collate([group_of([5, 6], talk(TALK, turns))], SPLIT, undecoded)
     assert alone.token_rewards.tolist() == [[0, 0, 0, 0.25, 0, 0, 0]]
     assert alone.step_ends.int().tolist() == [[0, 0, 0, 1, 0, 0, 0]], "a turn without a reward is no step"
-    unrewarded = collate([group_of([5, 6], [talk(TALK, turns[1:])])], SPLIT, undecoded)
+    unrewarded = collate([group_of([5, 6], talk(TALK, turns[1:]))], SPLIT, undecoded)
     assert unrewarded.token_rewards.tolist() == [[0] * 7], "they might have had rewards, which an algorithm learns from"
     assert not unrewarded.step_ends.any()
 
 
 def test_the_last_tokens_of_turns_are_marked_where_completions_have_turns():
     talks = [talk(TALK, (Turn(end=2, reward=0.5), Turn(end=5))), talk(TALK)]
-    batch = collate(
-        [group_of([5, 6], talks)], replace(SPLIT, total=torch.zeros(1, 2), outcome=torch.zeros(1, 2)), decode
-    )
+    batch = collate([group_of([5, 6], *talks)], PAIR, decode)
     assert batch.turn_ends.int().tolist() == [[0, 0, 0, 1, 0, 0, 1], [0] * 7]
-    single = collate([group_of([5, 6], [talk(TALK)])], SPLIT, decode)
+    single = collate([group_of([5, 6], talk(TALK))], SPLIT, decode)
     assert (single.turn_ends, single.token_rewards, single.step_ends) == (None, None, None)
 
 
 def test_a_step_before_the_first_sampled_token_is_that_tokens():
     steps = [[StepScores(values=(1.0,), ends=(2,))]]
     completion = talk((False, True, True, True, True))
-    batch = collate([group_of([5], [completion])], replace(SPLIT, steps=steps), decode)
+    batch = collate([group_of([5], completion)], replace(SPLIT, steps=steps), decode)
     assert batch.token_rewards.tolist() == [[0, 0, 1, 0, 0, 0]]
 
 
 def test_a_branch_says_which_column_is_read_before_it():
     branches = (Branch(start=2, after=-1), Branch(start=4, after=2))
-    rows = [group_of([5, 6], [talk(TALK, branches=branches), talk(None)])]
-    scores = replace(SPLIT, total=torch.zeros(1, 2), outcome=torch.zeros(1, 2))
-    batch = collate(rows, scores, undecoded)
+    batch = collate([group_of([5, 6], talk(TALK, branches=branches), talk(None))], PAIR, undecoded)
     # Columns 0 and 1 are the prompt's; the branches begin in columns 4 and 6, behind columns 1 and 4.
     assert batch.previous.tolist() == [[-1, 0, 1, 2, 1, 4, 4], [-1, 0, 1, 2, 3, 4, 5]]
-    without = collate([group_of([5, 6], [talk(TALK), talk(None)])], scores, undecoded)
+    without = collate([group_of([5, 6], talk(TALK), talk(None))], PAIR, undecoded)
     assert without.previous is None
 
 
-def test_the_last_paths_of_siblings_share_what_all_of_them_begin_with():
-    away, inside = (Branch(start=2, after=0),), (Branch(start=3, after=-2),)
-    group = group_of((5, 6, 7), [talk(TALK, branches=away), talk(None)])
-    assert group.last_paths() == ((5, 6, 7), [(1, 3, 1, 4), (1, 2, 3, 1, 4)])
-    group = group_of((5, 6, 7), [talk(TALK, branches=inside), talk(None)])
-    assert group.last_paths() == ((5, 6), [(1, 4), (7, 1, 2, 3, 1, 4)])
-    plain = group_of((5, 6, 7), [talk(None), talk(None)])
-    assert plain.last_paths() == ((5, 6, 7), [(1, 2, 3, 1, 4)] * 2)
-
-
 def test_the_rewards_of_turns_must_be_told_apart_from_those_of_completions():
-    groups = [group_of([5], [talk(TALK, (Turn(end=2, reward=1.0),))])]
+    groups = [group_of([5], talk(TALK, (Turn(end=2, reward=1.0),)))]
     with pytest.raises(ValueError, match="which part of the total is of completions"):
         collate(groups, Scores(total=torch.ones(1, 1), by_reward={}), undecoded)
 
@@ -348,7 +289,7 @@ def test_the_rewards_of_turns_must_be_told_apart_from_those_of_completions():
 )
 def test_a_completion_whose_turns_do_not_fit_its_tokens_is_an_error(completion, problem):
     with pytest.raises(ValueError, match=f"the generator gave a completion of prompt p {problem}"):
-        collate([group_of([5], [completion])], SPLIT, undecoded)
+        collate([group_of([5], completion)], SPLIT, undecoded)
 
 
 def test_each_reward_stands_by_itself_with_its_weight_and_those_of_weight_0_are_left_out():
@@ -359,15 +300,12 @@ def test_each_reward_stands_by_itself_with_its_weight_and_those_of_weight_0_are_
         by_reward={name: torch.tensor(values) for name, values in names.items()},
         weights={"math": 2.0, "seen": 0.0, "format": 0.25},
     )
-    batch = collate([group([5], ((7,), (-0.5,))), group([5], ((7,), (-0.5,)))], scores, undecoded)
+    batch = collate([group_of([5], said((7,), (-0.5,)))] * 2, scores, undecoded)
     assert batch.each_reward.tolist() == [[1.0, 0.5, 3.0], [0.0, 2.0, 4.0]]
     assert batch.each_weight.tolist() == [[2.0, 0.25, 1.0]] * 2
     assert batch.select(torch.tensor([1])).each_weight.tolist() == [[2.0, 0.25, 1.0]]
-
-
-def test_without_rewards_that_count_there_are_none_by_themselves(batch):
-    assert batch.each_reward is None
-    assert batch.each_weight is None
+    without = collate([group_of([5], said((7,), (-0.5,)))], SPLIT, undecoded)
+    assert (without.each_reward, without.each_weight) == (None, None)
 
 
 def test_rows_are_padded_on_the_right_and_their_completions_are_learned():

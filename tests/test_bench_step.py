@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import bench_step
 import pytest
 from bench_step import Result, added, report, watching_card
 from bench_work import Measured, MeasurementError, run_to_the_end
+from run_processes import happens, is_alive
 
 from rlft.commands.doctor.work import Workload
 
 pytestmark = pytest.mark.slow
 
 WORK = Workload(group=2, prompt_tokens=8, completion_tokens=4)
+Benchmark = Callable[..., list[str]]
 
 
 def measured(step: float, *, card: int | None = None, **stages: float) -> Measured:
@@ -25,27 +27,26 @@ def measured(step: float, *, card: int | None = None, **stages: float) -> Measur
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
-    """(trainer, micro-batch) of every process that was started; none is, and each takes a step of 4 s."""
-    started: list[tuple[str, int | None]] = []
+def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Benchmark:
+    """Runs the script with these words; gives the processes that it started. None is, and each takes a step of 4 s."""
+    started: list[str] = []
 
     def measure(trainer: str, size: str, work: Workload, asked: object, micro_batch: int | None = None) -> Measured:
-        started.append((trainer, micro_batch))
+        started.append(f"{trainer} {micro_batch}" if micro_batch else trainer)
         return measured(4.0)
 
-    def fastest(*_: object) -> int:
-        started.append(("trials of micro-batches", None))
-        return 8
-
     monkeypatch.setattr(bench_step, "measure", measure)
-    monkeypatch.setattr(bench_step, "fastest_micro_batch", fastest)
-    return started
+    monkeypatch.setattr(bench_step, "fastest_micro_batch", lambda *_: started.append("trials") or 8)
 
+    def run(*words: str) -> list[str]:
+        command = ["bench_step.py", "--shapes", "8+4", "--groups", "2", "--only", "rlft", "trl"]
+        command += ["--out", str(tmp_path), *words]
+        monkeypatch.setattr(sys, "argv", command)
+        started.clear()
+        bench_step.main()
+        return [*started]
 
-def benchmark(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> None:
-    command = ["bench_step.py", "--shapes", "8+4", "--groups", "2", "--only", "rlft", "trl", "--out", str(out), *words]
-    monkeypatch.setattr(sys, "argv", command)
-    bench_step.main()
+    return run
 
 
 def test_a_step_is_measured_and_told(
@@ -71,32 +72,27 @@ def test_a_step_is_measured_and_told(
 
 
 # -- after an interruption -------------------------------------------------------------------------------------------
-def test_trainers_run_in_turn_and_what_was_measured_is_not_measured_again(monkeypatch, processes, tmp_path) -> None:
-    benchmark(monkeypatch, tmp_path, "--rounds", "2")
-    assert processes == [("rlft", None), ("trials of micro-batches", None), ("trl", 8), ("rlft", None), ("trl", 8)]
+def test_trainers_run_in_turn_and_what_was_measured_is_not_measured_again(benchmark, tmp_path) -> None:
+    assert benchmark("--rounds", "2") == ["rlft", "trials", "trl 8", "rlft", "trl 8"]
     table = (tmp_path / "step.md").read_text()
-    processes.clear()
-    benchmark(monkeypatch, tmp_path, "--rounds", "2")
-    assert processes == []
+    assert benchmark("--rounds", "2") == []
     assert (tmp_path / "step.md").read_text() == table
-    benchmark(monkeypatch, tmp_path, "--rounds", "3")
-    assert processes == [("rlft", None), ("trl", 8)]
+    assert benchmark("--rounds", "3") == ["rlft", "trl 8"]
 
 
-@pytest.mark.parametrize("change", ["steps", "engine", "override", "place"])
-def test_what_was_measured_otherwise_or_elsewhere_is_measured_anew(change, monkeypatch, processes, tmp_path) -> None:
-    benchmark(monkeypatch, tmp_path, "--rounds", "1", "--steps", "2")
+@pytest.mark.parametrize(
+    "words", ["--steps 3", "--engine vllm", "--override a=b", ""], ids=lambda words: words or "place"
+)
+def test_what_was_measured_otherwise_or_elsewhere_is_measured_anew(words, monkeypatch, benchmark, tmp_path) -> None:
+    benchmark("--rounds", "1", "--steps", "2")
     lines = len((tmp_path / "measurements.jsonl").read_text().splitlines())
-    processes.clear()
-    words = {"steps": ["--steps", "3"], "engine": ["--engine", "vllm"], "override": ["--override", "a=b"], "place": []}
-    if change == "place":
+    if not words:
         monkeypatch.setattr(bench_step, "where", lambda: "another GPU")
-    benchmark(monkeypatch, tmp_path, "--rounds", "1", "--steps", "2", *words[change])
-    assert len(processes) == 3
+    assert len(benchmark("--rounds", "1", "--steps", "2", *words.split())) == 3
     assert len((tmp_path / "measurements.jsonl").read_text().splitlines()) == 2 * lines, "the others stay"
 
 
-def test_a_trainer_that_fails_is_told_and_tried_again_the_next_time(monkeypatch, processes, tmp_path) -> None:
+def test_a_trainer_that_fails_is_told_and_tried_again_the_next_time(monkeypatch, benchmark, tmp_path) -> None:
     works = bench_step.measure
 
     def fails(trainer: str, *rest: object) -> Measured:
@@ -105,15 +101,12 @@ def test_a_trainer_that_fails_is_told_and_tried_again_the_next_time(monkeypatch,
         return works(trainer, *rest)
 
     monkeypatch.setattr(bench_step, "measure", fails)
-    benchmark(monkeypatch, tmp_path, "--rounds", "2")
-    assert [name for name, _ in processes].count("rlft") == 2
+    assert benchmark("--rounds", "2").count("rlft") == 2
     told = (tmp_path / "step.md").read_text()
     assert "- 17m 8+4 G2, trl: exit 1: out of memory; see trl.log" in told
     assert "its step" not in told, "without the other there is no ratio"
     monkeypatch.setattr(bench_step, "measure", works)
-    processes.clear()
-    benchmark(monkeypatch, tmp_path, "--rounds", "2")
-    assert [name for name, _ in processes] == ["trl", "trl"]
+    assert [process.split()[0] for process in benchmark("--rounds", "2")] == ["trl", "trl"]
     assert "Without a measurement" not in (tmp_path / "step.md").read_text()
 
 
@@ -121,32 +114,19 @@ def test_a_trainer_that_fails_is_told_and_tried_again_the_next_time(monkeypatch,
 
 
 def test_a_process_that_fails_or_hangs_ends_with_its_last_words_and_everything_it_started(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+    log, file = tmp_path / "log", tmp_path / "child"
+    words = [sys.executable, "-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"]
     with pytest.raises(MeasurementError, match=r"exit 3: the reason; see .*log"):
-        run_to_the_end([sys.executable, "-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"],
-                       log=log, seconds=60)  # fmt: skip
-    file = tmp_path / "child"
+        run_to_the_end(words, log=log, seconds=60)
     code = f"import subprocess, time; p = subprocess.Popen(['sleep', '60']); open({str(file)!r}, 'w').write(str(p.pid))"
-    start = time.monotonic()
     with pytest.raises(MeasurementError, match="not done after 2 s"):
         run_to_the_end([sys.executable, "-c", f"{code}; time.sleep(60)"], log=log, seconds=2)
-    assert time.monotonic() - start < 30
-    child = int(file.read_text())
-    for _ in range(100):
-        state = Path(f"/proc/{child}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("what the process had started is still there")
+    assert happens(lambda: not is_alive(int(file.read_text())), 30), "what the process had started is still there"
 
 
 # -- the tables ------------------------------------------------------------------------------------------------------
 def test_the_tables_have_stages_shares_ratios_and_utilisation() -> None:
-    ours = [
-        measured(4.0, score=0.4, publish=0.6, card=8 * 10**9),
-        measured(5.0, score=0.4, publish=0.6, card=6 * 10**9),
-    ]
+    ours = [measured(step, score=0.4, publish=0.6, card=card * 10**9) for step, card in ((4.0, 8), (5.0, 6))]
     theirs = [measured(12.0, card=16 * 10**9), measured(10.0, card=20 * 10**9)]
     result = Result(size="0.5b", work=WORK, runs={"rlft": ours, "trl": theirs}, failed={}, micro_batch=8)
     text = report([result], {result.name: 0.5}, "foot")
@@ -167,11 +147,7 @@ def test_the_memory_of_a_card_is_the_most_that_was_added(monkeypatch, tmp_path: 
                        f"touch {tmp_path}/told\nsleep 60\n")  # fmt: skip
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    start = time.monotonic()
     with watching_card() as readings:
-        while not (tmp_path / "told").exists() or added(readings) != 2000 * 2**20:
-            assert time.monotonic() - start < 60
-            time.sleep(0.02)
+        assert happens(lambda: (tmp_path / "told").exists() and added(readings) == 2000 * 2**20, 60)
     assert added(readings) == 2000 * 2**20
     assert "memory.used" in (tmp_path / "words").read_text()
-    assert time.monotonic() - start < 60, "the watcher ends"

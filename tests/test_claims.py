@@ -1,8 +1,9 @@
-"""The script that measures claims: what it runs and repeats, how gradients are compared, what the page says."""
+"""The script that measures claims: what it runs and repeats, its statistics, and what the page says."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import claim_gradients
 import claims
 import pytest
+import significance
 import torch
 import yaml
-from in_one_test import each
 
 from rlft.config.catalog import choices
 from rlft.config.command import OWN
@@ -59,12 +60,16 @@ TINY: dict[str, Any] = {
 }
 
 
+def words_for(folder: Path, definitions: dict[str, Any]) -> list[str]:
+    (folder / "claims.yaml").write_text(yaml.safe_dump(definitions, sort_keys=False))
+    return ["--definitions", str(folder / "claims.yaml"), "--out", str(folder / "runs"), "--docs", str(folder)]
+
+
 @pytest.mark.slow
 def test_claims_are_measured_once_and_the_page_is_written_from_what_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "claims.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
-    words = ["--definitions", str(tmp_path / "claims.yaml"), "--out", str(tmp_path / "runs"), "--docs", str(tmp_path)]
+    words = words_for(tmp_path, TINY)
     assert claims.main([*words, "variance"]) == 0
     assert "A rate decides (`scripts/claims.py rate`)" in (tmp_path / "claims.md").read_text()
     assert claims.main(words) == 0
@@ -79,11 +84,7 @@ def test_claims_are_measured_once_and_the_page_is_written_from_what_is_recorded(
     text, picture = (tmp_path / "claims.md").read_text(), (tmp_path / "claims.png").read_bytes()
     assert re.findall("^## (.*)", text, re.MULTILINE) == ["A rate decides", "A mean lowers it"]
     assert "Not measured" not in text
-
-    def refused(*_: object) -> None:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(claims.Commands, "run", refused)
+    monkeypatch.setattr(claims.Commands, "run", lambda *_: pytest.fail("measured again"))
     assert claims.main(words) == 0
     assert claims.main([*words, "--page"]) == 0
     assert (tmp_path / "claims.md").read_text() == text
@@ -91,15 +92,12 @@ def test_claims_are_measured_once_and_the_page_is_written_from_what_is_recorded(
 
 
 @pytest.mark.slow
-def test_a_command_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_fails_and_an_unknown_claim_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = TINY | {"words": {"small": "train +recipe=grpo_arithmetic stepz=1"}}
-    (tmp_path / "claims.yaml").write_text(yaml.safe_dump(wrong))
-    words = ["--definitions", str(tmp_path / "claims.yaml"), "--out", str(tmp_path / "runs"), "--docs", str(tmp_path)]
-    assert claims.main([*words, "rate"]) == 1
+    assert claims.main([*words_for(tmp_path, wrong), "rate"]) == 1
     assert "stepz: there is no such key" in capsys.readouterr().err
-
-
-def test_an_unknown_claim_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert claims.main(["lamda"]) == 2
     assert "got lamda; choose of baseline, lambda" in capsys.readouterr().err
 
@@ -112,9 +110,8 @@ def test_gradients_are_compared_by_hand() -> None:
     assert found["b"] == {"variance": 0.25, "length": 0.5, "error": 0.25}
 
 
-@each(
-    ("sign", "other", "values", "holds"),
-    [
+def test_a_check_is_an_interval_on_the_right_side() -> None:
+    for sign, other, values, holds in [
         ("<", 1.0, [0.1, 0.8], False),  # -0.55, and half of the interval is 12.706 x 0.35 = 4.4
         ("<", 1.0, [0.1, 0.11], True),
         (">", 0.0, [0.1, 0.11], True),
@@ -125,13 +122,9 @@ def test_gradients_are_compared_by_hand() -> None:
         ("not below", "b", [0.1, 0.11], False),
         ("not above", "b", [0.1, 0.11], True),
         ("not above", 0.0, [0.1, 0.11], False),
-    ],
-)
-def test_a_check_is_an_interval_on_the_right_side(
-    sign: str, other: str | float, values: list[float], holds: bool
-) -> None:
-    found = {"a": dict(enumerate({"x": v} for v in values)), "b": {0: {"x": 0.5}, 1: {"x": 0.52}}}
-    assert claims.checked(found, ("a", "x", sign, other)).holds is holds
+    ]:
+        found = {"a": dict(enumerate({"x": v} for v in values)), "b": {0: {"x": 0.5}, 1: {"x": 0.52}}}
+        assert claims.checked(found, ("a", "x", sign, other)).holds is holds, (sign, other, values)
 
 
 def test_every_claim_names_arms_quantities_recipes_and_commands_that_exist() -> None:
@@ -154,3 +147,25 @@ def test_the_page_is_the_one_of_the_recorded_numbers() -> None:
     definitions = yaml.safe_load(SCRIPT.with_suffix(".yaml").read_text())
     found = claims.read_results(DOCS / "claims.json")
     assert claims.page(claims.read_claims(definitions), found, definitions["intro"]) == (DOCS / "claims.md").read_text()
+
+
+# -- Student's t -------------------------------------------------------------------------------------------------------
+def test_quantiles_p_values_and_intervals_are_those_of_tables_and_closed_forms() -> None:
+    # Abramowitz and Stegun, table 26.10.
+    for share, dof, quantile in [
+        (0.975, 1, 12.706205), (0.975, 2, 4.302653), (0.975, 4, 2.776445), (0.975, 30, 2.042272), (0.95, 9, 1.833113),
+        (0.995, 4, 4.604095),
+    ]:  # fmt: skip
+        assert significance.t_quantile(share, dof) == pytest.approx(quantile, abs=1e-6)
+    for t in (0.0, 0.3, -1.0, 2.776445, 40.0):
+        # 1 degree of freedom is Cauchy's distribution: P(|T| >= t) = 1 - 2 atan(t) / pi.
+        assert significance.two_sided_p(t, 1) == pytest.approx(1 - 2 * math.atan(abs(t)) / math.pi, abs=1e-12)
+        # 2: P(|T| < t) = t / sqrt(2 + t^2). 4: with s = t / sqrt(4 + t^2), P(|T| < t) = s (1 + (1 - s^2) / 2).
+        assert significance.two_sided_p(t, 2) == pytest.approx(1 - abs(t) / math.sqrt(2 + t * t), abs=1e-12)
+        s = abs(t) / math.sqrt(4 + t * t)
+        assert significance.two_sided_p(t, 4) == pytest.approx(1 - s * (1 + (1 - s * s) / 2), abs=1e-12)
+    # 1 .. 5: standard deviation sqrt(10 / 4) = 1.581139, error / sqrt(5) = 0.707107; 2.776445 x 0.707107 = 1.963243.
+    assert significance.half_interval([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(1.963243, abs=1e-6)
+    # Two values: 12.706205 x (1 / sqrt(2)) / sqrt(2).
+    assert significance.half_interval([0.0, 1.0]) == pytest.approx(6.353102, abs=1e-6)
+    assert significance.half_interval([0.25]) is None

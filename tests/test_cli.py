@@ -8,12 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_one_test import each
-from run_processes import Ended, Nursery
 from slow_cases import slow
 
 import rlft as package
@@ -31,46 +30,49 @@ TINY = [
 ]  # fmt: skip
 
 
-def fresh_rlft(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The console script, as its entry point starts it: the current folder is not on Python's path."""
-    command = [sys.executable, "-P", "-c", "from rlft.cli import main; main()", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+def run_here(folder: Path, *words: str) -> int:
+    """Runs a command in this folder, as in a process of its own that Python's path ends with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        try:
+            return cli.run(list(words))
+        finally:
+            sys.modules.pop("mine", None)
 
 
 @pytest.fixture(scope="module")
-def trained(forks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run."""
     place = tmp_path_factory.mktemp("trained")
-    done = forks.run("train", *TINY, "checkpoint.every=1", cwd=place)
-    assert done.code == 0, done.err
+    assert run_here(place, "train", *TINY, "checkpoint.every=1") == 0
     (folder,) = (place / "runs" / "grpo_arithmetic").iterdir()
     return folder
 
 
-@pytest.mark.parametrize("words", ["--help", "train --help", "recipes", "algorithms gspo", "models qwen"])
-def test_help_takes_a_few_imports_of_hydra_and_no_torch(words: str) -> None:
-    code = (
-        "import sys; from rlft import cli; c = cli.run(sys.argv[1:]); print([m for m in sys.modules if m in HEAVY]); "
-    )
+def processor_seconds(words: list[str]) -> tuple[float, str]:
+    before = os.times()
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout
+    after = os.times()
+    user, system = after.children_user - before.children_user, after.children_system - before.children_system
+    return user + system, shown
+
+
+def test_help_takes_a_few_imports_of_hydra_and_no_torch() -> None:
     heavy = ("torch", "transformers", "peft", "datasets", "vllm")
-    command = [sys.executable, "-c", f"HEAVY = {heavy}; {code} sys.exit(c)", *words.split()]
-
-    def processor_seconds(words: list[str]) -> tuple[float, str]:
-        before = os.times()
-        shown = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout
-        after = os.times()
-        user, system = after.children_user - before.children_user, after.children_system - before.children_system
-        return user + system, shown
-
+    typed = ["train --help", "--help", "recipes", "algorithms gspo", "models qwen"]
+    code = f"import sys\nfrom rlft import cli\ncodes = [cli.run(words.split()) for words in {typed[:1]}]\n"
+    told = f"\nprint(codes, [m for m in sys.modules if m in {heavy}])"
     # 4 to 6 times as much, on whatever machine: `train --help` composes a config, which Hydra does once more.
     hydra, _ = processor_seconds([sys.executable, "-c", "import hydra, hydra._internal.hydra, omegaconf, rich.console"])
-    taken, shown = processor_seconds(command)
-    assert shown.splitlines()[-1] == "[]"
+    taken, shown = processor_seconds([sys.executable, "-c", code + told])
+    assert shown.splitlines()[-1] == "[0] []"
     assert taken < 12 * hydra
+    _, shown = processor_seconds([sys.executable, "-c", code.replace(repr(typed[:1]), repr(typed)) + told])
+    assert shown.splitlines()[-1] == "[0, 0, 0, 0, 0] []"
 
 
-@pytest.mark.parametrize("words", ["train --help", "train --cfg job", "train --cfg nonsense"])
+@each("words", ["train --help", "train --cfg job", "train --cfg nonsense"])
 def test_what_hydra_answers_leaves_the_process_as_it_was(words: str) -> None:
     root = logging.getLogger()
     before = [*root.handlers], root.level, sys.argv
@@ -78,24 +80,24 @@ def test_what_hydra_answers_leaves_the_process_as_it_was(words: str) -> None:
     assert ([*root.handlers], root.level, sys.argv) == before
 
 
-def test_train_help_shows_groups_recipes_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "rlft train +recipe=grpo_arithmetic " in shown
-    assert "--config-dir" in shown
-
-
-@pytest.mark.parametrize("command", commands.OWN)
-def test_a_commands_help_shows_its_own_groups_and_recipes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@each("command", [*commands.OWN, *cli.TOOLS])
+def test_the_help_of_every_command_begins_with_what_it_does_and_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run([command, "--help"]) == 0
     shown = capsys.readouterr().out
-    assert f"Usage: rlft {command} " in shown
-    told = dict(line.split(": ", 1) for line in shown.splitlines() if re.match(r"[a-z]+: ", line))
-    others = set(catalog.groups()) - set(catalog.groups(command))
-    assert not told.keys() & others
-    for group in catalog.groups(command):
-        if catalog.choices(group, command):
-            assert told[group] == ", ".join(catalog.choices(group, command))
+    what, space, example, *_ = shown.splitlines()
+    assert re.fullmatch(f"rlft {command}: .{{10,}}", what)
+    assert not space
+    assert re.match(f"  rlft {command}( |$)", example)
+    if command in commands.OWN:  # and has its own groups and recipes
+        assert f"Usage: rlft {command} " in shown
+        assert ("--config-dir" in shown) == (command == "train")
+        told = dict(line.split(": ", 1) for line in shown.splitlines() if re.match(r"[a-z]+: ", line))
+        assert not told.keys() & (set(catalog.groups()) - set(catalog.groups(command)))
+        for group in catalog.groups(command):
+            if catalog.choices(group, command):
+                assert told[group] == ", ".join(catalog.choices(group, command))
 
 
 def test_recipes_are_listed_in_groups_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,17 +138,6 @@ def test_the_version_is_told(arguments: list[str], capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("rlft 0.")
 
 
-@each("command", [*commands.OWN, *cli.TOOLS])
-def test_the_help_of_every_command_begins_with_what_it_does_and_an_example(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run([command, "--help"]) == 0
-    what, space, example, *_ = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(f"rlft {command}: .{{10,}}", what)
-    assert not space
-    assert re.match(f"  rlft {command}( |$)", example)
-
-
 def test_usages_list_all_choices_that_the_code_has() -> None:
     assert ", ".join(CARDS) in cli.usage_of("plan")[1]
     assert {*LIBRARIES.split("|")} == {*translated_peers()}
@@ -163,27 +154,6 @@ def test_the_page_of_commands_fits_a_small_terminal() -> None:
     assert {line[9:].split()[0] for line in lines[3:-3]} == {*commands.OWN, *cli.TOOLS}
 
 
-def evaluated(folder: Path) -> list[dict]:
-    """The lines of the one evaluation file below a folder: metrics first, then a line a completion."""
-    (file,) = folder.rglob("evaluations/*.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def check_evaluation(done: Ended, lines: Sequence[dict], step: int) -> None:
-    assert done.code == 0, done.err
-    assert "mean@3 (exact_match)" in done.out
-    assert "pass@1" in done.out
-    assert "maj@3" in done.out
-    assert "standard error" in done.out
-    assert lines[0]["step"] == step
-    assert len(lines) == 1 + 2 * 3  # metrics, then 2 prompts x 3 samples
-    assert {"prompt_id", "prompt", "answer", "completion", "rewards"} <= lines[1].keys()
-    assert all(line["read"].keys() == {"exact_match"} for line in lines[1:])
-    assert all(line["read"]["exact_match"] == line["answer"] for line in lines[1:] if line["rewards"]["exact_match"])
-    rights = [line["rewards"]["exact_match"] for line in lines[1:]]
-    assert lines[0]["accuracy"] == pytest.approx(sum(rights) / 6)
-
-
 @each("words", ["watch", "report", "resume", "resume steps=2", "chat", "chat raw=true", "eval", "eval seed=1"])
 def test_without_a_name_it_is_the_latest_run(
     words: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -193,37 +163,42 @@ def test_without_a_name_it_is_the_latest_run(
     for command in ("chat", "eval"):
         monkeypatch.setattr(f"rlft.commands.{command}.run", lambda resolved, source, *rest: sources.append(source.run))
     cli.run(words.split())
+    monkeypatch.undo()
     run = trained.relative_to(trained.parents[2])
     assert f"latest: {run}\n" in capsys.readouterr().err
     assert sources == [run] * (words.split()[0] in ("chat", "eval"))
 
 
-SAMPLES = ("eval.num_samples=3", "eval.num_prompts=2")
+BARE = "model.path=embedded:tiny-arithmetic data=arithmetic generation.max_tokens=16"
 
 
 @pytest.mark.parametrize(
     ("words", "step"),
     [
-        (("run={}",), 2),
-        (("{}/checkpoints/step_000001",), 1),  # run= may be left out
-        slow(("run={}", "data=arithmetic", "data.difficulty=3"), 2),
+        ("run={}", 2),
+        ("{}/checkpoints/step_000001", 1),  # run= may be left out
+        slow("run={} data=arithmetic data.difficulty=3", 2),
+        slow(BARE, 0),
     ],
-    ids=["the newest checkpoint", "a checkpoint", "other data"],
+    ids=["the newest checkpoint", "a checkpoint", "other data", "a bare model"],
 )
-def test_a_run_is_evaluated(words: Sequence[str], step: int, forks: Nursery, trained: Path, tmp_path: Path) -> None:
-    done = forks.run("eval", *(word.format(trained) for word in words), *SAMPLES, cwd=tmp_path)
-    lines = evaluated(trained)
-    check_evaluation(done, lines, step)
-    of_difficulty_3 = [re.search(r"[0-9]{3} [+-] [0-9]{3}", line["prompt"][-1]["content"]) for line in lines[1:]]
-    assert all(of_difficulty_3) == ("data.difficulty=3" in words)
-    (file,) = trained.rglob("evaluations/*.jsonl")
+def test_a_run_or_a_model_is_evaluated(
+    words: str, step: int, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    typed = words.format(trained).split()
+    assert run_here(tmp_path, "eval", *typed, "eval.num_samples=3", "eval.num_prompts=2") == 0
+    told = capfd.readouterr().out
+    assert all(text in told for text in ("mean@3 (exact_match)", "pass@1", "maj@3", "standard error"))
+    (file,) = (tmp_path if words == BARE else trained).rglob("evaluations/*.jsonl")
+    metrics, *lines = (json.loads(line) for line in file.read_text().splitlines())
     file.unlink()
-
-
-def test_a_bare_model_is_evaluated(forks: Nursery, tmp_path: Path) -> None:
-    words = ["model.path=embedded:tiny-arithmetic", "data=arithmetic", "generation.max_tokens=16"]
-    done = forks.run("eval", *words, *SAMPLES, cwd=tmp_path)
-    check_evaluation(done, evaluated(tmp_path / "runs" / "eval"), step=0)
+    assert (metrics["step"], len(lines)) == (step, 2 * 3)  # 2 prompts x 3 samples
+    assert {"prompt_id", "prompt", "answer", "completion", "rewards"} <= lines[0].keys()
+    assert all(line["read"].keys() == {"exact_match"} for line in lines)
+    assert all(line["read"]["exact_match"] == line["answer"] for line in lines if line["rewards"]["exact_match"])
+    assert metrics["accuracy"] == pytest.approx(sum(line["rewards"]["exact_match"] for line in lines) / 6)
+    of_difficulty_3 = [re.search(r"[0-9]{3} [+-] [0-9]{3}", line["prompt"][-1]["content"]) for line in lines]
+    assert all(of_difficulty_3) == ("data.difficulty=3" in words)
 
 
 MINE = """
@@ -235,36 +210,35 @@ def broken(group):
 """
 
 
-@pytest.fixture
-def own_rewards(tmp_path: Path) -> Path:
-    """A folder with a module of somebody's own beside where they run, and the YAML that names its rewards."""
-    (tmp_path / "mine.py").write_text(MINE)
+@pytest.mark.parametrize("place", [slow("."), "yaml"])
+def test_a_reward_from_outside_the_tree_is_found_and_scores_and_ends_the_run_where_it_raises(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its module lies where the command runs, or beside the YAML that names it."""
     (tmp_path / "yaml" / "reward").mkdir(parents=True)
+    (tmp_path / place / "mine.py").write_text(MINE)
     for name in ("short", "broken"):
         text = f"# Mine.\n{name}:\n  _target_: mine.{name}\n  weight: 0.5\n"
         (tmp_path / "yaml" / "reward" / f"{name}.yaml").write_text(text)
-    return tmp_path
-
-
-@pytest.mark.parametrize("beside", [slow("where it runs"), "the YAML"])
-def test_a_reward_from_outside_the_tree_is_found_and_scores(forks: Nursery, own_rewards: Path, beside: str) -> None:
-    if beside == "the YAML":
-        (own_rewards / "mine.py").rename(own_rewards / "yaml" / "mine.py")
-    done = forks.run("train", *TINY, "--config-dir", "yaml", "reward=[exact_match,short]", cwd=own_rewards)
-    assert done.code == 0, done.err
-    (metrics,) = own_rewards.rglob("metrics.jsonl")
-    first = json.loads(metrics.read_text().splitlines()[0])
-    assert {"reward/exact_match", "reward/short"} <= first.keys()
-
-
-def test_a_reward_that_raises_ends_the_run_with_1_and_a_line(forks: Nursery, own_rewards: Path) -> None:
-    done = forks.run("train", *TINY, "--config-dir", "yaml", "reward=[broken]", "eval.every=0", cwd=own_rewards)
-    assert done.code == 1
-    last = done.err.splitlines()[-1]
+    words = ["train", *TINY, "--config-dir", "yaml", "eval.every=0"]
+    assert run_here(tmp_path, *words, "reward=[exact_match,short]") == 0
+    (metrics,) = tmp_path.rglob("metrics.jsonl")
+    assert {"reward/exact_match", "reward/short"} <= json.loads(metrics.read_text().splitlines()[0]).keys()
+    capsys.readouterr()
+    assert run_here(tmp_path, *words, "reward=[broken]", "hydra.run.dir=broken") == 1
+    told = capsys.readouterr().err
+    last = told.splitlines()[-1]
     assert last.startswith("rlft: stopped: ")
     assert "broken" in last
     assert "no such thing" in last
-    assert "Traceback" not in done.err
+    assert "Traceback" not in told
+
+
+def fresh_rlft(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The console script, as its entry point starts it: the current folder is not on Python's path."""
+    command = [sys.executable, "-P", "-c", "from rlft.cli import main; main()", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])}
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, timeout=300, check=False, **options)
 
 
 @pytest.mark.slow
@@ -272,15 +246,13 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
     """As in `rlft train .. 2>&1 | head -1`: both streams are pipes whose reader has ended."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-c", "from rlft.cli import main; main()", "train", *TINY, "eval.every=0"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])}
     try:
-        code = subprocess.run(command, cwd=tmp_path, env=environment, stdout=writing, stderr=writing, timeout=300)
+        done = fresh_rlft("train", *TINY, "eval.every=0", cwd=tmp_path, stdout=writing, stderr=writing)
     finally:
         os.close(writing)
     (folder,) = (tmp_path / "runs" / "grpo_arithmetic").iterdir()
     told = json.loads((folder / "status.json").read_text())
-    assert (code.returncode, told["status"]) == (0, "finished"), told
+    assert (done.returncode, told["status"]) == (0, "finished"), told
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -288,7 +260,5 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
 def test_a_users_folder_named_like_a_library_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
-    assert fresh_rlft("train", *TINY, "steps=1", "eval.every=0", cwd=tmp_path).returncode == 2  # steps is given twice
-    once = [word for word in TINY if not word.startswith("steps=")]
-    done = fresh_rlft("train", *once, "steps=1", "eval.every=0", cwd=tmp_path)
+    done = fresh_rlft("train", *TINY, "eval.every=0", cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ import compare_commits as script
 import pytest
 import torch
 from run_processes import happens, is_alive
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from rlft.config import catalog
 
@@ -37,7 +37,7 @@ TEXTS = {
     ROLLOUTS: '{"step": 2, "prompt_id": "1+2", "token_ids": [7, 8], "logprobs": [-0.5, -0.25]}\n',
     "samples/samples.jsonl": '{"prompt_id": "1+2", "reward": 1.2000000476837158}\n',
     "run/evaluations/step_000002_2026-11-22_10-20-3<k>.jsonl": '{"step": 2, "accuracy": 0.75}\n',
-    STATE: '{"step": 2, "alarms": {"best": [0.5, 0.25]}, "base": "/code/<side>/tiny"}',
+    STATE: '{"step": 2, "alarms": {"best": [0.5, 0.25], "least": 0.0}, "base": "/code/<side>/tiny"}',
     f"{CHECKPOINT}/MANIFEST": "<k>  state.json\n",
     "run/config.yaml": """trainer: {lr: 0.001}
 algorithm: {_target_: rlft.algorithm.ppo<k>.PPO}
@@ -73,111 +73,75 @@ def compare(two_runs: tuple[Path, Path]) -> Callable[[], Any]:
     return lambda: script.compare_folders("ppo", *two_runs, of_a, of_b)
 
 
-def flip(file: Path, number: float, pattern: str = "<f") -> None:
-    """Changes the last bit of the first place where the file has this number in binary."""
-    content, old = bytearray(file.read_bytes()), struct.pack(pattern, number)
-    content[content.index(old)] ^= 1
-    file.write_bytes(content)
+def change(file: Path, old: str | tuple[str, float], new: str = "") -> None:
+    """Replaces a text once; of a number in binary, (format, number), changes the last bit of its first place."""
+    content = file.read_bytes()
+    bits = old.encode() if isinstance(old, str) else struct.pack(*old)
+    place = content.index(bits)
+    changed = new.encode() if isinstance(old, str) else bytes([bits[0] ^ 1]) + bits[1:]
+    file.write_bytes(content[:place] + changed + content[place + len(bits) :])
 
 
-def replace(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new, 1))
-
-
-# (file, what is replaced, or the number whose last bit is flipped, the difference that is found)
-CHANGES = [
+LAST = ("<f", 2.0)  # of `weight`: in [2, 4) neighbours in float32 are 2^-22 apart
+OTHER_BITS = "F32 of [2, 3] with other bits"
+# (file, what is replaced by what, the step, field and largest difference that are found, words of it)
+CHANGES: list[tuple[str, Any, str, Any, str]] = [
     # 0.1 + 0.2 is 0.30000000000000004, and 0.3 its neighbour, 2^-54 below.
-    ("run/metrics.jsonl", "0.30000000000000004", "0.3", 2, "line 2: loss/total", 2**-54),
-    ("run/eval.jsonl", '"accuracy": 0.5', '"accuracy": 0.5000000000000001', 2, "line 1: accuracy", 2**-53),
-    (ROLLOUTS, "-0.25", "-0.25000000000000006", 2, "line 1: logprobs[1]", 2**-54),
-    ("samples/samples.jsonl", "1.2000000476837158", "1.200000047683716", None, "line 1: reward", 2**-52),
-    (STATE, "0.25", "0.25000000000000006", 2, "alarms.best[1]", 2**-54),
-    ("run/config.yaml", "lr: 0.001", "lr: 0.0010000000000000002", None, "trainer.lr", 2**-62),
-    ("sweep.csv", "0.75", "0.7500000000000001", None, "row 2: accuracy", None),  # texts, as a table has them
-    # The last of `weight`: in [2, 4) neighbours in float32 are 2^-22 apart.
-    *((name, None, 2.0, 2, "weight", 2 ** (-22)) for name in TENSORS),
+    ("run/metrics.jsonl", "0.30000000000000004", "0.3", (2, "line 2: loss/total", 2**-54), "0.30000000000000004"),
+    ("run/eval.jsonl", "0.5,", "0.5000000000000001,", (2, "line 1: accuracy", 2**-53), "0.5"),
+    (ROLLOUTS, "-0.25", "-0.25000000000000006", (2, "line 1: logprobs[1]", 2**-54), "-0.25"),
+    ("samples/samples.jsonl", "476837158", "47683716", (None, "line 1: reward", 2**-52), "1.2000000476837158"),
+    (STATE, "0.25", "0.25000000000000006", (2, "alarms.best[1]", 2**-54), "0.25"),
+    ("run/config.yaml", "0.001", "0.0010000000000000002", (None, "trainer.lr", 2**-62), "0.001"),
+    ("sweep.csv", "0.75", "0.7500000000000001", (None, "row 2: accuracy", None), "0.75"),  # texts, as a table has them
+    *((name, LAST, "", (2, "weight", 2**-22), OTHER_BITS) for name in TENSORS),
+    (MODEL, ("<H", 0x3F80), "", (None, "embed", 2**-7), ""),  # 1 in bfloat16, which has 7 bits after the point
+    ("model/tokenizer.bin", ("B", 5), "", (None, "byte 5", None), ""),
+    # A number may be written otherwise; signs of zero, types, lengths and fingerprints of data or base count.
+    (STATE, "0.25", "2.5e-1", None, ""),
+    (STATE, "0.25", "null", (2, "alarms.best[1]", None), "None"),
+    (STATE, "[0.5, 0.25]", "[0.5]", (2, "alarms.best[1]", None), "nothing"),
+    (STATE, "0.0}", "-0.0}", (2, "alarms.least", 0.0), "-0.0"),
+    (STATE, "2,", "2.0,", (2, "step", 0.0), "2.0"),
+    ("run/config.yaml", "9e854", "0e854", (None, "origin.base_fingerprint", None), "0e854"),
 ]
 
 
-def test_the_last_bit_of_a_number_is_found_and_nothing_before_it_is_changed(
+def test_the_last_bit_of_a_number_is_found_and_nothing_in_what_must_differ(
     two_runs: tuple[Path, Path], compare: Callable[[], Any]
 ) -> None:
     # metrics, eval, rollouts, samples, an evaluation, 3 tensor files, model, state, config, sweep, a binary
     assert compare().files == 13
     assert compare().differences == (), "times, memory, paths, versions and classes' addresses may differ"
-    for name, old, new, step, field, largest in CHANGES:
+    for name, old, new, expected, words in CHANGES:
         file = two_runs[1] / name
         before = file.read_bytes()
-        flip(file, new) if old is None else replace(file, old, new)
-        [found] = compare().differences
-        assert (found.file, found.step, found.field, found.count, found.largest) == (name, step, field, 1, largest)
-        assert f"ppo: {name}" + (f", step {step}" if step else "") in str(found)
-        assert ("F32 of [2, 3] with other bits" if old is None else old.split()[-1]) in str(found)
+        change(file, old, new)
+        found = compare().differences
+        assert [(d.step, d.field, d.largest) for d in found if d.file == name] == [expected] * (expected is not None)
+        assert all(d.count == 1 and words in str(d) and str(d).startswith(f"ppo: {name}") for d in found)
         file.write_bytes(before)
 
 
-def test_a_changed_bit_of_an_exported_model_and_of_any_other_file_is_found(
+def test_a_file_or_a_line_that_only_one_side_has_is_a_difference_and_the_earliest_step_comes_first(
     two_runs: tuple[Path, Path], compare: Callable[[], Any]
 ) -> None:
-    values = load_file(two_runs[1] / MODEL)["embed"]
-    values[1, 2] += 2**-7  # bfloat16 has 7 bits after the point: the neighbour of 1
-    save_file({"embed": values}, two_runs[1] / MODEL)
-    flip(two_runs[1] / "model/tokenizer.bin", 5, "B")
-    assert [(d.file, d.field, d.largest) for d in compare().differences] == [
-        (MODEL, "embed", 2**-7),
-        ("model/tokenizer.bin", "byte 5", None),
-    ]
-
-
-# A number may be written otherwise; signs of zero, types and lengths count, and so does a fingerprint of data or base.
-@pytest.mark.parametrize(
-    ("file", "old", "new", "differs"),
-    [
-        (STATE, "0.25", "2.5e-1", False),
-        (STATE, "0.25", "-0.0", True),
-        (STATE, "0.25", "null", True),
-        (STATE, "[0.5, 0.25]", "[0.5]", True),
-        (STATE, "2,", "2.0,", True),
-        ("run/config.yaml", "9e854fe0239b55ee", "0e854fe0239b55ee", True),
-    ],
-)
-def test_what_counts_as_another_value(
-    two_runs: tuple[Path, Path], compare: Callable[[], Any], file: str, old: str, new: str, differs: bool
-) -> None:
-    if new == "-0.0":
-        replace(two_runs[0] / file, old, "0.0")
-    replace(two_runs[1] / file, old, new)
-    assert [d.file for d in compare().differences] == [file] * differs
-
-
-def test_a_file_or_a_line_that_only_one_side_has_is_a_difference(
-    two_runs: tuple[Path, Path], compare: Callable[[], Any]
-) -> None:
-    (two_runs[0] / "run/eval.jsonl").unlink()
-    shutil.copy(two_runs[0] / "sweep.csv", two_runs[0] / "extra.csv")
-    metrics = two_runs[0] / "run/metrics.jsonl"
-    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
-    found = {d.file: (d.step, d.field, d.values) for d in compare().differences}
-    assert found.pop("run/metrics.jsonl")[:2] == (2, "line 2: {}")
-    assert found == {
-        "run/eval.jsonl": (None, "", "is only on side B"),
-        "extra.csv": (None, "", "is only on side A"),
-    }
-
-
-def test_the_earliest_step_comes_first_and_of_a_step_the_metrics(
-    two_runs: tuple[Path, Path], compare: Callable[[], Any]
-) -> None:
-    flip(two_runs[1] / CHECKPOINT / "policy/adapter_model.safetensors", 2.0)
-    replace(two_runs[1] / ROLLOUTS, "-0.25", "-0.125")
-    replace(two_runs[1] / "run/metrics.jsonl", "0.30000000000000004", "0.3")
-    replace(two_runs[1] / "run/metrics.jsonl", "0.25", "0.75")
+    change(two_runs[1] / CHECKPOINT / "policy/adapter_model.safetensors", LAST)
+    change(two_runs[1] / ROLLOUTS, "-0.25", "-0.125")
+    change(two_runs[1] / "run/metrics.jsonl", "0.30000000000000004", "0.3")
+    change(two_runs[1] / "run/metrics.jsonl", "0.25", "0.75")
     first, second, third = compare().differences
     assert (first.file, first.step, first.count, first.largest) == ("run/metrics.jsonl", 1, 2, 0.5)
     assert second.file == ROLLOUTS
     assert third.file.endswith("policy/adapter_model.safetensors")
+    (two_runs[0] / "run/eval.jsonl").unlink()
+    shutil.copy(two_runs[0] / "sweep.csv", two_runs[0] / "extra.csv")
+    metrics = two_runs[1] / "run/metrics.jsonl"
+    metrics.write_text((two_runs[0] / "run/metrics.jsonl").read_text().splitlines(keepends=True)[0])
+    found = {d.file: (d.step, d.field, d.values) for d in compare().differences}
+    assert found["run/metrics.jsonl"][:2] == (2, "line 2: {}")
+    assert found["run/eval.jsonl"] == (None, "", "is only on side B")
+    assert found["extra.csv"] == (None, "", "is only on side A")
 
 
 # -- two commits -------------------------------------------------------------------------------------------------------

@@ -30,23 +30,23 @@ SEVERAL = {
 """{expression that is not a number that may be 1: why}."""
 
 
-def calls(tree: ast.AST) -> Iterator[ast.Call]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "counted":
-            yield node
+def nodes_of(source: str) -> list[ast.AST]:
+    """Calls, texts and constants."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call | ast.JoinedStr | ast.Constant)]
 
 
-def nouns(trees: dict[Path, ast.Module]) -> set[str]:
+def nouns(nodes: list[ast.AST]) -> set[str]:
     """The last word of every noun that is counted somewhere, in the plural."""
-    found = [call.args[1] for tree in trees.values() for call in calls(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    found = [call.args[1] for call in calls if call.func.id == "counted"]
     texts = [noun.value for noun in found if isinstance(noun, ast.Constant)]
     return {counted(2, text.split()[-1]).removeprefix("2 ") for text in texts}
 
 
-def by_hand(tree: ast.Module, plurals: set[str]) -> Iterator[tuple[int, str]]:
+def by_hand(nodes: list[ast.AST], plurals: set[str]) -> Iterator[tuple[int, str]]:
     """(line, expression) of each value in a text that a counted noun follows, unless it is a share ("2 of 5 rows")."""
     noun = re.compile(rf" (?:[a-z-]+ )?(?:{'|'.join(sorted(plurals))})(?![\w=])")
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)):
+    for node in (node for node in nodes if isinstance(node, ast.JoinedStr)):
         for before, value, after in zip([None, *node.values], node.values, node.values[1:], strict=False):
             if not (isinstance(value, ast.FormattedValue) and isinstance(after, ast.Constant)):
                 continue
@@ -59,21 +59,22 @@ def by_hand(tree: ast.Module, plurals: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def test_no_message_counts_by_hand() -> None:
-    trees = {file: ast.parse(file.read_text()) for file in FILES}
-    plurals = nouns(trees)
+    sources = {file: file.read_text() for file in FILES}
+    nodes = {file: nodes_of(source) for file, source in sources.items()}
+    everything = [node for found in nodes.values() for node in found]
+    plurals = nouns(everything)
     assert {"steps", "trials", "jobs", "tokens", "completions", "prompts", "GPUs", "minibatches"} <= plurals
-    found = [(what, f"{file}:{line}") for file, tree in trees.items() for line, what in by_hand(tree, plurals)]
+    found = [(what, f"{file}:{line}") for file, of in nodes.items() for line, what in by_hand(of, plurals)]
     assert not [f"{where} {what}" for what, where in found if what not in SEVERAL]
     assert {*SEVERAL} == {what for what, _ in found}, "no exception is left over"
     logged = re.compile(rf"(?<!of )%d (?:[a-z-]+ )?(?:{'|'.join(plurals)})\b")
-    assert not [file for file in FILES if logged.search(file.read_text())]
-    nodes = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    texts = [node.value for node in nodes if isinstance(node.value, str)]
+    assert not [file for file, source in sources.items() if logged.search(source)]
+    texts = [node.value for node in everything if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert not [text for text in texts if re.search(r"[a-z]\(e?s\)", text.replace("http(s)", ""))], "step(s)"
 
 
 def test_a_message_that_counts_by_hand_is_found() -> None:
-    tree = ast.parse(
+    nodes = nodes_of(
         'f"there are {n} failed jobs"; f"finished {self.steps} steps in"; f"{a} of {b} rows"; f"{x:.1f} steps"'
     )
-    assert [what for _, what in by_hand(tree, {"steps", "rows", "jobs"})] == ["n", "self.steps"]
+    assert [what for _, what in by_hand(nodes, {"steps", "rows", "jobs"})] == ["n", "self.steps"]

@@ -34,10 +34,9 @@ RUNS = [
      "algorithm.mismatch=token_truncate", "algorithm.off_policy_limit=0.1", "algorithm.reward_coef=1"),
     ("sft", *SMALL, *SAMPLED, "demonstrations.path=embedded:arithmetic-demonstrations", "data=arithmetic",
      "max_completion_tokens=64", "examples_per_step=2"),
-    ("rm", *(word for word in SMALL if not word.startswith(("generation", "eval."))),
-     "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "rankings_per_step=2"),
-    ("dpo", *(word for word in SMALL if not word.startswith(("generation", "eval."))),
-     "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "rankings_per_step=2"),
+    *((command, *(word for word in SMALL if not word.startswith(("generation", "eval."))),
+       "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "rankings_per_step=2")
+      for command in ("rm", "dpo")),
 ]  # fmt: skip
 
 

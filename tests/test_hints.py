@@ -19,21 +19,18 @@ from rlft import cli
 from rlft.system.interrupt import Interrupt
 
 REPOSITORY = Path(__file__).parents[1]
-SMALL = {"train": ("steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16", "data.size=16",
-                   "data.held_out_size=8", "eval.every=0", "scoring.workers=0", "generation=transformers",
-                   "model.device=cpu", "console=null"),
-         "sft": ("steps=1", "lora.rank=2", "model.device=cpu", "console=null", "eval.every=0"),
-         "rm": ("steps=1", "lora.rank=2", "model.device=cpu", "console=null", "eval.every=0"),
-         "dpo": ("steps=1", "lora.rank=2", "model.device=cpu", "console=null", "eval.every=0"),
-         "resume": (), "eval": ("eval.num_prompts=2",), "chat": (), "plan": (), "export": ()}  # fmt: skip
-LORA = ("lora.rank=2", "lora.alpha=4", "model.device=cpu")
-TRAIN = ("steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16", "data.size=16", *LORA,
-         "data.held_out_size=8", "eval.every=1", "eval.num_prompts=2", "scoring.workers=0",
-         "generation=transformers")  # fmt: skip
+ON_CPU = ("lora.rank=2", "model.device=cpu")
+ROLLOUTS = ("steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens=16", "data.size=16",
+            "data.held_out_size=8", "scoring.workers=0", "generation=transformers")  # fmt: skip
+LEARN = ("steps=1", *ON_CPU, "console=null", "eval.every=0")
+SMALL = {"train": (*ROLLOUTS, "model.device=cpu", "console=null", "eval.every=0"), "eval": ("eval.num_prompts=2",),
+         "sft": LEARN, "rm": LEARN, "dpo": LEARN}  # fmt: skip
+FIRST = ("eval.every=1", *ON_CPU, "lora.alpha=4")
+TRAIN = (*ROLLOUTS, *FIRST, "eval.num_prompts=2")
 TEACH = ("demonstrations.path=embedded:arithmetic-demonstrations", "examples_per_step=2", "max_completion_tokens=64",
-         "steps=1", "eval.every=1", "eval.num_prompts=2", *LORA)  # fmt: skip
+         "steps=1", "eval.num_prompts=2", *FIRST)  # fmt: skip
 RANK = ("preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2", "max_completion_tokens=64",
-        "steps=1", "eval.every=1", *LORA)  # fmt: skip
+        "steps=1", *FIRST)  # fmt: skip
 COMMAND = re.compile(r"(?:\S*/)?rlft (?:train|sft|rm|dpo|sample|resume|eval|chat|export|plan|report|runs) [^\n]*")
 
 
@@ -53,7 +50,7 @@ def hints(text: str) -> list[list[str]]:
 def run_hint(words: list[str], problems: Path, model: Path) -> None:
     """The command itself, small, and with nothing to say to a chat."""
     given = {word.partition("=")[0].lstrip("+") for word in words}
-    more = [word for word in SMALL[words[0]] if word.partition("=")[0] not in given]
+    more = [word for word in SMALL.get(words[0], ()) if word.partition("=")[0] not in given]
     if "+recipe=grpo_gsm8k" in words:
         more = [f"model.path={model}", f"data.path={problems}"]
     if "-m" in words:
@@ -76,12 +73,12 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "number"),
     [
         slow(["train", "+recipe=grpo_arithmetic", *TRAIN], 5),
-        (["train", *TRAIN, "trainer.schedule=cosine", "name=mine"], 4),
+        slow(["train", *TRAIN, "trainer.schedule=cosine", "name=mine"], 4),
         slow(["sft", *TEACH], 3),
         slow(["sft", *TEACH, "data=arithmetic", "data.size=16", "data.held_out_size=8", "scoring.workers=0",
           "lora.target_modules=[q_proj,v_proj]", "lora.use_rslora=true"], 3),
         slow(["sft", *[w for w in TEACH if not w.startswith("lora.")], "lora=null"], 3),
-        slow(["rm", *RANK, "lora.target_modules='.*mlp.*(up|down)_proj'"], 1),
+        (["rm", *RANK, "lora.target_modules='.*mlp.*(up|down)_proj'"], 1),
         slow(["dpo", *RANK], 3),
         slow(["sample", "n=4", "num_prompts=8", "generation=transformers", "generation.max_tokens=48", "data.size=16",
           "data.held_out_size=8", "model.device=cpu", "scoring.workers=0"], 3),
@@ -154,7 +151,7 @@ def test_checkpoints_and_samples_suggest_what_runs(at_home: Path, capfd: pytest.
 @pytest.mark.parametrize(
     ("refused", "hint"),
     [
-        ("train +recipe=sft_arithmetic", "sft +recipe=sft_arithmetic"),
+        slow("train +recipe=sft_arithmetic", "sft +recipe=sft_arithmetic"),
         slow("sft +recipe=grpo_arithmetic", "train +recipe=grpo_arithmetic"),
         slow("eval run=latest", "train +recipe=grpo_arithmetic"),
         ("train nonsense=1", "train --cfg job"),
@@ -173,7 +170,7 @@ def test_commands_inside_refusals_run(
     assert cli.run(refused.split()) == 2
     assert f"rlft {hint}" in capfd.readouterr().err
     words = hint.split()
-    more = [f"{word}" for word in SMALL.get(words[0], ()) if words[1:] and "--cfg" not in words]
+    more = [*SMALL.get(words[0], ())] if "--cfg" not in words else []
     if "sft_arithmetic" in hint:
         more += ["examples_per_step=2"]
     assert cli.run([*words, *more]) == 0

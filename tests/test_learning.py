@@ -19,18 +19,22 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def processor_time(forks: Nursery) -> float:
-    """Seconds that the commands run so far have computed."""
-    times = psutil.Process(forks.process.pid).cpu_times()
-    return times.children_user + times.children_system
+def evaluated(forks: Nursery, folder: Path, *words: str) -> dict[str, Any]:
+    """The metrics of this evaluation."""
+    done = forks.run("eval", *words, cwd=folder)
+    assert done.code == 0, done.err
+    (file,) = (folder / "runs" / "eval").rglob("*.jsonl")
+    return lines(file)[0]
 
 
 def test_the_demo_learns_in_two_minutes(forks: Nursery, tmp_path: Path) -> None:
-    before = processor_time(forks)
+    nursery = psutil.Process(forks.process.pid)
+    before = nursery.cpu_times()
     done = forks.run("train", "+recipe=grpo_arithmetic", "hydra.run.dir=run", cwd=tmp_path)
     assert done.code == 0, done.err
     # About 45 s. By the clock it depends on what else the machine does.
-    assert processor_time(forks) - before <= 120
+    after = nursery.cpu_times()
+    assert after.children_user + after.children_system - before.children_user - before.children_system <= 120
     evaluations, steps = lines(tmp_path / "run" / "eval.jsonl"), lines(tmp_path / "run" / "metrics.jsonl")
     assert evaluations[0]["eval/exact_match"] <= 0.55
     assert evaluations[-1]["eval/exact_match"] >= 0.90
@@ -41,10 +45,7 @@ def test_the_demo_learns_in_two_minutes(forks: Nursery, tmp_path: Path) -> None:
 
 def test_the_base_has_something_to_learn_in_answers_and_in_format(forks: Nursery, tmp_path: Path) -> None:
     settings = ["generation.max_tokens=48", "prompts.max_tokens=64", "eval.num_prompts=256", "eval.num_samples=8"]
-    done = forks.run("eval", "model.path=embedded:tiny-arithmetic", *settings, cwd=tmp_path)
-    assert done.code == 0, done.err
-    (file,) = (tmp_path / "runs" / "eval").rglob("*.jsonl")
-    metrics = lines(file)[0]
+    metrics = evaluated(forks, tmp_path, "model.path=embedded:tiny-arithmetic", *settings)
     assert 0.30 <= metrics["eval/exact_match"] <= 0.55
     assert metrics["eval/pass@8"] >= 0.95
     assert 0.60 <= metrics["eval/reward/format"] <= 0.90
@@ -53,11 +54,7 @@ def test_the_base_has_something_to_learn_in_answers_and_in_format(forks: Nursery
 def test_chains_are_solved_seldom_in_one_attempt_and_mostly_in_sixteen(forks: Nursery, tmp_path: Path) -> None:
     folder = Path(rlft.__file__).parent / "assets" / "tiny-chains"
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 4_000_000
-    words = ["+recipe=grpo_chains", "eval.num_prompts=256", "eval.num_samples=16"]
-    done = forks.run("eval", *words, cwd=tmp_path)
-    assert done.code == 0, done.err
-    (file,) = (tmp_path / "runs" / "eval").rglob("*.jsonl")
-    metrics = lines(file)[0]
+    metrics = evaluated(forks, tmp_path, "+recipe=grpo_chains", "eval.num_prompts=256", "eval.num_samples=16")
     assert 0.10 <= metrics["eval/exact_match"] <= 0.20
     # Who draws 16 answers of 0 to 20 at random has the right one among them with 1 - (20 / 21) ** 16 = 0.54.
     assert metrics["eval/pass@16"] >= 0.70

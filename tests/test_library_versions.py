@@ -60,20 +60,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rewards(folder: Path) -> list[float]:
-    return [json.loads(line)["reward/mean"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss/total"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def losses(folder: Path, name: str = "loss/total") -> list[float]:
+    return [json.loads(line)[name] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_is_trained_and_goes_on_as_if_never_stopped(command: Command, run: Path, tmp_path: Path) -> None:
     words = ["steps=4" if word == "steps=2" else word for word in TRAIN]
     command("train", *words, f"hydra.run.dir={tmp_path / 'whole'}")
-    assert len(rewards(run)) == 4
-    assert rewards(run) == rewards(tmp_path / "whole")
-    assert losses(run) == losses(tmp_path / "whole")
+    assert len(losses(run)) == 4
+    for name in ("reward/mean", "loss/total"):
+        assert losses(run, name) == losses(tmp_path / "whole", name)
 
 
 @pytest.mark.parametrize("setting", ["true", "false", "auto"])
@@ -83,17 +79,14 @@ def test_gradient_checkpointing_is_switched_without_a_warning(setting: str, comm
     assert len(losses(tmp_path / "run")) == 1
 
 
-def test_a_critic_and_a_moving_reference_beside_the_policy(command: Command, tmp_path: Path) -> None:
+def test_a_critic_a_moving_reference_and_a_reward_model_are_trained(command: Command, tmp_path: Path) -> None:
     words = [word for word in TRAIN if not word.startswith(("+recipe", "eval."))]
     words += ["+recipe=ppo_arithmetic", "snapshot.reference=copy", "eval.every=0"]
-    command("train", *words, f"hydra.run.dir={tmp_path / 'run'}")
-    assert len(rewards(tmp_path / "run")) == 2
-
-
-def test_a_reward_model_is_trained(command: Command, tmp_path: Path) -> None:
+    command("train", *words, f"hydra.run.dir={tmp_path / 'ppo'}")
+    assert len(losses(tmp_path / "ppo")) == 2
     words = ["preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2", "eval.every=1"]
-    command("rm", *words, *COMMON, f"hydra.run.dir={tmp_path / 'run'}")
-    assert len(losses(tmp_path / "run")) == 1
+    command("rm", *words, *COMMON, f"hydra.run.dir={tmp_path / 'rm'}")
+    assert len(losses(tmp_path / "rm")) == 1
 
 
 def test_a_run_is_evaluated_and_sampled(command: Command, run: Path, tmp_path: Path) -> None:
@@ -118,11 +111,8 @@ def test_exports_are_loaded_by_transformers_with_their_chat_template(
     assert model(ids).logits.shape[:2] == ids.shape
 
 
-def test_a_run_is_planned(command: Command) -> None:
+def test_a_run_is_planned_and_a_sweep_expanded_by_hydra(command: Command, tmp_path: Path) -> None:
     assert json.loads(command("plan", "+recipe=grpo_arithmetic", "model.device=cpu", "--json"))["fits"]
-
-
-def test_a_sweep_is_expanded_by_hydra(command: Command, tmp_path: Path) -> None:
     words = ["steps=1", "trainer.lr=1e-3,2e-3", "eval.every=0", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     command("train", "-m", *[word for word in TRAIN if not word.startswith(("steps", "eval"))], *words)
-    assert [len(rewards(tmp_path / "sweep" / job)) for job in ("0", "1")] == [1, 1]
+    assert [len(losses(tmp_path / "sweep" / job)) for job in ("0", "1")] == [1, 1]

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from rlft.commands.policy import open_roles, policy_of
 from rlft.config.model import resolve_path
 from rlft.data.arithmetic import Arithmetic
 from rlft.model.backbone import load_backbone
-from rlft.model.roles import Roles
 from rlft.runs.find import find
 from rlft.types import Batch, Split
 
@@ -33,13 +32,15 @@ pytestmark = pytest.mark.slow
 MODEL, KEY = "embedded:tiny-arithmetic", "a-secret-key"
 PROBLEMS, LONGEST = 24, 48
 DATA = {"difficulty": 2, "operations": ["+", "-", "*"], "size": 100, "held_out_size": PROBLEMS, "seed": 0}
-GENERATE = """
-task: sums
+DATASET = """
 dataset_path: json
 dataset_kwargs: {data_files: {test: "FOLDER/sums.jsonl"}}
 test_split: test
-output_type: generate_until
 doc_to_text: "{{question}}"
+"""
+GENERATE = """
+task: sums
+output_type: generate_until
 doc_to_target: "{{answer}}"
 generation_kwargs: {until: [], max_gen_toks: 48, temperature: 0}
 filter_list:
@@ -49,11 +50,7 @@ metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 SCORE = """
 task: choices
-dataset_path: json
-dataset_kwargs: {data_files: {test: "FOLDER/sums.jsonl"}}
-test_split: test
 output_type: multiple_choice
-doc_to_text: "{{question}}"
 target_delimiter: " "
 doc_to_choice: "{{[answer, '0']}}"
 doc_to_target: 0
@@ -78,10 +75,9 @@ def evaluated(harness: Path, folder: Path, task: str, *words: str) -> tuple[dict
     out = folder / f"out-{task}"
     command = [harness / "bin" / "lm_eval", "run", "--tasks", task, "--include_path", folder, "--output_path", out]
     environment = {**os.environ, "OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    environment = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
-    ended = subprocess.run(
-        [*command, "--log_samples", *words], env=environment, cwd=folder, capture_output=True, text=True, timeout=400
-    )
+    environment.pop("PYTHONPATH", None)
+    command += ["--log_samples", *words]
+    ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stderr[-4000:]
     [results], [samples] = list(out.rglob("results_*.json")), list(out.rglob("samples_*.jsonl"))
     return json.loads(results.read_text())["results"][task], [json.loads(x) for x in samples.read_text().splitlines()]
@@ -98,7 +94,7 @@ def test_it_counts_the_right_answers_that_rlft_eval_counts_and_sums_the_trainers
     rows = [{"question": problem.messages[0]["content"], "answer": problem.answer} for problem in problems]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, task in (("sums", GENERATE), ("choices", SCORE)):
-        (tmp_path / f"{name}.yaml").write_text(task.replace("FOLDER", str(tmp_path)))
+        (tmp_path / f"{name}.yaml").write_text((DATASET + task).replace("FOLDER", str(tmp_path)))
     common = (f"run={run}", "generation.temperature=0")
     started = forks.start("serve", *common, "serve.port=0", f"serve.token={KEY}", cwd=tmp_path)
     assert happens(lambda: "OPENAI_BASE_URL=" in started.err.read_text(), within_s=120), started.err.read_text()
@@ -137,13 +133,10 @@ def test_it_counts_the_right_answers_that_rlft_eval_counts_and_sums_the_trainers
             question = backbone.tokenizer(sample["doc"]["question"])["input_ids"]
             row = backbone.tokenizer(f"{sample['doc']['question']} {choice}")["input_ids"]
             assert row[: len(question)] == question
-            expected = trainers_logprob(roles, make_batch, row, len(question))
+            with torch.no_grad():
+                sums = roles.logprobs(make_batch([(0, question, row[len(question) :])]), "policy")
+            expected = float(sums[0, len(question) :].sum())
             assert float(value) == pytest.approx(expected, abs=1e-4)
             greedy.append(str(is_greedy) == "True")
     assert not all(greedy), "a wrong answer is not the most likely one"
     started.kill()
-
-
-def trainers_logprob(roles: Roles, make_batch: Callable[..., Batch], row: Sequence[int], given: int) -> float:
-    with torch.no_grad():
-        return float(roles.logprobs(make_batch([(0, row[:given], row[given:])]), "policy")[0, given:].sum())

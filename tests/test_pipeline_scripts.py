@@ -1,7 +1,8 @@
-"""The pipelines' scripts: what they check before the first stage, what each stage is, and what it reached."""
+"""The pipelines' scripts: what they check first, what each stage is and reached, and what stands for a taste."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import stage_table
@@ -18,6 +21,7 @@ import torch
 import yaml
 from fresh_export import fresh_export
 
+from rlft.commands.rank import read_rows
 from rlft.config import command as commands
 from rlft.config.compose import compose
 from rlft.config.instantiate import from_mapping
@@ -35,31 +39,24 @@ NAMED = {"rlhf_rm_arithmetic": ["preferences.path=embedded:arithmetic-preference
 
 Recorded = Callable[[], list[list[str]]]
 
-# Stands in for rlft: a line of JSON a command.
+# Stand in for rlft: a line of JSON a command, and for the Python that prints the table of stages, which left nothing.
 RECORDER = """#!/bin/bash
 {python} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >> {calls}
 """
-# Stands in for the Python that prints the table of stages, which have left nothing here.
 NO_TABLE = """#!/bin/bash
 case "$1" in *stage_table.py) exit 0 ;; esac
 exec {python} "$@"
 """
-WITHOUT_LANGUAGE = "import sys\nsys.modules['py3langid'] = None\n"
-
-
-def program(file: Path, text: str) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    file.chmod(0o755)
-    return file
 
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Recorded:
     """tmp_path/bin/rlft writes down its words; called, this returns those of every command so far."""
     calls = tmp_path / "calls.jsonl"
-    program(tmp_path / "bin" / "rlft", RECORDER.format(python=sys.executable, calls=calls))
-    program(tmp_path / "bin" / "python", NO_TABLE.format(python=sys.executable))
+    (tmp_path / "bin").mkdir()
+    for name, text in (("rlft", RECORDER), ("python", NO_TABLE)):
+        (tmp_path / "bin" / name).write_text(text.format(python=sys.executable, calls=calls))
+        (tmp_path / "bin" / name).chmod(0o755)
     return lambda: [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
@@ -68,18 +65,8 @@ def start(script: Path, *words: str, path: str = "/usr/bin:/bin", **variables: s
     unset = ("RLFT", "PYTHON", "SEED", "PTX")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
     environment |= {"PATH": path, "PYTHONPATH": str(SCRIPTS.parent), **variables}
-    return subprocess.run(
-        ["bash", str(script), *words], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def stages(calls: Sequence[Sequence[str]]) -> dict[str, tuple[str, list[str]]]:
-    """{name of its folder: (command, words)} of each command that makes a run."""
-    made = {}
-    for command, *words in (call for call in calls if call[0] != "export"):
-        folder = next(word.partition("=")[2] for word in words if word.startswith("hydra.run.dir="))
-        made[Path(folder).name] = command, words
-    return made
+    command = ["bash", str(script), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 def composed(command: str, words: Sequence[str]) -> dict:
@@ -93,15 +80,15 @@ def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(
 ) -> None:
     done = start(SCRIPTS / f"{pipeline}.sh", str(tmp_path / "out"), RLFT=str(tmp_path / "bin" / "rlft"), SEED="3")
     assert done.returncode == 0, done.stderr
-    found = stages(recorder())
-    exported = sum(command == "export" for command, *_ in recorder())
-    assert len(found) + exported == len(recorder())
-    assert (len(found), exported) == {"rlhf_arithmetic": (4, 0), "r1_arithmetic": (13, 1)}[pipeline]
-    for name, (command, words) in found.items():
+    stages = [call for call in recorder() if call[0] != "export"]
+    exported = len(recorder()) - len(stages)
+    assert (len(stages), exported) == {"rlhf_arithmetic": (4, 0), "r1_arithmetic": (13, 1)}[pipeline]
+    for command, *words in stages:
         config = build(composed(command, words), commands.named(command).root, command)
-        assert config.seed == 3, name
-        assert "resume=auto" in words, name
-        assert re.search(rf'={name}["\s]', (SCRIPTS / f"{pipeline}.sh").read_text()), "the table has it"
+        [folder] = [Path(word).name for word in words if word.startswith("hydra.run.dir=")]
+        assert config.seed == 3, folder
+        assert "resume=auto" in words, folder
+        assert re.search(rf'={folder}["\s]', (SCRIPTS / f"{pipeline}.sh").read_text()), "the table has it"
 
 
 def test_a_model_is_exported_again_where_its_run_is_another_one(tmp_path: Path) -> None:
@@ -127,20 +114,14 @@ def test_a_model_is_exported_again_where_its_run_is_another_one(tmp_path: Path) 
     assert made(2, "b2") == 4
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
-def test_without_rlft_the_first_line_says_how_to_get_it(pipeline: str, tmp_path: Path) -> None:
+def test_a_missing_rlft_or_extra_is_named_before_the_first_stage(tmp_path: Path, recorder: Recorded) -> None:
     shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    done = start(tmp_path / "scripts" / f"{pipeline}.sh")
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"{pipeline}.sh: rlft is neither on PATH nor in .venv/bin; run `make demo` once, or set RLFT=<path of the "
-        "command>\n"
-    )
-
-
-def test_a_missing_extra_is_named_before_the_first_stage(tmp_path: Path, recorder: Recorded) -> None:
+    for pipeline in PIPELINES:
+        done = start(tmp_path / "scripts" / f"{pipeline}.sh")
+        what = "rlft is neither on PATH nor in .venv/bin; run `make demo` once, or set RLFT=<path of the command>"
+        assert (done.returncode, done.stderr) == (2, f"{pipeline}.sh: {what}\n")
     (tmp_path / "hidden").mkdir()
-    (tmp_path / "hidden" / "sitecustomize.py").write_text(WITHOUT_LANGUAGE)
+    (tmp_path / "hidden" / "sitecustomize.py").write_text("import sys\nsys.modules['py3langid'] = None\n")
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
     hidden = {"PYTHONPATH": f"{tmp_path / 'hidden'}:{SCRIPTS.parent}"}
     done = start(SCRIPTS / "r1_arithmetic.sh", str(tmp_path / "out"), path=path, **hidden)
@@ -153,37 +134,29 @@ def test_a_missing_extra_is_named_before_the_first_stage(tmp_path: Path, recorde
 
 
 # -- the table of stages -----------------------------------------------------------------------------------------------
-def make_stage(folder: Path, config: dict, evaluations: Sequence[dict] = (), progress: dict | None = None) -> None:
+def make_stage(folder: Path, command: str, *accuracies: dict, progress: dict | None = None) -> None:
     folder.mkdir(parents=True)
+    config = {"command": command, "model": {"path": "embedded:tiny"}}
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
-    (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in accuracies))
     (folder / "metrics.jsonl").write_text('{"step": 1, "time/step": 1.5}\n{"step": 2, "time/step": 2.0}\n')
     if progress is not None:
         (folder / "progress.json").write_text(json.dumps(progress))
 
 
 def accuracy(value: float, **rewards: float) -> dict[str, float]:
-    return {
-        "step": 2,
-        "accuracy": value,
-        "accuracy_se": 0.01,
-        **{f"eval/reward/{name}": r for name, r in rewards.items()},
-    }
+    scores = {f"eval/reward/{name}": reward for name, reward in rewards.items()}
+    return {"step": 2, "accuracy": value, "accuracy_se": 0.01, **scores}
 
 
 def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = {"path": "embedded:tiny"}
-    make_stage(
-        tmp_path / "1", {"command": "sft", "model": model}, [accuracy(0.25, format=0.5), accuracy(0.5, format=1.0)]
-    )
-    make_stage(
-        tmp_path / "2", {"command": "sample", "model": model}, progress={"kept": 7, "sampled": 9, "prompts_kept": 3}
-    )
-    make_stage(tmp_path / "3", {"command": "rm", "model": model}, [accuracy(0.5), accuracy(0.75)])
-    make_stage(tmp_path / "4", {"command": "train", "model": model}, [accuracy(0.5), accuracy(0.875, learned=1.25)])
-    make_stage(tmp_path / "5", {"command": "train", "model": model}, [accuracy(0.5), accuracy(0.75)])
+    make_stage(tmp_path / "1", "sft", accuracy(0.25, format=0.5), accuracy(0.5, format=1.0))
+    make_stage(tmp_path / "2", "sample", progress={"kept": 7, "sampled": 9, "prompts_kept": 3})
+    make_stage(tmp_path / "3", "rm", accuracy(0.5), accuracy(0.75))
+    make_stage(tmp_path / "4", "train", accuracy(0.5), accuracy(0.875, learned=1.25))
+    make_stage(tmp_path / "5", "train", accuracy(0.5), accuracy(0.75))
     steps = ({"step": step, "time/step": 1.75, "teacher/agreement": step / 4} for step in (1, 2, 3))
     (tmp_path / "5" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     numbers = tmp_path / "stages.json"
@@ -198,9 +171,59 @@ def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
         {"stage": "judged", "accuracy": 0.75, "accuracy_se": 0.01, "agreement": 0.75, "seconds": 5.25},
     ]
     printed = capsys.readouterr().out
-    assert "0.875 ± 0.010" in printed
-    assert "7 of 9, 3 prompts" in printed
-    assert "in common" in printed
+    assert all(words in printed for words in ("0.875 ± 0.010", "7 of 9, 3 prompts", "in common"))
+
+
+# -- a person's taste --------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def taste() -> Any:
+    spec = importlib.util.spec_from_file_location("taste", SCRIPTS / "rlhf_text" / "taste.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LIKED = {
+    "The apple is sweet and red.": 3, "It is a sweet and red fruit.": 2, "the apple is sweet and red.": 2,
+    "The apple is sweet. It is red.": 2, "The apple is sweet and red": 2, "Apples are red and sweet fruits!": 3,
+    "Apple.": 2 + 1 / 6, "Apple sauce is good.": 2 + 4 / 6, "The apple" + " is" * 16 + ".": 2.5,
+    "The apple" + " is" * 99 + ".": 2, "": 0, "a b c d e f": 1,
+}  # fmt: skip
+
+
+def test_a_sentence_of_six_to_twelve_words_about_the_subject_is_liked_best(taste: Any) -> None:
+    for text, liked in LIKED.items():
+        assert taste.liking(text, "apple") == pytest.approx(liked / 3), text
+    rollouts = [SimpleNamespace(completion=SimpleNamespace(text=text)) for text in LIKED]
+    group = SimpleNamespace(prompt=SimpleNamespace(answer="apple"), rollouts=rollouts)
+    assert taste.taste(group) == [taste.liking(text, "apple") for text in LIKED]
+
+
+def test_answers_are_ranked_as_liked_and_each_prompt_once(taste: Any, tmp_path: Path) -> None:
+    taste.write_prompts(tmp_path / "prompts.jsonl")
+    prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert len({prompt["answer"] for prompt in prompts}) == len(prompts) > 100
+    answers = ["{} is what I think of now.", "No.", "Yes.", "{} and more"]
+    lines = [
+        {
+            "prompt_id": row["answer"], "index": index, "prompt": [{"role": "user", "content": row["prompt"]}],
+            "answer": row["answer"], "completion": text.format(row["answer"].capitalize()), "token_ids": [1],
+            "finish_reason": "stop", "rewards": {}, "reward": 0.0, "model": "m", "tokenizer": "t",
+        }
+        for row in prompts[:3]
+        for index, text in enumerate(answers)
+    ]  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for _ in range(2):
+        taste.rank(tmp_path / "samples.jsonl", tmp_path / "rankings.jsonl")
+    rows = [row for _, row in read_rows(tmp_path / "rankings.jsonl", "out")]
+    assert len(rows) == 3
+    for row in rows:
+        scores = dict(zip(row["completions"], row["scores"], strict=True))
+        assert scores["No."] == scores["Yes."] == 0
+        assert [score for text, score in scores.items() if "think" in text] == [max(scores.values())] == [2]
 
 
 # -- results that last bits do not decide ------------------------------------------------------------------------------

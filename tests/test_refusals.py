@@ -20,6 +20,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
+from slow_cases import slow
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -90,9 +91,7 @@ TABLE = [
     ("rm +recipe=rm_arithmetik", "did you mean rm_arithmetic?"),
     ("sft group_size=4", "is a key of rlft train, and not of this command, got 4; leave it out here"),
     ("sft algorithm=grpo", "is a key of rlft train"),
-    ("sample critic.kind=adapter", "is a key of rlft train"),
     ("sft demonstration.path=x", "did you mean demonstrations"),
-    ("sft demonstrations=jsnl", "did you mean jsonl?"),
     (f"{SFT} command=train", "this is rlft sft, got train; leave it as it is"),
     ("recipes gsm9k_x", "recipes", "no recipe has that in its name or text, got gsm9k_x; "),
     ("recipes grpo_gsm9k", "recipes", "did you mean grpo_gsm8k?"),
@@ -101,19 +100,14 @@ TABLE = [
     ("keys a b", "keys", "takes one pattern, got a b"),
     # Commands that train nothing
     ("algorithms grpoo", "algorithms", "no such algorithm, got grpoo; did you mean grpo? All: a2c, cispo, "),
-    ("algorithms GSPO", "algorithms", "did you mean gspo?"),
-    ("algorithms zzz", "algorithms", "got zzz; choose one of a2c, "),
     ("algorithms grpo ppo", "algorithms", "takes one name, got grpo ppo; write rlft algorithms grpo"),
     ("algorithms +recipe=grpo_arithmetic", "recipe", "not a key of rlft algorithms, got +recipe=grpo_arithmetic;"),
     ("algorithms grpo steps=3", "is not a key of rlft algorithms, got steps=3"),
     ("algorithms algorithm=gspo", "named without its group here, got gspo; write rlft algorithms gspo"),
     ("algorithms algorithm.kl_coef=1", "none is named, got algorithm.kl_coef=1; write rlft alg"),
-    ("algorithms grpo algorithm.kl_coff=1", "no such key, got 1; did you mean algorithm.kl_coef?"),
     ("algorithms grpo algorithm.kl_coef=-1", "must be greater than or equal to 0, got -1"),
     ("algorithms grpo -m", "command line", "this command has no such option"),
     ("algorithms grpo --jsn", "command line", "there is no such option, got --jsn"),
-    ("algorithms --config-dir nowhere", "--config-dir", "there is no such folder, got nowhere"),
-    ("audit", "audit", "takes one run; write rlft audit <run>"),
     ("audit a b", "audit", "takes one run, got a b; write rlft audit <run>"),
     ("audit nowhere", "run", "there is no such folder, got nowhere; rlft runs lists all runs"),
     ("audit mine", "run", "has no chain.jsonl that can be read (No such file or directory)"),
@@ -121,47 +115,29 @@ TABLE = [
     ("audit nowhere recompute=", "must be a number of steps; try recompute=16"),
     ("diff run run at=first", "is not one of its choices, got first; choose one of common, last"),
     ("diff", "diff", "compares two runs, got "),
-    ("diff one", "diff", "compares two runs, got "),
     ("diff one two three", "diff", "compares two runs, got "),
-    ("doctor lora.rank=0", "must be greater than 0, got 0; "),
     ("doctor +recipe=sft_arithmetic", "for rlft sft, and a run of rlft train is tried, got sft_ari"),
-    ("report nowhere", "report", "there is no such folder, got nowhere"),
     ("report x to=y.html", "is not a key of rlft report, got y.html; use out="),
-    ("report run --json", "command line", "there is no such option, got --json; use --help"),
     ("reward", "reward", "needs a word for what to do; write rlft reward try"),
-    ("reward +recipe=grpo_arithmetic", "reward", "needs a word for what to do; write rlft reward try"),
     ("reward tri", "tri", "there is no such command; did you mean rlft reward try?"),
     ("reward score", "score", "there is no such command; use rlft reward try"),
     (f"{TRY} row=4", "there is no such key, got 4; did you mean rows?"),
     (f"{TRY} rows=0", "must be a number of rows of the data, at least 1, got 0; try rows=4"),
-    (f"{TRY} rows=all", "must be a number of rows of the data, at least 1, got all; try rows=4"),
     ("reward try +recipe=sft_arithmetic", "is for rlft sft, and a run of rlft train is tried"),
     (f"{TRY} reward=[learned] reward.learned.path=mine", "reward", "be tried without weights, got ['learned']; "),
     (f"{TRY} environment=calculator", "holds conversations, and single completions are tried here"),
-    (f"{TRY} reward.exact_match.numerc=true", ""),
-    (f"{TRY} reward=[exact_match] reward.exact_match.weight=high", ""),
     ("runs nowhere", "runs", "there is no such folder, got nowhere; "),
     ("runs . status=asleep", "is not one of its choices, got asleep; choose one of running, finished"),
-    ("runs . command=traine", "is not one of its choices, got traine; did you mean train? All: dpo, rm"),
-    ("runs . sort=luck", "is not one of its choices, got luck; choose one of age"),
     ("runs stat=killed", "is not a key of rlft runs, got killed; use status="),
     (f"runs {'x' * 300}=1", "is not a key of rlft runs, got 1; use status="),
     ("runs --all", "command line", "there is no such option, got --all; use --json or --help"),
     (f"{SERVE} serve.port=70000", "less than or equal to 65535"),
-    (f"{SERVE} serve.prot=1", "there is no such key"),
     (f"{SERVE} port=1", "no such key, got 1; did you mean serve.port?"),
     (f"{SERVE} environment.port=1", "is not read by rlft serve, wh"),
-    (f"{SERVE} +environment=tools", "environment", "is not read by rlft serve"),
     (f"{SERVE} serve.token=short", "cannot stand in a header, got ***"),
-    (f"{SERVE} serve.requests=0", "must be greater than 0"),
-    (f"{SERVE} serve.syntax=yaml", ""),
     ("serve serve.port=0", "run", "is missing: there is no model to serve"),
-    ("serve run=mine", ""),
     ("watch a b", "watch", "takes one run, got a b; write rlft watch runs/<name>/<time>"),
     ("watch", "watch", "train one first (rlft train +recipe=grpo_arithmetic), or name a run"),
-    ("report", "report", "there is no run below "),
-    ("watch nowhere", "watch", "there is no such folder, got nowhere"),
-    ("watch nowhere --json", "command line", "there is no such option, got --json; use --help"),
     ("watch a=b", "is not a key of rlft watch, got b; use price="),
     ("watch nowhere price=cheap", "must be an amount per hour, got cheap; write it as 2.5/h or 2.5EUR/h"),
     # Environments
@@ -178,7 +154,6 @@ TABLE = [
     ("train environment=calculator prompts.style=raw", "has no turns"),
     ("train environment=calculator environment.timeout=9999 cluster.engines=1", "environment.timeout", "is taken for"),
     ("train environment=calculator environment.syntax=yaml", "got 'yaml'"),
-    ("train environment=calculator environment.wrokers=1", "did you mean environment.workers?"),
     ("train environment.workers=1", "the environment chosen here has no such key, got 1;"),
     ("train environment=endpoint", "environment.agent", "is missing; give environment.agent=mine.play, a function, or"),
     (f"{AGENT} environment.command=[sh] environment.agent={AGENTS}.once", "stands next to environment.command"),
@@ -187,9 +162,6 @@ TABLE = [
     ("train environment=endpoint environment.command=[]", "is empty, got []; give a program"),
     ("train environment=endpoint environment.command=[no-such-program]", "there is no such"),
     (f"{AGENT} environment.agent={AGENTS}.once cluster.engines=1", "speak to the engine of the run's own process"),
-    (f"train environment=endpoint environment.agent={AGENTS}.once environment.port=70000", "less than or"),
-    ("train environment=mcp environment.command=[]", "environment.command=[python,server.py]"),
-    ("train environment=mcp environment.command=[no-such-program]", "there is no such program, got no-such-program; "),
     ("train environment=mcp environment.command=[sh] +environment.env.PORT=5", "environment.env", "must be a string"),
     # Misspelt groups, choices and keys
     ("train algorithm=grpoo", "got grpoo; did you mean grpo? All: a2c, cispo, dapo, dr_grpo, gdpo, gmpo, grpo"),
@@ -197,7 +169,6 @@ TABLE = [
     ("train logger=none", "got none; write logger=null for none"),
     ("train data=foo.jsonl", "not as a file, got foo.jsonl; write data=jsonl data.path=foo.jsonl"),
     ("sft demonstrations=mine/foo.jsonl", "write demonstrations=jsonl demonstrations.path=mine"),
-    ("train generation.n=4", "there is no such key, got 4; did you mean group_size?"),
     ("train algoritm=grpo", "did you mean algorithm?"),
     ("train logger=wand", "did you mean wandb?"),
     ("resume run logger=jsonl", "is not one of its choices, got jsonl; choose one of mlflow, "),
@@ -206,8 +177,6 @@ TABLE = [
     ("train --config-dir mine +recipe=with_console", "logger", "is not one of its choices, got jsonl; choose one of"),
     ("train --config-dir mine +recipe=with_keys", "logger.console", "has no _target_"),
     ("train stepz=10", "there is no such key, got 10; did you mean steps?"),
-    ("train trainer.lrr=1", "did you mean trainer.lr?"),
-    ("train reward.format.wieght=1", "did you mean reward.format.weight?"),
     ("train foo=1", "`rlft train --cfg job` shows every key"),
     ("train +foo=1", "foo", "there is no such key, got 1; known here: command, name, seed"),
     ("train +trainer.foo=1", "trainer.foo", "known here: optimizer, lr"),
@@ -219,68 +188,53 @@ TABLE = [
     ("train logger.wandb.mode=offline", "add it: logger=wandb"),
     # Values of groups that are no names (all groups: tests/test_group_values.py)
     ("train reward=1", "must be a name or a list of names, got 1; choose one of calls, choice, "),
-    ("train reward=[exact_match,1]", "must be a name or a list of names, got [exact_match,1]"),
     ("train reward=null", "is empty: nothing would be learned"),
     ("train algorithm=null", "something must be chosen, got null; choose one of a2c, "),
     ("train -m algorithm=grpo,1", "must be a name (job 1: algorithm=1), got 1"),
-    ("train --cfg job reward=1", "must be a name or a list of names, got 1"),
     ("resume run data=null", "something must be chosen, got null"),
     # Recipes
     ("train +recipe=[grpo_arithmetic,ppo_arithmetic]", "takes one name, got [grpo_arithmetic,ppo_arithm"),
     ("train algorithm=[grpo,ppo]", "takes one name, got [grpo,ppo]; write algorithm=grpo, or for a run"),
-    ("resume run generation=[auto,vllm]", "takes one name, got [auto,vllm]"),
     ("train recipe=grpo_arithmetic", "it takes a plus, got recipe=grpo_arithmetic; write +recipe=grpo"),
     ("train +recpie=grpo_arithmetic", "recpie", "got grpo_arithmetic; did you mean +recipe=grpo_arithmetic?"),
     ("train +recipe=", "has no name; choose one of a2c_arithmetic, cispo_arithmetic, "),
     ("train +recipe", "command line", "got +recipe; did you mean +recipe=<name>?"),
-    ("train recipe grpo_arithmetic", "command line", "did you mean +recipe=grpo_arithmetic?"),
     ("train grpo_arithmetic", "command line", "did you mean +recipe=grpo_arithmetic?"),
     ("train -recipe=grpo_arithmetic", "command line", "got -recipe; keys have no dashes; did you mean +recipe=grpo_ar"),
     ("train --config-dir mine +recipe=no_package", "make `# @package _global_` the first line"),
     ("train --config-dir mine +recipe=bad_yaml", "mine/recipe/bad_yaml.yaml", "line 4 is not YAML"),
     ("train --config-dir mine +recipe=lines", "recipe/lines.yaml", "must hold a section of keys"),
-    ("train --config-dir latin +recipe=old", "latin/recipe/old.yaml", "as UTF-8 text in YAML (invalid start byte);"),
     ("recipes --config-dir latin", "latin/recipe/old.yaml", "as UTF-8 text in YAML (invalid start byte);"),
     ("train --config-dir bell +recipe=rings", "bell/recipe/rings.yaml", "(special characters are not allowed); save"),
     ("recipes --config-dir folded", "folded/recipe/nested.yaml", "cannot be read (Is a directory); name a file"),
     ("train +logger.mine._target_=rlft.logger.jsonl.Jsonl", "logger.mine._target_", "it is no tracker, got rlft.log"),
-    ("train +logger.mine._target_=rlft.logger.loggers.Jsonl", "logger.mine._target_", "no tracker, got rlft.logger.lo"),
-    ("train +logger.mine._target_=rlft.logger.loggers.Rollouts", "logger.mine._target_", "it is no tracker, got rlft"),
     ("train +logger.mine._target_=rlft.logger.console.Console", "logger.mine._target_", "leave out logger.mine"),
-    ("train --config-dir mine +recipe=dangling", "seed", "refers to a key that does not exist, ${nothing}"),
     ("train +recipe=recipes/grpo_arithmetic.yaml", "recipes/grpo_arithmetic.yaml", "did you mean +recipe=grpo_arit"),
-    ("train +recipe=grpo_arithmetic.yaml", "grpo_arithmetic.yaml", "did you mean +recipe=grpo_arithmetic?"),
     ("train recipe=recipes/grpo_arithmetik.yaml", "recipes/grpo_arithmetik.yaml", "did you mean +recipe=grpo_ar"),
     ("train nowhere/mine.yaml", "nowhere/mine.yaml", "no such file; name a YAML file, or see rlft recipes"),
-    ("train mine/recipe/dangling.yaml", "seed", "refers to a key that does not exist, ${nothing}"),
     ("train +recipe=loose", "is no recipe of rlft's, got +recipe=loose; write loose.yaml"),
     # A choice that is made twice
     ("train reward=[exact_match,exact_match]", "twice, got exact_match; write 'reward=[exact_match]'"),
-    ("train logger=[wandb,mlflow,wandb]", "got wandb; write 'logger=[wandb,mlflow]'"),
     # Words that are no overrides, options that don't exist
     ("train --help=foo", "takes no value, got foo; write --help"),
     ("train -m=3 seed=0,1", "-m", "takes no value, got 3; write -m"),
     ("train --help x", "command line", "must be words such as key=value, got x"),
     ("train steps 10", "command line", "got steps; did you mean steps=10?"),
     ("train --steps 10", "command line", "got --steps; keys have no dashes; did you mean steps=10?"),
-    ("train --lr=1e-4", "command line", "did you mean trainer.lr=1e-4?"),
     ("train --nonsense", "command line", "there is no such option, got --nonsense"),
     ("train --confg-dir mine", "command line", "did you mean --config-dir?"),
     ("train --config-dir nowhere", "--config-dir", "there is no such folder, got nowhere"),
     ("train --config-dir", "--config-dir", "needs a value"),
     ("train --config-dir hiding", "--config-dir", "reward/format.yaml has the name of one of rlft's own"),
     ("train --cfg jobs", "--cfg", "got jobs; did you mean job? All: job, hydra, all"),
-    ("train --cfg", "--cfg", "needs a value"),
     ("train =5", "command line", "must be words such as key=value, got =5"),
     ("train ''", "command line", "got an empty word"),
     ("train seed=1 seed=2", "is given twice, got seed=1 and seed=2"),
-    ("train seed=1 ++seed=2", "seed", "is given twice"),
     ("train seed=1,2", "has several values but this is no sweep, got 1,2"),
     ("train reward=exact_match,format", "or write a list as '[a,b]'"),
     ("train reward=[exact_match, format]", "reward", "its bracket is not closed, got [exact_match,"),
     ("train +algorithm=gspo", "write algorithm=<choice>"),
     ("train trainer.lr=1e-3,", "ends with a comma, got 1e-3,; write trainer.lr=1e-3, with no comma betw"),
-    ("train +recipe=grpo_arithmetic, steps=2", "+recipe", "ends with a comma, got grpo_arithmetic,; write +recipe="),
     ("train 'steps=3 trainer.lr=1e-3'", "the value cannot be read, got 3 trainer.lr=1e-3"),
     ("train 'name=my run; first'", "quote it twice"),
     ("train 'seed=${nothing}'", "refers to a key that does not exist, ${nothing}"),
@@ -291,12 +245,8 @@ TABLE = [
     ("train steps=10.5", "must be a whole number, got 10.5; for instance 100 (training steps"),
     ("train steps=0", "must be greater than 0, got 0; for instance 100 (training steps"),
     ("train cluster.ranks=two", "must be a whole number, got 'two'; for instance 1"),
-    ("train cluster.ranks=null", "must be a whole number, got null; for instance 1"),
-    ("train cluster.sequence_ranks=0", "must be greater than 0, got 0; for instance 1"),
-    ("train cluster.sequence_ranks=two", "must be a whole number, got 'two'; for instance 1"),
     ("train seed=-1", "must be greater than or equal to 0, got -1"),
     ("train seed=99999999999999999999999", "must be at most 2**63-1, got 99999999999999999999999"),
-    ("train trainer.lr=nan", "got nan"),
     ("train trainer.lr=inf", "must be finite, got inf"),
     ("train trainer.schedule=exponential", "choose one of constant, linear, cosine"),
     ("train trainer=3", "must be a section of keys, got 3; set one of trainer.optimizer, "),
@@ -308,7 +258,6 @@ TABLE = [
     ("train name=", "got nothing"),
     ("train name=../mine", "leave out slashes"),
     ("train name=null", "must be a text that can name a folder; for instance name=my_run"),
-    ("train name=[a]", "must be a text that can name a folder; for instance name=my_run"),
     ("plan eval run=runs/a", "plan", "there is no plan of this command, got eval; name one of train, sft, rm,"),
     ("train data=jsonl data.path=a,b.jsonl", "if it is one text, quote it twice: \"data.path='a,b"),
     ("train name=..", "got .."),
@@ -359,13 +308,11 @@ TABLE = [
     ("train -m seed=0,1 hydra.sweep.dir=study", "resume that one with rlft resume study"),
     (f"{CHOOSES} resume=auto", "is of one run, and this is a sweep, got auto; leave it out"),
     (f"{CHOOSES} 'lora.rank=interval(4,8)'", "write 'lora.rank=int(interval(..))' to draw whole numbers"),
-    ("train -m sweep=optuna 'trainer.lr=choice(1e-3)'", "sweep", "has nothing to choose"),
     ("train -m sweep=optuna 'trainer.lr=intervall(1e-4,1e-2)'", "Unknown function 'intervall'"),
     ("train -m sweep=optuna 'trainer.lr=interval(1e-4)'", "(missing a required argument: 'end')"),
     ("train -m sweep=optuna 'trainer.lr=interval(1e-4,1e-2'", "its bracket is not closed, got interval("),
     ("train sweep=optuna --cfg job", "sweep", "belongs to a sweep, and --cfg prints what one run has, got optuna"),
     ("train -m seed=0,1 --cfg job", "--cfg", "prints the config of one run, and -m is a sweep; leave -m out"),
-    ("train -m sweep=optuna 'trainer.lr=interval(1e-4,1e-2)' --help", "sweep", "and --help prints what one run has"),
     (f"train -m {SMALL} seed=0,1 hydra.sweep.dir=/dev/null/x", "cannot be written (Not a directory"),
     (f"{CHOOSES} 'trainer.beta1=interval(0.9,1.5)'", "(tried with trainer.beta1=1.5)"),
     ("train -m seed=0,1 cluster.jobs=2 cluster.engines=1", "is one process"),
@@ -388,7 +335,6 @@ TABLE = [
     ("train generation.top_p=0.9 algorithm.mismatch=token_mask", "generation.top_p", "undistorted sampling, got 0.9"),
     ("train generation.top_k=5 snapshot.old=sampled", "generation.top_k", "snapshot.old=sampled compares"),
     ("train stop.when=flat eval.every=0", "stop.when", "there are none, got flat; set eval.every to a number of steps"),
-    (f"{SFT} stop.when=flat eval.every=0", "stop.when", "there are none, got flat"),
     ("train stop.when=flatt", "use never or flat"),
     (f"{CHOOSES} stop.when=flat", "compared at the same steps, got flat; leave it out"),
     ("train eval.kl_base=true eval.temperature=0", "eval.kl_base", "eval.temperature=0 samples another one, got true"),
@@ -403,14 +349,11 @@ TABLE = [
     (f"{ALONE} dynamic_sampling.max_rounds=2", "with group_size=1 each of them is, got 2; set group_size=8"),
     # Curricula
     ("train curriculum.above=0", "is read where pass rates are known, got 0.0; set curriculum.r"),
-    ("train curriculum.below=1", "is read where pass rates are known, got 1.0; set curriculum.r"),
     ("train curriculum.replay=0.5", "is read where pass rates are known, got 0.5; set curriculum"),
     ("train curriculum.running=true curriculum.above=0.5 curriculum.below=0.5", "curriculum.above", "is not below"),
-    ("train curriculum.running=true curriculum.memory=0", "greater than 0"),
     (f"{GAME}={OWN}.Guessing reward=null curriculum.path=good.jsonl", "right by the first reward, and there is none"),
     # The critic
     ("train algorithm=ppo", "critic.kind", "needs values, and only a critic gives them, got none; set critic.kind=ada"),
-    ("train algorithm=a2c", "critic.kind", "or shared (a value head on the policy's features)"),
     ("train critic.kind=adapter", "has no use for a critic's values, got adapter; set critic.kind=none"),
     ("train critic.init=critic", "with critic.kind=none, got critic; set critic.kind=adapter or sh"),
     ("train critic.warmup_steps=5", "with critic.kind=none, got 5"),
@@ -419,8 +362,6 @@ TABLE = [
     (f"{PPO} {LEARNED} {TWO_LEARNED} critic.init=reward", "and there are 2, got reward"),
     (f"{PPO} {LEARNED} critic.init=reward {REFRESH}", "critic.init", "and reward.learned.path=null is none, got rewar"),
     (f"{PPO} {LEARNED} critic.init=reward reward.learned.path=mine", "critic.init", "reward.learned.path=mine is none"),
-    # References that move, or don't
-    ("train snapshot.refresh_every=5", "set snapshot.reference=copy"),
     # A teacher
     ("train algorithm=opd", "snapshot.teacher", "learns from a teacher's log-prob of each token, got none"),
     ("train snapshot.teacher=base", "has no use for a teacher, got base"),
@@ -440,15 +381,14 @@ TABLE = [
     (f"train algorithm=opd {SMALL} snapshot.teacher=critic", "adapter of the role critic"),
     (f"{OPD} snapshot.teacher_engine=vllm", "separate model, and snapshot.teacher is bas"),
     (f"train algorithm=opd {SMALL} snapshot.teacher=critic {IN_VLLM}", "is an adapter on the run's base (critic)"),
-    ("train snapshot.teacher_engine=vllm", "separate model, and snapshot.teacher is non"),
     (f"{OPD} snapshot.teacher_dtype=bfloat16", "separate model, and snapshot.teacher is"),
     ("train snapshot.teacher_quantization=none", "snapshot.teacher is none, got none"),
     (f"{LARGER} {IN_VLLM} cluster.ranks=2 cluster.lanes=2", "snapshot.teacher_engine", "in each of the 2 ranks"),
     # Snapshots
+    ("train snapshot.refresh_every=5", "set snapshot.reference=copy"),
     ("train snapshot.reference=ema snapshot.ema_decay=0.9 snapshot.refresh_every=5", "snapshot.reference is ema, got"),
     ("train snapshot.reference=ema", "snapshot.ema_decay", "needs the share of it that stays, per step, got null; use"),
     ("train snapshot.ema_decay=0.9", "snapshot.reference is none, got 0.9; set snapshot.referen"),
-    ("train snapshot.reference=copy snapshot.ema_decay=0.9", "snapshot.reference is copy, got 0"),
     ("train snapshot.reference=ema snapshot.ema_decay=1", "so it never moves, got 1"),
     ("train algorithm=rloo algorithm.kl_coef=0.1", "snapshot.reference", "base, copy, ema or an adapter folder"),
     # KL controllers
@@ -468,16 +408,13 @@ TABLE = [
     (f"train {LEARNED} {REFRESH} reward.learned.path=three_labels", "reward_model.refresh_every", "is a network of it"),
     (f"train {LEARNED} reward_model.refresh_every=10 reward_model.labels=null", "got null; use"),
     (f"train {LEARNED} reward_model.refresh_every=10 reward_model.labels=learned", "got learne"),
-    (f"train {LEARNED} reward_model.refresh_every=10 reward_model.labels=math", "got math; use"),
     (f"train reward=[learned] {REFRESH}", "got exact_match; put one in: 'reward=[exact_match"),
     (f"{ALONE} {LEARNED} {REFRESH}", "reward_model.refresh_every", "and group_size=1 has none, got 10; set group_size"),
     # Adapters of another rank
     ("train lora.path=policy", "lora.rank", "the adapter at lora.path has rank 4, got 32; set lora.rank=4"),
     ("train lora.path=policy lora.rank=4", "lora.alpha", "was trained with 8.0 and would be another function, got 32"),
     (f"{PPO} critic.init=critic", "lora.rank", "the adapter at critic.init has rank 4, got 32; set lora.rank=4, or an"),
-    (f"{PPO} critic.init=critic lora.rank=4", "lora.alpha", "the adapter at critic.init was trained with 8"),
     (f"train {LEARNED} reward.learned.path=critic", "lora.rank", "the adapter at reward.learned.path has rank 4, got"),
-    (f"train {LEARNED} reward.learned.path=critic lora.rank=4", "lora.alpha", "at reward.learned.path was trained wit"),
     # Adapters that cannot be used as they are
     (f"train {SMALL} lora.path=rslora", "lora.use_rslora", "with use_rslora=true and would be another function, got"),
     (f"train {SMALL} lora.path=policy lora.use_rslora=true", "with use_rslora=false and would be"),
@@ -488,12 +425,9 @@ TABLE = [
     (f"{SFT} {ADAPTERS} data=arithmetic lora.use_dora=true", "vLLM serves no DoRA adapters"),
     (f"{PPO} {SMALL} critic.init=critic_patterns", "adapters with alpha_pattern are not supported"),
     (f"train {SMALL} lora.path=biased", "its bias changes the base, which all roles share"),
-    (f"train {SMALL} snapshot.reference=biased", "its bias changes the base"),
     (f"train {SMALL} lora.path=pissa", "convert it to plain LoRA with PEFT's save_pretrained("),
-    (f"train {SMALL} snapshot.reference=pissa", "init_lora_weights=pissa has changed the base"),
     (f"train {SMALL} algorithm=opd snapshot.teacher=./pissa", "init_lora_weights=pissa has"),
     (f"{PPO} {SMALL} critic.init=critic_loftq", "init_lora_weights=loftq has changed the base that"),
-    (f"train {SMALL} {LEARNED} reward.learned.path=critic_loftq", "init_lora_weights=loftq has"),
     ("sample data=arithmetic adapter=pissa", "init_lora_weights=pissa has changed the base"),
     (f"train {SMALL} snapshot.reference=alora", "adapters with alora_invocation_tokens are no"),
     (f"train {SMALL} lora.path=newer", "adapter_config.json has shiny_scale=1.5, which may change what t"),
@@ -502,15 +436,12 @@ TABLE = [
     (f"train {SMALL} snapshot.reference=no_alpha", "adapter_config.json has no lora_alpha, got"),
     (f"train {SMALL} snapshot.reference=loha", "an adapter of the kind LOHA"),
     (f"train {SMALL} lora.path=critic", "holds the adapter of the role critic, which is not a policy"),
-    (f"train {SMALL} snapshot.reference=critic", "the role critic, which is not a policy, got"),
     (f"{PPO} {SMALL} critic.init=policy", "there is no head.safetensors in that folder, got policy"),
     (f"{PPO} {SMALL} critic.init=shared", "there is no adapter_config.json in that folder, got shared"),
     (f"train {SMALL} {LEARNED} reward.learned.path=policy", "there is no head.safetensors in t"),
     # Exports that are pushed or converted
     ("export run=run out=new push=a/b/c", "is not a repository id of the Hugging Face hub"),
-    ("export run=run ot=new", "there is no such key, got new; did you mean out?"),
     ("export run exports/x", "export", "got exports/x; write out=exports/x"),
-    ("export run=run out=new push=", "is not a repository id of the Hugging Face hub"),
     ("export run=run out=new as=gguf", "use as=model, then `python llama.cpp/convert_hf_to_gguf.py new --outf"),
     ("export run=run out=new", "run", "there is no checkpoint in that run yet"),
     # Sampling that the trainer's log-probs are not of, and stops that never come
@@ -521,20 +452,16 @@ TABLE = [
     ("train num_beams=4", "searches for likely completions, and a policy learns from its own samples"),
     ("train generation.vllm.ignore_eos=true", "forbids the end token"),
     ("train generation.stop_strings=[a]", "into the list generation.stop"),
-    ("train eval.kl_base=true generation.min_p=0.1", "use 0 in training"),
     (f"{SFT} data=arithmetic eval.kl_base=true generation.min_p=0.1", "eval.kl_base", "and min_p leave some of them"),
     ("train generation.stop=word", "must be a list, got 'word'; write \"generation.stop=['word']\""),
     ("train ++recipe=grpo_arithmetic", "recipe", "so it takes a plus, got ++recipe=grpo_arithmetic; write +recipe="),
     ("eval run=run ~eval.num_prompts", "eval.num_prompts", "cannot be taken out of the config of a run"),
-    ("eval run=run ~reward.exact_match", "reward.exact_match", "cannot be taken out of the config of a run"),
     ("eval run=run ++eval.nothing=1", "eval.nothing", "there is no such key, got 1"),
     ("train generation.stop=7", "must be a list, got 7; write 'generation.stop=[7]'"),
-    ("train generation.stop=null", "must be a list, got null; write 'generation.stop=[]'"),
     ("train generation.stop=[1.5]", "must be a string or a whole number, got [1.5]; for"),
     ("train \"generation.stop=['']\"", "holds an empty string, which is in every completion"),
     ("train generation.stop=[-1]", "holds a token id below 0, got -1"),
     ("train \"generation.stop=['</answer>']\"", "reward.exact_match looks for </answer>"),
-    ("train reward=format \"generation.stop=['</think>']\"", "reward.format looks for </think>"),
     (f"{SFT} data=arithmetic \"generation.stop=['</']\"", "looks for </answer>, got </; set gener"),
     # The machine
     ("train generation=vllm generation.vllm.weights=adapter lora.rank=600", "adapters up to rank 512"),
@@ -543,14 +470,9 @@ TABLE = [
     ("train model.device=gpu", "is not a device, got gpu"),
     (f"train {SCRIPTED} generation.drafts=history", "the scripted engine samples without drafts, got history; use off"),
     ("train generation=transformers cluster.engines=1 generation.drafts=history", "run's own process, where its histo"),
-    ("train model.kernels=plain generation.transformers.weights=merged_bfloat16", "needs rlft's LoRA layers, which mo"),
     ("train lora.target_modules=[]", "names no layer to adapt, got []; use all-linear"),
-    ("train 'lora.target_modules=\"\"'", "names no layer to adapt, got []; use all-linear"),
-    # mixtures of experts
     ("train snapshot.routing=r3", "r3"),
     # Paths
-    ("train model.path=", "is empty"),
-    ("train model.path=/nowhere", "got /nowhere"),
     ("train model.path=./nowhere", "there is no such folder"),
     ("train model.path=./mine", "there is no config.json in that folder"),
     ("train model.path=embedded:big", "use embedded:tiny-arithmetic"),
@@ -577,26 +499,15 @@ TABLE = [
     (f"{HTTP} \"reward.http.url='http://host name/score'\"", "is no http:// or https:// address"),
     (f"{HTTP} reward.http.url=http://host:99999/score", "is no address"),
     (f"{HTTP} reward.http.token_variable=NO_SUCH_TOKEN", "environment variable that is"),
-    (f"{HTTP} reward.http.batch_size=0", "must be greater than 0"),
-    (f"{HTTP} reward.http.retries=-1", "must be greater than or equal to 0"),
     (f"{HTTP} +reward.http.headers.run=7", "reward.http.headers", "must be a string"),
-    # 0.9 * 10 s = 9 s; 9.9 s = 0.9 * 11 s
-    (f"{HTTP} reward.http.timeout=9.9", "got 9.9; set scoring.timeout=11 or more"),
+    (f"{HTTP} reward.http.timeout=9.9", "got 9.9; set scoring.timeout=11 or more"),  # 9.9 s = 0.9 * 11 s
     ("train reward=judge reward.judge.url=http://host/v1", "try http://host/v1/chat/completions"),
-    ("train reward=judge reward.judge.timeout=30", "exceeds the 9 s for requests that "),
     ("train reward=judge reward.judge.highest=1", "must be above lowest=1, got 1; "),
     ("train reward=judge \"reward.judge.rubric=' '\"", "is empty"),
     ("train reward=judge reward.judge.mode=pairs", "got 'pairs'; choose one of each, group"),
-    ("train reward=judge reward.judge.response_format=json", "got 'json'; choose"),
     ("train reward=judge +reward.judge.options.messages=[]", "reward.judge.options.messages", "is set by the reward"),
     ("train reward=length reward.length.mode=target", "reward.length.target", "is null, and mode=target needs it"),
-    ("train reward=length reward.length.mode=limit", "reward.length.limit", "is null, and mode=limit needs it"),
-    ("train reward=overlong reward.overlong.cache=0", "1 to max_tokens=256 tokens, got 0"),
     ("train reward=overlong reward.overlong.cache=257", "1 to max_tokens=256 tokens, got 257"),
-    (f"train {LEARNED} reward.learned.token_budget=0", "must be greater than 0, got 0"),
-    (f"train {LEARNED} reward.learned.center=inf", "must be finite"),
-    (f"train {LEARNED} reward.learned.scale=big", "must be a number"),
-    (f"train {LEARNED} reward.learned.path=3", "must be a string"),
     ("train --config-dir mine reward=[exact_match,mine]", "reward.mine._target_", "current folder, in --config-dir"),
     ("train --config-dir mine reward=[flat]", "got mine.flat; begin that YAML with `flat:` and indent"),
     ("train algorithm._target_=no.such.Thing", "No module named 'no'), got no.such.Thing"),
@@ -610,28 +521,20 @@ TABLE = [
     ("train hydra.run.dir=run", "continue it with `rlft resume run`"),
     ("resume", "resume", "there is no run below "),
     ("resume run=", "resume", "names no run; write rlft resume runs/<name>/<time>, or no name for the latest"),
-    ("resume steps=3", "resume", "there is no run below "),
     ("resume mine", "resume", "there is no run in that folder"),
     ("resume saved_run/checkpoints/step_000099", "resume", "no such checkpoint, got saved_run/checkpoints/step_000"),
-    ("eval run=saved_run/checkpoints/step_000099", "the run has no such checkpoint"),
     ("resume run seed=3", "resume", "seed: 0 -> 3"),
-    ("resume run stepz=3", "did you mean steps?"),
     ("resume run steps", "command line", "got steps"),
     ("resume run algorithm=gspo", "resume", "algorithm.ratio: token -> sequence"),
     # Sweeps
     ("train -m seed=1,1", "has a value twice, got 1"),
     ("train -m algorithm.clip_low=0.1,0.2", "cannot be swept: it has no effect in any of the"),
     ("train -m algorithm.kl_estimator=k1,k2 epochs=1,2", "algorithm.kl_estimator", "it acts with algorithm.kl_coef"),
-    ("train -m seed=1 seed=2", "is given twice"),
     ("train -m steps=1,0", "must be greater than 0 (job 1: steps=0), got 0"),
     ("train -m +recipe=grpo_arithmetic,grpo_x", "(job 1: +recipe=grpo_x)"),
     ("train -m hydra.run.dir=a,b", "is the folder of one run, and this is a sweep, got a,b; write"),
-    ("train -m hydra.sweep.dir=a,b", "cannot be swept"),
-    ("train -m seed=0,1 hydra.sweep.dri=x", "there is no such key, got x; did you mean hydra.sweep"),
     ("train -m seed=0,1 hydra.sweep.subdir=x", "is set by the sweep, which finds its runs again"),
-    ("train -m seed=0,1 hydra.sweep.dir=file", "cannot be written (Not a directory), got file;"),
     ("train hydra.verbose=true", "there is no such key, got true; of Hydra's keys only hydra.run.dir"),
-    ("train -m --cfg jobs", "--cfg", "got jobs"),
     # Supervised fine-tuning
     ("sft", "demonstrations.path", '"completion": "2"}; to try it without one: rlft sft +recipe='),
     ("rm", "preferences.path", '"rejected": "3"}; to try it without one: rlft rm +recipe=rm_arithmetic'),
@@ -655,14 +558,11 @@ TABLE = [
     (f"{ALL} overlap.lag=1 algorithm.mismatch=token_truncate", "overlap.lag", "the update changes meanwhile, got 1"),
     (f"{ALL} generation=vllm cluster.engines=1 cluster.gpus_per_engine=2", "are sent adapters only, and lora=null has"),
     (f"{ALL} generation=transformers generation.transformers.weights=merged_bfloat16", "base and adapter, and lora=nu"),
-    (f"{ALL} generation=transformers generation.transformers.weights=fastest", "lora=null has none, got fastest; leav"),
     ("train model.kernels=plain generation.transformers.weights=fastest", "plain does without, got fastest; use apart"),
     ("doctor lora=null", "the engine is tried with adapters, and null has none, got null; leave it out"),
-    (f"{SFT} lora=null model.quantization=4bit", "4-bit weights cannot be trained"),
     (f"{SFT} lora=null model.dtype=bfloat16", "small updates are lost in the rounding of bfloat16"),
     (f"{SFT} steps=0", "for instance null (optimizer updates;"),
     (f"{SFT} lora=null checkpoint.on_signal=now", "no copy of all weights is kept that could"),
-    (f"{SFT} lora=null eval.kl_base=true", "lora=null changes the base itself"),
     (f"{SFT} lora=null data=arithmetic {LEARNED} reward.learned.path=critic", "a frozen base"),
     (f"{SFT} data=arithmetic {LEARNED}", "reward.learned.path", "scores every completion 0"),
     ("resume sft_run examples_per_step=5", "resume", "examples_per_step: 4 -> 5"),
@@ -671,7 +571,6 @@ TABLE = [
     (f"{DPO} loss=dppo", "is not one of its choices, got dppo; did you mean dpo? All: dpo, ipo, orpo, simpo"),
     (f"{DPO} loss.label_smoothing=0.5", "must be less than 0.5, got 0.5"),
     (f"{DPO} loss.gamma=1", "the loss chosen here has no such key, got 1; it belongs to loss=simpo"),
-    (f"{DPO} loss=orpo loss.label_smoothing=0.1", "it belongs to loss=dpo and loss=simpo"),
     (f"{DPO} loss._target_=unittest.mock.Mock", "is no rlft.algorithm.preference.PreferenceLoss"),
     (f"{DPO} loss=simpo snapshot.reference=base", "uses no reference, got base; leave it out"),
     (f"{DPO} snapshot.reference=none", "with a reference, got none; use copy, base or an adapte"),
@@ -679,36 +578,25 @@ TABLE = [
     (f"{DPO} {SMALL} snapshot.reference=nowhere", "neither auto, none, base or copy nor an exi"),
     (f"{DPO} data=arithmetic", "is a key of rlft"),
     ("resume dpo_run loss.beta=0.2", "resume", "loss.beta: 0.1 -> 0.2"),
-    ("resume dpo_run loss=ipo", "resume", "loss._target_: rlft.algorithm.preference.Dpo -> rlft.algorithm.preferen"),
-    # Reward models
     (f"{RM} token_budget=100", "may have 321 tokens (prompts.max_tokens, max_completion_tokens and an"),
     # Planning
     ("plan +recipe=grpo_arithmetic device_memory=lots", "must be a size, got lots; write it as 24GiB"),
     ("plan device_memory=24", "no device has so few bytes, got 24; write 24GiB"),
-    ("chat run=run generation.top_p=5", "must be less than or equal to 1, got 5"),
-    ("plan device_memory=0MiB", "no device has so few bytes, got 0MiB; write it as 24GiB"),
     # Sampling
     ("sample keep=above", "min_reward", "is null, and keep=above needs it; set min_reward=1.0, or keep=all"),
     ("sample min_reward=1", "is read by keep=above only, and keep=all, got 1.0; set keep=above, or"),
-    ("sample keep=best min_reward=0", "is read by keep=above only, and keep=best, got 0.0"),
     ("sample keep=best max_per_prompt=2", "keep=best keeps one completion of each prompt, got 2"),
     ("sample resume=auto", "starts or continues the run in hydra.run.dir, which is not given"),
-    ("sample run=run resume=auto", "starts or continues the run in hydra.run.dir, which is not given"),
     ("sample reward=http reward.http.group_timeout=30", "exceeds scoring.timeout=10"),
-    ("sample adapter=critic", "holds the adapter of the role critic, which is not a policy"),
     ("sample run=run", "adapter", "that run has no checkpoint"),
     ("sample -m run=run n=1,2", "command line", "this command has no such option"),
     # Evaluating
-    ("eval run=rm_run", "is a run of rlft rm, which has no policy"),
     ("chat run=rm_run", "has no policy, got rm_run; name one of rlft train or rlft sft or rlft dpo"),
     ("eval", "run", "yet; train one first (rlft train +recipe=grpo_arithmetic), or give run=<folder> or model.path="),
-    ("chat raw=true", "run", "yet; train one first (rlft train +recipe=grpo_arithmetic), or give run=<folder> or mod"),
     ("eval run=", "is empty"),
-    ("eval run=nothing", "there is no such folder"),
     ("eval run=run", "there is no checkpoint in that run yet"),
     ("eval run=done", "no checkpoint in that run, which is finished, got done; name another run, or train it"),
     ("report damaged", "report", "metrics.jsonl cannot be read (Is a directory), got damaged; restore it from a copy"),
-    ("eval model.path=/nowhere", "got /nowhere"),
 ]  # fmt: skip
 
 # What only a library can refuse: it has to read a model's folder, a tokenizer, data in tokens, tensors, or to ask for
@@ -729,7 +617,6 @@ READ_BY_LIBRARIES = [
     ("plan model.device=cuda device_memory=1GiB cluster.engines=4 cluster.ranks=4 cluster.placement=pairs", "one GPU"),
     ("train generation.max_tokens=300", "exceeds the model's context of 512 tokens, got 300"),
     ("train model.path=long_rope prompts.max_tokens=60 generation.max_tokens=41", "context of 100 tokens, beyond whic"),
-    ("train model.path=long_rope prompts.max_tokens=100", "longrope RoPE makes a row depend on"),
     (f"{SFT} model.path=long_rope prompts.max_tokens=60", "max_completion_tokens", "longrope RoPE makes"),
     ("train prompts.max_tokens=4", "4096 of 4096 train prompts are longer"),
     ("train prompts.max_tokens=21 prompts.over_limit=refuse", "prompts.max_tokens", "or set prompts.over_limit=drop"),
@@ -755,16 +642,13 @@ READ_BY_LIBRARIES = [
     (f"train {SMALL} lora.path=elsewhere", "made for a base with other files (0123 then, "),
     (f"train {SMALL} lora.path=deeper", f"this base has no module for its tensor {DEEPER}, got deeper; u"),
     (f"train {SMALL} lora.path=wider", f"its tensor {FIRST} is (4, 999), and this base takes (4, "),
-    (f"train {SMALL} snapshot.reference=elsewhere", "made for a base with other files (0123"),
     (f"train {SMALL} snapshot.reference=lacking", f"it lacks the tensor {FIRST}, unlike what it"),
     (f"{PPO} {SMALL} critic.init=critic_elsewhere", "made for a base with other files (0123"),
     (f"{PPO} {SMALL} critic.init=critic_wider", f"its tensor {FIRST} is (4, 999)"),
     (f"{PPO} {SMALL} critic.init=long_head", "its head has weight (1, 999), and this base takes (1, "),
     (f"{PPO} {SMALL} critic.init=no_bias", "its head has no bias, and this base takes (1,)"),
     (f"{PPO_SHARED} critic.init=shared_elsewhere", "made for a base with other files (0123"),
-    (f"{PPO_SHARED} critic.init=long_head", "its head has weight (1, 999), and this base takes"),
     (f"train {SMALL} {LEARNED} reward.learned.path=critic_elsewhere", "other files (0123"),
-    (f"train {SMALL} {LEARNED} reward.learned.path=critic_wider", f"its tensor {FIRST} is (4,"),
     (f"train -m {SMALL} lora.path=policy,wider", "(job 1: "),
     # Adapters that cannot be used as they are
     (f"train {SMALL} lora.target_modules=[q_proj] lora.path=policy", f"it has the tensor {FIRST}, unlike"),
@@ -772,7 +656,6 @@ READ_BY_LIBRARIES = [
     (f"train {SMALL} lora.use_dora=true lora.path=half_dora", f"it lacks the tensor {MAGNITUDE}, unlike"),
     ("sample data=arithmetic generation=vllm adapter=headed", "adapts lm_head, which vLLM cannot serve"),
     ("train lora.target_modules=[q_proj,lm_head]", "so that its adapter could not be exported"),
-    (f"{SFT} lora.target_modules=[lm_head]", "the weights of lm_head are those of model.embed"),
     (f"{RM} \"lora.target_modules='.*(q_proj|head)'\"", "the weights of lm_head are those of m"),
     ("train \"lora.target_modules='.*(q_proj|embed_tokens)'\"", "model.embed_tokens would be a"),
     ("train lora.target_modules=.*self_attn.*", "self_attn would be adapted, too, which is no"),
@@ -825,7 +708,6 @@ READ_BY_LIBRARIES = [
     (f"{SFT} data=jsonl data.path=good.jsonl reward=choice", "reward.choice", "reference answers are not right by the"),
     ("resume changed", "data.path", "data changed since the run began"),
     ("train -m model.device=cpu,cuda", "(job 1: model.device=cuda)"),
-    ("train -m generation.max_tokens=100,300", "context of 512 tokens (job 1: "),
     ("train prompts.max_tokens=600", "context of 512 tokens, got 600"),
     ("train prompts.max_tokens=512", "for instance to 256, and generation.max_tokens to 256"),
     # Commands that train otherwise
@@ -878,7 +760,6 @@ FILES = {
     "mine/recipe/with_keys.yaml": f"{PACKAGE}logger:\n  console:\n    live: false\n",
     "bell/recipe/rings.yaml": f"{PACKAGE}# Rings.\nname: a\a\n",
     "folded/recipe/nested.yaml/inner.yaml": "# In a folder that is named like a file.\n",
-    "mine/recipe/dangling.yaml": f"{PACKAGE}# Refers to nothing.\nseed: ${{nothing}}\n",
     "hiding/reward/format.yaml": "# Would never be read.\nformat:\n  weight: 3.0\n",
     "latin/recipe/old.yaml": f"{PACKAGE}# \xff.\nseed: 1\n",  # no UTF-8
 }
@@ -1056,9 +937,9 @@ def problem_of(row: tuple[str, ...], code: Any, err: str, out: str, is_clean: bo
     return f"it says something else, too: {out}" if out else "" if is_clean else "something is left behind"
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("part", [0, slow(1)])
 def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(
-    half: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    part: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlft.commands.launch.check_whole", lambda *_, **__: None)  # some folders have a config alone
     monkeypatch.setattr("rlft.logger.console.show_rows", lambda *_, **__: None)  # what the config says is shown before
@@ -1067,7 +948,7 @@ def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(
         importlib.util, "find_spec", lambda name, *a: None if name in missing.split() else find_spec(name, *a)
     )
     before = sorted(workplace.rglob("*"))
-    for missing, *row in [*(("", *row) for row in READ_BY_LIBRARIES), *NOT_INSTALLED][half::2]:  # noqa: B007
+    for missing, *row in [*(("", *row) for row in READ_BY_LIBRARIES), *NOT_INSTALLED][part::2]:  # noqa: B007
         hub_answers.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "path", list(sys.path))
@@ -1121,8 +1002,9 @@ ACCEPTED = [
 ]
 
 
-def test_what_only_looks_like_a_mistake_is_planned(workplace: Path) -> None:
-    for typed in ACCEPTED:
+@pytest.mark.parametrize("part", [0, slow(1), slow(2)])
+def test_what_only_looks_like_a_mistake_is_planned(part: int, workplace: Path) -> None:
+    for typed in ACCEPTED[part::3]:
         notes = resolve(compose(shlex.split(typed))).plan().notes
         assert all("all of its lora_B are 0" in note for note in notes), (typed, notes)  # adapters nothing has trained
 
@@ -1150,8 +1032,9 @@ HARDLY_MEANT = [
 ]  # fmt: skip
 
 
-def test_what_is_hardly_ever_meant_is_said_and_goes_on(workplace: Path) -> None:
-    for typed, fragment in HARDLY_MEANT:
+@pytest.mark.parametrize("part", [0, slow(1), slow(2)])
+def test_what_is_hardly_ever_meant_is_said_and_goes_on(part: int, workplace: Path) -> None:
+    for typed, fragment in HARDLY_MEANT[part::3]:
         [warning] = resolve(compose(shlex.split(typed))).plan().notes
         assert fragment in warning, typed
 
@@ -1186,19 +1069,23 @@ print(json.dumps(lines))
 """
 
 
-def test_a_mistake_in_the_config_is_refused_in_a_line_that_helps_before_a_library_is_imported(templates: Path) -> None:
+@pytest.mark.parametrize("part", [0, slow(1), slow(2)])
+def test_a_mistake_in_the_config_is_refused_in_a_line_that_helps_before_a_library_is_imported(
+    part: int, templates: Path
+) -> None:
+    rows = TABLE[part::3]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_LIBRARIES],
         cwd=templates,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent / "helpers")])},
-        input=json.dumps([row[0] for row in TABLE]),
+        input=json.dumps([row[0] for row in rows]),
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = zip(TABLE, json.loads(done.stdout), strict=True)
+    found = zip(rows, json.loads(done.stdout), strict=True)
     wrong = {
         row[0]: problem
         for row, (code, err, out, is_clean) in found

@@ -17,6 +17,8 @@ from rlft.commands.lists import all_keys
 from rlft.config import command as commands
 
 REPOSITORY = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
 HREF = re.compile(r'(?:href|src)="?([^"\s>#?]+)')
 
 

@@ -14,8 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,17 @@ import nbformat
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
-from in_one_test import each
 from nbclient import NotebookClient
+from run_processes import happens
+from slow_cases import slow
 
 from rlft.config.compose import compose
-from rlft.config.resolved import resolve
+from rlft.config.resolved import build, resolve
 
 REPOSITORY = Path(__file__).parents[1]
 PROGRAMS = Path(sys.executable).parent
-NOTEBOOK = REPOSITORY / "docs" / "tutorials" / "start.ipynb"
-TARGETS = ("cpu", "cuda")
+DOCS, SCRIPTS = REPOSITORY / "docs", REPOSITORY / "scripts"
+NOTEBOOK = DOCS / "tutorials" / "start.ipynb"
 
 
 def run(*words: object, **options: Any) -> str:
@@ -60,7 +60,7 @@ def values(target: str, instruction: str) -> list[str]:
     return [value for name, value in stage(target) if name == instruction]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_a_container_is_rlft_with_the_versions_of_a_file_of_pins(target: str) -> None:
     assert values(target, "FROM") == ["python:3.12-slim"], "the Python that pins/ is for"
     assert values(target, "ENTRYPOINT") == ['["rlft"]']
@@ -125,7 +125,7 @@ def test_the_notebook_can_be_read_without_running_it() -> None:
 
 
 # -- a fork's checks ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "does"), [("tests", ["lint", "test"]), ("docs", ["docs"])])
+@pytest.mark.parametrize(("name", "does"), [("tests", ["lint", "test"]), slow("docs", ["docs"])])
 def test_the_workflow_of_a_fork_is_one_and_runs_what_anybody_runs(name: str, does: list[str]) -> None:
     file = REPOSITORY / ".github" / "workflows" / f"{name}.yml"
     run(PROGRAMS / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", file)
@@ -149,12 +149,31 @@ def test_the_hooks_are_ones_that_a_fork_can_install() -> None:
         assert f"$(BIN)/{Path(program).name}" in makefile, "`make lint` runs the same"
 
 
-# -- a batch script, and machines of a cloud ---------------------------------------------------------------------------
+# -- a batch script, machines of a cloud, and Kubernetes ---------------------------------------------------------------
+BLOCK = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
 def commands_in(script: str) -> Iterator[list[str]]:
     """The words of each `rlft train`, with an address in the place of variables."""
     joined = script.replace("\\\n", " ").replace('"$first:$port"', "10.0.0.1:6379")
     for line in re.findall(r"\brlft train (\+[^#&\n]*)", joined):
         yield [word for word in shlex.split(line) if not word.startswith(("hydra.", "resume="))]
+
+
+def commands_shown(page: str) -> Iterator[list[str]]:
+    """The same of a page's blocks that no test runs, also those inside of files and scripts."""
+    for language, _, text in BLOCK.findall((DOCS / "how-to" / page).read_text()):
+        is_job = language == "yaml" and "entrypoint" in text
+        if language != "sh":
+            yield from commands_in(yaml.safe_load(text)["spec"]["entrypoint"] if is_job else text)
+
+
+@pytest.mark.parametrize(("page", "at_least"), [("cluster.md", 6), ("preemptible.md", 2), ("7b-on-24gb.md", 1)])
+def test_commands_that_no_machine_here_can_run_are_sound(page: str, at_least: int) -> None:
+    shown = list(commands_shown(page))
+    assert len(shown) >= at_least
+    for words in shown:
+        resolve(compose(words))
 
 
 def check_shell(script: str, tmp_path: Path, *without: str) -> None:
@@ -163,51 +182,81 @@ def check_shell(script: str, tmp_path: Path, *without: str) -> None:
     run(PROGRAMS / "shellcheck", "--shell", "bash", *(f"--exclude={code}" for code in without), file)
 
 
-def test_the_batch_script_is_the_one_that_the_page_explains(tmp_path: Path) -> None:
-    script = (REPOSITORY / "scripts" / "slurm.sh").read_text()
-    assert f"```sbatch rlft.sbatch\n{script}```\n" in (REPOSITORY / "docs" / "how-to" / "cluster.md").read_text()
+def programs(folder: Path, bodies: Mapping[str, str]) -> str:
+    """Writes programs of these bodies into a folder; returns the PATH that finds them first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:/usr/bin:/bin"
+
+
+def test_the_batch_script_is_the_one_that_the_page_explains_with_the_options_that_signals_need(tmp_path: Path) -> None:
+    script = (SCRIPTS / "slurm.sh").read_text()
+    assert f"```sbatch rlft.sbatch\n{script}```\n" in (DOCS / "how-to" / "cluster.md").read_text()
+    assert {"--signal=B:TERM@900", "--requeue"} <= set(re.findall(r"^#SBATCH (\S+)", script, re.MULTILINE))
     check_shell(script, tmp_path)
 
 
 STUBS = {
-    "ray": 'if [ "$1" = status ]; then echo " node_1"; fi',
-    "srun": "",
-    "scontrol": 'echo "$@" > requeued',
-    "rlft": "{run}",
+    "hostname": 'echo "10.0.0.1 fe80::1"',
+    "srun": 'echo "srun $*" >> calls',
+    "scontrol": 'echo "scontrol $*" >> calls',
+    # As with Ray, the other machines are listed once srun has started them.
+    "ray": 'echo "ray $*" >> calls; [ "$1" = status ] || exit 0\n'
+    'for i in $(seq 400); do grep -q "^srun" calls && break; sleep 0.05; done\n'
+    'for i in 1 2 3 4; do echo " 1 node_$i"; done',
 }
-UNTIL_TERM = "trap 'exit 130' TERM; touch started; while true; do sleep 0.05; done"
+SAVES = (
+    'trap "sleep 0.3; echo saved >> calls; exit 130" TERM; echo "rlft began $*" >> calls; while :; do sleep 0.05; done'
+)
 
 
-@each(("run", "code"), [("exit 3", 3), ("exit 0", 0), (UNTIL_TERM, 130)])
+@pytest.mark.parametrize(("rlft", "code"), [("exit 2", 2), (SAVES, 130)], ids=["ends", "is told to stop"])
 def test_the_batch_script_ends_as_its_run_and_asks_for_another_place_after_a_signal(
-    tmp_path: Path, run: str, code: int
+    rlft: str, code: int, tmp_path: Path
 ) -> None:
-    for name, body in STUBS.items():
-        file = tmp_path / name
-        file.write_text(f"#!/bin/bash\n{body.replace('{run}', run)}\n")
-        file.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
-    words = ["bash", REPOSITORY / "scripts" / "slurm.sh"]
-    script = subprocess.Popen(words, cwd=tmp_path, env=environment, start_new_session=True)
+    environment = {"PATH": programs(tmp_path, {**STUBS, "rlft": rlft}), "SLURM_JOB_ID": "7", "SLURM_NNODES": "4"}
+    calls = tmp_path / "calls"
+    job = subprocess.Popen(["bash", SCRIPTS / "slurm.sh"], cwd=tmp_path, env=environment, start_new_session=True)
     try:
-        if run == UNTIL_TERM:
-            deadline = time.monotonic() + 60
-            while not ((tmp_path / "started").exists() and catches(script.pid, signal.SIGTERM)):
-                assert script.poll() is None, "it ended before its run began"
-                assert time.monotonic() < deadline, "its run has not begun in a minute"
-                time.sleep(0.05)
-            script.terminate()
-        assert script.wait(60) == code
+        if code == 130:
+            assert happens(lambda: calls.exists() and "rlft began" in calls.read_text(), within_s=60)
+            assert happens(lambda: catches(job.pid, signal.SIGTERM), within_s=60)
+            job.terminate()
+        assert job.wait(120) == code
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
-    assert (tmp_path / "requeued").exists() == (code == 130)
+            os.killpg(job.pid, signal.SIGKILL)
+    made = calls.read_text().splitlines()
+    assert "ray start --head --node-ip-address=10.0.0.1 --port=20007" in made
+    if code == 130:
+        assert made[-3:] == ["saved", "ray stop", "scontrol requeue 7"]
+        assert any("cluster.address=10.0.0.1:20007" in call for call in made)
+    else:
+        assert made[-1] == "ray stop"
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler of its own for the signal."""
     [mask] = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_the_job_of_kubernetes_has_the_gpus_of_its_run() -> None:
+    [text] = [text for _, name, text in BLOCK.findall((DOCS / "how-to/cluster.md").read_text()) if "rayjob" in name]
+    job = yaml.safe_load(text)
+    assert (job["apiVersion"], job["kind"], job["spec"]["entrypointNumGpus"]) == ("ray.io/v1", "RayJob", 1)
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [cluster["headGroupSpec"]["template"]["spec"]]
+    pods += [group["template"]["spec"] for group in cluster["workerGroupSpecs"] for _ in range(group["replicas"])]
+    gpus = [pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods]
+    [words] = commands_in(job["spec"]["entrypoint"])
+    config = build(compose(words)).cluster
+    assert {"cluster.address=auto", "cluster.engines=24"} <= {*words}
+    assert sum(gpus) == config.engines * config.gpus_per_engine + config.ranks
+    volumes = {volume["name"] for volume in pods[-1]["volumes"]}
+    assert {mount["name"] for mount in pods[0]["containers"][0]["volumeMounts"]} == volumes
 
 
 SKYPILOT = {
@@ -219,7 +268,7 @@ sky/utils/schemas.py, which refuse any other."""
 
 
 def test_the_file_for_skypilot_is_a_task_whose_machines_have_the_gpus_of_its_run(tmp_path: Path) -> None:
-    task = yaml.safe_load((REPOSITORY / "scripts" / "skypilot.yaml").read_text())
+    task = yaml.safe_load((SCRIPTS / "skypilot.yaml").read_text())
     assert {*task} <= SKYPILOT[""]
     assert {*task["resources"]} <= SKYPILOT["resources"]
     header = "export SKYPILOT_NODE_IPS SKYPILOT_NODE_RANK SKYPILOT_NUM_NODES\n"
@@ -234,16 +283,9 @@ def test_the_file_for_skypilot_is_a_task_whose_machines_have_the_gpus_of_its_run
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_machine_of_skypilot_joins_the_ray_of_the_first(rank: int, tmp_path: Path) -> None:
-    task = yaml.safe_load((REPOSITORY / "scripts" / "skypilot.yaml").read_text())
-    programs = {
-        "ray": 'echo "ray $*" >> "$HOME/calls"; [ "$1" = status ] && echo " 1 node_a" && echo " 1 node_b"; true',
-        "rlft": 'echo "rlft $*" >> "$HOME/calls"',
-    }
-    (tmp_path / "rlft" / "bin").mkdir(parents=True)
-    for name, text in programs.items():
-        file = tmp_path / "rlft" / "bin" / name
-        file.write_text(f"#!/bin/bash\n{text}\n")
-        file.chmod(0o755)
+    task = yaml.safe_load((SCRIPTS / "skypilot.yaml").read_text())
+    ray = 'echo "ray $*" >> "$HOME/calls"; [ "$1" = status ] && echo " 1 node_a" && echo " 1 node_b"; true'
+    programs(tmp_path / "rlft" / "bin", {"ray": ray, "rlft": 'echo "rlft $*" >> "$HOME/calls"'})
     known = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2"}
     run("bash", "-c", task["run"], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", **known})
     calls = (tmp_path / "calls").read_text().splitlines()
