@@ -1,38 +1,49 @@
-"""What is exported computes what was trained, however it is loaded; and nothing is half written or overwritten."""
+"""`rlft export`: what is exported computes what was trained, nothing is half written or overwritten, and it is pushed.
+
+The hub is a small server that speaks its protocol.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
+from in_one_test import each
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from run_processes import Nursery
 from safetensors.torch import load_file
 from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rlft
+from rlft import cli
 from rlft.batch import score_sequences
-from rlft.commands.export.command import export
-from rlft.commands.export.model_card import facts, front_matter, measured_on, prepare, results
+from rlft.commands.export import command as export_command
+from rlft.commands.export.command import Push, export, read_target
+from rlft.commands.export.model_card import prepare
 from rlft.commands.export.weights import MergeError, round_weights
-from rlft.config.compose import compose
 from rlft.model.backbone import Backbone, read_backbone
 from rlft.model.kernels import elementwise
 from rlft.model.reward_model import open_learned
 from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
-from rlft.runs.find import CheckpointKind, NamedRun, find
+from rlft.runs.find import NamedRun, find
 from rlft.runs.lines import silent
+from rlft.system import interrupt
+from rlft.system.hub import hub_answers
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, UserError
 
 CPU = torch.device("cpu")
@@ -61,12 +72,6 @@ def sequences(backbone: Backbone) -> list[list[int]]:
     return [backbone.tokenizer(text)["input_ids"] for text in TEXTS]
 
 
-def in_float64(model: Any) -> Any:
-    """The same model without rounding; transformers' norms would go through float32 even so."""
-    elementwise.install(model.double())
-    return model
-
-
 @pytest.fixture
 def trainers(
     trained: Path, make_roles: Callable[..., Roles], model_config: Callable[..., Any], sequences: list[list[int]]
@@ -86,10 +91,9 @@ def trainers(
 
 # -- as the trainer --------------------------------------------------------------------------------------------------
 def test_the_merged_model_says_what_the_trained_policy_says(
-    trained: Path, trainers: list[float], sequences: list[list[int]], tmp_path: Path
+    exports: Mapping[str, Path], trainers: list[float], sequences: list[list[int]]
 ) -> None:
-    out = exported(find(trained), tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(out)
+    model = AutoModelForCausalLM.from_pretrained(exports["model"])
     assert model.dtype == torch.float32
     # float32 adds up W + B A before or after the product with the input; seen: 3e-6.
     assert largest_gap(score(model, sequences), trainers) < 1e-4
@@ -97,12 +101,11 @@ def test_the_merged_model_says_what_the_trained_policy_says(
 
 @pytest.mark.slow
 def test_vllm_says_of_the_merged_model_what_the_trained_policy_says(
-    trained: Path, trainers: list[float], sequences: list[list[int]], tmp_path: Path
+    exports: Mapping[str, Path], trainers: list[float], sequences: list[list[int]]
 ) -> None:
     from real_engines import open_vllm
 
-    out = exported(find(trained), tmp_path / "out")
-    generator = open_vllm(out, lora_rank=1, max_sequence_tokens=128)
+    generator = open_vllm(exports["model"], lora_rank=1, max_sequence_tokens=128)
     try:
         found = [x for row in generator.score(sequences) for x in row]
     finally:
@@ -111,21 +114,22 @@ def test_vllm_says_of_the_merged_model_what_the_trained_policy_says(
 
 
 def test_the_adapter_says_what_the_trained_policy_says_and_knows_where_its_base_is(
-    trained: Path, trainers: list[float], sequences: list[list[int]], tiny_path: Path, tmp_path: Path
+    exports: Mapping[str, Path], trainers: list[float], sequences: list[list[int]], tiny_path: Path
 ) -> None:
-    out = exported(find(trained), tmp_path / "out", "adapter")
+    out = exports["adapter"]
     on_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path), out)
     for model in (on_base, AutoPeftModelForCausalLM.from_pretrained(out)):
+        elementwise.install(model.double())  # transformers' norms would go through float32 even so
         # The same tensors in the same modules: only the order of additions may differ.
-        assert largest_gap(score(in_float64(model), sequences), trainers) < 1e-6
+        assert largest_gap(score(model, sequences), trainers) < 1e-6
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_path.resolve())
-    tokenizer = ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
-    assert sorted(f.name for f in out.iterdir()) == sorted(
-        ["README.md", "adapter_config.json", "adapter_model.safetensors", "chain.jsonl", "rlft.json", *tokenizer]
-    )
+    assert {f.name for f in out.iterdir()} == {
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "chain.jsonl", "rlft.json",
+        "chat_template.jinja", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), slow(0o077, 0o600, 0o700)])
 def test_exported_files_have_the_modes_of_any_file(
     umask: int, file: int, folder: int, policy_run: Callable[..., NamedRun], tmp_path: Path
 ) -> None:
@@ -136,24 +140,24 @@ def test_exported_files_have_the_modes_of_any_file(
         os.umask(before)
     for out in outs:
         assert out.stat().st_mode & 0o777 == folder
-        assert {f.name: oct(f.stat().st_mode & 0o777) for f in out.iterdir()} == {
-            f.name: oct(file) for f in out.iterdir()
-        }
+        assert {oct(f.stat().st_mode & 0o777) for f in out.iterdir()} == {oct(file)}
 
 
-def test_one_checkpoint_of_a_run_can_be_named(trained: Path, tmp_path: Path) -> None:
-    step_2, step_3 = checkpoint.finished(run_folder.checkpoints(trained))
-    for folder in (step_2, step_3):
-        out = exported(find(folder), tmp_path / folder.name, "adapter")
-        name = "adapter_model.safetensors"
-        assert (out / name).read_bytes() == (folder / "policy" / name).read_bytes()
-    assert (tmp_path / "step_000002" / name).read_bytes() != (tmp_path / "step_000003" / name).read_bytes()
+def test_one_checkpoint_of_a_run_can_be_named_whose_card_tells_no_later_result(
+    trained: Path, exports: Mapping[str, Path], tmp_path: Path
+) -> None:
+    older, newer = checkpoint.finished(run_folder.checkpoints(trained))
+    out, name = exported(find(older), tmp_path / "older", "adapter"), "adapter_model.safetensors"
+    assert (out / name).read_bytes() == (older / "policy" / name).read_bytes()
+    assert (exports["adapter"] / name).read_bytes() == (newer / "policy" / name).read_bytes()
+    text = (out / "README.md").read_text()
+    assert "for 2 steps" in text
+    assert "|  | step 0 | step 2 |" in text
 
 
-@pytest.mark.parametrize("kind", ["model", "adapter"])
-def test_the_exported_tokenizer_is_the_bases(kind: str, trained: Path, tiny_path: Path, tmp_path: Path) -> None:
-    out = exported(find(trained), tmp_path / "out", kind)
-    mine, its = AutoTokenizer.from_pretrained(out), AutoTokenizer.from_pretrained(tiny_path)
+@each("kind", ["model", "adapter"])
+def test_the_exported_tokenizer_is_the_bases(kind: str, exports: Mapping[str, Path], tiny_path: Path) -> None:
+    mine, its = AutoTokenizer.from_pretrained(exports[kind]), AutoTokenizer.from_pretrained(tiny_path)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1? é"}]
     options = {"add_generation_prompt": True, "return_dict": False}
     assert mine.apply_chat_template(messages, **options) == its.apply_chat_template(messages, **options)
@@ -197,15 +201,6 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(
     assert files_of(base) == before, "the base is only read"
 
 
-def test_a_dtype_can_be_asked_for(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:
-    place = policy_run()
-    exact = weights_of(exported(place, tmp_path / "exact"))
-    half = weights_of(exported(place, tmp_path / "half", dtype="bfloat16"))
-    assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
-    assert all(torch.equal(half[name], exact[name].bfloat16()) for name in exact)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
-
-
 def test_a_dtype_too_small_for_a_weight_is_refused() -> None:
     layer: Any = torch.nn.Linear(1, 1)
     layer.weight.data.fill_(1e5)  # float16 ends at 65504
@@ -243,27 +238,18 @@ def refusal(place: NamedRun, *words: str | None) -> str:
 REFUSED = [
     ((None, None, None), "out: is missing; write out=<new folder>"),
     (("", None, None), "out: is empty"),
-    (
-        ("new", "modle", None),
-        "as: is not a form that rlft writes, got modle; did you mean model? All: model, adapter",
-    ),
+    (("new", "modle", None), "as: is not a form that rlft writes, got modle; did you mean model? All: model, adapter"),
     (("new", "", None), "as: is not a form that rlft writes, got nothing"),
-    (
-        ("new", "gguf", None),
-        "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
-        "`python llama.cpp/convert_hf_to_gguf.py new --outfile new.gguf --outtype auto`",
-    ),
+    (("new", "gguf", None), "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
+     "`python llama.cpp/convert_hf_to_gguf.py new --outfile new.gguf --outtype auto`"),
     (("new", None, "float8"), "dtype: is not a known dtype, got float8; did you mean float32? All: auto, float32"),
-    (
-        ("new", "adapter", "float32"),
-        "dtype: applies to a model's weights only: an adapter keeps its own dtype, got float32",
-    ),
+    (("new", "adapter", "float32"), "dtype: applies to a model's weights only: an adapter keeps its own dtype, got fl"),
     (("a_file", None, None), "out: exists already, and nothing is ever overwritten"),
     (("a_folder", None, None), "out: exists already"),
     (("a_link", None, None), "out: exists already"),
     (("a_file/new", None, None), "out: cannot be written (Not a directory), got a_file/new"),
     (("run/checkpoints/new", None, None), "out: lies among the run's checkpoints, which would no longer be whole"),
-]
+]  # fmt: skip
 
 
 def test_words_that_cannot_be_done_are_refused(
@@ -296,31 +282,14 @@ def test_damaged_checkpoints_are_passed_over_or_refused(trained: Path, tmp_path:
     assert refusal(find(run), str(tmp_path / "out"), None, None).startswith("run: every checkpoint of this run is dam")
 
 
-def change_config(model: Path, **fields: Any) -> None:
-    file = model / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
-@pytest.mark.parametrize("kind", ["model", "adapter"])
-def test_another_base_is_refused(
-    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path, kind: str
-) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(tiny_path, base)
-    place = policy_run(f"model.path={base}")
-    change_config(base, rope_parameters={"rope_theta": 5.0, "rope_type": "default"})
-    message = refusal(place, str(tmp_path / "out"), kind, None)
-    assert message.startswith("model.path: is not the base this run was trained on: it has other files (")
-    assert f"), got {base}; leave it as it was" in message
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_base_whose_weights_are_quantised_is_not_merged_into(
     policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_path, base)
-    change_config(base, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    plain = json.loads((base / "config.json").read_text())
+    plain["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (base / "config.json").write_text(json.dumps(plain))
     place = policy_run(f"model.path={base}")
     assert refusal(place, str(tmp_path / "out"), None, None).startswith("as: the base's own weights are quantised")
     assert sorted(f.name for f in tmp_path.iterdir()) == ["base", "run"]
@@ -344,33 +313,13 @@ def test_a_merge_that_would_change_what_the_policy_says_is_refused(
 
 
 # -- whole or not there ----------------------------------------------------------------------------------------------
-KILLED = """
-import os, signal, sys
-from transformers import PreTrainedModel
-from rlft.commands.export import command as export_command
-from rlft.runs.find import find
-from pathlib import Path
-
-original = PreTrainedModel.save_pretrained
-
-def killed(*arguments, **keywords):
-    original(*arguments, **keywords)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-PreTrainedModel.save_pretrained = killed
-asked = export_command.prepare(find(Path(sys.argv[1])), sys.argv[2], None, None, print)
-export_command.export(asked, print)
-"""
-
-
 @pytest.mark.slow
 def test_a_kill_leaves_no_export_and_the_next_one_cleans_up(
-    policy_run: Callable[..., NamedRun], tmp_path: Path
+    policy_run: Callable[..., NamedRun], forks: Nursery, tmp_path: Path
 ) -> None:
     place, out = policy_run(), tmp_path / "exports" / "out"
-    environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", KILLED, str(place.run), str(out)], env=environment, check=False)
-    assert done.returncode == -9
+    kill = {"at": "rlft.commands.export.weights:save", "call": 1, "do": "kill", "when": "after"}
+    forks.run("export", f"run={place.run}", f"out={out}", cwd=tmp_path, events=[kill], ends=-9)
     [left] = out.parent.iterdir()
     assert left.name == ".out.writing"
     (left / "model.safetensors.index.json").touch()  # of a larger model that was exported to the same place
@@ -379,55 +328,45 @@ def test_a_kill_leaves_no_export_and_the_next_one_cleans_up(
     assert not (out / "model.safetensors.index.json").exists()
 
 
-def test_the_run_is_only_read(trained: Path, tmp_path: Path) -> None:
-    before = files_of(trained)
-    exported(find(trained), tmp_path / "model")
-    exported(find(trained), tmp_path / "adapter", "adapter")
-    assert files_of(trained) == before
-
-
 # -- runs of other kinds ---------------------------------------------------------------------------------------------
-@pytest.fixture
-def weights_run(policy_run: Callable[..., NamedRun], tiny_path: Path) -> NamedRun:
-    """A run whose checkpoint holds a whole model and no adapter; the base it began from is gone."""
+def test_a_run_of_all_weights_is_exported_as_its_model_and_has_no_adapter(
+    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path
+) -> None:
     place = policy_run()
     [folder] = checkpoint.finished(run_folder.checkpoints(place.run))
     shutil.rmtree(folder / "policy")
     shutil.copytree(tiny_path, folder / "model")
     checkpoint._write_manifest(folder)
-    return NamedRun(run=place.run, config={**place.config, "lora": None}, checkpoint=None)
-
-
-def test_a_run_of_all_weights_is_exported_as_its_model(weights_run: NamedRun, tiny_path: Path, tmp_path: Path) -> None:
-    gone = {**weights_run.config, "model": {**weights_run.config["model"], "path": "/gone"}}
-    out = exported(NamedRun(run=weights_run.run, config=gone, checkpoint=None), tmp_path / "out")
-    found, own = files_of(out), files_of(tiny_path)
+    whole = replace(place, config={**place.config, "lora": None})
+    gone = replace(whole, config={**whole.config, "model": {**whole.config["model"], "path": "/gone"}})
+    found, own = files_of(exported(gone, tmp_path / "out")), files_of(tiny_path)
     assert found.pop("README.md") != own.pop("README.md")
     assert found == own
-    half = weights_of(exported(weights_run, tmp_path / "half", dtype="bfloat16"))
+    half = weights_of(exported(whole, tmp_path / "half", dtype="bfloat16"))
     assert all(torch.equal(half[name], tensor.bfloat16()) for name, tensor in weights_of(tiny_path).items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+    refused = "as: the run trained all weights and has no adapter, got adapter; use as=model"
+    assert refusal(whole, str(tmp_path / "new"), "adapter", None) == refused
 
 
-def test_a_run_of_all_weights_has_no_adapter(weights_run: NamedRun, tmp_path: Path) -> None:
-    message = refusal(weights_run, str(tmp_path / "out"), "adapter", None)
-    assert message == "as: the run trained all weights and has no adapter, got adapter; use as=model"
-
-
-@pytest.fixture
-def reward_run(make_roles: Callable[..., Roles], save_run: Callable[..., NamedRun]) -> NamedRun:
-    """A run whose checkpoint holds a reward model and no policy."""
-    roles = make_roles(noise=0.05)
-    generator = torch.Generator().manual_seed(3)
+def test_a_reward_model_is_exported_as_what_a_learned_reward_takes_and_as_no_language_model(
+    save_run: Callable[..., NamedRun],
+    make_roles: Callable[..., Roles],
+    make_prompt: Callable[..., Prompt],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    roles, generator = make_roles(noise=0.05), torch.Generator().manual_seed(3)
     head = {"weight": torch.randn(1, 128, generator=generator), "bias": torch.randn(1, generator=generator)}
     adapters = {"reward": roles.weights("policy")}
-    return save_run(adapters=adapters, config=roles.adapter_config(), heads={"reward": head})
-
-
-def test_a_reward_model_is_exported_as_what_a_learned_reward_takes(
-    reward_run: NamedRun, make_roles: Callable[..., Roles], make_prompt: Callable[..., Prompt], tmp_path: Path
-) -> None:
-    out = exported(reward_run, tmp_path / "out", "adapter")
-    [folder] = checkpoint.finished(run_folder.checkpoints(reward_run.run))
+    run = save_run(adapters=adapters, config=roles.adapter_config(), heads={"reward": head})
+    out = tmp_path / "mine"
+    message = refusal(run, str(out), None, None)
+    assert message.startswith("as: a reward model is an adapter with a scalar head, which no causal language model hol")
+    assert message.endswith(f"got model; use as=adapter; then reward.learned.path={out}")
+    assert cli.run(["export", f"run={run.run}", f"out={out}", "as=adapter"]) == 0
+    assert capsys.readouterr().out == f"exported to {out}\n"
+    [folder] = checkpoint.finished(run_folder.checkpoints(run.run))
     prompt = make_prompt("What is 1 + 2?")
     said = Completion(text="", token_ids=(51, 52, 2), logprobs=(0.0,) * 3, finish_reason=FinishReason.stop)
     group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),))
@@ -436,143 +375,247 @@ def test_a_reward_model_is_exported_as_what_a_learned_reward_takes(
         learned = open_learned("x", str(path), make_roles(), token_budget=999, center=0.0, scale=1.0)
         scores.append(learned([group])[0][0])
     assert scores[0] == scores[1] != 0
-
-
-def test_a_reward_model_is_no_language_model(reward_run: NamedRun, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    message = refusal(reward_run, str(out), None, None)
-    assert message.startswith("as: a reward model is an adapter with a scalar head, which no causal language model hol")
-    assert message.endswith(f"got model; use as=adapter; then reward.learned.path={out}")
-
-
-# -- the card --------------------------------------------------------------------------------------------------------
-def card_of(out: Path) -> tuple[dict[str, Any], str]:
-    """The front matter, and the text."""
     _, front, text = (out / "README.md").read_text().split("---\n", 2)
-    return yaml.safe_load(front), text
-
-
-def test_the_card_says_what_the_run_folder_says(trained: Path, tmp_path: Path) -> None:
-    front, text = card_of(exported(find(trained), tmp_path / "out"))
-    assert front == {  # the embedded base is no hub id
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["rlft", "reinforcement-learning", "grpo", "lora"],
-    }
-    assert text.startswith("\n# grpo_arithmetic\n\nA model, trained with rlft for 3 steps.\n")
-    first, *_, last = (json.loads(line) for line in (trained / "eval.jsonl").read_text().splitlines())
-    assert (first["step"], last["step"]) == (0, 3)
-    assert "|  | step 0 | step 3 |" in text
-    assert "| samples of each prompt | 2 | 2 |" in text
-    for name in ("eval/exact_match", "eval/pass@2"):
-        told = [f"{line[name]:.4f} ± {line[f'{name}_se']:.4f}" for line in (first, last)]
-        assert f"| {name[5:]} | {told[0]} | {told[1]} |" in text
-    assert "Held-out prompts, at most 8, sampled as in training; " in text
-    assert "| Base | embedded:tiny-arithmetic |" in text
-    assert "| Data | arithmetic: difficulty=2, " in text
-    assert "| Rewards | exact_match x 1.0, format x " in text
-    assert "| A step | 4 prompts x 8 completions |" in text
-    origin = run_folder.read(trained)["origin"]
-    assert f"commit {origin['commit']}" in text
-    assert f"torch {origin['torch']}" in text
-    assert "base_fingerprint" in text
-    assert "Not recorded in the run" in text
-    assert str(trained.parent) not in text
-
-
-def test_the_card_of_an_older_checkpoint_tells_no_later_result(trained: Path, tmp_path: Path) -> None:
-    older, _ = checkpoint.finished(run_folder.checkpoints(trained))
-    _, text = card_of(exported(find(older), tmp_path / "out"))
-    assert "for 2 steps" in text
-    assert "|  | step 0 | step 2 |" in text
-
-
-def test_the_card_asks_with_the_runs_own_prompt(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:
-    (tmp_path / "my.jsonl").touch()
-    data = ["data=jsonl", f"data.path={tmp_path / 'my.jsonl'}", "data.system_prompt='Say \"yes\"'"]
-    place = policy_run(*data, "data.prompt_template='Q|: {question}'")
-    _, text = card_of(exported(place, tmp_path / "out"))
-    assert '{"role": "system", "content": "Say \\"yes\\""},' in text
-    assert '{"role": "user", "content": "Q|: What is 17 + 25?"},' in text
-    assert "| Data | jsonl: path=my.jsonl, held_out_fraction=0.1, " in text
-    assert str(tmp_path) not in text
-    assert "## Results" not in text, "there was no evaluation"
-
-
-def test_the_card_says_what_runs_of_other_commands_learned_from_and_were_measured_on() -> None:
-    line = {"step": 3, "eval/loss": 0.5, "eval/accuracy": 0.75, "eval/accuracy_se": 0.1}
-    sft = compose(["demonstrations.path=mine/a.jsonl"], command="sft")
-    assert ("A step", "32 demonstrations") in facts(sft)
-    assert dict(facts(sft))["Demonstrations"].startswith("demonstrations: path=a.jsonl, ")
-    assert measured_on(sft) == "demonstrations, at most 128"
-    told = results([line], sft)
-    assert ("loss", "0.5000") in told
-    assert all("samples" not in name for name, _ in told)
-    assert measured_on({**sft, "data": {"x": 1}}) == "prompts, at most 128, sampled as in training"
-    rm = compose(["preferences.path=mine/a.jsonl"], command="rm")
-    assert ("A step", "32 rankings") in facts(rm)
-    assert measured_on(rm) == "rankings, at most 512"
-    assert results([line], rm) == [("", "step 3"), ("loss", "0.5000"), ("accuracy", "0.7500 ± 0.1000")]
-
-
-def test_hub_ids_stand_in_the_front_matter(policy_run: Callable[..., NamedRun]) -> None:
-    config = policy_run("data=gsm8k").config
-    config = {**config, "model": {**config["model"], "path": "Qwen/Qwen2.5-0.5B-Instruct"}}
-    front = yaml.safe_load(front_matter(config, CheckpointKind.policy, is_model=False))
-    assert front["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert front["base_model_relation"] == "adapter"
-    assert front["library_name"] == "peft"
-    assert front["datasets"] == ["openai/gsm8k"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "template"),
-    [("adapter", True), slow("model", True), slow("adapter", False), slow("model", False)],
-)
-def test_the_python_of_the_card_runs(
-    policy_run: Callable[..., NamedRun],
-    tiny_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    kind: str,
-    template: bool,
-) -> None:
-    base, variables = tmp_path / "base", list[str]()
-    shutil.copytree(tiny_path, base)
-    if not template:
-        (base / "chat_template.jinja").unlink()
-    else:
-        file = base / "chat_template.jinja"
-        file.write_text("{% if brief is defined %}Be brief.{% endif %}" + file.read_text())
-        variables = ["prompts.template_variables={brief: true}"]
-    defaults = json.loads((base / "generation_config.json").read_text())
-    (base / "generation_config.json").write_text(json.dumps({**defaults, "repetition_penalty": 1.5, "typical_p": 1.0}))
-    place = policy_run(f"model.path={base}", "generation.max_tokens=8", *variables, noise=0.0)
-    _, text = card_of(exported(place, tmp_path / "out", kind))
-    by_transformers, by_vllm = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    compile(by_vllm, "card", "exec")
-    assert "repetition_penalty=1.0" in by_transformers, "the run sampled without the base's"
-    assert "typical_p" not in by_transformers
-    assert "has `repetition_penalty: 1.5`: the run sampled without it" in text
-    assert ('"brief": True' in by_transformers) == ("chat_template_kwargs={'brief': True}" in by_vllm) == template
-    assert 'LLM(base, dtype="float32"' in by_vllm, "vLLM would make bfloat16 of it"
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    exec(by_transformers, {})
-    assert capsys.readouterr().out.strip(), "it answers"
-
-
-def test_the_card_of_a_reward_model_says_how_to_train_with_it(reward_run: NamedRun, tmp_path: Path) -> None:
-    front, text = card_of(exported(reward_run, tmp_path / "mine", "adapter"))
-    assert front["library_name"] == "peft"
+    assert yaml.safe_load(front)["library_name"] == "peft"
     assert "pipeline_tag" not in front
     assert text.startswith("\n# run\n\nA reward model, trained with rlft for 7 steps.\n")
     assert "reward.learned.path=mine lora.rank=4 lora.alpha=8" in text
+    assert "GGUF" not in text, "it is nothing for llama.cpp"
 
 
-def test_what_is_asked_is_checked_before_torch_is_imported() -> None:
-    code = "import sys, rlft.commands.export.command, rlft.commands.chat; "
-    code += "print({'torch', 'transformers', 'peft'} & set(sys.modules))"
-    environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1])}
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, env=environment) == "set()\n"
+ID = "me/mine"
+
+
+class Hub(ThreadingHTTPServer):
+    """account: what whoami answers, None for a token that is refused. repositories: {id: whether it is private}.
+
+    files: {id: {path: content}}, of what was committed. wrong: {path of a request: status to fail with}. asked: the
+    requests so far. seconds: before each answer.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.account: dict[str, Any] | None = {"name": "me", "auth": {"accessToken": {"role": "write"}}}
+        self.repositories: dict[str, bool] = {}
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.wrong: dict[str, int] = {}
+        self.asked: list[str] = []
+        self.seconds = 0.0
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left is no error."""
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+        """(status, fields)."""
+        self.asked.append(f"{method} {path}")
+        time.sleep(self.seconds)
+        name = path.removeprefix("/api/models/").partition("/revision/")[0].partition("/commit/")[0]
+        if path in self.wrong:
+            return self.wrong[path], {"error": "it is broken"}
+        if path == "/api/whoami-v2":
+            return (200, self.account) if self.account else (401, {"error": "no"})
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            exists, private = name in self.repositories, asked.get("private") or asked.get("visibility") == "private"
+            self.repositories.setdefault(name, bool(private))
+            return 409 if exists else 200, {"url": f"{self.url}/{name}", "id": name}
+        if "/preupload/" in path:
+            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
+            return 200, {"files": [{**file, "shouldIgnore": False} for file in files]}
+        if "/commit/" in path:
+            lines = map(json.loads, body.decode().splitlines())
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            self.files.setdefault(name, {}).update({f["path"]: base64.b64decode(f["content"]) for f in files})
+            return 200, {"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.url}/{name}/commit/{'1' * 40}"}
+        if method == "GET" and name not in self.repositories:
+            return 404, {"error": "Repository not found"}
+        return 200, {"id": name, "private": self.repositories.get(name), "sha": "0" * 40, "siblings": [], "tags": []}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Hub)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        status, fields = self.server.answer(self.command, self.path.partition("?")[0], body)
+        data = json.dumps(fields).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        if status == 404:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    do_POST = do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that takes everything, and a token for it."""
+    server = Hub()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_test")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    hub_answers.cache_clear()
+    huggingface_hub.close_session()
+    yield server
+    server.shutdown()
+    server.server_close()
+    hub_answers.cache_clear()
+    huggingface_hub.close_session()
+
+
+Pushed = Callable[..., tuple[int, str, str, Path]]
+
+
+@pytest.fixture
+def pushed(policy_run: Callable[..., NamedRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pushed:
+    """Exports a run's adapter to `out` and pushes it, with further words: (exit code, output, errors, the folder)."""
+    run = policy_run().run
+
+    def push(*words: str, out: str = "out") -> tuple[int, str, str, Path]:
+        capsys.readouterr()
+        code = cli.run(["export", f"run={run}", f"out={tmp_path / out}", "as=adapter", f"push={ID}", *words])
+        return code, *capsys.readouterr(), tmp_path / out
+
+    return push
+
+
+# -- a hub that takes it -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["private", "public"])
+def test_the_folder_is_pushed_as_it_is(kind: str, hub: Hub, pushed: Pushed) -> None:
+    code, out, err, folder = pushed(*(["private=false"] if kind == "public" else []))
+    assert (code, hub.files, hub.repositories) == (0, {ID: files_of(folder)}, {ID: kind == "private"})
+    assert (out.splitlines()[0], out.splitlines()[-1]) == (f"exported to {folder}", f"pushed to {hub.url}/{ID}")
+    size = sum(map(len, files_of(folder).values()))
+    assert f"pushing {len(files_of(folder))} files ({size:,} bytes) to the {kind} repository {ID}" in err
+    assert "on this machine, which others will not find" in err, "the embedded base is nowhere else"
+    assert f'path = "{ID}"' in (folder / "README.md").read_text(), "the card is read on the hub"
+    assert interrupt.line() == f"rlft: interrupted: {folder} is exported and pushed to {ID}"
+
+
+def test_a_repository_that_exists_gets_the_files(hub: Hub, pushed: Pushed) -> None:
+    hub.repositories[ID] = True
+    hub.files[ID] = {"mine.txt": b"stays", "README.md": b"is replaced"}
+    code, *_, folder = pushed()
+    assert (code, hub.files) == (0, {ID: {"mine.txt": b"stays", **files_of(folder)}})
+
+
+# -- one that does not -------------------------------------------------------------------------------------------------
+@each(
+    ("account", "private", "wrong", "words", "message"),
+    [
+        (None, None, {}, (), f"push: the hub refuses the token (401), got {ID}; create one that may write at "),
+        ({"auth": {"accessToken": {"role": "read"}}}, None, {}, (),
+         f"push: the token may only read, got {ID}; create one"),
+        ({}, None, {f"/api/models/{ID}": 403}, (), f"push: the hub refuses the token (403), got {ID}; "),
+        ({}, False, {}, (), f"private: {ID} exists on the hub and is public; a push does not change that, got tr"),
+        ({}, True, {}, ("private=false",), f"private: {ID} exists on the hub and is private; a push does not ch"),
+    ],
+)  # fmt: skip
+def test_what_the_hub_would_refuse_is_refused_before_anything_is_written(
+    account: Any, private: bool | None, wrong: dict[str, int], words: tuple[str, ...], message: str,
+    hub: Hub, pushed: Pushed, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    hub.account = None if account is None else {"name": "me", **account}
+    hub.repositories, hub.wrong = {} if private is None else {ID: private}, wrong
+    monkeypatch.setattr("rlft.commands.export.command.export", lambda *_: pytest.fail("something was computed"))
+    code, _, err, _ = pushed(*words)
+    assert (code, err.startswith(f"rlft: {message}")) == (2, True), err
+    assert not any(line.startswith("POST") for line in hub.asked)
+
+
+@pytest.mark.parametrize(
+    ("broken", "status", "problem"),
+    [("/api/repos/create", 403, "HfHubHTTPError: "), (f"/api/models/{ID}/commit/main", 400, "BadRequestError: ")],
+)
+def test_a_push_that_fails_keeps_the_folder_and_names_the_command(
+    broken: str, status: int, problem: str, hub: Hub, pushed: Pushed
+) -> None:
+    hub.wrong = {broken: status}
+    code, _, err, out = pushed()
+    line = err.splitlines()[-1]
+    assert code == 1
+    assert line.startswith(f"rlft: stopped: not pushed to the private repository {ID}: {problem}")
+    assert line.endswith(f"; {out} is kept; try `hf upload {ID} {out} --private`")
+    assert (out / "adapter_model.safetensors").is_file()
+    assert interrupt.line().endswith(f"`hf upload {ID} {out} --private` uploads the rest")
+
+
+def test_a_hub_that_is_broken_or_silent_does_not_keep_the_export_from_being_written(
+    hub: Hub, pushed: Pushed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_command, "QUESTION_SECONDS", 0.2)
+    before = huggingface_hub.get_session().timeout
+    for status, seconds, problem in ((500, 0.0, "HfHubHTTPError"), (None, 60.0, "ReadTimeout")):
+        hub.wrong, hub.seconds = {} if status is None else {"/api/whoami-v2": status}, seconds
+        code, _, err, out = pushed(out=problem)
+        assert (code, f"not pushed: {problem}: " in err) == (1, True), err
+        assert (out / "adapter_model.safetensors").is_file()
+    assert huggingface_hub.get_session().timeout == before, "waits are limited for these questions alone"
+
+
+# -- nowhere to push to ------------------------------------------------------------------------------------------------
+PROBLEMS = {
+    "offline": "HF_HUB_OFFLINE is set",
+    "no token": "there is no token for the Hugging Face hub",
+    "no answer": "http://127.0.0.1:9 cannot be reached",
+}
+
+
+@each("why", PROBLEMS)
+def test_offline_it_says_what_it_would_do(why: str, pushed: Pushed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", why == "offline")
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None if why == "no token" else "hf_of_the_test")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the port of "discard", which nobody opens
+    hub_answers.cache_clear()
+    code, said, err, out = pushed(out=f"{why} folder")
+    hub_answers.cache_clear()
+    assert (code, said.startswith(f"exported to {out}\n"), "pushed" in said) == (1, True, False)
+    files = files_of(out)
+    commands = ["`hf auth login`"] if why == "no token" else []
+    commands.append(f"`hf upload {ID} '{out}' --private`")
+    assert err.splitlines()[-1] == (
+        f"rlft: stopped: not pushed: {PROBLEMS[why]}; {out} is kept; what would go to the private repository {ID}: "
+        f"{len(files)} files ({sum(map(len, files.values())):,} bytes), by {' and then '.join(commands)}"
+    )
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+def test_ids_of_repositories() -> None:
+    assert read_target(None, None) is None
+    assert read_target(ID, None) == Push(repo_id=ID, private=True) == read_target(ID, "true")
+    assert read_target("an-org/Mine_0.5B", "false") == Push(repo_id="an-org/Mine_0.5B", private=False)
+
+
+@each(
+    ("repo_id", "private", "message"),
+    [
+        *((word, None, f"push: is not a repository id .*, got {word or 'nothing'}; write push=<user>/<name>") for word
+          in ("", "a/b/c", "/mine", "me/", "me/my model", "me/-x", "me/a--b", "me/a..b", "me/x.git", "me/" + "x" * 97,
+              "https://huggingface.co/me/mine")),
+        ("mine", None, "push: names no user or organisation, got mine; write push=<user>/<name>"),
+        (ID, "yes", "private: must be true or false, got yes; write private=false if"),
+        (ID, "", "private: must be true or false, got nothing"),
+        (None, "true", "private: has no effect without push=, got true; add push="),
+    ],
+)  # fmt: skip
+def test_words_that_name_no_repository_are_refused(repo_id: str | None, private: str | None, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}"):
+        read_target(repo_id, private)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from rlft.model.roles import Roles
 from rlft.model.text_model import names_of
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import NamedRun
+
+SaveRun = Callable[..., NamedRun]
 
 IDS = [10 + (7 * i) % 90 for i in range(12)]
 CPU = torch.device("cpu")
@@ -76,11 +79,7 @@ def check_whole(out: Path, base: Path) -> None:
 
 
 def test_a_policy_is_merged_into_the_whole_folder_and_its_adapter_fits_the_own_class(
-    base: Path,
-    make_roles: Callable[..., Roles],
-    model_config: Callable[..., Any],
-    save_run: Callable[..., NamedRun],
-    tmp_path: Path,
+    base: Path, make_roles: Callable[..., Roles], model_config: Callable[..., Any], save_run: SaveRun, tmp_path: Path
 ) -> None:
     backbone = read_backbone(model_config(path=str(base)))
     roles = make_roles(noise=0.1, backbone=backbone)
@@ -99,7 +98,7 @@ def test_a_policy_is_merged_into_the_whole_folder_and_its_adapter_fits_the_own_c
 
 
 def test_a_text_model_that_was_trained_whole_is_put_back_into_its_folder(
-    base: Path, model_config: Callable[..., Any], save_run: Callable[..., NamedRun], tmp_path: Path
+    base: Path, model_config: Callable[..., Any], save_run: SaveRun, tmp_path: Path
 ) -> None:
     model = WholeModel(read_backbone(model_config(path=str(base))))
     with torch.no_grad():
@@ -114,19 +113,14 @@ def test_a_text_model_that_was_trained_whole_is_put_back_into_its_folder(
     again.restore_role(folder / "model")
     assert again.score([IDS]) == model.score([IDS])
     checkpoint._write_manifest(folder)
-    out, said = exported(
-        NamedRun(run=place.run, config={**place.config, "lora": None}, checkpoint=None), tmp_path / "out", "model"
-    )
+    out, said = exported(replace(place, config={**place.config, "lora": None}), tmp_path / "out", "model")
     assert said == []
     check_whole(out, base)
     assert scored(out) == pytest.approx(model.score([IDS])[0], abs=1e-4)
 
 
 def test_a_tensor_that_no_class_is_said_to_leave_out_is_told(
-    make_roles: Callable[..., Roles],
-    model_config: Callable[..., Any],
-    save_run: Callable[..., NamedRun],
-    tmp_path: Path,
+    make_roles: Callable[..., Roles], model_config: Callable[..., Any], save_run: SaveRun, tmp_path: Path
 ) -> None:
     folder = model_folders.llama(tmp_path / "llama")
     tensors = {**load_file(folder / "model.safetensors"), "extra.weight": torch.ones(2)}
