@@ -1,4 +1,4 @@
-"""A browser for the pages that commands make or serve."""
+"""A browser for the pages that commands make or serve, and a folder to type words in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from rlft import cli
 
 if TYPE_CHECKING:
     from selenium import webdriver
@@ -20,3 +22,15 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
     found = open_chromium(str(tmp_path_factory.mktemp("profile")), width=1500, height=1100)
     yield found
     found.quit()
+
+
+@pytest.fixture
+def typed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a run and files of a user's; the cache is empty."""
+    for file in ("qa/run.yaml", "qa/rows.csv", "runs/demo/11-00/config.yaml", "my model/config.json"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parents[1]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,16 +1,43 @@
-"""Folders of runs as their loggers leave them."""
+"""Runs that are really there, folders of runs as their loggers leave them, and texts that a model may write."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from audited_runs import lines_of, replaced, write
 
 from rlft.config.compose import compose
+from rlft.runs import run_status
 from rlft.runs.lines import encode
+
+RECORDED = Path(__file__).parents[2] / "runs" / "recorded"
+HOSTILE = {
+    "script": "</script><script>document.title='owned'</script>",
+    "handler": "<img src=x onerror=\"document.title='owned'\">",
+    "link": "[a](javascript:document.title='owned') <a href=\"javascript:document.title='owned'\">click</a>",
+    "frame": "<svg onload=document.title='owned'><iframe srcdoc='<script>top.document.title=1</script>'>",
+    "template": "{{constructor.constructor('document.title=1')()}}`${document.title='owned'}`",
+    "bidi": "safe\u202egnihton\u2066x\u200by\u200dz\u202c\ufeff",
+    "escape": "\x1b[31mred\x1b]0;owned\x07",
+    "blanks": "a\u3164b\u2800c\ufe0fd\u034f",
+    "surrogate": "half \ud83d of one",
+    "long": "x" * 2**20,
+}
+
+
+@pytest.fixture(params=HOSTILE.values(), ids=HOSTILE)
+def hostile(request: pytest.FixtureRequest) -> str:
+    """What a model may write, and nothing of which may run, or hide what stands there."""
+    return request.param
 
 
 @pytest.fixture
@@ -24,22 +51,12 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     def completion_line(step: int, group: int, index: int, text: str, steps: int, tokens: bool) -> dict[str, Any]:
         again = group == 0 and step in (1, steps - 2)
         values = {name: [-0.123] for name in ("old", "after", "reference", "entropy", "advantage")}
-        return {
-            "step": step,
-            "prompt_id": "again" if again else f"p{step}.{group}",
-            "index": index,
-            "prompt": [{"role": "user", "content": f"question {step}.{group}"}],
-            "answer": "7",
-            "completion": text,
-            "token_ids": [5],
-            "logprobs": [-0.1],
-            "rewards": {"exact_match": float(index), "format": 1.0 - index},
-            "reward": float(index),
-            "advantage": 2.0 * index - 1,
-            "policy_version": step - 1,
-            "finish_reason": "length" if group == 1 else "stop",
-            **({"tokens": {"text": [text], **values}} if tokens else {}),
-        }
+        line: dict[str, Any] = {"step": step, "prompt_id": "again" if again else f"p{step}.{group}", "index": index}
+        line |= {"prompt": [{"role": "user", "content": f"question {step}.{group}"}], "answer": "7", "completion": text}
+        line |= {"token_ids": [5], "logprobs": [-0.1], "rewards": {"exact_match": float(index), "format": 1.0 - index}}
+        line |= {"reward": float(index), "advantage": 2.0 * index - 1, "policy_version": step - 1}
+        line |= {"finish_reason": "length" if group == 1 else "stop"}
+        return line | ({"tokens": {"text": [text], **values}} if tokens else {})
 
     def make(
         name: str,
@@ -79,3 +96,25 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def made(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """runs/first/a (finished), runs/first/b (another learning rate, killed), runs/second/c (sft, stopped)."""
+    root = tmp_path_factory.mktemp("made") / "runs"
+    a, b, c = root / "first" / "a", root / "first" / "b", root / "second" / "c"
+    for source, copy, name in ((trained, a, "first"), (trained, b, "first"), (RECORDED / "sft", c, "second")):
+        shutil.copytree(source, copy)
+        config = copy / "config.yaml"
+        config.write_text(re.sub("^name: .*$", f"name: {name}", config.read_text(), flags=re.MULTILINE))
+    replaced("config.yaml", "lr: 0.02", "lr: 0.01")(b)
+    write(b / "metrics.jsonl", [line | {"policy/lr": 0.01} for line in lines_of(b / "metrics.jsonl")])
+    (b / run_status.FILE).write_text(json.dumps({"status": "running"}))
+    told = {"status": "stopped", "reason": "the reward\x1b[31m raised"}
+    (c / run_status.FILE).write_text(json.dumps(told))
+    for age, name in ((300, "first/a"), (200, "first/b"), (7200, "second/c")):
+        for file in [root / name, *(root / name).rglob("*")]:
+            os.utime(file, (time.time() - age, time.time() - age))
+    (root / "notes").mkdir()
+    (root / "notes" / "config.yaml").write_text("mine: 1\n")
+    return root

@@ -1,8 +1,12 @@
-"""`rlft rank`: the file of rankings, the server, the agreement of two people, and the command."""
+"""`rlft rank`: the file of rankings, the server, the agreement of two people, the command, and the page in a browser.
+
+Screenshots for looking at are left in build/screenshots.
+"""
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import random
@@ -12,12 +16,20 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+from audited_runs import lines_of
 from in_one_test import each
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 
 from rlft import cli
 from rlft.commands.rank import MAX_BODY_BYTES, MOST_ANSWERS, Rankings, RankServer, kappa, questions_of, verdicts_of
@@ -28,9 +40,51 @@ from rlft.system import disk, files
 from rlft.system.disk import DiskError
 from rlft.types import Split, UserError
 
+Served = Callable[..., RankServer]
+Ranked = Callable[..., Rankings]
 
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+
+@pytest.fixture
+def write_samples(tmp_path: Path) -> Callable[..., Path]:
+    """Writes lines of `rlft sample`: of each prompt these answers, sampled by two models in turn."""
+
+    def write(prompts: int = 6, answers: tuple[str, ...] = ("red", "green", "blue"), name: str = "samples") -> Path:
+        usual = {"answer": "", "token_ids": [1, 2], "finish_reason": "stop", "rewards": {}, "reward": 0.5}
+        usual["tokenizer"] = "0" * 12
+        system, file = {"role": "system", "content": "Be brief."}, tmp_path / f"{name}.jsonl"
+        with file.open("w") as lines:
+            for p, (i, text) in itertools.product(range(prompts), enumerate(answers)):
+                row = {"prompt_id": f"p{p}", "index": i, "completion": f"{text} {p}", "model": f"secret-model-{i % 2}"}
+                row["prompt"] = [system, {"role": "user", "content": f"Colour {p}?"}]
+                lines.write(json.dumps(usual | row) + "\n")
+        return file
+
+    return write
+
+
+@pytest.fixture
+def rank(tmp_path: Path, write_samples: Callable[..., Path]) -> Ranked:
+    """Begins or goes on with anna's rankings of so many prompts, with these answers."""
+
+    def ranked(*samples: Any, out: str = "out.jsonl") -> Rankings:
+        return Rankings(tmp_path / out, questions_of([str(write_samples(*samples))], "anna", 0))
+
+    return ranked
+
+
+@pytest.fixture
+def serve(rank: Ranked) -> Iterator[Served]:
+    """Serves the page that ranks so many prompts."""
+    with ExitStack() as stack:
+
+        def started(*samples: Any, out: str = "out.jsonl") -> RankServer:
+            server = RankServer(rank(*(samples or (2,)), out=out))
+            Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
+            stack.callback(server.server_close)
+            stack.callback(server.shutdown)
+            return server
+
+        yield started
 
 
 def test_seed_and_ranker_give_the_order_and_equal_answers_are_shown_once(write_samples: Callable[..., Path]) -> None:
@@ -48,9 +102,6 @@ def test_seed_and_ranker_give_the_order_and_equal_answers_are_shown_once(write_s
     assert len({*many["completions"]}) == MOST_ANSWERS
     with pytest.raises(UserError, match="no prompt has two different answers"):
         questions_of([str(write_samples(3, ("a", "a")))], "anna", 0)
-
-
-def test_two_files_are_ranked_together(write_samples: Callable[..., Path]) -> None:
     both = [str(write_samples(2, ("a", "b"), "one")), str(write_samples(2, ("b", "c"), "two"))]
     assert [sorted(text[0] for text in row["completions"]) for row in questions_of(both, "x", 0)] == [[*"abc"]] * 2
 
@@ -73,7 +124,7 @@ def test_any_course_of_rankings_is_on_disk_after_each_step_and_continues_in_a_ne
             expected.append((rankings.left[-1]["prompt_id"], scores or [0, 0, 0], scores is None))
             rankings.add(scores)
         assert flushed
-        assert [(row["prompt_id"], row["scores"], row["skipped"]) for row in rows_of(file)] == expected
+        assert [(row["prompt_id"], row["scores"], row["skipped"]) for row in lines_of(file)] == expected
         if rng.random() < 0.3:
             next_one = rankings.left[-1:]
             with file.open("ab") as torn:  # a kill in the middle of a row
@@ -83,14 +134,16 @@ def test_any_course_of_rankings_is_on_disk_after_each_step_and_continues_in_a_ne
             assert len(rankings.done) == len(expected)
             assert not expected or rankings.done[-1][1]["prompt_id"] == expected[-1][0]
             assert rankings.left[-1:] == next_one or {*map(str, next_one)} <= {*map(str, rankings.left)}
-    assert {row["ranker"] for row in rows_of(file)} == {"anna"}
-    assert all(f"secret-model-{'abc'.index(row['completions'][0][0]) % 2}" == row["models"][0] for row in rows_of(file))
+    assert {row["ranker"] for row in lines_of(file)} == {"anna"}
+    assert all(
+        f"secret-model-{'abc'.index(row['completions'][0][0]) % 2}" == row["models"][0] for row in lines_of(file)
+    )
 
 
 def test_a_full_disk_leaves_the_file_and_the_question_as_they_were(
-    tmp_path: Path, write_samples: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    rank: Ranked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rankings = Rankings(tmp_path / "out.jsonl", questions_of([str(write_samples())], "anna", 0))
+    rankings = rank()
     rankings.add([0, 1, 2])
     before = rankings.shown(), rankings.file.read_bytes()
 
@@ -104,10 +157,8 @@ def test_a_full_disk_leaves_the_file_and_the_question_as_they_were(
 
 
 @each("how", ["removed", "replaced"])
-def test_a_file_that_was_moved_meanwhile_takes_no_ranking(
-    how: str, tmp_path: Path, write_samples: Callable[..., Path]
-) -> None:
-    rankings = Rankings(tmp_path / "out.jsonl", questions_of([str(write_samples())], "anna", 0))
+def test_a_file_that_was_moved_meanwhile_takes_no_ranking(how: str, tmp_path: Path, rank: Ranked) -> None:
+    rankings = rank()
     rankings.add([0, 1, 2])
     rankings.file.rename(tmp_path / "moved.jsonl")
     if how == "replaced":
@@ -117,19 +168,17 @@ def test_a_file_that_was_moved_meanwhile_takes_no_ranking(
         with pytest.raises(disk.DiskError):
             change()
         assert rankings.shown() == before
-    assert len(rows_of(tmp_path / "moved.jsonl")) == 1
+    assert len(lines_of(tmp_path / "moved.jsonl")) == 1
 
 
 @each(
     "content", ['{"prompt": "?", "chosen": "a"}\n', "text", '{"prompt": "?"', "[1]\n", "\n", "{}\n", '{"ranker": 1}\n']
 )
-def test_another_file_is_refused_and_left_alone(
-    content: str, tmp_path: Path, write_samples: Callable[..., Path]
-) -> None:
+def test_another_file_is_refused_and_left_alone(content: str, tmp_path: Path, rank: Ranked) -> None:
     file = tmp_path / "out.jsonl"
     file.write_text(content)
     with pytest.raises(UserError, match=r"^out: .*name another file"):
-        Rankings(file, questions_of([str(write_samples())], "anna", 0))
+        rank()
     assert file.read_text() == content
 
 
@@ -175,9 +224,6 @@ def test_rm_and_dpo_read_each_pair_and_no_tie(tmp_path: Path, write_samples: Cal
         assert len(plan.train.rankings) + len(plan.held_out.rankings) == 20
 
 
-Served = Callable[..., RankServer]
-
-
 def ask(
     server: RankServer,
     request: object = None,
@@ -207,8 +253,8 @@ def ask(
     return answer.status, json.loads(content) if is_json else content.decode()
 
 
-def test_the_page_ranks_skips_and_undoes(serve: Served, write_samples: Callable[..., Path]) -> None:
-    server = serve(write_samples(2))
+def test_the_page_ranks_skips_and_undoes(serve: Served) -> None:
+    server = serve()
     status, page = ask(server, method="GET", headers={"Origin": None})
     assert (status, page.count("<script>")) == (200, 2)
     status, first = ask(server, {})
@@ -228,34 +274,34 @@ def test_the_page_ranks_skips_and_undoes(serve: Served, write_samples: Callable[
     assert server.rankings.file.read_bytes() == b""
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "said"),
     [
-        (
-            ValueError("of no kind that was foreseen"),
-            "a request could not be answered: ValueError: of no kind that was",
-        ),
-        (PermissionError(13, "not yours"), "a request could not be answered: PermissionError: [Errno 13] not yours; "),
-        (BrokenPipeError(32, "a closed browser"), ""),
-        (ConnectionResetError(104, "a closed browser"), ""),
-        (TimeoutError("a browser that sends no more"), ""),
+        (ValueError("of no kind that was foreseen"), "ValueError: of no kind that was"),
+        (PermissionError(13, "not yours"), "PermissionError: [Errno 13] not yours; "),
+        (BrokenPipeError(32, "a closed browser"), None),
+        (ConnectionResetError(104, "a closed browser"), None),
+        (TimeoutError("a browser that sends no more"), None),
     ],
 )
 def test_an_unexpected_error_is_said_and_a_closed_browser_is_not(
-    error: Exception, said: str, serve: Served, write_samples: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    said: str | None,
+    serve: Served,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     def fail(request: object) -> tuple[int, str]:
         raise error
 
-    server = serve(write_samples(2))
-    monkeypatch.setattr(server, "answer", fail)
-    with pytest.raises(http.client.RemoteDisconnected):
-        ask(server, {})
+    server = serve(out=f"{type(error).__name__}.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "answer", fail)
+        with pytest.raises(http.client.RemoteDisconnected):
+            ask(server, {})
     told = capsys.readouterr().err
-    assert told.startswith(said)
-    assert len(told.splitlines()) == bool(said)
-    monkeypatch.undo()
+    assert told.startswith("" if said is None else f"a request could not be answered: {said}")
+    assert len(told.splitlines()) == (said is not None)
     assert ask(server, {})[0] == 200, "the next request is answered"
 
 
@@ -263,30 +309,15 @@ def test_an_unexpected_error_is_said_and_a_closed_browser_is_not(
     "request_",
     [
         {"number": 1, "scores": [0, 1, 2]},  # of another window
-        {"number": 0},
-        {"number": 0, "scores": [0, 1]},
-        {"number": 0, "scores": [0, 1, 3]},
-        {"number": 0, "scores": [1, 1, 2]},
-        {"number": 0, "scores": [0, True, 1]},
-        {"number": 0, "scores": [0.0, 1, 2]},
-        {"number": 0, "scores": ["0", 1, 2]},
-        {"number": 0, "scores": []},
-        {"number": 0, "scores": {}},
-        {"number": "0", "scores": None},
-        {"number": 0, "undo": 1},
-        {"scores": None},
-        [],
-        None,
-        b"{",
-        b"\xff",
-        b"",
-        b"[" * MAX_BODY_BYTES,
+        *({"number": 0, "scores": scores} for scores in (
+            [0, 1], [0, 1, 3], [1, 1, 2], [0, True, 1], [0.0, 1, 2], ["0", 1, 2], [], {},
+        )),
+        {"number": 0}, {"number": "0", "scores": None}, {"number": 0, "undo": 1}, {"scores": None}, [], None,
+        b"{", b"\xff", b"", b"[" * MAX_BODY_BYTES,
     ],
-)
-def test_what_is_no_ranking_of_the_next_prompt_changes_nothing(
-    request_: object, serve: Served, write_samples: Callable[..., Path]
-) -> None:
-    server = serve(write_samples(2), f"{abs(hash(str(request_)))}.jsonl")
+)  # fmt: skip
+def test_what_is_no_ranking_of_the_next_prompt_changes_nothing(request_: object, serve: Served) -> None:
+    server = serve(out=f"{abs(hash(str(request_)))}.jsonl")
     status, answer = ask(server, request_)
     assert (status, answer["done"]) == (409, 0)
     assert "Nothing was saved" in answer["problem"]
@@ -307,8 +338,8 @@ FOREIGN_ORIGIN = [
 ]
 
 
-def test_no_request_from_another_page_is_accepted(serve: Served, write_samples: Callable[..., Path]) -> None:
-    server = serve(write_samples(2))
+def test_no_request_from_another_page_is_accepted(serve: Served) -> None:
+    server = serve()
     ranking = {"number": 0, "scores": [0, 1, 2]}
     token = server.path[1:-1]
     near = [{"path": f"/{token[:-1]}/"}, {"path": f"/{token}"}, {"path": f"/?{token}/"}]
@@ -323,14 +354,12 @@ def test_no_request_from_another_page_is_accepted(serve: Served, write_samples: 
     assert server.rankings.file.read_bytes() == b""
     other = {"Host": server.hosts[1], "Origin": f"http://{server.hosts[1]}"}
     assert ask(server, ranking, headers=other)[0] == 200, "localhost is this server as well"
-    assert len({serve(write_samples(2), f"{i}.jsonl").path for i in range(5)}) == 5
+    assert len({serve(out=f"{i}.jsonl").path for i in range(5)}) == 5
     assert len(token) == 32
 
 
-def test_it_listens_on_this_machine_alone_and_limits_bodies(
-    serve: Served, write_samples: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = serve(write_samples(2))
+def test_it_listens_on_this_machine_alone_and_limits_bodies(serve: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve()
     assert server.socket.getsockname()[0] == "127.0.0.1"
     for length in (str(MAX_BODY_BYTES + 1), "9" * 30, "-1", "x", "", None):
         status, answer = ask(server, b"", headers={"Content-Length": length})
@@ -386,7 +415,7 @@ def test_a_kill_loses_no_ranking_and_ctrl_c_says_how_to_continue(
         assert interrupted.returncode == 130
         assert re.search(f"interrupted: {done} of 3 prompts are done, in {words[1][4:]}; {follows}", said), said
         assert "Traceback" not in said
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = lines_of(tmp_path / "out.jsonl")
     assert [(row["ranker"], row["scores"]) for row in rows] == [("anna", s) for s in ([2, 1, 0], [0, 1, 2], [0, 1, 2])]
 
 
@@ -402,10 +431,7 @@ def test_a_kill_loses_no_ranking_and_ctrl_c_says_how_to_continue(
         (["samples=a.jsonl", "out=b.csv"], "out: must be a JSONL file, got b.csv; "),
         (["samples=a.jsonl", "out=b.jsonl", "seed=-1"], "seed: must be a whole number, at least 0, got -1; "),
         (["samples=a.jsonl", "out=b.jsonl", "sed=1"], "sed: is not a key of rlft rank, got 1; "),
-        (
-            ["agree=a.jsonl"],
-            "agree: takes two files, got agree=a.jsonl; write rlft rank 'agree=[anna.jsonl,",
-        ),
+        (["agree=a.jsonl"], "agree: takes two files, got agree=a.jsonl; write rlft rank 'agree=[anna.jsonl,"),
         (["agree=[a.jsonl,b.jsonl]", "seed=1"], "agree: takes two files, got"),
         (["agree=[pairs.jsonl,none.jsonl]"], "agree: there is no such file, got none.jsonl; "),
         (["agree=[pairs.jsonl,pairs.jsonl]"], "agree: line 1: no ranking of rlft rank, got pairs.jsonl; "),
@@ -472,3 +498,159 @@ def test_two_peoples_agreement_is_printed(tmp_path: Path, capsys: pytest.Capture
     assert who == "anna and ben: 12 pairs in 4 prompts that both ranked"
     assert same.startswith("same verdict   0.750  (9 of 12")
     assert cohens.startswith("Cohen's kappa  0.500  ")
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------------
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+HOSTILE = (
+    "<script>document.title='owned'</script>",
+    "<img src=x onerror=document.title='owned'>",
+    "</div></article><a href=\"javascript:document.title='owned'\">click</a>",
+    "\u202e hidden \x1b[31m",
+)
+LONG = (
+    "The sky is blue because air scatters short waves more than long ones. " * 6,
+    "Blue.",
+    "x" * 300,
+    "def f():\n\n  1",
+)
+
+
+class Page:
+    """The page in the browser, and what a person sees and types there."""
+
+    def __init__(self, driver: webdriver.Chrome, server: RankServer, width: int = 1400, theme: str = "light") -> None:
+        self.driver, self.server = driver, server
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        driver.get_log("browser")
+        driver.get(server.url)
+        self.wait(lambda: driver.execute_script("return document.documentElement.dataset.ready") == "true")
+
+    def wait(self, happens: Callable[[], Any]) -> None:
+        WebDriverWait(self.driver, 10).until(lambda _: happens())
+
+    def press(self, keys: str) -> None:
+        ActionChains(self.driver).send_keys(keys).perform()
+
+    def text(self, selector: str) -> str:
+        found = self.driver.find_elements(By.CSS_SELECTOR, selector)
+        return "\n".join(each.text for each in found if each.is_displayed())
+
+    def answers(self) -> list[str]:
+        return [str(each.text) for each in self.driver.find_elements(By.CSS_SELECTOR, ".card .text")]
+
+    def judged(self, keys: str) -> tuple[list[str], list[int], bool]:
+        """(answers, their scores, whether they were skipped) of the ranking that these keys add."""
+        shown, number = self.answers(), len(self.server.rankings.done)
+        self.press(keys)
+        self.wait(lambda: self.text("#progress").startswith(f"{number + 1} of"))
+        row = json.loads(self.server.rankings.file.read_text().splitlines()[-1])
+        assert shown == row["completions"]
+        return shown, row["scores"], row["skipped"]
+
+    def shot(self, name: str) -> None:
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        assert self.driver.save_screenshot(str(SCREENSHOTS / f"rank_{name}.png"))
+
+
+@pytest.mark.slow
+def test_a_person_ranks_with_the_keyboard_alone(driver: webdriver.Chrome, serve: Served) -> None:
+    page = Page(driver, serve(7))
+    done = page.server.rankings.done
+    assert page.text("#progress") == "0 of 7 done"
+    assert "secret-model" not in driver.page_source
+    assert [page.judged(keys)[1:] for keys in ("21", "10", "0", "2=1", "s")] == [
+        ([1, 2, 0], False),  # the last one needs no key
+        ([1, 0, 0], False),
+        ([0, 0, 0], False),
+        ([1, 1, 0], False),
+        ([0, 0, 0], True),
+    ]
+    assert page.judged("3=1")[1] == [1, 0, 1]
+    page.press("31u")  # the second key is the last: it saves, and undo takes that back
+    page.wait(lambda: page.text("#progress") == "6 of 7 done" and len(done) == 6)
+    page.press("3")
+    assert page.text("#order") == "3 > ?"
+    assert page.text(".chosen .place") == "best"
+    page.press("33=")
+    assert page.text("#order") == "3 = ?", "an answer is chosen once"
+    page.press("uu")
+    assert page.text("#order") == "Which is best?"
+    before = page.answers()
+    page.press(Keys.BACKSPACE)  # with nothing chosen: the ranking before it
+    page.wait(lambda: page.text("#progress") == "5 of 7 done")
+    assert page.answers() != before
+    page.press("u")
+    page.wait(lambda: page.text("#progress") == "4 of 7 done")
+    for keys in ("12", "12", "12"):
+        page.judged(keys)
+    assert page.text("#finished").startswith("All prompts are done.")
+    page.press("12s0=")
+    page.press("?")
+    page.wait(lambda: "choose the next best answer" in page.text("#help"))
+    page.press("u")  # is not heard behind the dialog
+    page.press(Keys.ESCAPE)
+    page.wait(lambda: not page.text("#help"))
+    assert len(done) == 7
+    page.press("u")
+    page.wait(lambda: len(done) == 6)
+    page.press(Keys.TAB * 4 + Keys.ENTER)  # buttons have the focus in turn
+    assert driver.get_log("browser") == []
+
+
+@pytest.mark.slow
+def test_a_page_that_is_out_of_date_or_alone_says_so_and_loses_nothing(driver: webdriver.Chrome, serve: Served) -> None:
+    page = Page(driver, serve(3))
+    page.server.rankings.add(None)  # as from another window
+    page.press("12")
+    page.wait(lambda: "another window" in page.text("#problem"))
+    assert page.text("#progress") == "1 of 3 done"
+    page.judged("12")
+    assert page.text("#problem") == ""
+    page.server.shutdown()
+    page.server.server_close()
+    page.press("1")
+    page.press("2")
+    page.wait(lambda: "rlft rank has ended" in page.text("#problem"))
+    assert page.text("#order") == "Which is best?"
+    assert len(page.server.rankings.done) == 2
+
+
+@pytest.mark.slow
+def test_answers_are_shown_as_text_alone(driver: webdriver.Chrome, serve: Served) -> None:
+    page = Page(driver, serve(1, HOSTILE))
+    assert driver.title == "rlft rank"
+    shown = "\n".join(page.answers())
+    assert all(text in shown for text in HOSTILE[:3])
+    assert "\\u202e hidden \\x1b[31m" in shown
+    assert driver.get_log("browser") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_answers_are_next_to_each_other_and_nothing_is_cut(
+    width: int, theme: str, driver: webdriver.Chrome, serve: Served
+) -> None:
+    for number in (2, 4):
+        page = Page(driver, serve(3, LONG[:number], out=f"{number}.jsonl"), width, theme)
+        assert driver.find_element(By.TAG_NAME, "html").get_attribute("data-theme") == theme
+        cards = driver.find_elements(By.CSS_SELECTOR, ".card")
+        assert len({card.rect["y"] for card in cards}) == (1 if width == 1400 else number)
+        page.press("2")
+        page.shot(f"{width}_{theme}_{number}")
+        content, window = driver.execute_script(
+            "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        )
+        assert content <= window
+        cut = driver.execute_script(
+            "return [...document.querySelectorAll('.text, .message, button, h1, #order')]"
+            ".filter((e) => e.scrollWidth > e.clientWidth + 1 && e.clientWidth).map((e) => e.textContent)"
+        )
+        assert cut == []
+        footer = driver.find_element(By.TAG_NAME, "footer")
+        bottom = driver.execute_script("return arguments[0].getBoundingClientRect().bottom", footer)
+        assert bottom <= 801, "the keys are in sight"

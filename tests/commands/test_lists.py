@@ -1,4 +1,4 @@
-"""`rlft algorithms`: the list, the page of one algorithm, JSON, algorithms from outside the tree, refusals."""
+"""`rlft algorithms`: the list, the page of one algorithm, JSON, algorithms from outside the tree; and `rlft keys`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from in_one_test import each
 
 import rlft
 from rlft import cli
-from rlft.commands.lists import algorithm_page, algorithm_text
-from rlft.config import catalog
+from rlft.commands.lists import algorithm_page, algorithm_text, all_keys
+from rlft.config import catalog, command as commands
+from rlft.config.compose import compose
+from rlft.config.keys import flatten, is_below
 
 NAMES = catalog.choices("algorithm")
 FOLDER = catalog.config_folder() / "algorithm"
@@ -43,19 +45,6 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         return printed.out
 
     return show
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Shown:
-    """The refusal of these words."""
-
-    def refuse(*words: str) -> str:
-        assert cli.run(["algorithms", *words]) == 2
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        return printed.err
-
-    return refuse
 
 
 @pytest.fixture
@@ -85,7 +74,7 @@ def test_every_yaml_is_listed_with_family_and_paper(shown: Shown, pages: Pages) 
     assert {one["family"] for one in listed} == {"grpo", "kimi", "opd", "ppo", "reinforce"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_a_page_has_every_key_with_its_default_and_all_comments(name: str, pages: Pages) -> None:
     page, text = pages[name]
     words = " ".join(text.split())
@@ -98,9 +87,8 @@ def test_a_page_has_every_key_with_its_default_and_all_comments(name: str, pages
             assert " ".join(comment.split()) in words
         assert f" {key}: {value} {' '.join(one['comments'][0].split())}" in words
     for key, entry in catalog.entries(FOLDER / f"{name}.yaml").items():
-        assert yaml.safe_load(entry.default) in (keys[key]["value"], str(keys[key]["value"])) or (
-            float(entry.default) == keys[key]["value"]
-        )
+        value, written = keys[key]["value"], yaml.safe_load(entry.default)
+        assert written in (value, str(value)) or float(entry.default) == value
         assert keys[key]["comments"][-1].endswith(entry.comment)
 
 
@@ -210,14 +198,46 @@ def test_a_class_that_states_no_loss_is_said_to_state_none(mine: Path, shown: Sh
     sys.modules.pop("mine_of_a_test", None)
 
 
-def test_a_file_of_the_users_that_cannot_be_read_is_named(mine: Path, refused: Shown) -> None:
-    (mine / "algorithm" / "wider.yaml").write_text("a: [1\nb: 2\n")
-    assert re.match(r"rlft: \S+wider\.yaml: line 2 is not YAML ", refused("--config-dir", str(mine)))
-    (mine / "algorithm" / "wider.yaml").write_bytes(b"a: \xff\n")
-    assert "wider.yaml: cannot be read as UTF-8 text" in refused("--config-dir", str(mine))
+def test_a_file_of_the_users_that_cannot_be_read_is_named(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, said in ((b"a: [1\nb: 2\n", "line 2 is not YAML "), (b"a: \xff\n", "cannot be read as UTF-8 text")):
+        (mine / "algorithm" / "wider.yaml").write_bytes(content)
+        assert cli.run(["algorithms", "--config-dir", str(mine)]) == 2
+        assert re.match(rf"rlft: \S+wider\.yaml: {said}", capsys.readouterr().err)
 
 
 def test_the_table_in_the_docs_is_the_list(as_json: Callable[..., Any]) -> None:
     rows = re.findall(r"(?m)^\| `(\w+)` \| `(\w+)` \| (.+?) \| (.+?) \|$", (DOCS / "algorithms.md").read_text())
     rows = [tuple(cell.replace("\\|", "|") for cell in row) for row in rows]
     assert rows == [tuple(one[column] for column in ("name", "family", "about", "paper")) for one in as_json()]
+
+
+@each("command", commands.OWN)
+def test_every_key_of_a_composed_config_is_listed_with_a_meaning(command: str) -> None:
+    recipe = [] if command in ("train", "sample") else [f"+recipe={command}_arithmetic"]
+    keys = [key for key in flatten(compose(recipe, None, command)) if not key.endswith("_target_")]
+    listed = {row.key for row in all_keys() if row.meaning}
+    assert len(keys) > 50
+    assert [key for key in keys if not is_below(key, listed)] == []
+
+
+@each(
+    "pattern, lines",
+    [
+        ("trainer.lr", ["trainer.lr = 1.0e-5", "[configs/base/training.yaml: train"]),
+        ("algorithm.kl_c*", ["algorithm.kl_coef = ", "algorithm=grpo"]),
+        ("serve.port", ["serve.port = ", "configs/base/serve.yaml: rlft serve"]),
+        ("reward.code.*", ["reward.code.weight = ", "reward=code"]),
+        ("first steps in which only the critic", ["critic.warmup_steps = 0"]),
+        ("gradient_checkpointing", ["auto", "offload"]),
+        ("prompts.over_limit", ["drop | refuse"]),
+        ("algorithm", ["a group; its choices: a2c, "]),
+    ],
+)
+def test_a_pattern_chooses_keys_by_path_or_text(
+    pattern: str, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run(["keys", pattern]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert [line for line in lines if line not in printed] == []
