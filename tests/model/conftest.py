@@ -6,22 +6,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flash_stand_in
 import pytest
 import torch
-import transformers
 from attention_families import SIZES
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlft.config.model import KernelChoice
+from rlft.generation.sending import AdapterFiles
 from rlft.model import forward
-from rlft.model.kernels import attention, decoder_layer, elementwise, flash_attention
+from rlft.model.backbone import Backbone
+from rlft.model.kernels import attention, decoder_layer, elementwise, flash_attention, lora_linear, selection
 from rlft.model.packing import pack
 from rlft.model.text_model import causal_class
-from rlft.types import Batch
+from rlft.types import Adapter, Batch
 
 
 @pytest.fixture
@@ -66,49 +69,44 @@ def gpu(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Counter[str]:
     return calls
 
 
-SIZES_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
 EXPERTS = {
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "llama_one_kv_head": ("LlamaConfig", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-    "qwen2_5_vl": ("Qwen2_5_VLTextConfig", {"rope_parameters": SECTIONS}),
-    "qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "qwen3_vl": ("Qwen3VLTextConfig", {"head_dim": 8, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}}),
-    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "layer_types": ["full_attention"] * 3}),
-    "gemma": ("GemmaConfig", {"head_dim": 16}),
-    "gemma2": (
-        "Gemma2Config",
-        {"head_dim": 16, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "sliding_window": 4},
-    ),
-    "gemma2_full": (
-        "Gemma2Config",
-        {"head_dim": 16, "attn_logit_softcapping": 0.5, "layer_types": ["full_attention"] * 3},
-    ),
-    "mistral": ("MistralConfig", {"sliding_window": None}),
-    "mistral_window": ("MistralConfig", {"sliding_window": 4}),
-    "mixtral": ("MixtralConfig", {"sliding_window": None, "num_local_experts": 2, "num_experts_per_tok": 1}),
-    "qwen2_moe": ("Qwen2MoeConfig", EXPERTS),
-    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 16}),
-    "phi3": ("Phi3Config", {}),
-    "olmo2": ("Olmo2Config", {}),
-    "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
-    "granite": ("GraniteConfig", {"logits_scaling": 3.0}),
-    "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
-    "falcon": ("FalconConfig", {}),
-    "diffllama": ("DiffLlamaConfig", {}),
-    "doge": ("DogeConfig", {}),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 48}),
-    "mamba2": ("Mamba2Config", {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2}),
-    "gpt2": ("GPT2Config", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} | SIZES_GPT),
-}
+FULL = {"layer_types": ["full_attention"] * 3}
+CAPPED = {"head_dim": 16, "attn_logit_softcapping": 0.5}
+MODELS: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("llama", "qwen2", "phi3", "olmo2", "falcon", "diffllama", "doge")},
+    "llama_one_kv_head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen2_window": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen2_5_vl": {"rope_parameters": SECTIONS},
+    "qwen3": {"head_dim": 16},
+    "qwen3_vl": {"head_dim": 8, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}},
+    "smollm3": {"no_rope_layers": [1, 0, 1]} | FULL,
+    "gemma": {"head_dim": 16},
+    "gemma2": CAPPED | {"final_logit_softcapping": 2.0, "sliding_window": 4},
+    "gemma2_full": CAPPED | FULL,
+    "mistral": {"sliding_window": None},
+    "mistral_window": {"sliding_window": 4},
+    "mixtral": {"sliding_window": None, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "qwen2_moe": EXPERTS,
+    "qwen3_moe": EXPERTS | {"head_dim": 16},
+    "starcoder2": {"sliding_window": None},
+    "granite": {"logits_scaling": 3.0},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 48},
+    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2},
+    "gpt2": {
+        "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_embd": 32, "n_layer": 2, "n_head": 4,
+        "n_positions": 128,
+    },
+}  # fmt: skip
+"""{kind: fields of its config}, of the type of models that the kind begins with."""
+
+
+def type_of(kind: str) -> str:
+    named = kind.removesuffix("_one_kv_head").removesuffix("_window").removesuffix("_full")
+    return f"{named}_text" if named.endswith("_vl") else named
 
 
 @pytest.fixture(scope="session")
@@ -116,8 +114,7 @@ def random_model() -> Callable[..., PreTrainedModel]:
     """Builds a random, frozen model with the attention that `load_backbone` would give it."""
 
     def build(kind: str, dtype: torch.dtype = torch.float32, **keys: Any) -> PreTrainedModel:
-        name, more = CONFIGS[kind]
-        config = getattr(transformers, name)(**SIZES | more | keys)
+        config = AutoConfig.for_model(type_of(kind), **SIZES | MODELS[kind] | keys)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made: Any = causal_class(config)
@@ -149,17 +146,52 @@ def random_moe() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def with_lora() -> Callable[[PreTrainedModel], list[torch.nn.Parameter]]:
-    """Puts a LoRA adapter that does something on every linear layer; returns its parameters."""
+def with_lora() -> Callable[..., list[torch.nn.Parameter]]:
+    """Puts an adapter that does something on these layers of a model, in PEFT's or our own; returns its parameters."""
 
-    def wrap(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    def wrap(
+        model: PreTrainedModel, targets: Any = "all-linear", *, ours: bool = False, **settings: Any
+    ) -> list[torch.nn.Parameter]:
+        scaled = {"r": 2, "lora_alpha": 6 if ours else 2, "target_modules": targets}
+        config = LoraConfig(**scaled, init_lora_weights=False, **settings)
+        if ours:
+            lora_linear.install(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            config = LoraConfig(r=2, lora_alpha=2, target_modules="all-linear", init_lora_weights=False)
-            wrapped = get_peft_model(model, config).eval()
+            wrapped = get_peft_model(model, config, autocast_adapter_dtype=not ours).eval()
         return [p for p in wrapped.parameters() if p.requires_grad]
 
     return wrap
+
+
+@pytest.fixture
+def on_base(backbone: Backbone) -> Callable[..., Backbone]:
+    """Makes a backbone of a model, as `read_backbone` leaves it with these kernels."""
+
+    def make(model: PreTrainedModel, choice: KernelChoice = KernelChoice.auto) -> Backbone:
+        kernels = selection.install(model, choice, own_attention=True)
+        return replace(backbone, model=model, path="none", kernels=kernels)
+
+    return make
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[Callable[[Adapter], Path]]:
+    """Writes a published adapter into a folder, as for an engine."""
+    files = AdapterFiles(tmp_path)
+    yield files.write
+    files.close()
+
+
+@pytest.fixture(scope="session")
+def weighted() -> Callable[..., Tensor]:
+    """A loss in which every token has its own weight, so that no error can cancel another."""
+
+    def loss(*values: Tensor) -> Tensor:
+        dice = torch.Generator().manual_seed(3)
+        return torch.stack([(torch.randn(v.shape, generator=dice).to(v) * v).sum() for v in values]).sum()
+
+    return loss
 
 
 @pytest.fixture(scope="session")

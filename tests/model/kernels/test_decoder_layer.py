@@ -8,12 +8,12 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from in_one_test import each
-from peft import LoraConfig, get_peft_model
+from slow_cases import slow, slow_but
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -21,7 +21,7 @@ from rlft.config.model import KernelChoice
 from rlft.model import activations
 from rlft.model.activations import set_checkpointing
 from rlft.model.forward import packed_forward
-from rlft.model.kernels import decoder_layer, elementwise, lora_linear, selection
+from rlft.model.kernels import decoder_layer, elementwise, selection
 from rlft.model.kernels.decoder_layer import FAMILIES
 from rlft.model.kernels.elementwise import Norm
 from rlft.model.kernels.lora_linear import Layers, Operands
@@ -31,6 +31,7 @@ from rlft.model.packing import pack
 LAYERS = 3
 SERVED = ["llama", "llama_one_kv_head", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "mistral"]
 """Families whose branches are one function each."""
+BOTH = {"attention": LAYERS, "mlp": LAYERS}
 
 
 @pytest.fixture
@@ -44,81 +45,77 @@ def calls(monkeypatch):
     return counted
 
 
-def adapted(model, targets="all-linear", **settings):
-    """The model with an adapter that does something, in our layers; its parameters."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        config = LoraConfig(r=2, lora_alpha=6, target_modules=targets, init_lora_weights=False, **settings)
-        lora_linear.install(config)
-        wrapped = get_peft_model(model, config, autocast_adapter_dtype=False).eval()
-    return wrapped, [p for p in wrapped.parameters() if p.requires_grad]
-
-
 def installed(model):
     """As `load_backbone` does it."""
     selection.install(model, KernelChoice.auto, own_attention=True)
     return model
 
 
-def weighted(logprobs):
-    """A loss in which every token has its own weight, so that no error can cancel another."""
-    dice = torch.Generator().manual_seed(3)
-    return (torch.randn(logprobs.shape, generator=dice, dtype=torch.float64) * logprobs).sum()
+@pytest.fixture
+def policy(random_model, with_lora):
+    """Builds a random model with our layers and an adapter that does something; gives it and the parameters."""
+
+    def build(kind, dtype=torch.float64, install=installed, **settings):
+        model = random_model(kind, dtype=dtype, **settings.pop("keys", {}))
+        install(model)
+        return model, with_lora(model, ours=True, **settings)
+
+    return build
 
 
-def results(model, batch, parameters):
+@pytest.fixture
+def results(awkward_batch, weighted):
     """Log-probs and gradients of the packed forward, which tests/model/test_forward.py holds to rows run one by one."""
-    outputs = packed_forward(model, batch, 1.0, False)
-    return outputs.logprobs.detach(), torch.autograd.grad(weighted(outputs.logprobs), parameters)
+
+    def compute(model, parameters):
+        logprobs = packed_forward(model, awkward_batch, 1.0, False).logprobs
+        return logprobs.detach(), torch.autograd.grad(weighted(logprobs), parameters)
+
+    return compute
 
 
-def both(random_model, batch, kind, targets="all-linear", keys=None, **settings):
-    """Results of transformers' layers, all on all positions, and of ours.
+@pytest.fixture
+def check(policy, results, awkward_batch, calls):
+    """Our layers against transformers' on all positions, with gradient and without; how often each was one function.
 
     Both with the norms that test_elementwise.py holds to their formula: transformers' are in float32 in any model.
     """
-    found = []
-    for install in (elementwise.install, installed):
-        model = random_model(kind, dtype=torch.float64, **(keys or {}))
-        install(model)
-        wrapped, parameters = adapted(model, targets, **settings)
-        found.append(results(wrapped.base_model.model, batch, parameters))
-    return found
+
+    def compare(kind, expected_calls, **settings):
+        theirs = results(*policy(kind, install=elementwise.install, **settings))
+        model, parameters = policy(kind, **settings)
+        calls.clear()
+        ours = results(model, parameters)
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+        assert calls == expected_calls
+        calls.clear()
+        with torch.no_grad():
+            found = packed_forward(model, awkward_batch, 1.0, False).logprobs
+        torch.testing.assert_close(found, ours[0], rtol=1e-12, atol=1e-12)
+        assert calls == expected_calls
+
+    return compare
+
+
+TARGETS = (["q_proj", "v_proj"], ["k_proj", "down_proj"], ["gate_proj", "o_proj"])
 
 
 @pytest.mark.parametrize(
-    "targets", ["all-linear", ["q_proj", "v_proj"], ["k_proj", "down_proj"], ["gate_proj", "o_proj"]]
+    ("kind", "targets"),
+    [
+        *((kind, "all-linear") for kind in SERVED),
+        *(("qwen2", targets) for targets in TARGETS),
+        *(slow(kind, targets) for kind in SERVED if kind != "qwen2" for targets in TARGETS),
+    ],
 )
-@pytest.mark.parametrize("kind", SERVED)
-def test_log_probs_and_gradients_are_those_of_the_modules(kind, targets, random_model, awkward_batch, calls):
-    theirs, ours = both(random_model, awkward_batch, kind, targets)
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    assert calls == {"attention": LAYERS, "mlp": LAYERS}
+def test_log_probs_and_gradients_are_those_of_the_modules_and_so_without_gradient(kind, targets, check):
+    check(kind, BOTH, targets=targets)
 
 
-@pytest.mark.parametrize("kind", SERVED)
-def test_without_gradient_they_are_the_same(kind, random_model, awkward_batch, calls):
-    wrapped, _ = adapted(installed(random_model(kind, dtype=torch.float64)))
-    expected = packed_forward(wrapped.base_model.model, awkward_batch, 1.0, False).logprobs
-    calls.clear()
-    with torch.no_grad():
-        found = packed_forward(wrapped.base_model.model, awkward_batch, 1.0, False).logprobs
-    assert calls == {"attention": LAYERS, "mlp": LAYERS}
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_base_alone_takes_them_too(random_model, awkward_batch, calls):
-    plain, ours = (random_model("qwen3", dtype=torch.float64) for _ in range(2))
-    elementwise.install(plain)
-    expected, found = (packed_forward(m, awkward_batch, 1.0, False).logprobs for m in (plain, installed(ours)))
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    assert calls == {"attention": LAYERS, "mlp": LAYERS}
-
-
-def test_a_second_backward_gives_the_same(random_model, awkward_batch):
+def test_a_second_backward_gives_the_same(policy, awkward_batch, weighted):
     """What one gradient writes over is nobody else's: neither kept for the next nor the gradient of something else."""
-    wrapped, parameters = adapted(installed(random_model("qwen3")))
-    loss = weighted(packed_forward(wrapped.base_model.model, awkward_batch, 1.0, False).logprobs)
+    model, parameters = policy("qwen3")
+    loss = weighted(packed_forward(model, awkward_batch, 1.0, False).logprobs)
     first, second = (torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(2))
     torch.testing.assert_close(second, first, rtol=0, atol=0)
 
@@ -132,10 +129,8 @@ def test_a_second_backward_gives_the_same(random_model, awkward_batch):
         ("smollm3", {}, {"mlp": LAYERS}),  # layers without rotary positions
     ],
 )
-def test_a_part_that_computes_something_else_is_its_own(kind, keys, left, random_model, awkward_batch, calls):
-    theirs, ours = both(random_model, awkward_batch, kind, keys=keys)
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-    assert calls == left
+def test_a_part_that_computes_something_else_is_its_own(kind, keys, left, check):
+    check(kind, left, keys=keys)
 
 
 @each("kind", ["granite", "gemma2_full", "gpt_oss", "gpt2", "falcon"])
@@ -151,9 +146,9 @@ def test_layers_that_do_more_are_left_as_they_are(kind, random_model):
         ({"lora_bias": True, "targets": ["q_proj"]}, {"mlp": LAYERS}),
     ],
 )
-def test_adapters_that_do_more_have_their_branch_called_by_modules(settings, left, random_model, awkward_batch, calls):
-    wrapped, _ = adapted(installed(random_model("qwen2")), **settings)
-    packed_forward(wrapped.base_model.model.train(), awkward_batch, 1.0, False)
+def test_adapters_that_do_more_have_their_branch_called_by_modules(settings, left, policy, awkward_batch, calls):
+    model, _ = policy("qwen2", torch.float32, **settings)
+    packed_forward(model.train(), awkward_batch, 1.0, False)
     assert calls == left
 
 
@@ -200,17 +195,6 @@ def test_its_mlp_sees_the_predicting_positions_alone(random_model, awkward_batch
     assert rows == [tokens, tokens, predicting]
 
 
-def test_with_gradient_checkpointing_it_is_the_same(random_model, awkward_batch, calls):
-    wrapped, parameters = adapted(installed(random_model("llama", dtype=torch.float64)))
-    model = wrapped.base_model.model
-    expected = results(model, awkward_batch, parameters)
-    set_checkpointing(model, True)
-    model.train()
-    calls.clear()
-    torch.testing.assert_close(results(model, awkward_batch, parameters), expected, rtol=1e-12, atol=1e-12)
-    assert calls == {"attention": 2 * LAYERS, "mlp": 2 * LAYERS}, "forward, and again in backward"
-
-
 @pytest.fixture
 def tiles(monkeypatch):
     """How many tokens each computation of a gated MLP had; a tile has 5, which divides no row here."""
@@ -224,66 +208,53 @@ def cut(tokens):
     return [5] * (tokens // 5) + ([tokens % 5] if tokens % 5 else [])
 
 
-@pytest.mark.parametrize("how", ["tiles", "offload"])
-@pytest.mark.parametrize("kind", SERVED)
-def test_mlps_in_tiles_are_the_same_and_each_tile_is_computed_twice(random_model, awkward_batch, tiles, kind, how):
-    wrapped, parameters = adapted(installed(random_model(kind, dtype=torch.float64)))
-    model = wrapped.base_model.model
-    expected = results(model, awkward_batch, parameters)
-    set_checkpointing(model, how)
-    model.train()
-    tiles.clear()
-    torch.testing.assert_close(results(model, awkward_batch, parameters), expected, rtol=1e-12, atol=1e-12)
-    packed = pack(awkward_batch)
-    rows = [cut(packed.num_tokens)] * (LAYERS - 1) + [cut(len(packed.predictor))]
-    assert tiles == [*itertools.chain(*rows), *itertools.chain(*reversed(rows))], "forward, and once more in backward"
-
-
-def test_passes_without_gradient_have_tiles_too(random_model, awkward_batch, tiles):
-    model = adapted(installed(random_model("llama", dtype=torch.float64)))[0].base_model.model
-    with torch.no_grad():
-        expected = packed_forward(model, awkward_batch, 1.0, False).logprobs
-        set_checkpointing(model, "tiles")
-        tiles.clear()
-        torch.testing.assert_close(
-            packed_forward(model, awkward_batch, 1.0, False).logprobs, expected, rtol=1e-12, atol=0
-        )
-    assert max(tiles) == 5
-
-
-@pytest.mark.parametrize("install", [installed, lambda model: model], ids=["ours", "transformers"])
-def test_offloaded_inputs_come_back_as_they_were_and_leave_nothing_behind(
-    random_model, awkward_batch, monkeypatch, install
+@pytest.mark.parametrize("kind", slow_but("qwen2", SERVED))
+def test_recomputed_layers_give_the_same_and_each_tile_of_their_mlps_is_computed_twice(
+    kind, policy, results, awkward_batch, calls, tiles
 ):
+    model, parameters = policy(kind)
+    expected, packed = results(model, parameters), pack(awkward_batch)
+    rows = [cut(packed.num_tokens)] * (LAYERS - 1) + [cut(len(packed.predictor))]
+    for how in (True, "tiles", "offload"):
+        set_checkpointing(model, how)
+        model.train()
+        calls.clear()
+        tiles.clear()
+        torch.testing.assert_close(results(model, parameters), expected, rtol=1e-12, atol=1e-12)
+        if how is True:
+            assert calls == {"attention": 2 * LAYERS, "mlp": 2 * LAYERS}, "forward, and again in backward"
+        else:
+            assert tiles == [*itertools.chain(*rows), *itertools.chain(*reversed(rows))]
+    tiles.clear()
+    with torch.no_grad():  # passes without gradient have tiles, too
+        logprobs = packed_forward(model, awkward_batch, 1.0, False).logprobs
+    torch.testing.assert_close(logprobs, expected[0], rtol=1e-12, atol=0)
+    assert max(tiles) == 5
+    set_checkpointing(model, False)
+    packed_forward(model, awkward_batch, 1.0, False)
+    assert max(tiles) == packed.num_tokens, "what is turned off has no tiles"
+
+
+@pytest.mark.parametrize("install", [installed, lambda model: None], ids=["ours", "transformers"])
+def test_offloaded_inputs_come_back_as_they_were_and_leave_nothing_behind(policy, results, monkeypatch, install):
     class Noting(saved_tensors_hooks):
         def __init__(self, pin_memory):
             super().__init__(lambda x: kept.append(x.clone()) or kept[-1], lambda copy: copy)
 
     kept = []
     monkeypatch.setattr(activations, "save_on_cpu", Noting)
-    wrapped, parameters = adapted(install(random_model("qwen2")))
-    model = wrapped.base_model.model
+    model, parameters = policy("qwen2", torch.float32, install=install)
     set_checkpointing(model, "tiles")
     model.train()
-    expected = results(model, awkward_batch, parameters)
+    expected = results(model, parameters)
     set_checkpointing(model, "offload")
     for _ in range(2):
-        found = results(model, awkward_batch, parameters)
-        assert torch.equal(found[0], expected[0])
-        assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+        torch.testing.assert_close(results(model, parameters), expected, rtol=0, atol=0)
     copies = [weakref.ref(copy) for copy in kept if copy.numel()]  # torch's checkpoint saves an empty one as well
     assert len(copies) == 2 * LAYERS, "the input of each layer, and nothing else"
     kept.clear()
     gc.collect()
     assert not any(copy() for copy in copies)
-
-
-def test_checkpointing_that_is_turned_off_has_no_tiles(random_model, awkward_batch, tiles):
-    model = adapted(installed(random_model("llama")))[0].base_model.model
-    set_checkpointing(model, "tiles")
-    set_checkpointing(model, False)
-    packed_forward(model, awkward_batch, 1.0, False)
-    assert max(tiles) == pack(awkward_batch).num_tokens
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -303,8 +274,13 @@ def test_every_family_that_gets_this_attention_is_compared_here(random_model):
     assert tested == {name for name, family in FAMILIES.items() if family.attention}
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "ours"])
-@pytest.mark.parametrize("kind", KINDS + WINDOWED)
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        *((kind, "ours") for kind in KINDS + WINDOWED),
+        *(case if case[0] == "qwen3" else slow(*case) for case in itertools.product(KINDS + WINDOWED, ("eager", "sdpa"))),
+    ],
+)
 def test_attentions_outputs_and_gradients_are_those_of_the_module(kind, attention, random_model, monkeypatch):
     calls, plain = [], elementwise.rotated
     monkeypatch.setattr(elementwise, "rotated", lambda *args: calls.append(1) or plain(*args))
@@ -340,15 +316,9 @@ HIDDEN, HEADS, KEY_HEADS, SIZE, INNER = 12, 6, 2, 4, 10
 PROMPTS, COMPLETIONS, OWNER = [(0, 4), (9, 2)], [(4, 3), (7, 2), (11, 5)], [0, 0, 1]
 TOKENS, SCALE = 16, 0.3
 SPANS = make_blocks(PROMPTS, COMPLETIONS, OWNER, torch.device("cpu"))
-SHAPES = {  # (out, in)
-    "attention": [
-        (HEADS * SIZE, HIDDEN),
-        (KEY_HEADS * SIZE, HIDDEN),
-        (KEY_HEADS * SIZE, HIDDEN),
-        (HIDDEN, HEADS * SIZE),
-    ],
-    "mlp": [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)],
-}
+QUERIES, KEYS = (HEADS * SIZE, HIDDEN), (KEY_HEADS * SIZE, HIDDEN)
+SHAPES = {"attention": [QUERIES, KEYS, KEYS, QUERIES[::-1]], "mlp": [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]}
+"""{branch: (out, in) of each of its layers}."""
 
 
 def made(*shape: int) -> Tensor:
@@ -381,19 +351,14 @@ def gradients_of(y: Tensor, x: Tensor, layers: Layers) -> tuple[Tensor, ...]:
     return torch.autograd.grad((weights * y).sum(), [x, *layers.learned])
 
 
-def heads_of(head_norms: bool) -> elementwise.Heads:
-    angles = made(1, TOKENS, SIZE // 2).repeat(1, 1, 2)
-    query_norm, key_norm = Norm(frozen(SIZE), 1e-5), Norm(frozen(SIZE), 1e-6, adds_one=True)
-    of_heads = (query_norm, key_norm) if head_norms else (None, None)
-    return elementwise.Heads(Norm(frozen(HIDDEN), 1e-5), *of_heads, SIZE, angles.cos(), angles.sin())
-
-
 def branch_of(name: str, head_norms: bool = False) -> Callable[[Tensor, Layers], Tensor]:
     """The attention or the MLP of a layer, whose norms and positions are the same in each call."""
+    norm = Norm(frozen(HIDDEN), 1e-5)
     if name == "mlp":
-        norm = Norm(frozen(HIDDEN), 1e-5)
         return lambda x, layers: decoder_layer.mlp_branch(x, norm, layers)
-    heads = heads_of(head_norms)
+    angles = made(1, TOKENS, SIZE // 2).repeat(1, 1, 2)
+    of_heads = (Norm(frozen(SIZE), 1e-5), Norm(frozen(SIZE), 1e-6, adds_one=True)) if head_norms else (None, None)
+    heads = elementwise.Heads(norm, *of_heads, SIZE, angles.cos(), angles.sin())
     return lambda x, layers: decoder_layer.attention_branch(x, heads, SPANS, SCALE, layers)
 
 
@@ -419,7 +384,6 @@ def test_sums_that_are_lent_and_passes_without_gradient_give_the_same(
 
 
 def test_the_gradient_that_comes_in_is_left_as_it_is() -> None:
-    torch.manual_seed(0)
     x = made(1, 5, HIDDEN).requires_grad_()
     y = decoder_layer.mlp_branch(x, Norm(made(HIDDEN), 1e-6), layers_of("mlp", "111")[0])
     grad = torch.randn_like(y)
@@ -437,24 +401,13 @@ def test_an_input_without_gradient_gets_none() -> None:
     assert all(down.grad.abs().sum() > 0 for down in layers.learned[::2])
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused functions are compiled as for a GPU, each as one graph, whose operations then run one by one."""
-    compiler = torch.compile
-
-    def compile_whole(function: Any, **_: Any) -> Any:
-        return compiler(function, backend="aot_eager", fullgraph=True)
-
-    monkeypatch.setattr(torch, "compile", compile_whole)
-    monkeypatch.setattr(elementwise, "is_fused", lambda device: True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("branch", "head_norms"), [("mlp", False), ("attention", False), ("attention", True)])
 def test_branches_are_compiled_for_all_numbers_of_tokens_and_compute_the_same(
-    branch: str, head_norms: bool, request: pytest.FixtureRequest
+    branch: str, head_norms: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float64: a compiled branch leaves its low-rank products to the next sum, which rounds elsewhere."""
+    """As for a GPU, each as one graph, whose operations then run one by one; in float64, since a compiled branch leaves
+    its low-rank products to the next sum, which rounds elsewhere."""
     torch.manual_seed(0)
     compute, (layers, _) = branch_of(branch, head_norms), layers_of(branch, "1111")
     inputs = [made(1, n, HIDDEN).requires_grad_() for n in ((TOKENS, 5, 11) if branch == "mlp" else (TOKENS,))]
@@ -464,6 +417,8 @@ def test_branches_are_compiled_for_all_numbers_of_tokens_and_compute_the_same(
         return [(y.detach(), *gradients_of(y, x, layers)) for x, y in outputs]
 
     expected = results()
-    request.getfixturevalue("traced")
+    compile_whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_whole(function))
+    monkeypatch.setattr(elementwise, "is_fused", lambda device: True)
     with torch._dynamo.config.patch(error_on_recompile=branch == "mlp"):
         torch.testing.assert_close(results(), expected, rtol=1e-10, atol=1e-10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -47,17 +48,25 @@ def test_outputs_and_gradients_are_the_modules_own(kind, random_model):
         torch.testing.assert_close(*gradients, rtol=5e-11, atol=5e-11)
 
 
-def test_only_modules_that_give_the_same_are_replaced(random_model):
-    replaced = {
-        kind: {type(m).__name__ for m in _installed(random_model(kind)).modules() if "forward" in vars(m)}
-        for kind in ("llama", "qwen2", "gemma", "gpt2")
-    }
-    assert replaced == {
-        "llama": {"LlamaRMSNorm", "LlamaMLP"},
-        "qwen2": {"Qwen2RMSNorm", "Qwen2MLP"},
-        "gemma": {"GemmaRMSNorm"},  # its MLP's gate is a GELU
-        "gpt2": set(),
-    }
+@each(
+    ("kind", "dtype", "expected"),
+    [
+        ("llama", torch.float32, "fused: 3 LlamaMLP, 7 LlamaRMSNorm"),
+        ("llama", torch.bfloat16, "fused: 3 LlamaMLP; as in transformers: 7 LlamaRMSNorm"),  # on a CPU
+        ("qwen2", torch.float32, "fused: 3 Qwen2MLP, 7 Qwen2RMSNorm"),
+        ("gemma", torch.float32, "fused: 7 GemmaRMSNorm"),  # its MLP's gate is a GELU
+        ("gpt2", torch.float32, ""),
+    ],
+)
+def test_only_modules_that_give_the_same_are_replaced(kind, dtype, expected, random_model):
+    model = random_model(kind, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    words = elementwise.install(model)
+    assert words == expected
+    replaced = {type(m).__name__ for m in model.modules() if "forward" in vars(m)}
+    assert replaced == set(re.findall(r"\d (\w+)", words))
 
 
 @pytest.fixture
@@ -78,7 +87,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(elementwise, "serves", lambda x: True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [torch.bfloat16, torch.float16])
 def test_what_a_compiler_does_not_round_is_no_reason_to_keep_a_module(dtype, random_model, compiled):
     for kind, sizes in (("llama", {}), ("qwen2", {"hidden_size": 256, "intermediate_size": 700}), ("qwen3", {})):
         model = random_model(kind, dtype=dtype, **sizes)
@@ -120,17 +129,30 @@ def test_a_gelu_of_small_numbers_is_not_taken_for_a_silu_in_16_bits(random_model
         assert elementwise.install(model) == "fused: 7 LlamaRMSNorm"
 
 
-def test_a_norm_in_16_bits_on_a_cpu_is_not_said_to_be_fused(random_model):
-    words = elementwise.install(random_model("llama", dtype=torch.bfloat16))
-    assert words == "fused: 3 LlamaMLP; as in transformers: 7 LlamaRMSNorm"
+@pytest.mark.parametrize("adds_one", [False, True])
+def test_norms_in_16_bits_are_rounded_where_transformers_rounds_them_and_nowhere_else(adds_one: bool) -> None:
+    dice = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(n, 48, generator=dice).bfloat16() for n in (50, 1, 50))
+    norm = Norm(weight[0], 1e-6, adds_one)
+    wide, factor = x.double().requires_grad_(), weight[0].double() + adds_one
+    by_formula = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * factor
+    y, scale = elementwise.normed(x, *norm)
+    assert scale.dtype == torch.float32
+    # Each rounding is by at most half a unit of the last of 8 bits, 2^-8 of the number; a plain weight comes after one.
+    roundings = 1 if adds_one else 2
+    assert ((y.double() - by_formula).abs() <= 1.005 * roundings * 2**-8 * by_formula.abs() + 1e-6).all()
+    weighted = grad.double() if adds_one else (grad * weight[0]).double() / factor
+    [slope] = torch.autograd.grad(by_formula, wide, weighted)
+    found = elementwise.norm_gradient(grad.clone(), norm, x, scale)
+    # Rounded once; its two terms, made in float32, may cancel.
+    assert ((found.double() - slope).abs() <= 1.01 * 2**-8 * slope.abs() + 1e-5).all()
 
 
-def _installed(model):
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.uniform_(0.5, 1.5)
+def test_a_norm_outside_a_branch_is_one_function_in_16_bits_too(random_model, gpu) -> None:
+    model = random_model("llama", dtype=torch.bfloat16)
     elementwise.install(model)
-    return model
+    x = torch.ones(1, 2, 32, dtype=torch.bfloat16, requires_grad=True)
+    assert type(model.base_model.norm(x).grad_fn).__name__ == "_RMSNormBackward"
 
 
 def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
@@ -152,13 +174,7 @@ def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
         "norm_gradient and another": (elementwise.norm_gradient, x.clone(), Norm(weight, 1e-6), x, scale, x.clone()),
         "silu_product": (elementwise.silu_product, made(9, 12), made(9, 12)),
         "_silu_gradients": (elementwise._silu_gradients, made(9, 12), made(9, 12), made(9, 12)),
-        "merge_into": (
-            flash_attention.merge_into,
-            made(9, 4, 8),
-            made(4, 9).float(),
-            made(9, 4, 8),
-            made(4, 9).float(),
-        ),
+        "merge_into": (flash_attention.merge_into, *(x for _ in "ab" for x in (made(9, 4, 8), made(4, 9).float()))),
         "turned": (elementwise.turned, made(9, 4, 8), angles, angles),
         "turned_back": (elementwise.turned_back, made(9, 4, 8), angles, angles),
         "_logprobs": (lm_head._logprobs, made(5, 30), targets, 0.7, torch.float32),
@@ -178,7 +194,7 @@ def test_fused_steps_are_one_graph_and_give_the_same(name) -> None:
     function, *args = fused_calls(torch.bfloat16)[name]
     plain = function.__wrapped__
     with torch.no_grad():
-        written, compiled = copies(args), copies(args)
+        written, compiled = ([arg.clone() if type(arg) is Tensor else arg for arg in args] for _ in range(2))
         expected = plain(*written)
         found = torch.compile(plain, dynamic=True, fullgraph=True, backend="aot_eager")(*compiled)
     results = [(found, expected)] if isinstance(found, Tensor) else zip(found or (), expected or (), strict=True)
@@ -199,10 +215,6 @@ def test_a_function_is_compiled_once_for_all_numbers_of_tokens_and_anew_for_anot
             for tokens in (7, 9, 31):
                 function(torch.randn(1, tokens, width), weight, 1e-6)
             assert counter.frame_count == graphs
-
-
-def copies(args: list[Any]) -> list[Any]:
-    return [arg.clone() if type(arg) is Tensor else arg for arg in args]
 
 
 def test_a_function_is_compiled_for_a_gpu_alone_and_once(monkeypatch) -> None:
