@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -20,111 +21,8 @@ from rlft.data.records import RowError
 from rlft.reward.code import fenced
 from rlft.reward.workers.reward_spec import specs
 from rlft.tokens.answers import ReferenceIn, answers_in, blocks, opened, unfenced
-from rlft.tokens.reasoning import END_OF_MESSAGE, MARKERS, without_reasoning
 from rlft.types import UserError
 from tests.plan.rewards.test_references import notes, rows
-
-
-@each(("opens", "closes"), MARKERS.items())
-def test_the_reasoning_of_every_family_is_left_out(opens, closes):
-    for text, spoken in (
-        (f"{opens}a{closes}b", "b"),
-        (f"a{opens}b{closes}c{opens}d{closes}e", "ace"),
-        (f"a{opens}b", "a"),
-        (f"{opens}a{opens}b{closes}c", "c"),
-    ):
-        assert without_reasoning(text).replace(" ", "") == spoken, text
-        assert len(without_reasoning(text)) == len(text), "offsets stay"
-
-
-IN_CAPITALS = MARKERS | {opens.upper(): closes.upper() for opens, closes in MARKERS.items()}
-VARIANTS = (str.upper, str.title, lambda m: m.replace("|", "｜"), lambda m: m.replace(">", " >"), str.swapcase)
-
-
-@each(("opens", "closes"), MARKERS.items())
-def test_markers_are_known_in_any_capitals_with_full_width_bars_and_with_space(opens, closes):
-    for vary, close in product(VARIANTS, (*VARIANTS, str)):
-        text = f"a{vary(opens)}b{close(closes)}c"
-        assert without_reasoning(text).replace(" ", "") == "ac", text
-        assert without_reasoning(close(closes)[:1] + text)[:1] != " ", "what is no marker stays"
-
-
-def test_the_channels_of_gpt_oss_are_left_out_with_recipients_and_space():
-    for bar, channel, space, to in product(
-        "|｜", ("analysis", "commentary"), ("", " ", "\n"), ("", " to=python", " to=f.a")
-    ):
-        text = f"<{bar}channel{bar}>{space}{channel}{to}<{bar}message{bar}>18<|end|>19"
-        assert without_reasoning(text).replace(" ", "") == "19", text
-
-
-@each(
-    ("text", "spoken"),
-    [
-        ("", ""),
-        ("a", "a"),
-        ("a</think>b", "b"),
-        ("a</think>b</think>c", "c"),
-        ("a</think>b<think>c</think>d", "bd"),
-        ("<think>a[/THINK]b</think>c", "c"),
-        ("<think>a<thinking>b</think>c", "c"),
-        ("a<|end|>", "a<|end|>"),
-        ("a <Think>b", "a"),
-        ("I think>b", "Ithink>b"),
-    ],
-)
-def test_only_what_the_markers_of_one_kind_enclose_is_reasoning(text, spoken):
-    assert without_reasoning(text).replace(" ", "") == spoken
-
-
-FORMS = {
-    "tag": ("<answer>{}</answer>", {}),
-    "boxed": (r"\boxed{{{}}}", {}),
-    "hashes": ("\n#### {}\n", {}),
-    "pattern": ("Answer: {}\n", {"pattern": "Answer: (.+)"}),
-}
-KINDS = {"exact_match": "18", "math": "18", "choice": "B", "equations": "18"}
-PLACES = {
-    # where the answer stands: whether it is outside of all reasoning
-    "{opens}{right}{closes}": False,
-    "{opens}{right}": False,
-    "Well. {opens}Hm. {right}{closes} That is it.": False,
-    "{opens}{right}{closes}{opens}again{closes}": False,
-    "{opens}a{opens}{right}{closes}": False,
-    "{right}{closes}": False,  # the prompt has opened it
-    "{opens}{wrong}{closes}{right}": True,
-    "{right}{opens}{wrong}": True,
-    "{opens}{wrong}{closes}So: {right}{opens}{wrong}{closes}": True,
-    "{wrong}{closes}{right}": True,
-}
-
-
-def test_an_answer_in_reasoning_is_unpaid_whatever_marks_it_and_whatever_reads_it() -> None:
-    config = compose([f"reward=[{','.join(KINDS)}]"])["reward"]
-    every = list(product(PLACES, KINDS, FORMS, IN_CAPITALS))
-    assert len(every) > 13_000
-    for place, name, answer_in, opens in random.Random(0).sample(every, 2500):
-        (form, more), closes = FORMS[answer_in], IN_CAPITALS[opens]
-        reward = specs({name: {**config[name], "answer_in": answer_in, **more}})[name].build()
-        right, wrong = form.format(KINDS[name]), form.format("A" if name == "choice" else "29")
-        if closes.lower() == END_OF_MESSAGE and place.startswith(("{right}{closes}", "{wrong}{closes}")):
-            continue  # it ends other messages, too
-        text = place.format(opens=opens, closes=closes, right=right, wrong=wrong)
-        assert reward.right(make_group([text], answer=KINDS[name])) == [PLACES[place]], (name, answer_in, text)
-
-
-def test_a_program_in_reasoning_is_none_whatever_marks_it() -> None:
-    config = compose(["reward=code"])["reward"]["code"]
-    for program_in, program in (
-        ("fence", "\n```python\na = 1\n```\n"),
-        ("tag", "<answer>a = 1</answer>"),
-        ("text", "a = 1"),
-    ):
-        reward = specs({"code": {**config, "program_in": program_in}})["code"].build()
-        for opens, closes in MARKERS.items():
-            assert reward.extract(f"{opens}{program}{closes}") is None
-            assert reward.extract(f"{opens}{program}") is None
-            assert (reward.extract(f"{opens}b = 2{closes}{program}") or "").strip() == "a = 1"
-
 
 AROUND = {
     "hashes": ["6 * 7 + 4 = 46\n#### {}", "#### {}", "She sold 3 <<1+2=3>>3.\n#### {}", "#### Step 1\nSo.\n#### {}"],
@@ -141,6 +39,7 @@ AROUND = {
 }  # fmt: skip
 """{form: ways to write it}, of which JSON without quotes takes numbers alone."""
 ANSWERS = ["46", "-7", "1080", "3.5", "12", "205"]
+ONE_EACH = [[answer] for answer in ANSWERS]
 WORDS = ["data=jsonl", "data.path=x.jsonl"]
 
 
@@ -167,22 +66,9 @@ def test_forms_around_each_other_are_opened_from_the_outermost_on() -> None:
 
 @each(
     "text",
-    [
-        "46",
-        "-1,080",
-        "Paris",
-        "Hello.",
-        "x = 46",
-        "f(x)",
-        "(3, 4)",
-        r"\frac{1}{2}",
-        "U.S. Army",
-        "a, b",
-        "$5",
-        "A: Rome",
-        "3.5",
-    ],
-)
+    ["46", "-1,080", "Paris", "Hello.", "x = 46", "f(x)", "(3, 4)", r"\frac{1}{2}", "U.S. Army", "a, b", "$5",
+     "A: Rome", "3.5"],
+)  # fmt: skip
 def test_a_reference_that_is_its_answer_has_no_form(text: str) -> None:
     assert opened(text) == ([], [text])
 
@@ -203,9 +89,14 @@ def test_a_short_right_answer_scores_or_the_key_is_named_whose_remedy_is_then_ty
         )
         [note, *_] = notes(rows(*texts), *words, "data.allow_unscorable=true")
         assert note.startswith("data.answer_in: ")
-        data = instantiate({**compose([*words, typed])["data"]}, "data")
-        assert [data._answers(text) for text in texts] == [[answer] for answer in ANSWERS], (typed, texts)
+        check_read(texts, typed, ONE_EACH, words)
         assert notes(rows(*ANSWERS), *words, typed) == []
+
+
+def check_read(texts: list[str], typed: str, expected: list[list[str]], words: Sequence[str] = WORDS) -> None:
+    """What data gives as answers, once the remedy is typed."""
+    data = instantiate({**compose([*words, typed])["data"]}, "data")
+    assert [data._answers(text) for text in texts] == expected, typed
 
 
 def refused(texts: list[str], words: list[str]) -> str | None:
@@ -230,8 +121,7 @@ def test_sentences_with_numbers_are_noted_with_a_pattern_that_works() -> None:
     [note] = notes(rows(*texts), *WORDS, "reward=exact_match")
     assert note.startswith("data.answer_in: 6 of 6 reference answers are more than the answer")
     [typed] = re.findall(r"set (data\.answer_pattern='.*')$", note)
-    data = instantiate({**compose([*WORDS, typed])["data"]}, "data")
-    assert [data._answers(text) for text in texts] == [[answer] for answer in ANSWERS]
+    check_read(texts, typed, ONE_EACH)
 
 
 def test_a_row_of_another_form_is_refused_and_lists_are_several_answers() -> None:
@@ -258,8 +148,7 @@ def test_a_whole_solution_never_passes_without_a_word(way: str) -> None:
     [told] = notes(rows(*texts), *WORDS, "reward=exact_match", "data.allow_unscorable=true")
     [typed] = re.findall(r"^data\.answer_in: .* set (data\.answer_\S*)$", told)
     if "boxed" not in way:
-        data = instantiate({**compose([*WORDS, typed])["data"]}, "data")
-        assert [data._answers(text) for text in texts] == [[answer] for answer in ANSWERS], typed
+        check_read(texts, typed, ONE_EACH)
 
 
 ONE_OF_MANY = [
@@ -312,34 +201,26 @@ TEXTS = ["Paris", "New York", "a cat", "x + y", "Rome", "B"]
 def test_references_that_all_begin_with_an_announcement_are_noted_with_a_pattern_that_works(begin: str) -> None:
     [told] = notes(rows(*(begin + text for text in TEXTS)), *WORDS, "reward=exact_match", "data.allow_unscorable=true")
     [typed] = re.findall(r"set (data\.answer_\S.*?)(?:, or start.*)?$", told, re.DOTALL)
-    data = instantiate({**compose([*WORDS, typed])["data"]}, "data")
-    assert [data._answers(begin + text) for text in TEXTS] == [[text] for text in TEXTS]
+    check_read([begin + text for text in TEXTS], typed, [[text] for text in TEXTS])
 
 
-@each("begin", ["", "New ", "the ", "A"])
-def test_references_that_merely_begin_alike_are_answers(begin: str) -> None:
-    assert notes(rows(*(begin + text for text in TEXTS)), *WORDS, "reward=exact_match") == []
+def test_references_that_merely_begin_alike_are_answers() -> None:
+    for begin in ("", "New ", "the ", "A"):
+        assert notes(rows(*(begin + text for text in TEXTS)), *WORDS, "reward=exact_match") == []
 
 
 # -- fenced code -------------------------------------------------------------------------------------------------------
 PROGRAMS = (
-    "print(1)\n",
-    "def add(a, b):\n    return a + b\n\n\nprint(add(1, 2))\n",
-    "if True:\n\tprint('tab')\n",
+    "print(1)\n", "def add(a, b):\n    return a + b\n\n\nprint(add(1, 2))\n", "if True:\n\tprint('tab')\n",
     'def f():\n    """\n    ```python\n    >>> f()\n    ```\n    """\n',
-    "x = '''\n~~\n``\n'''\n",
-    "    return a + b\n",
-)
+    "x = '''\n~~\n``\n'''\n", "    return a + b\n",
+)  # fmt: skip
 AROUND_BLOCKS = {
     "at the line's start": ("", ""), "indented by one": (" ", " "), "indented by three": ("   ", "   "),
     "in a list": ("- ", "  "), "in a numbered list": ("1. ", "   "), "in a list in a list": ("- 2) ", "     "),
     "in a list, below its text": ("* So:\n\n  ", "  "), "quoted": ("> ", "> "), "in a quoted list": ("> - ", ">   "),
 }  # fmt: skip
-DEEPER = {
-    "indented by four": ("    ", "    "),
-    "indented by a tab": ("\t", "\t"),
-    "indented by nine": (" " * 9, " " * 9),
-}
+DEEPER = {name: (space, space) for name, space in (("by four", " " * 4), ("by a tab", "\t"), ("by nine", " " * 9))}
 """Where CommonMark has no fences, but models do."""
 INFOS = ("python", "Python", "py", "python3", " python", "python title=x.py", "{.python .numberLines}", "")
 ENDS = ("\n", "\r\n", "\r")

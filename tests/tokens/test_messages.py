@@ -65,6 +65,9 @@ def called(rng: random.Random, name: str, arguments: dict[str, Any], own: str) -
     return given | ({"index": 0} if "function" in call and rng.random() < 0.3 else {})
 
 
+Fault = Callable[[dict[str, Any], Any], Any]
+
+
 def parts_of(message: dict[str, Any]) -> list[Any]:
     if not isinstance(message["content"], list) or not message["content"]:
         message["content"] = [{"type": "text", "text": "a"}]
@@ -85,44 +88,34 @@ PARTS = (
     "audio", "input_audio", "video", "file", "thinking", "reasoning", "tool_use", "tool_result", "refusal", "document",
     "image", "image_url", 5,
 )  # fmt: skip
-Fault = Callable[[dict[str, Any], Any], Any]
+
 FAULTS: list[tuple[str, Fault]] = [
-    *(
-        (f"has the field '{key}'", lambda m, value, key=key: m.update({key: value}))
-        for key in ("train", "function_call", "refusal", "thoughts")
-    ),
-    *(
-        (
-            f"of the type {kind!r}",
-            lambda m, value, kind=kind: parts_of(m).append({"type": kind, "text": "a", str(kind): value}),
-        )
-        for kind in PARTS
-    ),
+    *((f"has the field '{key}'", lambda m, value, key=key: m.update({key: value}))
+      for key in ("train", "function_call", "refusal", "thoughts")),
+    *((f"of the type {of!r}", lambda m, value, of=of: parts_of(m).append({"type": of, "text": "a", str(of): value}))
+      for of in PARTS),
     ("has the field 'cache_control'", lambda m, value: parts_of(m)[-1].update({"cache_control": value})),
-    ("must have one text in part", lambda m, value: parts_of(m).append({"type": "text", "text": None})),
-    ("must have one text in part", lambda m, value: parts_of(m).append({"type": "text"})),
-    ("must have one text in part", lambda m, value: parts_of(m).append({"type": "text", "text": "a", "value": "b"})),
-    ("must have one text in part", lambda m, value: parts_of(m).append({"type": "text", "text": 5})),
-    ("must have an object", lambda m, value: parts_of(m).append("a")),
-    ("must have an object", lambda m, value: parts_of(m).append([{"type": "text", "text": "a"}])),
-    ("must have an object", lambda m, value: parts_of(m).append(None)),
-    ("must have a text as its content", lambda m, value: m.update({"content": {"type": "text", "text": "a"}})),
-    ("must have a text as its content", lambda m, value: m.update({"content": 5})),
-    ("must have a text as its content", lambda m, value: (m.update({"content": None}), m.pop("tool_calls", 0))),
-    ("must have a text as its content", lambda m, value: (m.update({"content": []}), m.pop("tool_calls", 0))),
+    *(("must have one text in part", lambda m, _, part=part: parts_of(m).append({"type": "text"} | part))
+      for part in ({"text": None}, {}, {"text": "a", "value": "b"}, {"text": 5})),
+    *(("must have an object", lambda m, _, part=part: parts_of(m).append(part))
+      for part in ("a", [{"type": "text", "text": "a"}], None)),
+    *(("must have a text as its content", lambda m, _, text=text: (m.update(content=text), m.pop("tool_calls", 0)))
+      for text in ({"type": "text", "text": "a"}, 5, None, [])),
     ("has the field 'parameters'", lambda m, value: call_in(m)["function"].update({"parameters": value})),
     ("has the field 'custom'", lambda m, value: call_in(m).update({"custom": value})),
-    ("has a call of a tool that is not", lambda m, value: call_in(m).update({"type": "custom"})),
-    ("has a call of a tool that is not", lambda m, value: call_in(m).pop("function")),
-    ("has a call of a tool that is not", lambda m, value: call_in(m)["function"].update({"arguments": "a b"})),
-    ("has a call of a tool that is not", lambda m, value: call_in(m)["function"].update({"arguments": None})),
-    ("has a call of a tool that is not", lambda m, value: call_in(m)["function"].update({"name": 5})),
-    ("whose id must be a text", lambda m, value: call_in(m).update({"id": 5})),
-    ("has tool_calls that must be a list", lambda m, value: (call_in(m), m.update({"tool_calls": "add"}))),
-    ("must have a text as its reasoning", lambda m, value: (call_in(m), m.update({"reasoning": 5}))),
-    ("has different thoughts in", lambda m, value: (call_in(m), m.update({"reasoning": "a", "thinking": "b"}))),
-    ("has the weight", lambda m, value: (call_in(m), m.update({"weight": 0.5}))),
-]
+    ("has a call of a tool that is not", lambda m, _: call_in(m).pop("function")),
+    *(("has a call of a tool that is not", lambda m, _, fields=fields: call_in(m)["function"].update(fields))
+      for fields in ({"arguments": "a b"}, {"arguments": None}, {"name": 5})),
+    *((words, lambda m, _, fields=fields: call_in(m).update(fields)) for words, fields in (
+        ("has a call of a tool that is not", {"type": "custom"}), ("whose id must be a text", {"id": 5}),
+    )),
+    *((words, lambda m, _, fields=fields: (call_in(m), m.update(fields))) for words, fields in (
+        ("has tool_calls that must be a list", {"tool_calls": "add"}),
+        ("must have a text as its reasoning", {"reasoning": 5}),
+        ("has different thoughts in", {"reasoning": "a", "thinking": "b"}),
+        ("has the weight", {"weight": 0.5}),
+    )),
+]  # fmt: skip
 
 
 def test_a_message_of_any_known_form_says_what_it_says() -> None:

@@ -47,9 +47,8 @@ def with_special(*tokens, family="qwen2.5", template=None):
     """The family's tokenizer in which these tokens are special."""
     tokenizer = family_tokenizer(family)
     changed = with_attributes(tokenizer, chat_template=tokenizer.chat_template if template is None else template)
-    changed.add_special_tokens(
-        {"additional_special_tokens": [AddedToken(token, special=True, normalized=False) for token in tokens]}
-    )
+    added = [AddedToken(token, special=True, normalized=False) for token in tokens]
+    changed.add_special_tokens({"additional_special_tokens": added})
     return changed
 
 
@@ -57,14 +56,11 @@ def with_special(*tokens, family="qwen2.5", template=None):
     ("tokens", "family", "template"),
     [
         (("<think>", "</think>", "<answer>", "</answer>"), "qwen2.5", None),
-        (("<think>", "</think>", "<answer>", "</answer>"), "llama-3", None),
-        (("[THINK]", "[/THINK]"), "mistral", None),
-        (("[THINK]", "[/THINK]"), "qwen2.5", THINKING_SHOWN),
-        (("<think>", "</think>"), "qwen2.5", THINKING_CLOSED),
-        (("<|begin_of_thought|>", "<|end_of_thought|>"), "gemma", None),
-        (("<think>", "</think>"), "qwen2.5", ""),
+        (("<think>", "</think>", "<answer>", "</answer>"), "llama-3", None), (("[THINK]", "[/THINK]"), "mistral", None),
+        (("[THINK]", "[/THINK]"), "qwen2.5", THINKING_SHOWN), (("<think>", "</think>"), "qwen2.5", THINKING_CLOSED),
+        (("<|begin_of_thought|>", "<|end_of_thought|>"), "gemma", None), (("<think>", "</think>"), "qwen2.5", ""),
     ],
-)
+)  # fmt: skip
 def test_a_text_shows_special_tokens_that_are_said_and_none_that_marks_turns(tokens, family, template):
     tokenizer = with_special(*tokens, family=family, template=template)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
@@ -94,22 +90,16 @@ def test_a_tokenizer_whose_special_tokens_all_mark_turns_decodes_as_before():
         assert decode(tokenizer, every) == tokenizer.decode(shown, skip_special_tokens=False), family
 
 
-def test_an_end_that_the_generation_config_names_is_shown_nowhere():
-    tokenizer = with_special("<|eom_id|>", "<think>")
-    eom, think = tokenizer.convert_tokens_to_ids(["<|eom_id|>", "<think>"])
-    six = tokenizer("6", add_special_tokens=False)["input_ids"]
-    assert decode(tokenizer, [think, *six, eom, *six]) == "<think>6<|eom_id|>6"
-    tokenizer = replace(tokenizer, ends=(eom,))
-    assert decode(tokenizer, [think, *six, eom, *six]) == "<think>66"
-    assert plain_decoder(tokenizer)([think, *six, eom, *six]) == "<think>66"
-
-
-def test_the_special_token_that_ended_a_turn_is_not_shown_whatever_it_is():
+def test_the_special_token_that_ends_a_turn_is_not_shown_whatever_it_is():
     tokenizer = with_special("<|call|>", "<think>")
     call, think = tokenizer.convert_tokens_to_ids(["<|call|>", "<think>"])
     row = [think, *tokenizer("6", add_special_tokens=False)["input_ids"], call]
     assert shown_texts(tokenizer, [row, row[:-1]], [True, False], SAMPLING, [call]) == ["<think>6", "<think>6"]
     assert shown_texts(tokenizer, [row], [False], SAMPLING) == ["<think>6<|call|>"], "it ends no turn"
+    assert decode(tokenizer, [*row, *row[1:2]]) == "<think>6<|call|>6"
+    tokenizer = replace(tokenizer, ends=(call,))  # as the generation config names it
+    for read in (decode, lambda tokenizer, ids: plain_decoder(tokenizer)(ids)):
+        assert read(tokenizer, [*row, *row[1:2]]) == "<think>66"
 
 
 # The generation prompt of a template, and the end of it that belongs to the turn.
@@ -168,20 +158,13 @@ CHAT = [{"role": "user", "content": "2 + 3?"}]
 
 
 def test_a_template_writes_the_tokenizers_date_on_whatever_day_it_is_rendered(monkeypatch):
-    tokenizer = replace(with_special(template=TODAY + TURNS + START_OF_TURN), date="2026-02-03")
-    texts = []
-    for day in ("2026-02-03", "2026-12-31"):
-        monkeypatch.setattr(text_module, "today", lambda day=day: day)
-        texts.append(render(tokenizer, CHAT, start=True))
-    assert texts == ["Today: 03 Feb 2026\n<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"] * 2
-
-
-def test_without_a_date_it_is_todays_which_is_then_kept(monkeypatch):
     monkeypatch.setattr(text_module, "_now", lambda: datetime.datetime(2026, 12, 31))
-    tokenizer = RunTokenizer(with_special(template=TODAY + TURNS).own)
+    made = RunTokenizer(with_special(template=TODAY + TURNS + START_OF_TURN).own)
     monkeypatch.setattr(text_module, "_now", lambda: datetime.datetime(2027, 1, 1))
-    assert tokenizer.date == "2026-12-31"
-    assert render(tokenizer, CHAT).startswith("Today: 31 Dec 2026\n")
+    assert made.date == "2026-12-31", "without a date it is that day's, which is then kept"
+    for date, words in ((made.date, "31 Dec 2026"), ("2026-02-03", "03 Feb 2026")):
+        expected = f"Today: {words}\n<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+        assert render(replace(made, date=date), CHAT, start=True) == expected
 
 
 def test_a_date_has_english_names_in_every_locale():
@@ -208,12 +191,9 @@ def test_a_template_that_goes_through_the_tools_without_asking_gets_none_of_them
     assert rendered(tokenizer, [CHAT, CHAT]) == ["<|im_start|>user\n2 + 3?<|im_end|>\n"] * 2
     asking = with_special(template="{% if tools is not none %}tools {% endif %}" + TURNS)
     assert not render(asking, CHAT).startswith("tools")
-
-
-def test_what_a_template_refuses_is_not_tried_again():
-    tokenizer = with_special(template="{% if tools is none %}{{ raise_exception('no chat') }}{% endif %}" + TURNS)
-    with pytest.raises(Exception, match="no chat"):
-        render(tokenizer, CHAT)
+    refusing = with_special(template="{% if tools is none %}{{ raise_exception('no chat') }}{% endif %}" + TURNS)
+    with pytest.raises(Exception, match="no chat"):  # it is not tried again
+        render(refusing, CHAT)
 
 
 # -- ends of turns -----------------------------------------------------------------------------------------------------
@@ -232,15 +212,11 @@ def test_a_turn_ends_with_what_the_template_puts_there_and_no_other_turn_begins_
         assert ends.ids == ids_of(name, shape.ends), name
         assert [ends.names[token] for token in ends.ids] == list(shape.ends), name
         assert ends.row[:2] == ("end-of-turn token", shape.ends[0]), name
-        raw = turn_ends(shaped_tokenizer(name), "raw")
-        assert (raw.lead, raw.closing, raw.ids) == ("", ids_of(name, [EOS]), ids_of(name, [EOS])), name
-
-
-def test_there_is_a_note_where_a_turns_end_is_not_the_tokenizers() -> None:
-    for name, shape in SHAPES.items():
-        [note] = turn_ends(shaped_tokenizer(name), "chat").notes
+        [note] = ends.notes
         assert shape.ends[0] in note, name
         assert EOS in note, name
+        raw = turn_ends(shaped_tokenizer(name), "raw")
+        assert (raw.lead, raw.closing, raw.ids) == ("", ids_of(name, [EOS]), ids_of(name, [EOS])), name
     tokenizer = shaped_tokenizer("a base with another end")
     assert turn_ends(with_attributes(tokenizer, eos_token="<|im_end|>"), "chat").notes == ()
 
