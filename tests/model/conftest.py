@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Counter[str]:
 EXPERTS = {
     "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def entering() -> Callable[[PreTrainedModel], AbstractContextManager[list[tuple[int, ...]]]]:
+    """[(rows, width)] of everything that goes through a model inside."""
+
+    @contextmanager
+    def note(model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
+        seen: list[tuple[int, ...]] = []
+        embeddings = model.get_input_embeddings()
+        hook = embeddings.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape)))
+        yield seen
+        hook.remove()
+
+    return note
+
+
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 FULL = {"layer_types": ["full_attention"] * 3}
 CAPPED = {"head_dim": 16, "attn_logit_softcapping": 0.5}

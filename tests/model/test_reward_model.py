@@ -1,20 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import half_model
 import pytest
 import torch
 import transformers
 from in_one_test import each
-from slow_cases import slow_but
+from slow_cases import slow
 from torch import Tensor
 
 from rlft.batch import batch_of_rows
-from rlft.model.backbone import Backbone
+from rlft.model.adapter_folder import HEAD
 from rlft.model.forward import Forward
 from rlft.model.packing import Layout, num_packed_tokens
 from rlft.model.reward_model import (
@@ -26,7 +26,7 @@ from rlft.model.reward_model import (
     parts_within,
     rows_of,
 )
-from rlft.model.roles import POLICY, Roles
+from rlft.model.roles import POLICY
 from rlft.runs import checkpoint
 from rlft.tokens.text import RunTokenizer
 from rlft.types import Batch, Completion, FinishReason, Group, Rollout, UserError
@@ -42,16 +42,14 @@ CPU = torch.device("cpu")
 def groups(make_prompt, backbone):
     """Two groups of three completions, of unlike lengths; one is empty."""
 
-    def group(question, *texts):
-        prompt = make_prompt(question)
-        return Group(prompt=prompt, rollouts=tuple(rollout(prompt, text) for text in texts))
-
     def rollout(prompt, text):
         ids = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
         completion = Completion(text=text, token_ids=ids, logprobs=[0.0] * len(ids), finish_reason=FinishReason.stop)
         return Rollout(prompt=prompt, completion=completion, policy_version=0)
 
-    return [group("1 + 2", "3", "the answer is 12", ""), group("17 + 25", "42", "42 42 42 42 42 42", "7")]
+    texts = {"1 + 2": ("3", "the answer is 12", ""), "17 + 25": ("42", "42 42 42 42 42 42", "7")}
+    prompts = [(make_prompt(question), several) for question, several in texts.items()]
+    return [Group(prompt=p, rollouts=tuple(rollout(p, text) for text in several)) for p, several in prompts]
 
 
 @pytest.fixture
@@ -69,57 +67,43 @@ def adapter_reward(make_roles):
     return make
 
 
-def alone(groups):
-    """Each completion as a group and a step of its own."""
-    return [[Group(prompt=group.prompt, rollouts=(rollout,))] for group in groups for rollout in group.rollouts]
-
-
 def flat(scores):
     return torch.tensor([score for row in scores for score in row])
 
 
-@contextmanager
-def monitored(model):
-    """[(rows, width)] of everything that goes through the model inside."""
-    seen = []
-    embeddings = model.get_input_embeddings()
-    hook = embeddings.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape)))
-    yield seen
-    hook.remove()
+def check_scores(reward, groups, expected):
+    """Whatever is scored with a completion, and within which budget; no two completions get the same."""
+    for budget in (1, 60, 150, 10**6):
+        if isinstance(reward, AdapterReward):
+            reward = replace(reward, token_budget=budget)
+        else:
+            reward.token_budget = budget
+        torch.testing.assert_close(flat(reward(groups)), expected, rtol=1e-5, atol=1e-5)
+        backwards = flat(reward(groups[::-1])).view(2, 3).flip(0).flatten()
+        torch.testing.assert_close(backwards, expected, rtol=1e-5, atol=1e-5)
+    assert (expected[:, None] - expected).abs().add(torch.eye(6)).min() > 1e-4
 
 
 # -- an adapter on the base ------------------------------------------------------------------------------------------
-def test_an_adapters_score_is_its_head_on_the_last_tokens_hidden_state(adapter_reward, groups, backbone):
+@each("packed", [True, False])
+def test_an_adapters_score_is_its_head_on_the_last_tokens_hidden_state(packed, adapter_reward, groups, backbone):
     reward = adapter_reward()
+    if not packed:
+        reward.roles.forward = Forward(model=reward.roles.backbone.model, packed=False, reason="")
     head, expected = reward.roles.heads[ROLE], []
     with torch.no_grad(), reward.roles.using(ROLE):
         for group in groups:
             for rollout in group.rollouts:
                 ids = torch.tensor([[*group.prompt.token_ids, *rollout.completion.token_ids]])
                 expected.append(head(backbone.model.base_model(input_ids=ids).last_hidden_state[0, -1]))
-    scores = flat(reward(groups))
-    torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-5, atol=1e-5)
-    # They do say something: no two completions get the same.
-    assert (scores[:, None] - scores).abs().add(torch.eye(6)).min() > 1e-3
+    check_scores(reward, groups, torch.stack(expected))
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("token_budget", [1, 60, 10**6])
-def test_an_adapters_score_does_not_depend_on_what_is_scored_with_it(packed, token_budget, adapter_reward, groups):
-    reward = adapter_reward(token_budget)
-    if not packed:
-        reward.roles.forward = Forward(model=reward.roles.backbone.model, packed=False, reason="")
-    singly = torch.tensor([reward(one)[0][0] for one in alone(groups)])
-    torch.testing.assert_close(flat(reward(groups)), singly, rtol=1e-5, atol=1e-5)
-    backwards = flat(reward(groups[::-1])).view(2, 3).flip(0).flatten()
-    torch.testing.assert_close(backwards, singly, rtol=1e-5, atol=1e-5)
-
-
-def test_siblings_share_their_prompt_and_micro_batches_keep_to_the_budget(adapter_reward, groups, backbone):
+def test_siblings_share_their_prompt_and_micro_batches_keep_to_the_budget(adapter_reward, groups, backbone, entering):
     reward = adapter_reward()
     # A group's prompt once, and each completion with the one token that ends its row.
     lengths = [len(g.prompt.token_ids) + sum(len(r.completion.token_ids) + 1 for r in g.rollouts) for g in groups]
-    with monitored(backbone.model) as seen:
+    with entering(backbone.model) as seen:
         reward(groups)
         replace(reward, token_budget=max(lengths))(groups)
     assert seen == [(1, sum(lengths)), (1, lengths[0]), (1, lengths[1])]
@@ -146,7 +130,9 @@ def test_scoring_is_without_dropout_and_leaves_the_policy_and_the_random_numbers
     assert trainable == [name for name, _ in roles.named_parameters("policy")]
 
 
-def test_an_adapter_folder_of_a_checkpoint_gives_the_same_scores(adapter_reward, make_roles, groups, tmp_path):
+def test_an_adapter_folder_of_a_checkpoint_gives_the_same_scores_and_is_refused_without_its_head(
+    adapter_reward, make_roles, groups, tmp_path
+):
     reward = adapter_reward()
     expected, roles = reward(groups), reward.roles
     saved = checkpoint.Checkpoint(
@@ -162,14 +148,7 @@ def test_an_adapter_folder_of_a_checkpoint_gives_the_same_scores(adapter_reward,
     assert isinstance(again, AdapterReward)
     assert again(groups) == expected
     assert again.roles.moving == ("policy",)
-
-
-def test_an_adapter_folder_without_a_head_is_refused(adapter_reward, make_roles, tmp_path):
-    roles = adapter_reward().roles
-    saved = checkpoint.Checkpoint(
-        step=1, adapters={ROLE: roles.weights(ROLE)}, adapter_config=roles.adapter_config(), optimizer={}, state={}
-    )
-    folder = checkpoint.save(tmp_path, saved, 1) / ROLE
+    (folder / HEAD).unlink()
     with pytest.raises(UserError, match=r"^reward\.taste\.path: the scalar head cannot be read"):
         open_learned("taste", str(folder), make_roles(), token_budget=1, center=0.0, scale=1.0)
 
@@ -218,37 +197,32 @@ def plain_texts(groups):
     return [f"{group.prompt.id}\n{r.completion.text}" for group in groups for r in group.rollouts]
 
 
-def logits(folder, texts):
-    """What transformers itself gives, a text at a time: no padding, no batches."""
+def logits(folder, rows):
+    """What transformers itself gives, a row of tokens at a time: no padding, no batches."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        return torch.stack(
-            [model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0] for text in texts]
-        )
+        return torch.stack([model(input_ids=torch.tensor([row])).logits[0, 0] for row in rows])
 
 
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-@pytest.mark.parametrize("token_budget", slow_but(70, [1, 70, 150, 10**6]))
+def rows_of_texts(folder, texts):
+    return transformers.AutoTokenizer.from_pretrained(folder)(texts)["input_ids"]
+
+
+@pytest.mark.parametrize("padding_side", ["left", slow("right")])
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
         ("Qwen2", {}),
-        ("Qwen2", {"pad_token_id": 0}),
+        slow("Qwen2", {"pad_token_id": 0}),
         ("Llama", {"pad_token_id": -1}),
         ("Bert", {}),
-        ("GPT2", {"n_head": 4}),
+        slow("GPT2", {"n_head": 4}),
     ],
 )
-def test_a_classifiers_score_is_its_logit_whatever_is_scored_with_it(
-    kind, keys, token_budget, padding_side, save_classifier, groups
-):
+def test_a_classifiers_score_is_its_logit_whatever_is_scored_with_it(kind, keys, padding_side, save_classifier, groups):
     folder = save_classifier(kind, padding_side=padding_side, **keys)
-    expected = logits(folder, conversations(groups))
-    reward = classifier(folder, token_budget)
-    torch.testing.assert_close(flat(reward(groups)), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(flat(reward(groups[::-1])).view(2, 3).flip(0).flatten(), expected, rtol=1e-5, atol=1e-5)
-    assert (expected[:, None] - expected).abs().add(torch.eye(6)).min() > 1e-4
+    expected = logits(folder, rows_of_texts(folder, conversations(groups)))
+    check_scores(classifier(folder), groups, expected)
 
 
 def test_a_row_that_ends_with_the_first_token_ids_is_read_at_its_last_token_too(save_classifier, groups, monkeypatch):
@@ -259,15 +233,17 @@ def test_a_row_that_ends_with_the_first_token_ids_is_read_at_its_last_token_too(
     prompt, rollout = groups[0].prompt, groups[0].rollouts[0]
     texts = [replace(rollout, completion=replace(rollout.completion, text="x" * n)) for n in (1, 2, 3)]
     scores = reward([Group(prompt=prompt, rollouts=tuple(texts))])
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        expected = torch.stack([model(input_ids=torch.tensor([row])).logits[0, 0] for row in rows])
-    torch.testing.assert_close(flat(scores), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(flat(scores), logits(folder, rows), rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_chat_template_a_classifier_reads_the_plain_texts(save_classifier, groups):
-    folder = save_classifier("Bert", chat=False)
-    expected = logits(folder, plain_texts(groups))
+@each("longest", [512, 8])
+def test_without_a_chat_template_a_classifier_reads_the_plain_texts_of_which_too_long_ones_keep_their_end(
+    longest, save_classifier, groups
+):
+    folder = save_classifier("Bert", chat=False, max_position_embeddings=longest)
+    rows = rows_of_texts(folder, plain_texts(groups))
+    assert max(map(len, rows)) > 8
+    expected = logits(folder, [row[-longest:] for row in rows])
     torch.testing.assert_close(flat(classifier(folder)(groups)), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -278,10 +254,10 @@ def test_a_classifiers_score_is_scaled_and_centered(save_classifier, groups):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_classifier_rows_go_by_length_and_keep_to_the_budget(save_classifier, groups):
+def test_classifier_rows_go_by_length_and_keep_to_the_budget(save_classifier, groups, entering):
     reward = classifier(save_classifier("Qwen2"))
     tokens = sorted(len(reward.tokenizer(text)["input_ids"]) for text in conversations(groups))
-    with monitored(reward.model) as seen:
+    with entering(reward.model) as seen:
         reward(groups)
         reward.token_budget = 2 * tokens[-1]
         reward(groups)
@@ -291,17 +267,6 @@ def test_classifier_rows_go_by_length_and_keep_to_the_budget(save_classifier, gr
     assert sum(rows for rows, _ in seen[1:]) == 6
 
 
-def test_a_text_too_long_for_the_network_keeps_its_end(save_classifier, groups):
-    folder = save_classifier("Bert", chat=False, max_position_embeddings=8)
-    reward = classifier(folder)
-    ids = [reward.tokenizer(text)["input_ids"] for text in plain_texts(groups)]
-    assert [len(row) for row in ids if len(row) > 8] != []
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        expected = torch.stack([model(input_ids=torch.tensor([row[-8:]])).logits[0, 0] for row in ids])
-    torch.testing.assert_close(flat(reward(groups)), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_a_folder_of_a_classifier_is_opened_as_one_and_adds_no_role(make_roles, save_classifier, groups):
     roles = make_roles()
     folder = save_classifier("Qwen2")
@@ -309,7 +274,7 @@ def test_a_folder_of_a_classifier_is_opened_as_one_and_adds_no_role(make_roles, 
     assert isinstance(reward, ClassifierReward)
     assert not any(p.requires_grad for p in reward.model.parameters())
     assert roles.heads == {}
-    torch.testing.assert_close(flat(reward(groups)), logits(folder, conversations(groups)), rtol=1e-5, atol=1e-5)
+    assert reward(groups) == classifier(folder)(groups)
 
 
 @each(
@@ -338,9 +303,7 @@ def test_a_model_without_a_trained_score_and_what_is_no_model_are_refused(save_c
 ROWS = [(0, (5, 6, 7), (20, 21, 2)), (0, (5, 6, 7), (22,)), (1, (9,), (30, 31))]
 
 
-def test_each_rows_number_is_the_same_in_micro_batches_of_any_size(
-    make_roles: Callable[..., Roles], make_double: Callable[[], Backbone]
-) -> None:
+def test_each_rows_number_is_the_same_in_micro_batches_of_any_size(make_roles, make_double):
     """The sum of the log-probs of a row, by the policy and by the bare base, which is not the policy."""
     roles = make_roles(noise=0.05, backbone=make_double())
 
@@ -357,8 +320,7 @@ def test_each_rows_number_is_the_same_in_micro_batches_of_any_size(
 
 
 # -- parts within the token budget -------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     prompt: tuple[int, ...]
     completions: tuple[tuple[int, ...], ...]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,153 +14,64 @@ from in_one_test import each
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import model as peft_model
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlft.config.model import KernelChoice
 from rlft.model.forward import Forward, open_prefix_cache
 from rlft.model.kernels import lora_linear, selection
 from rlft.model.kernels.lora_linear import LoraLinear
-from rlft.types import Batch
 
 
-class Two(nn.Module):
-    def __init__(self, bias, dtype):
-        super().__init__()
-        self.first = nn.Linear(6, 8, bias=bias, dtype=dtype)
-        self.second = nn.Linear(8, 5, bias=bias, dtype=dtype)
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
-
-
-def made(*, fused, bias=True, dtype=torch.float64, **settings):
-    torch.manual_seed(0)
-    model = Two(bias, dtype)
-    config = LoraConfig(r=2, lora_alpha=6, target_modules=["first", "second"], **settings)
-    if fused:
-        lora_linear.install(config)
-    model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn_like(parameter)
-    assert isinstance(model.base_model.model.first, LoraLinear) == fused
-    return model
-
-
-def outputs_and_gradients(model, x):
-    x = x.clone().requires_grad_()
-    y = model(x)
-    parameters = [p for n, p in model.named_parameters() if "lora_" in n]
-    return y, *torch.autograd.grad(y.square().sum(), [x, *parameters])
-
-
-@each("bias", [True, False])
-@each("shape", [(7, 6), (2, 3, 6)])
-def test_outputs_and_gradients_are_pefts(shape, bias):
-    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    ours, theirs = (outputs_and_gradients(made(fused=f, bias=bias), x) for f in (True, False))
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    with torch.no_grad():
-        torch.testing.assert_close(made(fused=True, bias=bias)(x), theirs[0], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("settings", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str)
-def test_what_it_does_not_know_is_pefts(settings, monkeypatch):
-    x = torch.randn(4, 6, dtype=torch.float64)
-    calls = []
-    plain = peft.tuners.lora.layer.Linear.forward
-    monkeypatch.setattr(
-        peft.tuners.lora.layer.Linear, "forward", lambda self, x, *a, **k: calls.append(1) or plain(self, x, *a, **k)
-    )
-    made(fused=True, **settings).train()(x)
-    assert len(calls) == 2
-    calls.clear()
-    made(fused=True, lora_dropout=0.5).eval()(x)
-    assert not calls, "dropout that is off is none"
-
-
-def test_the_base_alone_is_the_base_and_merging_is_left_to_peft():
-    x, model = torch.randn(4, 6, dtype=torch.float64), made(fused=True)
-    base = made(fused=False)
-    with model.disable_adapter(), base.disable_adapter():
-        assert torch.equal(model(x), base(x))
-    expected = model(x)
-    model.merge_adapter()
-    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_float32_matrices_on_a_16_bit_base_learn_in_float32():
-    torch.manual_seed(0)
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["first", "second"])
-    lora_linear.install(config)
-    model = get_peft_model(Two(True, torch.bfloat16), config)
-    y = model(torch.randn(4, 6, dtype=torch.bfloat16))
-    assert y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    found = {p.grad.dtype for n, p in model.named_parameters() if "lora_B" in n}
-    assert found == {torch.float32}
-
-
-def test_a_sum_gives_the_same_and_is_used_without_gradient_only():
-    x, model = torch.randn(4, 6, dtype=torch.float64), made(fused=True)
-    layer, expected = model.base_model.model.first, model.base_model.model.first(x)
-    before = layer.base_layer.weight.clone()
-    layer.add_up("default")
-    assert torch.equal(layer.base_layer.weight, before)
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
-        layer.lora_B["default"].weight.mul_(2)
-        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)  # until it is added up again
-    assert not torch.allclose(layer(x), expected), "with gradient the matrices themselves count"
-    room = layer.sums["default"].values
-    layer.add_up("default")
-    assert layer.sums["default"].values is room
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), layer.forward(x), rtol=0, atol=0)
-        assert not torch.allclose(layer(x), expected)
-
-
-def test_a_rounded_sum_is_that_of_the_rounded_operands():
-    x, model = torch.randn(4, 6), made(fused=True, dtype=torch.float32)
-    layer = model.base_model.model.first
-    up, down = layer.lora_B["default"].weight, layer.lora_A["default"].weight
-    layer.add_up("default", torch.bfloat16)
-    with torch.no_grad():
-        rounded = torch.addmm(layer.base_layer.weight, up, down, alpha=3.0).bfloat16()  # lora_alpha / r
-        assert torch.equal(layer.sums["default"].values.t(), rounded)
-        expected = nn.functional.linear(x.bfloat16(), rounded).float() + layer.base_layer.bias
-        found = layer(x)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)
-
-
-def test_in_16_bits_nothing_is_added_up():
-    layer = made(fused=True, dtype=torch.bfloat16).base_model.model.first
-    layer.add_up("default")
-    assert not layer.sums
-
-
-# -- layers of one input ----------------------------------------------------------------------------------------------
 class Siblings(nn.Module):
-    def __init__(self):
+    """Two layers that read the same x, one with a bias."""
+
+    def __init__(self, dtype):
         super().__init__()
-        self.wide = nn.Linear(6, 9, dtype=torch.float64)
-        self.narrow = nn.Linear(6, 4, bias=False, dtype=torch.float64)
+        self.wide = nn.Linear(6, 9, dtype=dtype)
+        self.narrow = nn.Linear(6, 4, bias=False, dtype=dtype)
 
 
-def siblings(targets=("wide", "narrow"), **settings):
-    """Two layers that read the same x, those named with matrices that do something for two roles."""
+def siblings(targets=("wide", "narrow"), *, fused=True, dtype=torch.float64, autocast=False, **settings):
+    """Those named have matrices that do something for two roles."""
     torch.manual_seed(0)
     config = LoraConfig(r=3, lora_alpha=6, target_modules=list(targets), **settings)
-    lora_linear.install(config)
-    model = get_peft_model(Siblings(), config, autocast_adapter_dtype=False)
-    model.add_adapter("sampler", config)
+    if fused:
+        lora_linear.install(config)
+    model = get_peft_model(Siblings(dtype), config, autocast_adapter_dtype=autocast)
+    model.add_adapter("sampler", config, autocast_adapter_dtype=autocast)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn_like(parameter)
-    return model.base_model.model
+    layers = model.base_model.model
+    for layer in adapted_of(layers):
+        assert isinstance(layer, LoraLinear) == fused
+        for matrix in matrices_of(layer):
+            matrix.requires_grad_(True)
+    return layers
+
+
+def adapted_of(layers):
+    return [layer for layer in (layers.wide, layers.narrow) if isinstance(layer, peft.tuners.lora.layer.Linear)]
+
+
+def matrices_of(layer, role="default"):
+    return layer.lora_A[role].weight, layer.lora_B[role].weight
+
+
+def inputs(*shape, dtype=torch.float64):
+    return torch.randn(*shape, 6, dtype=dtype, generator=torch.Generator().manual_seed(2))
+
+
+def of_both(layers, run, shape=(2, 5)):
+    """Outputs of both layers, and the gradients of x and of all matrices."""
+    x = inputs(*shape).requires_grad_()
+    ys = run(x, layers.wide, layers.narrow)
+    matrices = [m for layer in adapted_of(layers) for m in matrices_of(layer)]
+    return *ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *matrices])
+
+
+def apart(x, *layers):
+    return [layer(x) for layer in layers]
 
 
 def together(x, *layers):
@@ -183,31 +93,83 @@ def together(x, *layers):
     return Fused.apply(x, fused.operands, *fused.learned)
 
 
-def of_both(layers, run):
-    """Outputs of both layers, and the gradients of x and of all matrices."""
-    x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    ys = run(x, layers.wide, layers.narrow)
-    adapted = [layer for layer in (layers.wide, layers.narrow) if isinstance(layer, LoraLinear)]
-    matrices = [m for layer in adapted for m in layer._matrices("default")]
-    return *ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), [x, *matrices])
+@each("shape", [(7,), (2, 5)])
+@each("targets", [("wide", "narrow"), ("wide",), ("narrow",)])
+def test_outputs_and_gradients_are_pefts_each_alone_and_together(targets, shape):
+    theirs = of_both(siblings(targets, fused=False), apart, shape)
+    for run in (apart, together):
+        layers = siblings(targets)
+        torch.testing.assert_close(of_both(layers, run, shape), theirs, rtol=1e-12, atol=1e-12)
+        with torch.no_grad():
+            found = run(inputs(*shape), layers.wide, layers.narrow)
+        torch.testing.assert_close([*found], [*theirs[:2]], rtol=1e-12, atol=1e-12)
 
 
-def apart(x, *layers):
-    return [layer(x) for layer in layers]
+@each("settings", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}])
+def test_what_it_does_not_know_is_pefts(settings, monkeypatch):
+    x, calls = inputs(4), []
+    plain = peft.tuners.lora.layer.Linear.forward
+    monkeypatch.setattr(
+        peft.tuners.lora.layer.Linear, "forward", lambda self, x, *a, **k: calls.append(1) or plain(self, x, *a, **k)
+    )
+    siblings(**settings).wide.train()(x)
+    assert len(calls) == 1
+    siblings(lora_dropout=0.5).wide.eval()(x)
+    assert len(calls) == 1, "dropout that is off is none"
 
 
-@pytest.mark.parametrize("targets", [("wide", "narrow"), ("wide",), ("narrow",)])
-def test_together_they_give_what_each_gives(targets):
-    layers = siblings(targets)
-    layers.requires_grad_(False)
-    for layer in (layers.wide, layers.narrow):
-        for matrix in layer._matrices("default") if isinstance(layer, LoraLinear) else ():
-            matrix.requires_grad_(True)
-    torch.testing.assert_close(of_both(layers, together), of_both(layers, apart), rtol=1e-12, atol=1e-12)
+def test_the_base_alone_is_the_base_and_merging_is_left_to_peft():
+    x, layer = inputs(4), siblings().wide
+    expected = layer(x)
+    layer.merge()
+    torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+    layer.unmerge()
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x), layer.base_layer(x))
+
+
+def test_float32_matrices_on_a_16_bit_base_learn_in_float32_and_nothing_is_added_up():
+    layer = siblings(dtype=torch.bfloat16, autocast=True).wide
+    y = layer(inputs(4, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert {matrix.grad.dtype for matrix in matrices_of(layer)} == {torch.float32}
+    layer.add_up("default")
+    assert not layer.sums
+
+
+def test_a_sum_gives_the_same_and_is_used_without_gradient_only():
+    x, layer = inputs(4), siblings().wide
+    expected, before = layer(x), layer.base_layer.weight.clone()
+    layer.add_up("default")
+    assert torch.equal(layer.base_layer.weight, before)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+        layer.lora_B["default"].weight.mul_(2)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)  # until it is added up again
+    assert not torch.allclose(layer(x), expected), "with gradient the matrices themselves count"
+    room = layer.sums["default"].values
+    layer.add_up("default")
+    assert layer.sums["default"].values is room
+    with torch.no_grad():
+        assert not torch.allclose(layer(x), expected)
+
+
+def test_a_rounded_sum_is_that_of_the_rounded_operands():
+    x, layer = inputs(4, dtype=torch.float32), siblings(dtype=torch.float32).wide
+    down, up = matrices_of(layer)
+    layer.add_up("default", torch.bfloat16)
+    with torch.no_grad():
+        rounded = torch.addmm(layer.base_layer.weight, up, down, alpha=2.0).bfloat16()  # lora_alpha / r
+        assert torch.equal(layer.sums["default"].values.t(), rounded)
+        expected = nn.functional.linear(x.bfloat16(), rounded).float() + layer.base_layer.bias
+        found = layer(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
 
 
 def test_where_one_is_not_plain_there_are_no_fused_operands():
-    layers, x = siblings(lora_dropout=0.5), torch.randn(4, 6, dtype=torch.float64)
+    layers, x = siblings(lora_dropout=0.5), inputs(4)
     assert lora_linear.layers_of(x, (layers.wide.eval(), layers.narrow.eval())) is not None
     assert lora_linear.layers_of(x, (layers.wide.train(), layers.narrow.eval())) is None
     assert lora_linear.layers_of(x, (layers.wide.eval(), nn.Tanh())) is None
@@ -253,7 +215,7 @@ def test_a_few_tokens_have_the_same_products_and_no_matrix_is_kept_twice(targets
 def lent(layers):
     """The policy's matrices become the sampler's, whose sums it borrows."""
     for layer in (layers.wide, layers.narrow):
-        for ours, theirs in zip(layer._matrices("default"), layer._matrices("sampler"), strict=True):
+        for ours, theirs in zip(matrices_of(layer), matrices_of(layer, "sampler"), strict=True):
             theirs.data.copy_(ours.data)
         layer.add_up("sampler")
         layer.lend("sampler", "default")
@@ -374,15 +336,6 @@ def weight_of(layer: Any) -> Tensor:
     return sys.modules["bitsandbytes"].functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
-class One(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
 def adapted(model: Any, targets: Any, **settings: Any) -> Any:
     """With an adapter whose matrices are float32 and random."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings)
@@ -395,35 +348,38 @@ def adapted(model: Any, targets: Any, **settings: Any) -> Any:
     return model
 
 
-def model_on(quantized: Callable[[nn.Linear], nn.Linear], dtype: torch.dtype, *, in_4_bits: bool) -> Any:
-    """A random model with rlft's kernels on a base in 4 bits, or on a plain one with the weights of these."""
-    sizes = Qwen3Config(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, attention_bias=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(sizes).to(dtype).requires_grad_(False).eval()
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and name != "lm_head":
-            layer: Any = quantized(module)
-            if not in_4_bits:
-                module.weight.data, layer = weight_of(layer), module
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, layer)
-    selection.install(model, KernelChoice.auto, own_attention=True)
-    return model
+@pytest.fixture
+def on_both_bases(quantized, random_model) -> Callable[[torch.dtype], list[Any]]:
+    """Builds a random model with rlft's kernels on a base in 4 bits, and on a plain one with the weights of these."""
+
+    def build(dtype: torch.dtype) -> list[Any]:
+        models = []
+        for in_4_bits in (True, False):
+            model = random_model("qwen3", dtype, attention_bias=True, hidden_size=64, intermediate_size=128)
+            for name, module in list(model.named_modules()):
+                if type(module) is nn.Linear and name != "lm_head":
+                    layer: Any = quantized(module)
+                    if not in_4_bits:
+                        module.weight.data, layer = weight_of(layer), module
+                    parent, _, last = name.rpartition(".")
+                    setattr(model.get_submodule(parent), last, layer)
+            selection.install(model, KernelChoice.auto, own_attention=True)
+            # Layers without an adapter have 4 bits as well.
+            adapted(model, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+            models.append(model)
+        return models
+
+    return build
 
 
 @each("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_products_and_gradients_are_the_formulas_to_a_few_roundings_of_the_dtype_that_it_computes_in(
-    dtype: torch.dtype, quantized: Callable[[nn.Linear], nn.Linear]
-) -> None:
+def test_products_and_gradients_are_the_formulas_to_a_few_roundings_of_the_dtype_that_it_computes_in(dtype, quantized):
     """y = x W' + b + s (x A') B', with W of the 4-bit numbers and A and B rounded. Sums are rounded once, in
     float32 once a term; at most four such numbers are chained: bounds are four epsilons of the sums of the terms' sizes
     (and one a term). For the backward nothing is kept but x and x A' in that dtype, and the 4-bit numbers."""
     random = torch.Generator().manual_seed(0)
     plain = nn.Linear(64, 96, dtype=dtype)
-    layer: Any = adapted(One(quantized(plain)), ["layer"]).base_model.model.layer
+    layer: Any = adapted(nn.Sequential(quantized(plain)), ["0"]).base_model.model[0]
     assert isinstance(layer, LoraLinear)
     w, b = weight_of(layer.base_layer).double(), layer.base_layer.bias.double()
     masters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
@@ -457,46 +413,35 @@ def test_products_and_gradients_are_the_formulas_to_a_few_roundings_of_the_dtype
 
 
 @each("dtype", [torch.float32, torch.bfloat16])
-def test_whole_layers_are_those_of_a_plain_base_with_the_same_weights_bit_for_bit(
-    dtype: torch.dtype, quantized: Callable[[nn.Linear], nn.Linear], make_batch: Callable[..., Batch]
-) -> None:
-    """Log-probs and gradients of a packed row, in float32 with fused functions on a CPU, too; layers without an adapter
-    have 4 bits as well."""
+def test_whole_layers_are_those_of_a_plain_base_with_the_same_weights_bit_for_bit(dtype, on_both_bases, make_batch):
+    """Log-probs and gradients of a packed row, in float32 with fused functions on a CPU, too."""
     batch = make_batch([(0, [5, 6, 7], [8, 9]), (0, [5, 6, 7], [10, 11, 12]), (1, [9, 4], [13])])
     found = []
-    for in_4_bits in (True, False):
-        model = model_on(quantized, dtype, in_4_bits=in_4_bits)
-        with_adapter = adapted(model, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
+    for model in on_both_bases(dtype):
         logprobs = Forward(model=model, packed=True, reason="")(batch, 1.0).logprobs
         logprobs.sum().backward()
-        grads = [p.grad for n, p in with_adapter.named_parameters() if "lora_" in n]
+        grads = [p.grad for n, p in model.named_parameters() if "lora_" in n]
         found.append([logprobs.detach(), *grads])
-    assert len(found[0]) == 1 + 2 * 2 * 5
+    assert len(found[0]) == 1 + 3 * 2 * 5
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_tokens_are_decoded_as_on_a_plain_base_with_the_same_weights(
-    quantized: Callable[[nn.Linear], nn.Linear], gpu: Counter[str]
-) -> None:
+def test_tokens_are_decoded_as_on_a_plain_base_with_the_same_weights(on_both_bases, gpu):
     """As on a GPU, in float32; the layers of a base in 4 bits multiply for themselves, with other sums."""
     found = []
-    for in_4_bits in (True, False):
+    for model, decodes_whole in zip(on_both_bases(torch.float32), (False, True), strict=True):
         gpu.clear()
-        model = model_on(quantized, torch.float32, in_4_bits=in_4_bits)
-        adapted(model, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
         with torch.no_grad():
             cache = open_prefix_cache(Forward(model=model, packed=True, reason=""), [[5, 6, 7]], 3)
             assert cache is not None
             steps = [cache.prefill(2), cache.step(torch.tensor([8, 9])), cache.step(torch.tensor([10, 11]))]
-        assert bool(gpu["decoded_mlp"]) is not in_4_bits
+        assert bool(gpu["decoded_mlp"]) is decodes_whole
         found.append(torch.stack(steps))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     assert (found[1][1] - found[1][2]).abs().max() > 0.1, "tokens say something"
 
 
-def test_what_it_cannot_multiply_with_is_left_to_the_layers_themselves(
-    quantized: Callable[[nn.Linear], nn.Linear],
-) -> None:
+def test_what_it_cannot_multiply_with_is_left_to_the_layers_themselves(quantized):
     """Dropout, and a base that computes in another dtype or has packed its numbers in another way."""
     x = torch.randn(3, 64)
     plain = nn.Linear(64, 32)
@@ -505,7 +450,7 @@ def test_what_it_cannot_multiply_with_is_left_to_the_layers_themselves(
         (lambda base: setattr(base, "compute_dtype", torch.bfloat16), {}),
         (lambda base: setattr(base.weight.quant_state, "packing_format_for_cpu", True), {}),
     ):
-        layer: Any = adapted(One(quantized(plain)), ["layer"], **settings).train().base_model.model.layer
+        layer: Any = adapted(nn.Sequential(quantized(plain)), ["0"], **settings).train().base_model.model[0]
         spoil(layer.base_layer)
         assert lora_linear.layers_of(x, [layer]) is None
         assert lora_linear.layers_of(x, [layer.base_layer]) is None or settings
