@@ -68,15 +68,11 @@ def config_folder(kind: str, folder: Path) -> Path:
 RUN = "generation=transformers model.device=cpu data.size=8 data.held_out_size=2 prompts_per_step=2 eval.num_prompts=2"
 
 
-def test_a_family_that_was_seen_to_fail_is_refused_by_name_before_weights_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    here = transformers.__version__
-    of_llama = Family(wrong=WRONG_FORWARD), Family(decoding=DECODES_OTHERWISE)
-    folder = config_folder("llama", tmp_path / "model")
+def test_a_family_that_was_seen_to_fail_is_refused_by_name_before_weights_are_loaded(tmp_path, monkeypatch, capfd):
+    here, folder = transformers.__version__, config_folder("llama", tmp_path / "model")
     monkeypatch.setattr("rlft.commands.launch.check_whole", lambda *_, **__: None)  # the folder has a config alone
     run = ["train", *RUN.split(), f"model.path={folder}", f"hydra.run.dir={tmp_path / 'run'}"]
-    for family in of_llama:
+    for family in (Family(wrong=WRONG_FORWARD), Family(decoding=DECODES_OTHERWISE)):
         monkeypatch.setattr(data, "known", lambda family=family: data.Families({"llama": family}, here, ""))
         assert cli.run(run) == 2
         refusal = capfd.readouterr().err
@@ -88,21 +84,12 @@ def test_a_family_that_was_seen_to_fail_is_refused_by_name_before_weights_are_lo
         assert read_config(settings(folder)).model_type == "llama"
 
 
-def test_encoders_and_models_without_layers_for_an_adapter_are_refused_by_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("rlft.commands.launch.check_whole", lambda *_, **__: None)  # the folders have a config alone
-    for kind, problem in {
-        "bert": "a bert is an encoder, which also reads the tokens behind",
-        "bart": "a bart is an encoder-decoder, whose decoder reads more than the tokens before",
-        "reformer": "a reformer has no linear layer that an adapter can learn on",
-        "mllama": "transformers has no class of causal language models for a mllama_text_model",
-    }.items():
-        folder = config_folder(kind, tmp_path / kind)
-        code = cli.run(["train", *RUN.split(), f"model.path={folder}", f"hydra.run.dir={tmp_path / 'run'}"])
-        refusal = capfd.readouterr().err
-        assert (code, refusal.startswith(f"rlft: model.path: {problem}")) == (2, True), refusal
-        assert "; use " in refusal
+def test_models_without_layers_for_an_adapter_are_refused_by_key(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("rlft.commands.launch.check_whole", lambda *_, **__: None)  # the folder has a config alone
+    folder = config_folder("reformer", tmp_path / "model")
+    assert cli.run(["train", *RUN.split(), f"model.path={folder}", f"hydra.run.dir={tmp_path / 'run'}"]) == 2
+    problem = "a reformer has no linear layer that an adapter can learn on"
+    assert capfd.readouterr().err.startswith(f"rlft: model.path: {problem}")
 
 
 # -- rlft models -------------------------------------------------------------------------------------------------------
@@ -110,27 +97,24 @@ def test_the_page_of_families_says_what_the_file_does() -> None:
     assert write_families.page() == write_families.DOCS.read_text(encoding="utf-8")
 
 
-def test_families_that_read_images_are_found_though_their_language_model_stands_under_its_own_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.run(["models", "qwen3-vl"]) == 0
-    assert capsys.readouterr().out.startswith("qwen3_vl: reads images in prompts, and its language model is trained;")
-    assert cli.run(["models", "qwen3-vl", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["qwen3_vl"]["note"].startswith("reads images in prompts")
-
-
 def test_families_are_listed_by_pattern(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert cli.run(["models", "Qwen3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+
+    def listed(*words: str) -> str:
+        assert cli.run(["models", *words]) == 0
+        return capsys.readouterr().out
+
+    lines = listed("Qwen3").splitlines()
     assert "qwen3: packed training; generates with transformers; vLLM with LoRA; merged export" in lines
     assert "    LoRA on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; not lm_head" in lines
     names = [line.partition(":")[0] for line in lines if line[:1].isalpha()]
     assert names[:-2] == [*sorted(kind for kind in known().by_type if "qwen3" in kind), "qwen3_vl"]
     assert lines[-2] == "images in prompts: qwen2_5_vl, qwen3_vl, qwen3_5, idefics3, smolvlm, gemma3, gemma4"
     assert lines[-1].startswith(f"tried with transformers {known().transformers} and vLLM {known().vllm}")
-    assert cli.run(["models", "gemma?", "--json"]) == 0
-    assert sorted(json.loads(capsys.readouterr().out)) == ["gemma2", "gemma3", "gemma4"]
+    assert sorted(json.loads(listed("gemma?", "--json"))) == ["gemma2", "gemma3", "gemma4"]
+    # Families that read images are found, though their language model stands under its own name.
+    assert listed("qwen3-vl").startswith("qwen3_vl: reads images in prompts, and its language model is trained;")
+    assert json.loads(listed("qwen3-vl", "--json"))["qwen3_vl"]["note"].startswith("reads images in prompts")
 
 
 def test_a_word_that_names_no_family_is_refused_with_the_one_that_was_meant() -> None:
