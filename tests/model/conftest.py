@@ -213,25 +213,25 @@ def weighted() -> Callable[..., Tensor]:
 
 
 @pytest.fixture(scope="session")
-def plain() -> Callable[..., tuple[Tensor, Tensor]]:
-    """(log-probs, entropy) `[B, T]`, a row at a time: no padding, no packing, eager attention, no chunks."""
+def plain() -> Callable[..., tuple[Tensor, ...]]:
+    """(log-probs, entropy, values if there is a head for them) `[B, T]`, a row at a time: no padding, no packing, eager
+    attention, no chunks."""
 
-    def forward(model: PreTrainedModel, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    def forward(model: PreTrainedModel, batch: Batch, temperature: float = 1.0, head: Any = None) -> tuple[Tensor, ...]:
         mine = model.config._attn_implementation
         if model._can_set_attn_implementation():
             model.set_attn_implementation("eager")
-        logprobs, entropy = [], []
+        rows = []
         for ids, real, mask in zip(batch.token_ids, batch.attention_mask, batch.loss_mask, strict=True):
             logits = model(input_ids=ids[real][None], use_cache=False).logits[0, :-1] / temperature
             log_p = logits.log_softmax(-1)
-            taken = log_p.gather(-1, ids[real][1:, None])[:, 0]
-            row = torch.stack([taken, -(log_p.exp() * log_p).sum(-1)])
-            row = torch.nn.functional.pad(row, (1, len(ids) - int(real.sum()))) * mask
-            logprobs.append(row[0])
-            entropy.append(row[1])
+            row = [log_p.gather(-1, ids[real][1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
+            if head is not None:
+                row.append(head(model.base_model(input_ids=ids[real][None], use_cache=False).last_hidden_state[0])[:-1])
+            rows.append(torch.nn.functional.pad(torch.stack(row), (1, len(ids) - int(real.sum()))) * mask)
         if model._can_set_attn_implementation():
             model.set_attn_implementation(mine)
-        return torch.stack(logprobs), torch.stack(entropy)
+        return tuple(torch.stack(rows, 1))
 
     return forward
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -11,18 +12,18 @@ import torch
 from in_one_test import each
 from safetensors.torch import save_file
 
-from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old
-from rlft.generation.sending import AdapterFiles
+from rlft.config.model import CriticKind, LoraSettings, Old
 from rlft.model import forward, roles as roles_module
-from rlft.model.backbone import Backbone, load_backbone
+from rlft.model.backbone import load_backbone
 from rlft.model.critic import CRITIC
 from rlft.model.forward import packed_forward
-from rlft.model.roles import Roles
+from rlft.model.roles import policy_alone
 from rlft.types import UserError
 
 model_config, backbone = half_model.model_config, half_model.backbone
 
 POLICY, REFERENCE, OLD = "policy", "reference", "old"
+CRITICS = [CriticKind.adapter, CriticKind.shared]
 
 
 @pytest.fixture
@@ -43,12 +44,17 @@ def differ(a, b):
     return a.keys() == b.keys() and all(not torch.equal(a[name], b[name]) for name in a)
 
 
-def gradients(roles, batch):
-    """The policy's gradients of the summed log-probs, by name."""
-    roles.outputs(batch, False).logprobs.sum().backward()
-    roles.check_gradients()
-    found = {name: p.grad.clone() for name, p in roles.named_parameters()}
-    roles.model.zero_grad(set_to_none=True)
+def gradients(roles, batch, role=POLICY):
+    """The gradients of a role's parameters, by name: of the summed log-probs, or of the critic's squared values."""
+    if role == POLICY:
+        roles.outputs(batch, False).logprobs.sum().backward()
+    else:
+        with roles.learning(roles.critic.role):
+            roles.values(batch).square().sum().backward()
+    roles.check_gradients(role)
+    found = {name: p.grad.clone() for name, p in roles.named_parameters(role)}
+    for _, parameter in roles.named_parameters(role):
+        parameter.grad = None
     return found
 
 
@@ -83,11 +89,11 @@ def nudge(roles, by=0.01, role=POLICY):
         parameter.data += by
 
 
-def stir(roles, role=CRITIC, seed=2):
+def stir(roles, role=CRITIC, by=0.05):
     """Gives a role weights that say something: a fresh critic says 0."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(2)
     for _, parameter in roles.named_parameters(role):
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.data += by * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
 def critic_values(roles, batch):
@@ -95,58 +101,28 @@ def critic_values(roles, batch):
         return roles.values(batch)
 
 
-def critic_gradients(roles, batch):
-    """The critic's gradients of the summed squared values, by name."""
-    with roles.learning(roles.critic.role):
-        roles.values(batch).square().sum().backward()
-    roles.check_gradients(CRITIC)
-    found = {name: p.grad.clone() for name, p in roles.named_parameters(CRITIC)}
-    for _, parameter in roles.named_parameters(CRITIC):
-        parameter.grad = None
-    return found
-
-
-@pytest.fixture
-def num_forwards(backbone, head_calls):
-    """Runs something and says how many forwards of the base and of its LM head it took."""
-
-    def count(run):
-        network = []
-        head_calls.clear()
-        hook = backbone.model.get_input_embeddings().register_forward_hook(lambda *args: network.append(1))
-        run()
-        hook.remove()
-        return len(network), len(head_calls)
-
-    return count
-
-
 # -- the policy ------------------------------------------------------------------------------------------------------
-def test_only_the_policys_parameters_train(make_roles):
-    roles = make_roles(reference="copy")
-    roles.load_sampler(roles.publish(0))
-    trainable = [name for name, p in roles.model.named_parameters() if p.requires_grad]
-    assert trainable == [name for name, _ in roles.named_parameters()]
-    # 7 linear layers in each of 2 blocks, two matrices each; the head is not among them.
-    assert len(trainable) == 7 * 2 * 2
-    assert not any("lm_head" in name for name in trainable)
-
-
 def test_a_fresh_policy_is_the_base(make_roles, backbone, batch):
     with torch.no_grad():
         base = packed_forward(backbone.model, batch, 1.0, False).logprobs
         assert torch.equal(make_roles().outputs(batch, False).logprobs, base)
 
 
-def test_lora_initialisation_depends_on_the_seed_alone(make_roles):
+def test_an_adapters_initialisation_is_its_own_and_depends_on_the_seed_alone(make_roles):
     drawn = []
-    for seed, global_seed, keys in ((3, 0, {}), (3, 1, {"reference": "copy", "dropout": 0.1}), (4, 0, {})):
+    critic = {"kind": CriticKind.adapter, "dropout": 0.1}
+    for seed, global_seed, keys in ((3, 0, {}), (3, 1, critic | {"reference": "copy"}), (3, 2, critic), (4, 2, critic)):
         torch.manual_seed(global_seed)
+        expected = torch.get_rng_state()
         roles = make_roles(seed=seed, **keys)
-        drawn.append(roles.weights(POLICY))
-    assert same(drawn[0], drawn[1])
-    inputs = [{name: w for name, w in weights.items() if "lora_A" in name} for weights in drawn]
-    assert differ(inputs[0], inputs[2])
+        assert torch.equal(torch.get_rng_state(), expected) or "reference" in keys
+        drawn.append([roles.weights(role) for role in (POLICY, CRITIC)])
+    inputs = [[{name: w for name, w in weights.items() if "lora_A" in name} for weights in both] for both in drawn]
+    assert same(drawn[0][0], drawn[1][0])
+    assert same(drawn[1][1], drawn[2][1])
+    assert differ(inputs[2][0], inputs[3][0])
+    assert differ(inputs[2][1], inputs[3][1])
+    assert differ(*inputs[2])
 
 
 def test_every_roles_logits_are_divided_by_the_temperature(make_roles, backbone, batch, nobody):
@@ -158,29 +134,25 @@ def test_every_roles_logits_are_divided_by_the_temperature(make_roles, backbone,
         assert torch.equal(logprobs, expected)
 
 
-def test_dropout_acts_in_training_only(make_roles, batch, nobody):
-    roles = make_roles(noise=0.05, dropout=0.5)
-    calm = policy_logprobs(roles, batch)
-    assert torch.equal(policy_logprobs(roles, batch), calm)
+def test_dropout_acts_in_updates_of_the_learning_role_alone(make_roles, batch, nobody):
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter, dropout=0.5)
+    stir(roles)
+    calm, values = policy_logprobs(roles, batch), critic_values(roles, batch)
     roles.load_sampler(roles.publish(1))
     with torch.no_grad(), roles.using("sampler"):
         assert torch.equal(roles.forward(batch, 1.0).logprobs, calm)
     with roles.training():
         assert not torch.equal(policy_logprobs(roles, batch), calm)
+        with roles.learning(CRITIC):
+            assert not torch.equal(roles.values(batch), values)
     assert torch.equal(policy_logprobs(roles, batch), calm)
-    assert torch.equal(roles.annotate(batch, nobody, needs_old=True).old_logprobs, calm)
-
-
-def test_training_mode_ends_with_an_exception(make_roles):
-    roles = make_roles(dropout=0.5)
-    with pytest.raises(KeyError), roles.training():
-        raise KeyError
-    assert not any(module.training for module in roles.model.modules())
+    assert torch.equal(critic_values(roles, batch), values)
+    annotated = roles.annotate(batch, nobody, needs_old=True)
+    assert torch.equal(annotated.old_logprobs, calm)
+    assert torch.equal(annotated.old_values, values)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
-
-
 def test_switching_roles_inside_a_policy_forward_is_refused(make_roles, batch):
     roles = make_roles(reference="base")
     for role in (None, POLICY):
@@ -194,19 +166,15 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_leaves_no_hook(make
     expected = gradients(make_roles(noise=0.05), batch)
     other = load_backbone.__wrapped__(model_config(gradient_checkpointing=True))
     for _ in range(2):
-        roles, calls = make_roles(noise=0.05, backbone=other), []
-        layer = other.model.get_submodule("model.layers.0")
-        hook = layer.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
+        roles = make_roles(noise=0.05, backbone=other)
         with roles.training():
             found = gradients(roles, batch)
-        hook.remove()
-        assert len(calls) > 1  # forward, and again in backward; transformers 5.24 calls the layer within the layer
         assert all(torch.allclose(found[name], g, rtol=1e-5, atol=1e-6) for name, g in expected.items())
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.model.modules())
 
 
 # -- other roles -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("role", [None, "reference", "sampler"])
+@each("role", [None, "reference", "sampler"])
 def test_a_role_acts_inside_its_context_and_the_policy_after_it(role, make_roles, backbone, batch):
     roles = make_roles(noise=0.05, reference="copy")
     roles.load_sampler(replace(roles.publish(1), weights={n: w * 0.5 for n, w in roles.weights(POLICY).items()}))
@@ -224,31 +192,32 @@ def test_a_role_acts_inside_its_context_and_the_policy_after_it(role, make_roles
     assert torch.equal(other, base) == (role != "sampler")
 
 
-def test_rows_with_zero_gradient_enter_no_forward_and_keep_0(make_roles, batch, backbone):
-    roles = make_roles(noise=0.05, reference="base")
-    policy = policy_logprobs(roles, batch)
-    seen = []
-    hook = backbone.model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(out.shape[1]))
-    annotated = roles.annotate(batch, torch.tensor([False, False, True, True]), needs_old=True)
-    nothing_forwarded = roles.annotate(batch, torch.ones(4, dtype=torch.bool), needs_old=True)
-    hook.remove()
-    assert seen == [6, 6]  # the first group, once for old and once for the reference: prompt 3, completions 2 + 1
-    assert torch.allclose(annotated.old_logprobs[:2], policy[:2], atol=1e-5)
-    for logprobs in (annotated.old_logprobs[2:], annotated.reference_logprobs[2:], nothing_forwarded.old_logprobs):
-        assert (logprobs == 0).all()
-
-
 @pytest.mark.parametrize("token_budget", [1, 7, 12])
-def test_annotate_keeps_to_the_token_budget_and_to_its_numbers(token_budget, make_roles, batch, nobody, backbone):
-    whole = make_roles(noise=0.05).annotate(batch, nobody, needs_old=True).old_logprobs
-    roles = make_roles(noise=0.05, token_budget=token_budget)
-    seen = []
-    hook = backbone.model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(out.shape[1]))
-    split = roles.annotate(batch, nobody, needs_old=True).old_logprobs
-    hook.remove()
-    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-5)
-    # Rows of 5, 4, 5 and 3 tokens; groups of 3 + 2 + 1 = 6 and 2 + 3 + 1 = 6.
-    assert seen == {1: [5, 4, 5, 3], 7: [6, 6], 12: [12]}[token_budget]
+def test_annotate_keeps_to_the_token_budget_and_to_its_numbers(
+    token_budget, make_roles, batch, nobody, backbone, entering
+):
+    """Rows with zero gradient enter no forward, and keep 0."""
+    for kind in CRITICS:
+        whole = make_roles(noise=0.05, kind=kind)
+        stir(whole)
+        expected = policy_logprobs(whole, batch), critic_values(whole, batch)
+        roles = make_roles(noise=0.05, kind=kind, token_budget=token_budget)
+        stir(roles)
+        with entering(backbone.model) as seen:
+            annotated = roles.annotate(batch, nobody, needs_old=True)
+        # Rows of 5, 4, 5 and 3 tokens; groups of 3 + 2 + 1 = 6 and 2 + 3 + 1 = 6. An own critic has a pass more.
+        parts = {1: [5, 4, 5, 3], 7: [6, 6], 12: [12]}[token_budget]
+        passes = 2 if kind is CriticKind.adapter else 1
+        assert sorted(width for _, width in seen) == sorted(parts * passes)
+        some = roles.annotate(batch, torch.tensor([False, False, True, True]), needs_old=True)
+        with entering(backbone.model) as seen:
+            none = roles.annotate(batch, torch.ones(4, dtype=torch.bool), needs_old=True)
+        assert not seen
+        for name, whole_batch in zip(("old_logprobs", "old_values"), expected, strict=True):
+            torch.testing.assert_close(getattr(annotated, name), whole_batch, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(getattr(some, name)[:2], whole_batch[:2], rtol=1e-5, atol=1e-5)
+            assert (getattr(some, name)[2:] == 0).all()
+            assert (getattr(none, name) == 0).all()
 
 
 # One pass a role: (settings, needs_old) -> (forwards of the network, of the LM head), and what is added.
@@ -259,37 +228,36 @@ PASSES = [
     ({"old": Old.sampled, "reference": "copy"}, False, (1, 1), "old reference"),
     ({"kind": CriticKind.adapter}, False, (1, 0), "values"),
     ({"kind": CriticKind.adapter}, True, (2, 1), "old values"),
-    (
-        {"kind": CriticKind.adapter, "old": Old.copy, "reference": "ema", "ema_decay": 0.9},
-        True,
-        (3, 2),
-        "old reference values",
-    ),
+    ({"kind": CriticKind.adapter, "old": Old.copy, "reference": "ema", "ema_decay": 0.9}, True, (3, 2),
+     "old reference values"),
     ({"kind": CriticKind.shared}, False, (1, 0), "values"),
     ({"kind": CriticKind.shared}, True, (1, 1), "old values"),
     ({"kind": CriticKind.shared, "old": Old.recompute, "reference": "base"}, False, (2, 2), "old reference values"),
     ({"kind": CriticKind.shared, "old": Old.copy}, False, (2, 1), "old values"),
     ({"kind": CriticKind.shared, "old": Old.sampled}, True, (1, 0), "old values"),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("keys", "needs_old", "expected", "added"), PASSES)
+@each(("keys", "needs_old", "expected", "added"), PASSES)
 def test_annotate_makes_one_pass_a_role_for_all_that_it_is_asked(
-    keys, needs_old, expected, added, make_roles, batch, nobody, num_forwards
+    keys, needs_old, expected, added, make_roles, batch, nobody, backbone, entering, head_calls
 ):
-    roles, found = make_roles(noise=0.05, **keys), []
-    assert num_forwards(lambda: found.append(roles.annotate(batch, nobody, needs_old=needs_old))) == expected
-    names = [n for n in ("old_logprobs", "reference_logprobs", "old_values") if getattr(found[0], n) is not None]
-    wanted = {"old": "old_logprobs", "reference": "reference_logprobs", "values": "old_values"}
-    assert names == [wanted[word] for word in added.split()]
-    assert (found[0] is batch) == (not added)
+    roles = make_roles(noise=0.05, **keys)
+    head_calls.clear()
+    with entering(backbone.model) as network:
+        found = roles.annotate(batch, nobody, needs_old=needs_old)
+    assert (len(network), len(head_calls)) == expected
+    fields = {"old": "old_logprobs", "reference": "reference_logprobs", "values": "old_values"}
+    assert [word for word, name in fields.items() if getattr(found, name) is not None] == added.split()
+    assert (found is batch) == (not added)
     if keys.get("old") is Old.sampled:
-        assert found[0].old_logprobs is batch.sampled_logprobs
+        assert found.old_logprobs is batch.sampled_logprobs
 
 
-@pytest.mark.parametrize("kind", [CriticKind.adapter, CriticKind.shared])
+@each("kind", CRITICS)
 def test_passes_made_together_give_what_each_gives_alone(kind, make_roles, batch, nobody):
     roles = make_roles(noise=0.05, kind=kind, old=Old.recompute, reference="base")
+    assert (critic_values(roles, batch) == 0).all(), "a fresh critic's"
     stir(roles)
     annotated = roles.annotate(batch, nobody, needs_old=False)
     assert torch.equal(annotated.old_logprobs, policy_logprobs(roles, batch))
@@ -301,26 +269,12 @@ def test_passes_made_together_give_what_each_gives_alone(kind, make_roles, batch
     assert not annotated.old_values.requires_grad
 
 
-@pytest.mark.parametrize("token_budget", [1, 7, 12])
-@pytest.mark.parametrize("kind", [CriticKind.adapter, CriticKind.shared])
-def test_old_values_keep_to_the_token_budget_and_rows_with_zero_gradient_to_0(token_budget, kind, make_roles, batch):
-    whole = make_roles(noise=0.05, kind=kind)
-    stir(whole)
-    expected = critic_values(whole, batch)
-    roles = make_roles(noise=0.05, kind=kind, token_budget=token_budget)
-    stir(roles)
-    found = roles.annotate(batch, torch.tensor([False, False, True, False]), needs_old=True).old_values
-    torch.testing.assert_close(found[[0, 1, 3]], expected[[0, 1, 3]], rtol=1e-5, atol=1e-5)
-    assert (found[2] == 0).all()
-
-
 # -- a KL over the whole vocabulary ----------------------------------------------------------------------------------
 @pytest.fixture
 def in_double(make_roles, make_double, make_batch):
     """Roles in float64 whose reference and old policy are others; a batch with a token that was not sampled."""
     roles = make_roles(backbone=make_double(), noise=0.1, temperature=0.7, reference="base", old=Old.copy, dropout=0.5)
-    for _, parameter in roles.named_parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    stir(roles, POLICY, by=0.1)
     rows = [(0, [5, 6, 7], [20, -21, 22]), (0, [5, 6, 7], [22]), (1, [9, 8], [23, 24, 25]), (1, [9, 8], [26])]
     return roles, make_batch(rows, dtype=torch.float64)
 
@@ -383,13 +337,6 @@ def test_a_kl_in_the_reward_is_the_old_policys_at_sampling(in_double, nobody, ol
 
 
 # -- the critic ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", [CriticKind.adapter, CriticKind.shared])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_a_fresh_critic_says_0_everywhere(kind, normalize, make_roles, batch, nobody):
-    roles = make_roles(noise=0.05, kind=kind, normalize_values=normalize)
-    assert (roles.annotate(batch, nobody, needs_old=False).old_values == 0).all()
-
-
 def test_what_learns_is_the_policy_and_the_critics_adapter_and_head_or_head_alone(make_roles):
     # 7 linear layers in each of 2 blocks, two matrices each; a head of weight and bias.
     names = {}
@@ -404,28 +351,6 @@ def test_what_learns_is_the_policy_and_the_critics_adapter_and_head_or_head_alon
     own = names[CriticKind.adapter][CRITIC]
     assert (len(own), own[-2:]) == (30, head)
     assert [n.replace(".critic.", ".policy.") for n in own[:-2]] == names[CriticKind.none][POLICY]
-
-
-def test_a_critic_changes_neither_the_policys_initialisation_nor_the_global_random_numbers(make_roles):
-    weights = make_roles(seed=3).weights(POLICY)
-    torch.manual_seed(7)
-    expected = torch.rand(1)
-    torch.manual_seed(7)
-    roles = make_roles(seed=3, kind=CriticKind.adapter)
-    assert torch.equal(torch.rand(1), expected)
-    assert same(roles.weights(POLICY), weights)
-
-
-def test_a_critics_initialisation_is_its_own_and_depends_on_the_seed_alone(make_roles):
-    drawn = []
-    for seed, global_seed in ((3, 0), (3, 1), (4, 0)):
-        torch.manual_seed(global_seed)
-        roles = make_roles(seed=seed, kind=CriticKind.adapter)
-        drawn.append([{n: w for n, w in roles.weights(role).items() if "lora_A" in n} for role in (CRITIC, POLICY)])
-    (first, policy), (again, _), (other, _) = drawn
-    assert same(first, again)
-    assert differ(first, other)
-    assert differ(first, policy)
 
 
 def test_the_policys_logprobs_and_an_adapter_critics_values_know_nothing_of_each_other(make_roles, batch):
@@ -482,7 +407,7 @@ def test_switching_between_policy_and_critic_loses_no_gradient(make_roles, model
     alone = gradients(roles, batch)
     roles = make_roles(noise=0.05, kind=CriticKind.adapter, backbone=load_backbone.__wrapped__(model_config()))
     stir(roles)
-    critic_alone = critic_gradients(roles, batch)
+    critic_alone = gradients(roles, batch, CRITIC)
     assert all(g.abs().max() > 0 for g in (*alone.values(), *critic_alone.values()))
 
     roles = make_roles(noise=0.05, kind=CriticKind.adapter, reference="copy", old=Old.recompute)
@@ -513,45 +438,50 @@ def test_a_lost_gradient_is_noticed(role, make_roles, batch):
         roles.check_gradients(role)
 
 
-@each("other", ["no role", "a critic that learns"])
+@each("other", ["no role", "a critic that learns", "training"])
 def test_the_policy_is_back_after_an_exception(other, make_roles, batch):
-    roles = make_roles(noise=0.05, kind=CriticKind.adapter)
-    stir(roles)
+    roles = make_roles(noise=0.05, kind=CriticKind.adapter, dropout=0.5)
     expected = policy_logprobs(roles, batch)
-    switched = roles.using(None) if other == "no role" else roles.learning(CRITIC)
+    switch = {"no role": lambda: roles.using(None), "training": roles.training}
+    switched = switch.get(other, lambda: roles.learning(CRITIC))()
     with pytest.raises(KeyError), torch.set_grad_enabled(other != "no role"), switched:
         raise KeyError
     assert torch.equal(policy_logprobs(roles, batch), expected)
-    assert {n for n, p in roles.model.named_parameters() if p.requires_grad} == {
-        name for name, _ in roles.named_parameters(POLICY)
-    }
+    assert not any(module.training for module in roles.model.modules())
+    learning = [name for name, p in roles.model.named_parameters() if p.requires_grad]
+    assert learning == [name for name, _ in roles.named_parameters(POLICY)]
     gradients(roles, batch)
 
 
-def test_dropout_acts_on_a_learning_critic_only(make_roles, batch, nobody):
-    roles = make_roles(noise=0.05, kind=CriticKind.adapter, dropout=0.5)
-    stir(roles)
-    calm = critic_values(roles, batch)
-    with roles.training(), roles.learning(CRITIC):
-        assert not torch.equal(roles.values(batch), calm)
-    assert torch.equal(critic_values(roles, batch), calm)
-    assert torch.equal(roles.annotate(batch, nobody, needs_old=False).old_values, calm)
-
-
-@pytest.mark.parametrize("kind", [CriticKind.adapter, CriticKind.shared])
-def test_a_critic_goes_into_the_checkpoint_and_comes_back_exactly(kind, make_roles, batch, nobody):
-    roles = make_roles(noise=0.05, kind=kind)
-    stir(roles)
-    assert roles.moving == ((POLICY, CRITIC) if kind is CriticKind.adapter else (POLICY,))
+@each(
+    ("keys", "moving", "fields"),
+    [
+        ({"reference": "base"}, (POLICY,), ("old_logprobs",)),
+        ({"reference": "copy", "refresh_every": 1}, (POLICY, REFERENCE), ("old_logprobs", "reference_logprobs")),
+        ({"reference": "ema", "ema_decay": 0.5, "use_dora": True}, (POLICY, REFERENCE), ("reference_logprobs",)),
+        ({"kind": CriticKind.adapter}, (POLICY, CRITIC), ("old_logprobs", "old_values")),
+        ({"kind": CriticKind.shared}, (POLICY,), ("old_logprobs", "old_values")),
+    ],
+)
+def test_all_that_moves_goes_into_the_checkpoint_and_comes_back_exactly(
+    keys, moving, fields, make_roles, batch, nobody
+):
+    roles = make_roles(noise=0.05, **keys)
+    if "kind" in keys:
+        stir(roles)
+    roles.refresh(1)
+    nudge(roles)
+    assert roles.moving == moving
     adapters = {role: roles.weights(role) for role in roles.moving}
     heads = {role: head.weights() for role, head in roles.heads.items()}
-    assert list(heads) == [CRITIC]
+    assert list(heads) == [CRITIC] * ("kind" in keys)
     expected = roles.annotate(batch, nobody, needs_old=True)
-    roles = make_roles(seed=9, kind=kind)
+    roles = make_roles(seed=9, **keys)
     roles.restore(adapters, heads)
+    assert all(same(roles.weights(role), adapters[role]) for role in moving)
     again = roles.annotate(batch, nobody, needs_old=True)
-    assert torch.equal(again.old_values, expected.old_values)
-    assert torch.equal(again.old_logprobs, expected.old_logprobs)
+    for field in fields:
+        assert torch.equal(getattr(again, field), getattr(expected, field))
 
 
 @pytest.fixture
@@ -577,19 +507,28 @@ def test_a_critic_starts_from_the_adapter_and_the_head_of_a_folder(critic_folder
     assert same(shared.heads[CRITIC].weights(), head)
 
 
-@pytest.mark.parametrize("lost", ["head.safetensors", "adapter_model.safetensors"])
-def test_a_critic_that_cannot_be_read_is_refused_and_leaves_the_base_clean(lost, critic_folder, make_roles, backbone):
-    folder, _, _ = critic_folder
-    (folder / lost).unlink()
-    what = "the scalar head" if lost.startswith("head") else "the adapter"
-    with pytest.raises(UserError, match=rf"^critic\.init: {what} cannot be read"):
-        make_roles(kind=CriticKind.adapter, init=str(folder))
+@each(
+    ("of", "lost", "keys", "said"),
+    [
+        ("critic", "head.safetensors", {}, r"critic\.init: the scalar head cannot be read"),
+        ("critic", "adapter_model.safetensors", {}, r"critic\.init: the adapter cannot be read"),
+        ("critic", None, {"rank": 8}, r"critic\.init: 28 of its tensors do not fit lora\.rank"),
+        ("policy", "adapter_model.safetensors", {}, r"lora\.path: the adapter cannot be read"),
+        ("policy", None, {"rank": 8}, r"lora\.path: 28 of its tensors do not fit lora\.rank and lora\.target_modules"),
+        ("policy", None, {"target_modules": ("q_proj",)}, r"lora\.path: \d+ of its tensors do not fit lora\.rank"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused_and_leaves_the_base_clean(
+    of, lost, keys, said, critic_folder, make_roles, backbone, tmp_path
+):
+    folder = shutil.copytree(critic_folder[0], tmp_path / f"{len(list(tmp_path.iterdir()))}")
+    if lost is not None:
+        (folder / lost).unlink()
+    start = {"kind": CriticKind.adapter, "init": str(folder)} if of == "critic" else {"path": str(folder)}
+    with pytest.raises(UserError, match=f"^{said}"):
+        make_roles(**start, **keys)
     assert not any("lora" in name for name, _ in backbone.model.named_parameters())
-
-
-def test_a_critic_of_another_rank_is_refused(critic_folder, make_roles):
-    with pytest.raises(UserError, match=r"^critic\.init: 28 of its tensors do not fit lora\.rank"):
-        make_roles(kind=CriticKind.adapter, init=str(critic_folder[0]), rank=8)
+    assert not hasattr(backbone.model, "peft_config")
 
 
 def test_a_frozen_scalar_role_scores_and_never_learns(critic_folder, make_roles, batch):
@@ -634,30 +573,12 @@ def test_a_copied_old_is_the_policy_of_the_steps_start_bit_for_bit(make_roles, b
         held = roles.annotate(batch, nobody, needs_old=True).old_logprobs
         assert torch.equal(held, expected)
         assert not torch.allclose(policy_logprobs(roles, batch), expected, atol=1e-3)
-    recompute = make_roles(old=Old.recompute)
-    nudge(recompute, 0.05)
-    nudge(recompute, 0.05)
-    nudge(recompute, 0.05)
-    assert torch.equal(recompute.annotate(batch, nobody, needs_old=False).old_logprobs, expected)
 
 
-def test_a_copied_old_is_the_first_policy_until_the_first_refresh_also_after_a_warm_start(adapter, make_roles):
-    folder, weights = adapter
-    roles = make_roles(path=str(folder), old=Old.copy, reference="ema", ema_decay=0.5)
-    nudge(roles)
-    assert same(roles.weights(OLD), weights)
-    assert same(roles.weights(REFERENCE), weights)
-
-
-def test_all_snapshots_that_are_due_move_in_one_refresh_the_reference_first(make_roles):
+def test_the_reference_is_refreshed_every_so_many_steps_and_before_the_old_policy(make_roles):
+    # MATHS 8 with two steps an outer iteration: reference <- policy; sample, update; sample, update; reference <- ...
     roles = make_roles(reference="copy", refresh_every=2, old=Old.copy)
     assert roles.moving == (POLICY, REFERENCE, OLD)
-    assert [roles.refresh(step) for step in range(1, 5)] == [(OLD,), (REFERENCE, OLD)] * 2
-
-
-def test_the_reference_is_refreshed_every_so_many_steps(make_roles):
-    # MATHS 8 with two steps an outer iteration: reference <- policy; sample, update; sample, update; reference <- ...
-    roles = make_roles(reference="copy", refresh_every=2)
     versions = {0: roles.weights(POLICY)}
     events = []
     for step in range(1, 6):
@@ -666,89 +587,34 @@ def test_the_reference_is_refreshed_every_so_many_steps(make_roles):
         refreshed = roles.refresh(step)
         held = [v for v, weights in versions.items() if same(weights, roles.weights(REFERENCE))]
         events.append((step, refreshed, held))
-    due = (REFERENCE,)
-    assert events == [(1, (), [0]), (2, due, [2]), (3, (), [2]), (4, due, [4]), (5, (), [4])]
-
-
-@pytest.mark.parametrize(("reference", "refresh_every"), [("copy", 0), ("base", 0), ("none", 0)])
-def test_a_reference_that_does_not_move_is_never_refreshed(reference, refresh_every, make_roles):
-    roles = make_roles(reference=reference, refresh_every=refresh_every)
-    assert not any(roles.refresh(step) for step in range(5))
-
-
-def test_every_moving_role_goes_into_the_checkpoint_and_comes_back_exactly(make_roles, batch, nobody):
-    roles = make_roles(noise=0.05, reference="copy", refresh_every=1)
-    roles.refresh(1)
-    nudge(roles)
-    saved = {role: roles.weights(role) for role in roles.moving}
-    expected = roles.annotate(batch, nobody, needs_old=True)
-    roles = make_roles(seed=9, reference="copy", refresh_every=1)
-    roles.restore(saved)
-    assert all(same(roles.weights(role), saved[role]) for role in (POLICY, REFERENCE))
-    again = roles.annotate(batch, nobody, needs_old=True)
-    assert torch.equal(again.old_logprobs, expected.old_logprobs)
-    assert torch.equal(again.reference_logprobs, expected.reference_logprobs)
-    assert make_roles(reference="base").moving == (POLICY,)
+    due = (REFERENCE, OLD)
+    assert events == [(1, (OLD,), [0]), (2, due, [2]), (3, (OLD,), [2]), (4, due, [4]), (5, (OLD,), [4])]
+    for reference in ("copy", "base", "none"):
+        roles = make_roles(reference=reference, refresh_every=0)
+        assert not any(roles.refresh(step) for step in range(5))
 
 
 # -- adapters on disk ------------------------------------------------------------------------------------------------
 @pytest.fixture
-def adapter(make_roles, tmp_path):
-    """An adapter folder as another run leaves it, its weights, and the log-probs they give."""
+def adapter(make_roles, written):
+    """An adapter folder as another run leaves it, and its weights."""
     roles = make_roles(noise=0.05, seed=5)
     published = roles.publish(3)
     roles.close()
-    files = AdapterFiles(tmp_path)
-    yield files.write(published), dict(published.weights)
-    files.close()
+    return written(published), dict(published.weights)
 
 
-def test_the_policy_starts_from_the_adapter_at_lora_path(adapter, make_roles):
+def test_the_policy_and_its_copies_start_from_the_adapter_at_lora_path(adapter, make_roles):
     folder, weights = adapter
-    assert same(make_roles(path=str(folder)).weights(POLICY), weights)
-
-
-def test_a_copied_reference_starts_as_the_warm_started_policy(adapter, make_roles):
-    folder, weights = adapter
-    assert same(make_roles(path=str(folder), reference="copy").weights(REFERENCE), weights)
-
-
-def test_an_adapter_of_its_own_rank_can_be_the_reference(adapter, make_roles, batch, nobody):
-    folder, _ = adapter
-    expected = policy_logprobs(make_roles(path=str(folder)), batch)
-    roles = make_roles(rank=2, reference=str(folder))
-    annotated = roles.annotate(batch, nobody, needs_old=True)
-    torch.testing.assert_close(annotated.reference_logprobs, expected, rtol=1e-6, atol=1e-6)
-    assert not torch.allclose(annotated.reference_logprobs, annotated.old_logprobs, atol=1e-3)
-    assert roles.moving == (POLICY,)
-    gradients(roles, batch)
-
-
-@pytest.mark.parametrize("keys", [{"rank": 8}, {"target_modules": ("q_proj",)}])
-def test_a_warm_start_that_does_not_fit_is_refused_and_leaves_the_base_clean(keys, adapter, make_roles, backbone):
-    folder, _ = adapter
-    with pytest.raises(UserError, match=r"^lora\.path: \d+ of its tensors do not fit lora\.rank and lora\.target_modu"):
-        make_roles(path=str(folder), **keys)
-    assert not any("lora" in name for name, _ in backbone.model.named_parameters())
-    assert not hasattr(backbone.model, "peft_config")
-
-
-def test_an_adapter_that_cannot_be_read_is_refused(make_roles, tmp_path):
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"\x00" * 20)
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match=r"^lora\.path: the adapter cannot be read"):
-            make_roles(path=str(folder))
-
-
-def test_target_modules_may_be_names_or_a_pattern(make_roles):
-    for names, count in ((("q_proj", "mlp.up_proj"), 4), (r".*layers\.0\..*_proj", 7)):
-        roles = make_roles(target_modules=names)
-        assert len(roles.weights(POLICY)) == 2 * count
+    for reference in ({"reference": "copy"}, {"reference": "ema", "ema_decay": 0.5}):
+        roles = make_roles(path=str(folder), old=Old.copy, **reference)
+        assert same(roles.weights(POLICY), weights)
+        nudge(roles)
+        assert same(roles.weights(OLD), weights)
+        assert same(roles.weights(REFERENCE), weights)
 
 
 # -- publishing ------------------------------------------------------------------------------------------------------
-
-
 def test_publishing_asks_nobody_about_the_base(make_roles, monkeypatch):
     roles = make_roles()
     roles.model.peft_config[POLICY].base_model_name_or_path = "org/model-on-the-hub"
@@ -785,7 +651,7 @@ def test_closing_leaves_the_base_exactly_as_it_was(make_roles, backbone, batch, 
         with roles.training():
             gradients(roles, batch)
             if roles.critic is not None:
-                critic_gradients(roles, batch)
+                gradients(roles, batch, CRITIC)
         roles.refresh(1)
         roles.close()
         roles.close()
@@ -821,56 +687,36 @@ def test_a_job_after_another_on_one_base_gives_what_it_gives_alone(make_roles, b
 
 
 def test_two_sets_of_roles_on_one_base_are_refused(make_roles, backbone):
-    roles = make_roles()
+    make_roles()
+    lora = LoraSettings(rank=1, alpha=1, dropout=0.0, target_modules="all-linear", path=None)
     with pytest.raises(AssertionError, match="close the roles that are on this base first"):
-        Roles(
-            backbone,
-            LoraSettings(rank=1, alpha=1, dropout=0.0, target_modules="all-linear", path=None),
-            roles.snapshot,
-            CriticConfig(kind=CriticKind.none, init="base", lr=1e-3, warmup_steps=0, normalize_values=False),
-            temperature=1.0,
-            token_budget=1,
-            seed=0,
-        )
+        policy_alone(backbone, lora, token_budget=1, seed=0)
 
 
-def test_sequences_are_scored_in_one_forward_by_the_policy_at_temperature_1(make_roles, backbone):
+def test_sequences_are_scored_in_one_forward_by_the_policy_at_temperature_1(make_roles, backbone, entering):
     roles = make_roles(noise=0.05, temperature=0.5)
     sequences, expected = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]], []
     for ids in map(torch.tensor, sequences):
         with torch.no_grad():
             logprobs = backbone.model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
         expected.append(logprobs.gather(1, ids[1:, None])[:, 0].tolist())
-    passes = []
-    hook = roles.model.register_forward_hook(lambda *_: passes.append(1))
-    together = roles.score(sequences)
-    hook.remove()
+    with entering(backbone.model) as passes:
+        together = roles.score(sequences)
     assert len(passes) == 1
     for scores, alone in zip(together, expected, strict=True):
         assert scores == pytest.approx(alone, abs=1e-5)
 
 
-def test_16_bit_bases_keep_float32_master_weights(model_config, make_roles, batch):
-    base = load_backbone.__wrapped__(model_config(dtype="bfloat16"))
-    assert isinstance(base, Backbone)
-    roles = make_roles(noise=0.05, backbone=base)
-    roles.load_sampler(roles.publish(1))
-    assert {p.dtype for n, p in roles.model.named_parameters() if "lora" in n} == {torch.float32}
-    assert {w.dtype for w in roles.publish(1).weights.values()} == {torch.float32}
-    assert roles.outputs(batch, True).logprobs.dtype == torch.float32
-    roles.outputs(batch, True).logprobs.sum().backward()
-    roles.check_gradients()
-
-
 def test_every_role_passes_over_the_same_packed_rows(make_roles, batch, nobody, monkeypatch):
     packed, plain = [], forward.pack
     monkeypatch.setattr(forward, "pack", lambda micro, **how: packed.append(len(micro.rewards)) or plain(micro, **how))
-    roles = make_roles(noise=0.05, kind=CriticKind.adapter, old=Old.recompute, reference="base", token_budget=7)
+    own = {"kind": CriticKind.adapter, "old": Old.recompute, "reference": "base", "teacher": "base"}
+    roles = make_roles(noise=0.05, token_budget=7, **own)
     packed.clear()
     roles.annotate(batch, nobody, needs_old=True)
     parts = roles.forward.micro_batches(batch, torch.arange(len(batch.rewards)), 7)
     assert len(parts) > 1
-    assert packed == [len(part) for part in parts], "once for old, reference and values"
+    assert packed == [len(part) for part in parts], "once for old, reference, teacher and values"
 
 
 def test_a_model_is_walked_through_once_for_all_its_updates(make_roles, monkeypatch):
