@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from rlft.batch import score_sequences
-from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, SnapshotConfig
+from rlft.config.model import LoraSettings
 from rlft.model.adapter_folder import (
     ANOTHER_FUNCTION,
     CHANGING_THE_BASE,
@@ -35,7 +35,7 @@ from rlft.model.adapter_folder import (
 )
 from rlft.model.backbone import Backbone
 from rlft.model.kernels.selection import Decision, KernelChoice, Kernels
-from rlft.model.roles import POLICY, REFERENCE, Roles
+from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone
 from rlft.types import UserError
 
 FIELDS = {"peft_type": "LORA", "r": 2, "lora_alpha": 4.0}
@@ -52,16 +52,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tensors_are_read_as_they_were_saved(folder: Path) -> None:
+def test_tensors_and_shapes_are_read_as_they_were_saved(folder: Path) -> None:
     adapter, head = load_tensors(folder, "lora.path"), load_tensors(str(folder), "critic.init", HEAD)
     assert {n: t.tolist() for n, t in adapter.items()} == {
         "a.lora_A.weight": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]],
         "a.lora_B.weight": [[1.0, 1.0]] * 5,
     }
     assert {n: t.tolist() for n, t in head.items()} == {"weight": [[0.5, 0.5, 0.5]], "bias": [0.25]}
-
-
-def test_shapes_are_those_of_the_tensors(folder: Path) -> None:
     assert tensor_shapes(folder, "lora.path") == {"a.lora_A.weight": (2, 3), "a.lora_B.weight": (5, 2)}
     assert tensor_shapes(folder, "critic.init", HEAD) == {"weight": (1, 3), "bias": (1,)}
 
@@ -115,9 +112,7 @@ SPOILED: list[tuple[Callable[[Path], object], Callable[..., object], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "read", "said"), SPOILED)
-def test_a_folder_that_is_not_whole_is_refused_by_key_and_by_what_it_lacks(
-    spoil: Callable[[Path], object], read: Callable[..., object], said: str, folder: Path
-) -> None:
+def test_a_folder_that_is_not_whole_is_refused_by_key_and_by_what_it_lacks(spoil, read, said, folder):
     spoil(folder)
     with pytest.raises(UserError, match=rf"^some\.key: ({said})"):
         read(folder, "some.key")
@@ -160,29 +155,13 @@ def save(base: PreTrainedModel, tmp_path: Path) -> Callable[..., Path]:
 def roles_on(base: PreTrainedModel) -> Callable[..., Roles]:
     """Roles on a copy of the base, computed by PEFT's own layers."""
 
-    def make(reference: Path | None = None, path: Path | None = None, **lora: Any) -> Roles:
-        backbone = Backbone(
-            model=copy.deepcopy(base),
-            tokenizer=cast(Any, None),
-            device=CPU,
-            path="",
-            kernels=Kernels(decision=Decision(choice=KernelChoice.plain, reason="")),
-        )
-        settings = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "target_modules": TARGETS} | lora
-        snapshot = SnapshotConfig(
-            reference="none" if reference is None else str(reference), refresh_every=0, ema_decay=None, old=Old.auto
-        )
-        critic = CriticConfig(kind=CriticKind.none, init="base", lr=1.0, warmup_steps=0, normalize_values=False)
+    def make(reference: Path | None = None, path: Path | None = None) -> Roles:
+        kernels = Kernels(decision=Decision(choice=KernelChoice.plain, reason=""))
+        model, tokenizer = copy.deepcopy(base), cast(Any, None)
+        backbone = Backbone(model=model, tokenizer=tokenizer, device=CPU, path="", kernels=kernels)
         start = None if path is None else str(path)
-        return Roles(
-            backbone,
-            LoraSettings(path=start, **settings),
-            snapshot,
-            critic,
-            temperature=1.0,
-            token_budget=99,
-            seed=0,
-        )
+        lora = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules=TARGETS, path=start)
+        return policy_alone(backbone, lora, token_budget=99, seed=0, reference=str(reference or "none"))
 
     return make
 
@@ -220,21 +199,7 @@ def test_every_field_and_every_initialisation_of_the_installed_peft_is_decided()
     assert {named.get(v, v) for v in offered} | {"lora_ga", True, False} == {*TAKEN, *REFUSED}
 
 
-def test_initialisations_that_leave_the_base_alone_give_exactly_what_peft_loads(
-    base: PreTrainedModel, save: Callable[..., Path], roles_on: Callable[..., Roles]
-) -> None:
-    for init in TAKEN:
-        folder = save(init_lora_weights=init)
-        expected = of_peft(base, folder)
-        assert expected != score_sequences(base, [IDS], CPU)[0]
-        for role, roles in ((REFERENCE, roles_on(reference=folder)), (POLICY, roles_on(path=folder))):
-            assert of_role(roles, role) == expected, (init, role)
-            assert is_unchanged(roles.backbone.model, base), (init, role)
-
-
-def test_initialisations_that_change_the_base_are_refused_by_name(
-    base: PreTrainedModel, save: Callable[..., Path]
-) -> None:
+def test_initialisations_that_change_the_base_are_refused_by_name(base, save):
     for init in REFUSED:
         if init in OF_A_NEEDED_PASS:
             folder = save()
@@ -254,9 +219,7 @@ def test_initialisations_that_change_the_base_are_refused_by_name(
             check_fields({"init_lora_weights": init}, "folder", "k")
 
 
-def test_an_adapter_that_peft_has_converted_from_pissa_is_taken(
-    base: PreTrainedModel, tmp_path: Path, roles_on: Callable[..., Roles]
-) -> None:
+def test_an_adapter_that_peft_has_converted_from_pissa_is_taken(base, tmp_path, roles_on):
     trained = copy.deepcopy(base)
     config = LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
     model: Any = get_peft_model(trained, config)
@@ -274,35 +237,32 @@ def test_an_adapter_that_peft_has_converted_from_pissa_is_taken(
 
 
 FUNCTIONS: list[dict[str, Any]] = [
-    {"use_rslora": True},
-    {"use_dora": True},
-    {"lora_bias": True},
+    {"use_rslora": True}, {"use_dora": True}, {"lora_bias": True},
     {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}},
-    {"layers_to_transform": [1], "layers_pattern": "layers"},
-    {"layers_to_transform": 0},
-    {"exclude_modules": ["layers.0.self_attn.q_proj"]},
-    {"target_modules": r".*layers\.0\..*_proj"},
+    {"layers_to_transform": [1], "layers_pattern": "layers"}, {"layers_to_transform": 0},
+    {"exclude_modules": ["layers.0.self_attn.q_proj"]}, {"target_modules": r".*layers\.0\..*_proj"},
     {"target_modules": ["q_proj", "lm_head"]},
-]
+]  # fmt: skip
 IDLE: list[dict[str, Any]] = [
-    {"eva_config": EvaConfig(), "init_lora_weights": "eva"},
-    {"lora_dropout": 0.5},
-    {"ensure_weight_tying": True},
-    {"fan_in_fan_out": True},
-    {"task_type": None},
-]
+    {"eva_config": EvaConfig(), "init_lora_weights": "eva"}, {"lora_dropout": 0.5}, {"ensure_weight_tying": True},
+    {"fan_in_fan_out": True}, {"task_type": None},
+]  # fmt: skip
 
 
-def test_the_fields_that_are_taken_mean_what_they_mean_to_peft(
-    base: PreTrainedModel, save: Callable[..., Path], roles_on: Callable[..., Roles]
-) -> None:
-    for keys in (*FUNCTIONS, *IDLE):
+def test_the_fields_that_are_taken_mean_what_they_mean_to_peft(base, save, roles_on) -> None:
+    """Initialisations that leave the base alone among them."""
+    initialised = [{"init_lora_weights": init} for init in TAKEN]
+    for keys in (*FUNCTIONS, *IDLE, *initialised):
         folder = save(**keys)
         if keys in IDLE:
             edit(folder, runtime_config={"ephemeral_gpu_offload": True}, revision="main", qalora_group_size=8)
-        roles = roles_on(reference=folder)
-        assert of_role(roles, REFERENCE) == of_peft(base, folder), keys
-        assert is_unchanged(roles.backbone.model, base), keys
+        expected = of_peft(base, folder)
+        assert expected != score_sequences(base, [IDS], CPU)[0]
+        start = {POLICY: {"path": folder}, REFERENCE: {"reference": folder}}
+        for role in (POLICY, REFERENCE) if keys in initialised else (REFERENCE,):
+            roles = roles_on(**start[role])
+            assert of_role(roles, role) == expected, (keys, role)
+            assert is_unchanged(roles.backbone.model, base), (keys, role)
 
 
 SOMETHING: dict[str, Any] = {

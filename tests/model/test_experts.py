@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,14 +19,11 @@ from slow_cases import slow, slow_but
 from torch import Tensor
 
 from rlft.batch import collate, score_sequences, unknown_expert
-from rlft.config.model import LoraSettings, RoutingSource
-from rlft.generation.sending import AdapterFiles
+from rlft.config.model import KernelChoice, LoraSettings, RoutingSource
 from rlft.generation.transformers import TransformersGenerator, Weights
 from rlft.model.activations import set_checkpointing
 from rlft.model.adapter_folder import adapted_modules, layers_of, switches_of
-from rlft.model.backbone import Backbone
 from rlft.model.experts import LoraExperts, Routing, grouped, has_grouped_mm, install_adapters, mixture_of
-from rlft.model.kernels import selection
 from rlft.model.lora_config import as_configured, lora_config
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
 from rlft.plan.model_rules import fresh_shapes
@@ -42,11 +40,9 @@ SEQUENCES = [[5, 9, 11, 30, 7, 8, 20, 21], [7, 8, 9, 12, 40, 41, 13, 50]]
 def test_experts_and_routers_are_adapted_if_asked_for_and_other_layers_always(kinds: Any, random_moe) -> None:
     for kind in kinds:
         keys, others, routers = FAMILIES[kind]
-        for experts, router in (
-            (False, False),
-            (True, True),
-            *([(True, False), (False, True)] if kind in ONCE else ()),
-        ):
+        for experts, router in product((False, True), repeat=2):
+            if experts != router and kind not in ONCE:
+                continue
             model = random_moe(kind, keys, "meta")
             config = lora_config(replace(LORA, experts=experts, router=router), model)
             modules = adapted_modules(fresh_shapes(model, config))
@@ -56,16 +52,9 @@ def test_experts_and_routers_are_adapted_if_asked_for_and_other_layers_always(ki
 
 
 @pytest.fixture
-def roles_on(make_roles, backbone, random_moe):
+def roles_on(make_roles, on_base, random_moe):
     """Builds roles on a random model of a type in FAMILIES."""
-
-    def build(kind: str, **keys: Any) -> Any:
-        model = random_moe(kind, FAMILIES[kind][0])
-        kernels = selection.install(model, selection.KernelChoice.auto, own_attention=True)
-        own = Backbone(model=model, tokenizer=backbone.tokenizer, device=torch.device("cpu"), path="x", kernels=kernels)
-        return make_roles(backbone=own, **keys)
-
-    return build
+    return lambda kind, **keys: make_roles(backbone=on_base(random_moe(kind, FAMILIES[kind][0])), **keys)
 
 
 def scores(model: Any) -> torch.Tensor:
@@ -76,7 +65,7 @@ def scores(model: Any) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", slow_but("gpt_oss", ONCE))
 def test_an_adapter_is_the_same_function_as_the_policy_the_reference_the_sampler_and_in_peft(
-    kind: str, roles_on, random_moe, tmp_path
+    kind: str, roles_on, random_moe, written
 ) -> None:
     router = ONCE[kind]
     switches = {"experts": True, "router": router}
@@ -88,8 +77,7 @@ def test_an_adapter_is_the_same_function_as_the_policy_the_reference_the_sampler
         torch.testing.assert_close(scores(roles.model), expected, rtol=0, atol=1e-5)
     with torch.no_grad(), roles.using(None):
         assert (scores(roles.model) - expected).abs().max() > 0.05, kind
-    files = AdapterFiles(tmp_path)
-    folder = str(files.write(published))
+    folder = str(written(published))
     again = roles_on(kind, path=folder, reference="copy", **switches)
     torch.testing.assert_close(scores(again.model), expected, rtol=0, atol=1e-5)
     assert again.publish(1).config == published.config
@@ -107,7 +95,6 @@ def test_an_adapter_is_the_same_function_as_the_policy_the_reference_the_sampler
     theirs: Any = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
     torch.testing.assert_close(scores(theirs), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(scores(theirs.merge_and_unload()), expected, rtol=0, atol=1e-4)
-    files.close()
 
 
 def chosen_in(roles: Any, layer: int) -> list[torch.Tensor]:
@@ -148,17 +135,15 @@ def test_the_load_of_the_busiest_expert_is_that_of_passes_with_gradient(roles_on
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_peft_reads_dense_layers_that_it_takes_for_those_of_experts_elsewhere(roles_on, random_moe, tmp_path) -> None:
+def test_peft_reads_dense_layers_that_it_takes_for_those_of_experts_elsewhere(roles_on, random_moe, written) -> None:
     for kind, by_weight in (("qwen3_moe", True), ("deepseek_v3", True), ("qwen2_moe", False)):
         roles = roles_on(kind, noise=0.1, dropout=0.1)
         expected, published = scores(roles.model), roles.publish(1)
         assert bool(published.config["target_parameters"]) == by_weight, kind
-        files = AdapterFiles(tmp_path)
-        folder = str(files.write(published))
+        folder = str(written(published))
         theirs: Any = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
         torch.testing.assert_close(scores(theirs), expected, rtol=0, atol=1e-4)
         torch.testing.assert_close(scores(roles_on(kind, path=folder).model), expected, rtol=0, atol=1e-5)
-        files.close()
 
 
 # -- adapters on stacked experts ---------------------------------------------------------------------------------------
@@ -193,14 +178,13 @@ def loop_over_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor, 
     return torch.stack(rows)
 
 
-def adapted(model: Any, rank: int, *, ours: bool = True) -> PeftModel:
+def adapted(model: Any, rank: int) -> PeftModel:
     mixture = mixture_of(model)
     config = LoraConfig(
         r=rank, lora_alpha=3, target_parameters=mixture.parameters(experts=True, router=False), target_modules=[],
         init_lora_weights=False,
     )  # fmt: skip
-    if ours:
-        install_adapters(config, model)
+    install_adapters(config, model)
     with torch.random.fork_rng(devices=[]), as_configured():
         torch.manual_seed(2)
         return get_peft_model(model, config)
@@ -224,10 +208,14 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_experts(kind, rank, dtyp
     assert len(inputs) == 6
 
     found = layer(x, chosen, weights)
-    matrices, wrapper = {}, layer
+    base, matrices, wrapper = {}, {}, layer
     while isinstance(wrapper, ParamWrapper):
+        base[wrapper.parameter_name] = wrapper.get_param()
         matrices[wrapper.parameter_name] = wrapper.get_param() + wrapper.get_delta_weight("default")
         wrapper = wrapper.base_layer
+    with torch.no_grad(), wrapped.disable_adapter():
+        off, alone = layer(x, chosen, weights), loop_over_experts(experts, x, chosen, weights, base)
+    torch.testing.assert_close(off, alone, rtol=0, atol=tolerance * max(1, float(alone.abs().max())))
     expected = loop_over_experts(experts, x, chosen, weights, matrices)
     out_grad = torch.randn(found.shape, generator=generator, dtype=dtype)
     pairs = zip(
@@ -250,32 +238,14 @@ def test_grouped_products_are_those_of_a_loop_whatever_torch_takes(monkeypatch: 
     torch.testing.assert_close(grouped(rows, matrices, ends), expected)
 
 
-def test_a_model_computes_as_with_pefts_layers_and_as_its_base_where_adapters_are_off(random_moe) -> None:
-    ids = torch.arange(3, 27).view(2, 12)
-    for kind, keys in KINDS.items():
-        logits = {}
-        for ours in (True, False):
-            wrapped = adapted(random_moe(kind, keys), 4, ours=ours)
-            assert any(isinstance(m, LoraExperts) for m in wrapped.modules()) == ours
-            with torch.no_grad():
-                logits[ours] = wrapped(input_ids=ids, use_cache=False).logits
-                with wrapped.disable_adapter():
-                    logits[ours, "off"] = wrapped(input_ids=ids, use_cache=False).logits
-        base = random_moe(kind, keys)(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(logits[True], logits[False], rtol=0, atol=2e-4, msg=kind)
-        torch.testing.assert_close(logits[True, "off"], base, rtol=0, atol=2e-4, msg=kind)
-        assert (logits[True] - base).abs().max() > 0.01, kind
-
-
 # -- which experts tokens go to ----------------------------------------------------------------------------------------
 ROWS = [(0, [5, 9, 11], [12, 13, 14, 30]), (0, [5, 9, 11], [7, 8]), (1, [20, 21], [40, 41, 42])]
 """Two groups, whose first prompt has two completions."""
 
 
 def softmax_first(logits: Tensor, chosen: Tensor, block: Any) -> Tensor:
-    weights = logits.softmax(-1).gather(-1, chosen)
-    norm = getattr(block.gate, "norm_topk_prob", True)
-    return weights / weights.sum(-1, keepdim=True) if norm else weights
+    weights = softmax_alone(logits, chosen, block)
+    return weights / weights.sum(-1, keepdim=True) if getattr(block.gate, "norm_topk_prob", True) else weights
 
 
 def softmax_last(logits: Tensor, chosen: Tensor, block: Any) -> Tensor:
@@ -304,7 +274,7 @@ BOUND = 2e-6
 
 
 @pytest.fixture
-def mixture(make_roles, backbone, random_moe) -> Callable[..., Any]:
+def mixture(make_roles, on_base, random_moe) -> Callable[..., Any]:
     """Builds roles that replay, on a random model of a type in FAMILIES; and the keys with which it was made."""
 
     def build(kind: str, dtype: torch.dtype = torch.float64, plain: bool = False, **keys: Any) -> Any:
@@ -313,9 +283,7 @@ def mixture(make_roles, backbone, random_moe) -> Callable[..., Any]:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-        choice = selection.KernelChoice.plain if plain else selection.KernelChoice.auto
-        kernels = selection.install(model, choice, own_attention=True)
-        own = Backbone(model=model, tokenizer=backbone.tokenizer, device=torch.device("cpu"), path="x", kernels=kernels)
+        own = on_base(model, KernelChoice.plain if plain else KernelChoice.auto)
         return make_roles(backbone=own, **{"routing": RoutingSource.engine, **keys})
 
     return build
@@ -426,15 +394,20 @@ def test_what_the_engine_notes_is_what_the_trainer_chooses_for_the_same_tokens(m
         assert torch.equal(batch.experts, drafted.experts)
         assert bool(drafts.counts["offered"]) != plain, "transformers' own cache takes no tokens back"
         assert len({len(r.completion.token_ids) for group in groups for r in group.rollouts}) > 1
-        [micro] = roles.forward.placed([batch])
-        with torch.no_grad(), roles.routing.noting() as noted:
-            roles.forward(micro.batch, 1.0, layout=micro.layout)
-            own = roles.forward.experts_by_row(noted(), micro.batch, micro.layout)
+        own = experts_noted(roles, batch)
         last_B = batch.attention_mask.sum(1) - 1
         own[torch.arange(len(own)), last_B] = unknown_expert(own.dtype)
         assert torch.equal(batch.experts, own), plain
         [group, _] = engine.sample(prompts, 1, [1, 4], replace(sampling, notes_experts=False))
         assert group.rollouts[0].completion.experts is None
+
+
+def experts_noted(roles: Any, batch: Batch) -> Tensor:
+    """The experts that the trainer chooses for the tokens of each row."""
+    [micro] = roles.forward.placed([batch])
+    with torch.no_grad(), roles.routing.noting() as noted:
+        roles.forward(micro.batch, 1.0, layout=micro.layout)
+        return roles.forward.experts_by_row(noted(), micro.batch, micro.layout)
 
 
 def gradients(roles: Any, micro: Any) -> list[Tensor]:
@@ -460,10 +433,7 @@ def test_layers_that_are_recomputed_replay_the_same_experts(mixture, make_batch)
 def test_choices_that_a_replay_replaces_are_counted(mixture, make_batch) -> None:
     batch = make_batch(ROWS)
     roles = mixture("mixtral", torch.float32, noise=0.1)
-    [micro] = roles.forward.placed([batch])
-    with torch.no_grad(), roles.routing.noting() as noted:
-        roles.forward(micro.batch, 1.0, layout=micro.layout)
-        experts = roles.forward.experts_by_row(noted(), micro.batch, micro.layout)
+    experts = experts_noted(roles, batch)
     # Layer 1 is the last, so that nothing else changes: one of 2 x 2 experts of one of 9 sampled tokens.
     for token, counted in ((4, 1), (1, 0)):  # one of a completion, and one of its prompt
         others, present = experts.clone(), experts[0, token, 1].tolist()
@@ -478,9 +448,7 @@ def test_choices_that_a_replay_replaces_are_counted(mixture, make_batch) -> None
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["packed", "padded"])
-def test_without_a_replay_what_updates_change_is_counted_against_the_pass_for_old_log_probs(
-    mixture, make_batch, plain
-) -> None:
+def test_without_a_replay_what_updates_change_is_counted_against_the_pass_for_old_log_probs(mixture, make_batch, plain):
     roles, batch, nobody = mixture("mixtral", torch.float32, plain=plain, noise=0.1), make_batch(ROWS), torch.zeros(3)
     roles.snapshot = replace(roles.snapshot, routing=RoutingSource.free)
     passes = []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from in_one_test import each
 from torch import Tensor
 
-from rlft.config.model import CriticConfig, CriticKind, Old, SnapshotConfig
+from rlft.config.model import CriticConfig, CriticKind, Old
 from rlft.generation.loaded_adapter import difference
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.adapter_folder import OLD, POLICY, REFERENCE
@@ -53,9 +53,7 @@ def logprobs_of(make_double: Callable[[], Backbone], batch: Batch, by: float) ->
         return whole.forward.logprobs(batch, 10**6)
 
 
-def test_a_base_reference_is_the_model_as_the_run_found_it(
-    make_whole: Callable[..., WholeModel], make_double: Callable[[], Backbone], make_batch: Callable[..., Batch]
-) -> None:
+def test_a_base_reference_is_the_model_as_the_run_found_it(make_whole, make_double, make_batch):
     batch, whole = make_batch(ROWS, dtype=torch.float64), make_whole(reference="base")
     shifted(whole, 0.01)
     before = {name: tensor.clone() for name, tensor in whole.tensors(POLICY).items()}
@@ -68,9 +66,7 @@ def test_a_base_reference_is_the_model_as_the_run_found_it(
     assert all(torch.equal(before[name], after[name]) for name in before), "the policy is back in its place"
 
 
-def test_a_kl_over_the_vocabulary_is_to_the_copys_own_head_and_has_the_gradient_of_all_weights(
-    make_whole: Callable[..., WholeModel], make_batch: Callable[..., Batch]
-) -> None:
+def test_a_kl_over_the_vocabulary_is_to_the_copys_own_head_and_has_the_gradient_of_all_weights(make_whole, make_batch):
     batch, whole = make_batch(ROWS, dtype=torch.float64), make_whole(reference="base")
     with torch.no_grad():
         for _, parameter in whole.named_parameters():
@@ -91,9 +87,7 @@ def test_a_kl_over_the_vocabulary_is_to_the_copys_own_head_and_has_the_gradient_
         torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-9 * float(its.abs().max()))
 
 
-def test_copies_move_as_the_snapshots_say(
-    make_whole: Callable[..., WholeModel], make_double: Callable[[], Backbone], make_batch: Callable[..., Batch]
-) -> None:
+def test_copies_move_as_the_snapshots_say(make_whole, make_double, make_batch):
     """With weights moved by 0.01 in each of two steps: a copy is at 0 after one, and at 0.02 after two; an EMA with
     0.75 is at 0.25 x 0.01 = 0.0025, then 0.75 x 0.0025 + 0.25 x 0.02 = 0.006875; the old policy follows at once."""
     batch = make_batch(ROWS, dtype=torch.float64)
@@ -114,8 +108,9 @@ def test_copies_move_as_the_snapshots_say(
             )
 
 
-def test_no_copy_is_held_that_no_role_needs() -> None:
-    cases: list[tuple[dict[str, Any], list[str | None]]] = [
+@each(
+    ("keys", "roles"),
+    [
         ({}, []),
         ({"old": Old.recompute}, []),
         ({"old": Old.sampled}, []),
@@ -123,15 +118,13 @@ def test_no_copy_is_held_that_no_role_needs() -> None:
         ({"teacher": "base", "reference": "base"}, [None]),
         ({"teacher": "base", "reference": "ema"}, [None, REFERENCE]),
         ({"reference": "copy", "old": Old.copy}, [REFERENCE, OLD]),
-    ]
-    for keys, roles in cases:
-        snapshot: SnapshotConfig = replace(NO_SNAPSHOTS, **keys)
-        assert copied_roles(snapshot) == roles, keys
+    ],
+)
+def test_no_copy_is_held_that_no_role_needs(keys: dict[str, Any], roles: list[str | None]) -> None:
+    assert copied_roles(replace(NO_SNAPSHOTS, **keys)) == roles
 
 
-def test_a_checkpoint_restores_the_policy_and_what_moves_beside_it(
-    make_whole: Callable[..., WholeModel], tmp_path: Path
-) -> None:
+def test_a_checkpoint_restores_the_policy_and_what_moves_beside_it(make_whole, tmp_path):
     keys = {"reference": "ema", "ema_decay": 0.5, "old": Old.copy}
     first, second = make_whole(**keys), make_whole(**keys)
     shifted(first, 0.01)
@@ -149,17 +142,14 @@ def test_a_checkpoint_restores_the_policy_and_what_moves_beside_it(
     assert all(not torch.equal(policy, reference) for policy, reference in pairs)
 
 
-def test_an_engine_on_the_weights_is_stale_once_any_of_them_was_written(
-    make_whole: Callable[..., WholeModel],
-) -> None:
+def test_an_engine_on_the_weights_is_stale_once_any_of_them_was_written(make_whole):
     whole = make_whole(reference="base")
     engine = TransformersGenerator(whole, whole.backbone.tokenizer, torch.device("cpu"), 8)
     adapter = whole.publish(3)
     engine.load(adapter)
 
     def problem() -> str | None:
-        found = engine.loaded_adapter()
-        return difference(3, found, {}, {})
+        return difference(3, engine.loaded_adapter(), {}, {})
 
     assert problem() is None
     with torch.no_grad(), whole.using(None):
@@ -175,14 +165,9 @@ def test_an_engine_on_the_weights_is_stale_once_any_of_them_was_written(
     assert problem() is not None, "its address is another"
 
 
-def test_a_critics_head_on_the_policy_learns_beside_all_weights(
-    make_whole: Callable[..., WholeModel], make_batch: Callable[..., Batch]
-) -> None:
-    critic = CriticConfig(kind=CriticKind.shared, init="base", lr=1e-3, warmup_steps=0, normalize_values=False)
-    whole = make_whole(critic=critic)
-    outputs = whole.outputs(make_batch(ROWS, dtype=torch.float64), entropy=True)
-    assert outputs.values is not None
-    assert outputs.entropy is not None
+def test_a_critics_head_on_the_policy_learns_beside_all_weights(make_whole, make_batch):
+    whole = make_whole(critic=replace(NO_CRITIC, kind=CriticKind.shared))
+    outputs: Any = whole.outputs(make_batch(ROWS, dtype=torch.float64), entropy=True)
     (outputs.values.sum() + outputs.entropy.sum() + outputs.logprobs.sum()).backward()
     whole.check_gradients()
     whole.check_gradients("critic")
