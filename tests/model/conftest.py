@@ -240,16 +240,10 @@ def plain() -> Callable[..., tuple[Tensor, ...]]:
 def awkward_batch(make_batch: Callable[..., Batch]) -> Batch:
     """Three groups of unlike lengths: masked tokens inside a completion, an empty completion, a row alone."""
     one, two, three = [3, 17, 5, 99, 42, 8], [11, 4], [7, 7, 7, 23]
-    return make_batch(
-        [
-            (5, one, [9, 30, 31, 2]),
-            (5, one, [9, 30, -55, -56, 57, 58, 59, 2]),
-            (2, two, []),
-            (5, one, [61]),
-            (2, two, [70, 71, 72]),
-            (9, three, [80, 81, 82, 83, 84, 85, 86, 87, 88]),
-        ]
-    )
+    return make_batch([
+        (5, one, [9, 30, 31, 2]), (5, one, [9, 30, -55, -56, 57, 58, 59, 2]), (2, two, []), (5, one, [61]),
+        (2, two, [70, 71, 72]), (9, three, [80, 81, 82, 83, 84, 85, 86, 87, 88]),
+    ])  # fmt: skip
 
 
 @pytest.fixture
@@ -260,30 +254,21 @@ def tree_batch(make_batch: Callable[..., Batch]) -> tuple[Batch, Batch, list[lis
     siblings read the same places.
     """
     one, two = [3, 17, 5, 99, 42, 8], [11, 4, 6, 7]
-    trees = make_batch(
-        [
-            (5, one, [9, 30, 31, 2, -55, 56, 57, -60, 61, -62, -63, 64]),
-            (5, one, [9, 30, -55, 56, 70, -71, 72, -73, 74]),
-            (5, one, [61]),
-            (2, two, [70, 71, 72, -80, 81]),
-        ]
-    )
+    trees = make_batch([
+        (5, one, [9, 30, 31, 2, -55, 56, 57, -60, 61, -62, -63, 64]), (5, one, [9, 30, -55, 56, 70, -71, 72, -73, 74]),
+        (5, one, [61]), (2, two, [70, 71, 72, -80, 81]),
+    ])  # fmt: skip
     width = trees.token_ids.shape[1]
     previous = torch.arange(-1, width - 1).repeat(4, 1)
     for row, column, before in ((0, 10, 7), (0, 13, 5), (0, 15, 3), (1, 10, 6), (1, 13, 10), (3, 7, 4)):
         previous[row, column] = before
     linear = [
-        ((5, one, [9, 30, 31, 2]), 0, 6, 6),
-        ((5, one, [-9, -30, -55, 56, 57]), 0, 10, 8),
-        ((5, one, [-60, 61]), 0, 13, 6),
-        ((5, one[:4], [-62, -63, 64]), 0, 15, 4),
-        ((5, one, [9, 30, -55, 56]), 1, 6, 6),
-        ((5, one, [-9, 70, -71, 72]), 1, 10, 7),
-        ((5, one, [-9, -70, -73, 74]), 1, 13, 8),
-        ((5, one, [61]), 2, 6, 6),
-        ((2, two, [70, 71, 72]), 3, 4, 4),
-        ((2, two, [-70, -80, 81]), 3, 7, 5),
-    ]
+        ((5, one, [9, 30, 31, 2]), 0, 6, 6), ((5, one, [-9, -30, -55, 56, 57]), 0, 10, 8),
+        ((5, one, [-60, 61]), 0, 13, 6), ((5, one[:4], [-62, -63, 64]), 0, 15, 4),
+        ((5, one, [9, 30, -55, 56]), 1, 6, 6), ((5, one, [-9, 70, -71, 72]), 1, 10, 7),
+        ((5, one, [-9, -70, -73, 74]), 1, 13, 8), ((5, one, [61]), 2, 6, 6),
+        ((2, two, [70, 71, 72]), 3, 4, 4), ((2, two, [-70, -80, 81]), 3, 7, 5),
+    ]  # fmt: skip
     paths = make_batch([row for row, _, _, _ in linear])
     own = [
         [(b, column + k - depth) for k in range(depth, len(prompt) + len(completion))]
