@@ -8,6 +8,7 @@ from dataclasses import replace
 import attention_families
 import pytest
 import torch
+from in_one_test import each
 from slow_cases import slow, slow_but
 from torch import Tensor
 from transformers import AutoConfig
@@ -65,11 +66,8 @@ def test_the_count_is_what_the_forward_keeps(choice, dtype, use_dora, dropout, m
     # A plain forward's logits, which are of every token, are counted elsewhere.
     head = ScalarHead(128, roles.model.device, torch.float32)
     kept = kept_bytes(lambda: roles.forward.values(batch, head), weights)
-    layers = AdapterLayers.of(
-        {name: tuple(tensor.shape) for name, tensor in roles.weights("policy").items()},
-        dropout=dropout > 0,
-        dora=use_dora,
-    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in roles.weights("policy").items()}
+    layers = AdapterLayers.of(shapes, dropout=dropout > 0, dora=use_dora)
     itemsize = backbone.model.dtype.itemsize
     adapter = layers.bytes_of_a_token(itemsize, "cpu", plain=plain)
     is_fused = backbone.kernels.decision.fused_layers and layers.serves_fused(plain=plain)
@@ -145,15 +143,14 @@ def test_what_flash_attentions_backward_makes_of_a_row() -> None:
 def test_unlike_layers_have_sizes_of_their_own() -> None:
     config = AutoConfig.for_model("gemma3n_text", **SIZES | {"head_dim": 8, "intermediate_size": [40, 56]})
     assert [layer.mlp for layer in layer_sizes(config)] == [40, 56]
-    config = AutoConfig.for_model(
-        "gemma4_text", **SIZES | {"num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16}
-    )
+    sizes = SIZES | {"num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16}
+    config = AutoConfig.for_model("gemma4_text", **sizes)
     local = [kind == "sliding_attention" for kind in config.layer_types]
     assert set(local) == {True, False}
     assert [layer.queries for layer in layer_sizes(config)] == [4 * 8 if is_local else 4 * 16 for is_local in local]
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "fields", "expected"),
     [
         ("qwen2", {}, LayerModules()),
@@ -166,11 +163,7 @@ def test_unlike_layers_have_sizes_of_their_own() -> None:
         ("starcoder2", {}, LayerModules(gate="none")),
         ("gpt2", {}, LayerModules(gate="none", activation=5)),
         ("phi", {}, LayerModules(gate="none", activation=5)),  # a formula in single operations
-        (
-            "opt",
-            {"ffn_dim": 64, "word_embed_proj_dim": 32},
-            LayerModules(gate="none", activation=1),
-        ),  # its result alone
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, LayerModules(gate="none", activation=1)),  # its result
         ("gpt_oss", attention_families.EXPERTS, LayerModules()),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, LayerModules()),
     ],

@@ -31,7 +31,6 @@ from rlft.model.kernels.attention import (
     NotPackableError,
     _row_attention,
     attention_of_layers,
-    install,
     packed_attention,
     packed_mask,
 )
@@ -40,17 +39,9 @@ from rlft.model.packing import pack
 
 CPU = torch.device("cpu")
 ROWS = [
-    (0, [5, 6, 7, 8, 3, 4, 5, 2], [20, 21]),
-    (0, [5, 6, 7, 8, 3, 4, 5, 2], [22, 23, 24, 25, 26, 27, 28, 29, 30, 31]),
-    (0, [5, 6, 7, 8, 3, 4, 5, 2], []),
-    (1, [9, 10], [26, 27, 28, 29, 30]),
-    (2, [14], [31]),
-    (3, [11, 12, 13], []),
-]
-
-
-def mask_of_a_layer(packed, window):
-    return AttentionMaskInterface()[NAME](attention_mask=packed_mask(packed.num_tokens, CPU), local_size=window)
+    *((0, [5, 6, 7, 8, 3, 4, 5, 2], row) for row in ([20, 21], list(range(22, 32)), [])),
+    (1, [9, 10], list(range(26, 31))), (2, [14], [31]), (3, [11, 12, 13], []),
+]  # fmt: skip
 
 
 def compared(packed, window, cap, with_sinks, key_heads, sizes=(8, 8)):
@@ -65,7 +56,8 @@ def compared(packed, window, cap, with_sinks, key_heads, sizes=(8, 8)):
     sinks = random(4) if with_sinks else None
     inputs = [x for x in (*tensors, sinks) if x is not None]
     layer = {"scaling": 0.3, "softcap": cap, "s_aux": sinks, "packed": packed}
-    ours, weights = packed_attention(nn.Module(), query, key, value, mask_of_a_layer(packed, window), **layer)
+    mask = AttentionMaskInterface()[NAME](attention_mask=packed_mask(packed.num_tokens, CPU), local_size=window)
+    ours, weights = packed_attention(nn.Module(), query, key, value, mask, **layer)
     assert weights is None
     theirs = masked(*(x[0].transpose(0, 1) for x in tensors), packed, 0.3, window, cap, sinks)[None]
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -81,6 +73,8 @@ WINDOWS = (None, 1, 2, 3, 5, 8, 9, 12, 100)
 def test_attention_in_blocks_is_that_of_the_mask_it_never_makes(window, cap, sinks, make_batch):
     for prompts_first, key_heads in ((False, 1), (True, 2)):
         compared(pack(make_batch(ROWS), prompts_first=prompts_first), window, cap, sinks, key_heads)
+    for sizes in ((8, 6), (6, 8)):  # heads of values may have another size than those of keys
+        compared(pack(make_batch(ROWS)), window, cap, sinks, 2, sizes)
 
 
 @each(("window", "sinks"), product((None, 3, 9), (False, True)))
@@ -116,22 +110,14 @@ def test_rows_with_branches_and_the_sizes_of_blocks_change_nothing(window, cap, 
 
 @each(("window", "sinks"), product(WINDOWS, (False, True)))
 def test_flash_attention_has_windows_and_sinks(window, sinks, make_batch, stand_in, monkeypatch):
-    monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
-    packed = pack(make_batch(ROWS), prompts_first=True)
-    flash_stand_in.CALLS.clear()
-    compared(packed, window, None, sinks, 2)
-    assert flash_stand_in.CALLS == ["forward"] * 2 + ["backward"] * 2
-
-
-def test_scores_that_are_capped_are_computed_in_blocks_beside_flash_attention(make_batch, stand_in, monkeypatch):
+    """Caps, and completions in another order, are computed in blocks beside it."""
     monkeypatch.setattr(flash_attention, "takes", lambda *_, caps=False, **__: not caps)
-    compared(pack(make_batch(ROWS), prompts_first=True), 5, 0.7, True, 2)
-    assert flash_stand_in.CALLS == []
-
-
-@each("sizes", [(8, 6), (6, 8)])
-def test_heads_of_values_may_have_another_size_than_those_of_keys(sizes, make_batch):
-    compared(pack(make_batch(ROWS)), 5, None, True, 2, sizes)
+    packed = pack(make_batch(ROWS), prompts_first=True)
+    for cap, row in ((None, packed), (0.7, packed), (None, replace(packed, owner=tuple(reversed(packed.owner))))):
+        flash_stand_in.CALLS.clear()
+        compared(row, window, cap, sinks, 2)
+        in_flash = cap is None and row is packed
+        assert (["forward"] * 2 + ["backward"] * 2 if in_flash else []) == flash_stand_in.CALLS
 
 
 def test_a_window_costs_as_many_scores_as_it_has_keys():
@@ -165,36 +151,28 @@ def test_padded_rows_and_decoding_with_transformers_cache_are_those_of_eager_att
 
 # -- what a layer says -------------------------------------------------------------------------------------------------
 def test_a_models_layers_say_how_they_attend(random_model):
+    models = {kind: random_model(kind) for kind in ("llama", "gemma2", "mistral")}
+    models["mistral"].config.sliding_window = 4  # its mask is made by the config
     asked = {
-        kind: [(a.head_size, a.window, a.cap) for a in attention_of_layers(random_model(kind))]
-        for kind in ("llama", "gemma2")
+        kind: [(a.head_size, a.window, a.cap) for a in attention_of_layers(model)] for kind, model in models.items()
     }
-    assert asked == {"llama": [(8, None, False)] * 3, "gemma2": [(16, 4, True), (16, None, True), (16, 4, True)]}
-
-
-def test_the_window_is_the_masks_and_not_what_is_in_the_config(random_model):
-    model = random_model("mistral", sliding_window=None)
-    model.config.sliding_window = 4  # its mask is made by the config
-    assert {a.window for a in attention_of_layers(model)} == {4}
+    assert asked == {
+        "llama": [(8, None, False)] * 3,
+        "gemma2": [(16, 4, True), (16, None, True), (16, 4, True)],
+        "mistral": [(8, 4, False)] * 3,
+    }
 
 
 SEEN = "in which a token sees those before it, and which are not those of packed rows"
 
 
-@each(
-    ("kind", "words"),
-    [
+def test_what_a_packed_row_cannot_do_is_found_before(random_model):
+    for kind, words in (
         ("falcon", f"FalconForCausalLM has layers {SEEN}"),
-        ("mamba2", f"Mamba2ForCausalLM has layers {SEEN}"),
-        ("lfm2", f"Lfm2ForCausalLM has layers {SEEN}"),
         ("doge", "DogeAttention has a mask of its own"),
-    ],
-)
-def test_what_a_packed_row_cannot_do_is_found_before(kind, words, random_model):
-    model = random_model(kind)
-    with pytest.raises(NotPackableError) as raised:
-        attention_of_layers(model)
-    assert str(raised.value) == words
+    ):
+        with pytest.raises(NotPackableError, match=f"^{words}$"):
+            attention_of_layers(random_model(kind))
 
 
 class Attention(nn.Module):
@@ -244,36 +222,20 @@ OTHER = "Attention sees neither all tokens before one nor those in a sliding win
         ({"position_bias": torch.zeros(1)}, WINDOW, "Attention gives its attention position_bias"),
         ({"indices": torch.zeros(1)}, WINDOW, "Attention gives its attention indices"),
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, WINDOW, "Attention has a mask of its own"),
-        ({}, sliding_window_causal_mask_function(5), OTHER),
-        ({}, sliding_window_bidirectional_mask_function(4), OTHER),
-        ({}, bidirectional_mask_function, OTHER),
-        ({}, chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), OTHER),
-        ({}, chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64, device="meta")), OTHER),
-        ({}, or_masks(WINDOW, blockwise_overlay(torch.zeros(1, 3, dtype=torch.int64))), OTHER),
+        *(({}, rule, OTHER) for rule in (
+            sliding_window_causal_mask_function(5), sliding_window_bidirectional_mask_function(4),
+            bidirectional_mask_function, chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+            chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64, device="meta")),
+            or_masks(WINDOW, blockwise_overlay(torch.zeros(1, 3, dtype=torch.int64))),
+        )),
     ],
-)
+)  # fmt: skip
 def test_a_layer_that_asks_for_more_is_named(asks, rule, words):
     if words is None:
         assert len(attention_of_layers(Model(asks, rule))) == 1
         return
     with pytest.raises(NotPackableError, match=words):
         attention_of_layers(Model(asks, rule))
-
-
-def test_a_model_that_lets_its_attention_be_chosen_gets_this_one(random_model):
-    for kind in ("llama", "granite", "gemma2", "gpt_oss"):
-        model = random_model(kind)
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
-        install(model)
-        assert model.config._attn_implementation == NAME
-    assert random_model("falcon").config._attn_implementation != NAME
-
-
-def test_other_owners_have_no_lengths_and_take_blocks(make_batch, stand_in, monkeypatch):
-    monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
-    packed = pack(make_batch(ROWS), prompts_first=True)
-    compared(replace(packed, owner=tuple(reversed(packed.owner))), None, None, False, 2)
-    assert flash_stand_in.CALLS == []
 
 
 # -- in every family ---------------------------------------------------------------------------------------------------

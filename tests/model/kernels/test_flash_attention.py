@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 
-import flash_stand_in
 import pytest
 import torch
 from dense_attention import masked
+from in_one_test import each
 
 from rlft.model.kernels import attention, flash_attention
 from rlft.model.kernels.attention import RowAttention, attention_of_layers, on_this_device
@@ -17,14 +17,9 @@ from rlft.model.kernels.split_attention import Scoring, make_blocks
 from rlft.model.packing import PackedRows, pack
 
 ROWS = [
-    (0, [5, 6, 7, 8], [20, 21]),
-    (0, [5, 6, 7, 8], [22, 23, 24]),
-    (0, [5, 6, 7, 8], []),
-    (1, [9, 10], [26, 27, 28, 29, 30]),
-    (2, [11, 12, 13], []),
-    (3, [14], [31]),
-    (3, [14], [32, 33]),
-]
+    (0, [5, 6, 7, 8], [20, 21]), (0, [5, 6, 7, 8], [22, 23, 24]), (0, [5, 6, 7, 8], []),
+    (1, [9, 10], [26, 27, 28, 29, 30]), (2, [11, 12, 13], []), (3, [14], [31]), (3, [14], [32, 33]),
+]  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -65,7 +60,7 @@ def test_completions_of_one_token_may_stand_beside_empty_ones_where_heads_share_
             torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 1, 2, 3])
+@each("window", [None, 1, 2, 3])
 def test_images_that_are_read_both_ways_are_as_in_blocks(window, packed, stand_in):
     spans = (packed.prompts, packed.completions, packed.owner)
     images = [(packed.prompts[0][0], 4), (packed.prompts[2][0] + 1, 2)]  # of a group, of a prompt alone
@@ -101,26 +96,7 @@ def test_rows_that_it_cannot_take_have_no_lengths(make_batch, packed):
     assert row_lengths([(0, 2), (2, 1)], [(3, 3), (6, 1)], [1, 0], CPU) is None, "completions in another order"
 
 
-def test_a_models_log_probs_and_gradients_are_those_of_its_other_attention(
-    make_roles, make_batch, backbone, stand_in, monkeypatch
-):
-    roles = make_roles(noise=0.02)
-    batch = make_batch(ROWS)
-    policy = [p for _, p in roles.named_parameters()]
-
-    def passed(layout: PackedRows):
-        logprobs = roles.forward(batch, 1.0, layout=layout).logprobs
-        return logprobs, torch.autograd.grad(logprobs.sum(), policy)
-
-    theirs = passed(pack(batch))
-    assert not flash_stand_in.CALLS
-    monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
-    ours = passed(pack(batch, prompts_first=True))
-    assert flash_stand_in.CALLS.count("forward") == 2 * backbone.model.config.num_hidden_layers
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
+@each(
     ("dtype", "size", "gpu", "reason"),
     [
         (torch.bfloat16, 64, (8, 0), None),
@@ -131,49 +107,41 @@ def test_a_models_log_probs_and_gradients_are_those_of_its_other_attention(
         (torch.bfloat16, 64, (7, 5), "flash attention needs compute capability 8.0, which Some GPU lacks"),
         (torch.bfloat16, 200, (8, 6), "flash attention has no gradient for heads of 200 numbers on Some GPU"),
         (torch.float16, 224, (12, 0), "flash attention has no gradient for heads of 224 numbers on Some GPU"),
-        (torch.bfloat16, 192, (8, 9), None),
-        (torch.bfloat16, 256, (8, 9), None),
-        (torch.bfloat16, 224, (9, 0), None),
+        (torch.bfloat16, 192, (8, 9), None), (torch.bfloat16, 256, (8, 9), None), (torch.bfloat16, 224, (9, 0), None),
     ],
-)
+)  # fmt: skip
 def test_what_it_cannot_take_has_a_reason(dtype, size, gpu, reason, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: gpu)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some GPU")
     assert obstacle(dtype, size, torch.device("cuda")) == reason
 
 
-def test_there_is_none_on_a_cpu(backbone):
-    assert obstacle(torch.bfloat16, 64, CPU) == "flash attention was tried on NVIDIA's GPUs only, not on a CPU"
-    assert on_this_device(backbone.model) == ""
-
-
-@pytest.mark.parametrize(
+@each(
     ("dtype", "words"),
     [
         (torch.bfloat16, "attention by variable-length flash calls, fused steps"),
-        (
-            torch.float32,
-            "attention by plain products, since flash attention computes in 16 bits, not in float32, fused steps",
-        ),
+        (torch.float32,
+         "attention by plain products, since flash attention computes in 16 bits, not in float32, fused steps"),
     ],
-)
-def test_a_run_says_which_attention_it_has_on_a_gpu(dtype, words, backbone, monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("rlft.model.kernels.elementwise.obstacle", lambda device: None)
+)  # fmt: skip
+def test_a_run_says_which_attention_it_has_on_a_gpu_and_nothing_of_a_cpu(dtype, words, backbone, monkeypatch):
+    assert obstacle(torch.bfloat16, 64, CPU) == "flash attention was tried on NVIDIA's GPUs only, not on a CPU"
+    assert on_this_device(backbone.model) == ""
     asked = attention_of_layers(backbone.model)
-    monkeypatch.setattr(attention, "attention_of_layers", lambda model: asked)
-    model = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
-    assert on_this_device(model) == words
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+        patch.setattr("rlft.model.kernels.elementwise.obstacle", lambda device: None)
+        patch.setattr(attention, "attention_of_layers", lambda model: asked)
+        assert on_this_device(SimpleNamespace(device=torch.device("cuda"), dtype=dtype)) == words
 
 
 def test_the_backward_adds_up_in_a_fixed_order_and_leaves_torchs_setting(packed, stand_in, monkeypatch):
     """With warn_only torch would compute it with atomic sums (measured on an H100: half of all gradients differed)."""
     order, plain = [], flash_attention._BACKWARD
+    modes = torch.are_deterministic_algorithms_enabled, torch.is_deterministic_algorithms_warn_only_enabled
 
     def recorded(*args, **keys):
-        order.append(
-            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-        )
+        order.append(tuple(mode() for mode in modes))
         return plain(*args, **keys)
 
     monkeypatch.setattr(flash_attention, "_BACKWARD", recorded)

@@ -35,33 +35,16 @@ def test_values_and_gradients_are_autograds(bias, temperature, rows, behind, mon
     monkeypatch.setattr(activations, "LOGIT_CHUNK", {"cpu": rows * 40})
     head, hidden, target = made(bias=bias)
     weights = torch.randn(2, 11, dtype=torch.float64)
-    ours = head_logprobs(Head(head, *behind), hidden, target, temperature, True)
-    theirs = plain(head, hidden, target, temperature, *behind)
-    for mine, its in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
-    gradients = [
-        torch.autograd.grad((weights[0] * logp).sum() + (weights[1] * entropy).sum(), hidden)[0]
-        for logp, entropy in (ours, theirs)
-    ]
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
-
-
-def test_without_entropy_the_same_and_none():
-    head, hidden, target = made()
-    logp, entropy = head_logprobs(Head(head), hidden, target, 1.0, False)
-    assert entropy is None
-    expected = plain(head, hidden, target, 1.0)[0]
-    torch.testing.assert_close(logp, expected, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad(x.square().sum(), hidden)[0] for x in (logp, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
-
-
-def test_a_head_that_learns_gets_its_gradient():
-    head, hidden, target = made()
-    head.requires_grad_(True)
-    (gradient,) = torch.autograd.grad(head_logprobs(Head(head), hidden, target, 1.0, False)[0].sum(), head.weight)
-    (expected,) = torch.autograd.grad(plain(head, hidden, target, 1.0)[0].sum(), head.weight)
-    torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
+    for entropy, learns in ((True, False), (False, False), (False, True)):
+        head.requires_grad_(learns)
+        ours = head_logprobs(Head(head, *behind), hidden, target, temperature, entropy)
+        assert (ours[1] is not None) == entropy
+        pairs = list(zip(ours[: 1 + entropy], plain(head, hidden, target, temperature, *behind), strict=False))
+        torch.testing.assert_close(*map(list, zip(*pairs, strict=True)), rtol=1e-12, atol=1e-12)
+        losses = [sum((w * x).sum() for w, x in zip(weights, side, strict=False)) for side in zip(*pairs, strict=True)]
+        inputs = [hidden, *head.parameters()] if learns else [hidden]
+        gradients = [torch.autograd.grad(loss, inputs, retain_graph=True) for loss in losses]
+        torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
 
 
 @each(
@@ -127,19 +110,16 @@ def test_16_bits_give_float32_and_huge_logits_no_nan():
 
 @each("bias", (False, True))
 def test_what_is_kept_for_backward_does_not_grow_with_the_vocabulary(bias):
-    def kept(vocabulary):
+    def kept(vocabulary, run):
         head = nn.Linear(8, vocabulary, bias=bias).requires_grad_(False)
         hidden, sizes = torch.randn(50, 8, requires_grad=True), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-            head_logprobs(Head(head), hidden, torch.zeros(50, dtype=torch.int64), 1.0, True)
+            run(Head(head), hidden)
         return sum(sizes)
 
-    assert kept(100) == kept(10_000) == 2 * 50 * 8
+    def logprobs(head, hidden):
+        head_logprobs(head, hidden, torch.zeros(50, dtype=torch.int64), 1.0, True)
 
-
-def test_of_a_kl_the_hidden_states_are_kept_and_no_logits():
-    linear, sizes = nn.Linear(8, 10_000).requires_grad_(False), []
-    hidden, anchor = torch.randn(50, 8, requires_grad=True), anchor_of(Head(linear), torch.randn(50, 8))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-        head_kl(Head(linear), hidden, anchor, 1.0)
-    assert sum(sizes) <= 2 * 50 * 8
+    assert kept(100, logprobs) == kept(10_000, logprobs) == 2 * 50 * 8
+    anchored = torch.randn(50, 8)
+    assert kept(10_000, lambda head, hidden: head_kl(head, hidden, anchor_of(head, anchored), 1.0)) <= 2 * 50 * 8
