@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +122,8 @@ def long_context_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path)
 def model_config() -> Callable[..., ModelConfig]:
     """Builds the config of the embedded model in float32 on the CPU, with some keys changed."""
 
-    def build_config(**keys: Any) -> ModelConfig:
-        fixed: dict[str, Any] = {
-            "path": "embedded:tiny-arithmetic", "revision": None, "dtype": "float32", "device": "cpu",
-            "attn_implementation": "auto", "gradient_checkpointing": False, "quantization": None,
-            "trust_remote_code": False,
-        }  # fmt: skip
-        return ModelConfig(**fixed | keys)
-
-    return build_config
+    embedded = replace(model_folders.settings(Path()), path="embedded:tiny-arithmetic")
+    return lambda **keys: replace(embedded, **keys)
 
 
 @pytest.fixture(scope="session")

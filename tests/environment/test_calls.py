@@ -23,16 +23,10 @@ from rlft.environment.calls import (
 from rlft.types import UserError
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
+PARAMETERS = {"a": {"type": "integer"}, "b": {"type": "array"}, "say": {"type": "string"}}
 ADD = {
     "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "array"}, "say": {"type": "string"}},
-        },
-    },
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": PARAMETERS}},
 }
 OPENING = ({"role": "user", "content": "1 + 1?"},)
 ARGUMENTS = {"a": 2, "b": [1, {"c": "}"}], "say": "<x> \"y\" {'z'}"}
@@ -97,23 +91,23 @@ def test_a_call_that_cannot_be_made_says_why(text: str, problem: str) -> None:
     assert problem in call.problem
 
 
-def test_arguments_may_be_json_in_a_string() -> None:
-    [call] = FORMS["qwen2.5"].calls('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>')
-    assert (call.arguments, call.problem) == ({"a": 1}, "")
+TWO_CALLS = [{"name": "add", "arguments": {"a": n, "say": '{"name": 1}'}} for n in (1, 2)]
 
 
-def test_json_calls_stand_anywhere_in_the_text() -> None:
-    one, two = ({"name": "add", "arguments": {"a": n, "say": '{"name": 1}'}} for n in (1, 2))
-    calls = JsonCalls().calls(f"First {json.dumps(one)} then {json.dumps(two)}.")
-    assert [c.arguments["a"] for c in calls] == [1, 2]
+@each(
+    ("reader", "text", "called"),
+    [
+        (FORMS["qwen2.5"], '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [{"a": 1}]),
+        (JsonCalls(), "First {} then {}.".format(*map(json.dumps, TWO_CALLS)), [c["arguments"] for c in TWO_CALLS]),
+        # Policies break lines in strings, where they write programs.
+        (JsonCalls(), '{"name": "add", "arguments": {"code": "a\nb"}} and {"name": "add", "arguments": {}}',
+         [{"code": "a\nb"}, {}]),
+    ],
+)  # fmt: skip
+def test_json_stands_anywhere_and_in_the_ways_of_policies(reader: CallReader, text: str, called: list[Any]) -> None:
+    assert [(c.name, c.arguments, c.problem) for c in reader.calls(text)] == [("add", given, "") for given in called]
     [broken] = JsonCalls().calls('so {"name": "add", "arguments": {')
     assert "not valid JSON" in broken.problem
-
-
-def test_json_calls_may_break_lines_in_strings() -> None:
-    """As policies write programs."""
-    calls = JsonCalls().calls('{"name": "python", "arguments": {"code": "a\nb"}} and {"name": "add", "arguments": {}}')
-    assert [(c.name, c.arguments, c.problem) for c in calls] == [("python", {"code": "a\nb"}, ""), ("add", {}, "")]
 
 
 ONE = '{"name": "add", "arguments": {"a": 1}}'

@@ -1,4 +1,5 @@
 from collections import Counter
+from typing import Any
 
 import pytest
 from in_one_test import each
@@ -10,33 +11,29 @@ from rlft.types import Split
 ROW = {"prompt": [{"role": "user", "content": "What is 812 - 345?"}], "answer": "467", "id": "812-345"}
 
 
-def game() -> OracleGame:
-    started = OracleGame()
-    assert "A, B or C" in started.reset(**ROW)
-    return started
+# 812 + 345 = 1157, 812 - 345 = 467, 812 * 345 = 280140: each helper does the same, whatever the question.
+GAMES: list[list[tuple[str, tuple[str, float | None, bool]]]] = [
+    *(
+        [(f"<ask>{name}</ask>", (says, None, False)), (f"<answer>{says}</answer>", ("", reward, True))]
+        for name, says, reward in (("A", "1157", 0.0), ("B", "467", 1.0), ("C", "280140", 0.0))
+    ),
+    *(
+        [(asked, (NOBODY, None, False)), ("<answer>467</answer>", ("", 1.0, True))]
+        for asked in ("A", "<ask>D</ask>", "<ask>AB</ask>", "", "<ask>A")
+    ),
+    [("<answer>467</answer>", ("", 1.0, True))],
+    [("<ask>B</ask><answer>1</answer>", ("", 0.0, True))],
+    [("<ask>B</ask>", ("467", None, False)), ("467", ("", 0.0, True))],  # the second turn is the last
+]
+"""[[(what the policy says, what it gets)] of each game]."""
 
 
-# 812 + 345 = 1157, 812 - 345 = 467, 812 * 345 = 280140.
-@pytest.mark.parametrize(("name", "says"), [("A", "1157"), ("B", "467"), ("C", "280140")])
-def test_each_helper_does_the_same_whatever_the_question_and_the_answer_alone_is_rewarded(name: str, says: str) -> None:
-    play = game()
-    assert play.step(f"<ask>{name}</ask>") == (says, None, False)
-    assert play.step(f"<answer>{says}</answer>") == ("", float(says == "467"), True)
-
-
-@each("said", ["A", "<ask>D</ask>", "<ask>AB</ask>", "", "<ask>A"])
-def test_who_asks_nobody_hears_nothing_and_still_answers(said: str) -> None:
-    play = game()
-    assert play.step(said) == (NOBODY, None, False)
-    assert play.step("<answer>467</answer>") == ("", 1.0, True)
-
-
-def test_an_answer_at_once_ends_the_game_and_so_does_a_second_turn_without_one() -> None:
-    assert game().step("<answer>467</answer>") == ("", 1.0, True)
-    assert game().step("<ask>B</ask><answer>1</answer>") == ("", 0.0, True)
-    play = game()
-    play.step("<ask>B</ask>")
-    assert play.step("467") == ("", 0.0, True)
+@each("turns", GAMES)
+def test_who_asks_a_helper_hears_it_and_the_answer_alone_is_rewarded(turns: list[tuple[str, Any]]) -> None:
+    play = OracleGame()
+    assert "A, B or C" in play.reset(**ROW)
+    for said, got in turns:
+        assert play.step(said) == got
 
 
 def test_whoever_asks_at_random_is_right_in_a_third_of_the_games() -> None:

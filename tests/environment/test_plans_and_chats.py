@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from rlft.environment.tool_class import ToolClass
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.plan.prediction import try_environment
-from rlft.types import Group, Prompt, Sampling
+from rlft.types import Group, Prompt
 from tests.environment.test_conversations import LIMITS, TOKENIZER, prompt, tools
 
 BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=200", "scoring.workers=0"]
@@ -68,44 +68,39 @@ def test_a_plan_has_an_agent_play_once_and_a_chat_has_none() -> None:
     assert chat.read(compose([*BARE, *words]), raw=True).parts is None
 
 
-def test_a_chat_shows_calls_and_answers_and_keeps_them_in_its_history(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A scripted policy: it calls the calculator, and says what it was told."""
-    asked: list[Prompt] = []
+@pytest.fixture
+def chat_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """(what a chat prints, the prompts of a policy) that says these texts in turn, and is asked these questions."""
 
-    def sample(
-        self: TransformersGenerator, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling
-    ) -> list[Group]:
-        asked.extend(prompts)
-        script = ['<call tool="calculate"><expression>12*12</expression></call>', "It is 144."]
-        return ScriptedGenerator({"*": [script]}, self.tokenizer).sample(prompts, n, seeds, sampling)
+    def chat_of(script: list[str], asks: str, *words: str) -> tuple[list[str], list[Prompt]]:
+        asked: list[Prompt] = []
 
-    monkeypatch.setattr(TransformersGenerator, "sample", sample)
-    words = ["environment=calculator", "environment.syntax=xml", "environment.show_tools=false"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("12 * 12?\nAgain?\n"))
-    chat.run(chat.read(compose([*BARE, *words]), False), None, False, lambda _: None)
-    lines = capsys.readouterr().out.splitlines()
+        def sample(self: TransformersGenerator, prompts: Sequence[Prompt], *rest: Any) -> list[Group]:
+            asked.extend(prompts)
+            return ScriptedGenerator({"*": [script]}, self.tokenizer).sample(prompts, *rest)
+
+        monkeypatch.setattr(TransformersGenerator, "sample", sample)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(asks))
+        words = (*BARE, "environment=calculator", "environment.show_tools=false", *words)
+        chat.run(chat.read(compose(words), False), None, False, lambda _: None)
+        return capsys.readouterr().out.splitlines(), asked
+
+    return chat_of
+
+
+def test_a_chat_shows_calls_and_answers_and_keeps_them_in_its_history(chat_of: Callable[..., Any]) -> None:
     said = '<call tool="calculate"><expression>12*12</expression></call>'
+    lines, asked = chat_of([said, "It is 144."], "12 * 12?\nAgain?\n", "environment.syntax=xml")
     shown = [said, "  calculate(<expression>12*12</expression>)", "  -> 144", "It is 144."]
-    assert lines[:4] == shown
-    assert lines[4].startswith("[base, ") or lines[4].startswith("[")
-    assert lines[5:9] == shown
+    assert lines[:4] == lines[5:9] == shown
+    assert lines[4].startswith("[")
     history = [(m["role"], m["content"]) for m in asked[2].messages]
     assert history == [
         ("user", "12 * 12?"), ("assistant", said), ("user", "144"), ("assistant", "It is 144."), ("user", "Again?"),
     ]  # fmt: skip
 
 
-def test_limits_of_a_conversation_are_named_in_a_chat(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def sample(self: TransformersGenerator, *given: Any) -> list[Group]:
-        text = '{"name": "calculate", "arguments": {"expression": "1"}}'
-        return ScriptedGenerator({"*": [text]}, self.tokenizer).sample(*given)
-
-    monkeypatch.setattr(TransformersGenerator, "sample", sample)
-    words = ["environment=calculator", "environment.syntax=json", "environment.show_tools=false"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("1?\n"))
-    chat.run(chat.read(compose([*BARE, *words, "environment.max_turns=2"]), False), None, False, lambda _: None)
-    assert "(cut: environment.max_turns)" in capsys.readouterr().out
+def test_limits_of_a_conversation_are_named_in_a_chat(chat_of: Callable[..., Any]) -> None:
+    call = '{"name": "calculate", "arguments": {"expression": "1"}}'
+    lines, _ = chat_of([call, call], "1?\n", "environment.syntax=json", "environment.max_turns=2")
+    assert any("(cut: environment.max_turns)" in line for line in lines)

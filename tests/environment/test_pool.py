@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
-from broken_environments import CannotStart
-from run_processes import happens
+from conversation_tools import CannotStart
+from run_processes import happens, is_alive
 
 from rlft.environment.pool import EnvironmentPool, EnvironmentWorker, Job, Order
 from rlft.environment.protocol import Cause
@@ -29,9 +30,8 @@ def job(key: int, text: str, tool: str = "say", left_s: float = 60.0) -> Job:
 
 @pytest.fixture
 def pool() -> Iterator[EnvironmentPool]:
-    opened = EnvironmentPool(replace(TOOLS, workers=2))
-    yield opened
-    opened.close()
+    with closing(EnvironmentPool(replace(TOOLS, workers=2))) as opened:
+        yield opened
 
 
 def test_replies_come_in_the_order_of_jobs(pool: EnvironmentPool) -> None:
@@ -76,39 +76,29 @@ def test_closing_leaves_no_process_of_a_tool() -> None:
     pool = EnvironmentPool(TOOLS)
     pool.run([job(0, "fork", "misbehave")])
     workers = [worker.pid for worker in pool._workers.all]
-    started = [child for pid in workers if pid for child in psutil.Process(pid).children(recursive=True)]
+    started = [child.pid for pid in workers if pid for child in psutil.Process(pid).children(recursive=True)]
     pool.close()
     pool.close()
-    assert happens(lambda: not any(map(runs, started)), within_s=10.0), "a killed process takes a moment to end"
+    assert happens(lambda: not any(map(is_alive, started)), within_s=10.0), "a killed process takes a moment to end"
     assert not any(psutil.pid_exists(pid) for pid in workers if pid)
 
 
-def runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_an_environment_that_cannot_start_says_why() -> None:
-    pool = EnvironmentPool(CannotStart(**LIMITS))
-    try:
-        with pytest.raises(EnvironmentFailure, match=r"cannot be started in its workers \(RuntimeError: no server"):
-            pool.run([job(0, "x")])
-    finally:
-        pool.close()
+    problem = r"cannot be started in its workers \(RuntimeError: no server"
+    with (
+        closing(EnvironmentPool(CannotStart(**LIMITS, tools=TOOLS.tools))) as pool,
+        pytest.raises(EnvironmentFailure, match=problem),
+    ):
+        pool.run([job(0, "x")])
 
 
 def test_every_worker_hashes_texts_alike_and_as_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that walks a set of texts answers a resumed run as it has answered the interrupted one."""
 
     def found() -> str:
-        pool = EnvironmentPool(TOOLS)
-        try:
-            order = Order(kind="call", seed=0, name="hashed", values={})
+        order = Order(kind="call", seed=0, name="hashed", values={})
+        with closing(EnvironmentPool(TOOLS)) as pool:
             [[reply]] = pool.run([Job(key=0, orders=[order], left_s=60.0)])
-        finally:
-            pool.close()
         return reply.text
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)

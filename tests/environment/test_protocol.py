@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from in_one_test import each
 
 from rlft.environment.protocol import Checker, Malformed
-from rlft.environment.tools import schema_of
 from rlft.types import UserError
 
 WRONG: dict[str, list[Any]] = {
@@ -98,63 +96,6 @@ def test_right_arguments_are_taken_and_each_forbidden_change_is_told() -> None:
             number += 1
         assert parameters == shown, "what prompts show stays"
     assert number > 1000
-
-
-def add(a: int, b: int, how: str | None = None, *rest: int) -> str:
-    """Adds.
-
-    Args:
-        a: one
-        b: other
-        how: how
-        rest: more
-    """
-    return f"{a + b} {rest} {how}"
-
-
-def free(a: int, **others: str) -> str:
-    """Takes any.
-
-    Args:
-        a: one
-        others: others
-    """
-    return f"{a} {others}"
-
-
-@each(
-    ("function", "arguments", "told"),
-    [
-        (add, {"a": 1, "b": 2}, None),
-        (add, {"a": 1, "b": 2, "how": None}, None),
-        (add, {"a": "1", "b": "2"}, "add: a: '1' is not of type 'integer'; b: '2' is not of type 'integer'"),
-        (add, {"a": 1}, "add: 'b' is a required property"),
-        (add, {"a": 1, "b": 2, "c": 3}, "add: Additional properties are not allowed ('c' was unexpected)"),
-        (free, {"a": 1, "color": "red"}, None),
-        (free, {"color": "red"}, "free: 'a' is a required property"),
-    ],
-)
-def test_arguments_of_python_functions(function: Any, arguments: dict[str, Any], told: str | None) -> None:
-    checker = Checker([schema_of(function, "environment.tools", "mine")])
-    if told is None:
-        assert checker.checked(function.__name__, arguments) == arguments
-        return
-    with pytest.raises(Malformed) as refused:
-        checker.checked(function.__name__, arguments)
-    assert str(refused.value) == told
-
-
-@each(("arguments", "passes"), [({"a": 1, "b": 2}, 1), ({"a": 1.0, "b": 2}, 2), ({"a": 1, "b": 2.0, "how": None}, 2)])
-def test_whole_numbers_become_int_in_a_second_pass_only_if_there_are_any(
-    arguments: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checker, read = Checker([schema_of(add, "environment.tools", "mine")]), []
-    with monkeypatch.context() as patched:
-        patched.setattr("jsonschema.validators.extend", None)  # a class of validators is not made for each call
-        patched.setattr("jsonschema._keywords.find_additional_properties", lambda *_: read.append(1) or iter(()))
-        made = checker.checked("add", arguments)
-    assert repr(made) == repr({**arguments, "a": 1, "b": 2})
-    assert len(read) == passes
 
 
 def checker_of(schema: dict[str, Any], **more: Any) -> Checker:

@@ -1,44 +1,56 @@
-"""Whole runs of conversations: killed, resumed and sampled by an engine of a process of its own, they are one run."""
+"""Whole runs of conversations and of agents from outside: killed, resumed and sampled by engines of their own, they are
+one run, whatever the agents look at."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_folders import check_same
 from run_processes import Nursery
 from slow_cases import slow
 
-KEYS = (
-    "+recipe=grpo_arithmetic", "steps=3", "prompts_per_step=2", "group_size=3", "generation=transformers",
-    "generation.max_tokens=40", "model.device=cpu", "lora.rank=2", "data.size=64", "data.held_out_size=8",
-    "eval.every=3", "eval.num_prompts=2", "eval.num_samples=1", "scoring.workers=0", "console=null",
-    "reward=[exact_match]", "environment=game", "environment.factory=conversation_tools.Guessing",
-    "environment.workers=1", "environment.turn_tokens=16", "checkpoint.every=1", "checkpoint.keep=99",
+COMMON = (
+    "+recipe=grpo_arithmetic", "generation=transformers", "model.device=cpu", "lora.rank=2", "data.size=64",
+    "data.held_out_size=8", "eval.num_prompts=2", "eval.num_samples=1", "scoring.workers=0", "console=null",
+    "reward=[exact_match]", "checkpoint.keep=99", "hydra.run.dir=run",
 )  # fmt: skip
-UPDATE = "rlft.trainer.optimizer:Optimizer.update"
+GAME = (
+    *COMMON, "steps=3", "prompts_per_step=2", "group_size=3", "generation.max_tokens=40", "environment=game",
+    "environment.factory=conversation_tools.Guessing", "environment.workers=1", "environment.turn_tokens=16",
+    "checkpoint.every=1", "eval.every=3",
+)  # fmt: skip
+AGENT = (
+    *COMMON, "steps=4", "prompts_per_step=4", "group_size=2", "generation.max_tokens=24", "environment=endpoint",
+    "environment.agent=endpoint_agents.by_the_clock", "environment.workers=2", "checkpoint.every=2",
+)  # fmt: skip
+
+
+def kill(update: int) -> list[dict[str, Any]]:
+    return [{"at": "rlft.trainer.optimizer:Optimizer.update", "call": update, "do": "kill"}]
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_a_run_of_conversations_is_the_same_killed_and_resumed_with_an_engine_apart(
     forks: Nursery, tmp_path: Path
 ) -> None:
-    done = forks.run("train", *KEYS, "hydra.run.dir=whole", cwd=tmp_path)
-    assert done.code == 0, done.err
-    lines = [json.loads(line) for line in (tmp_path / "whole/rollouts/step_000001.jsonl").read_text().splitlines()]
+    forks.run("train", *GAME, cwd=tmp_path, ends=0)
+    whole = (tmp_path / "run").rename(tmp_path / "whole")
+    lines = lines_of(whole / "rollouts/step_000001.jsonl")
     assert any(len(line["turns"]) == 2 and 0 in line["mask"] for line in lines), "some conversations have two turns"
-    metrics = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[0])
+    metrics = lines_of(whole / "metrics.jsonl")[0]
     assert metrics["reward/turns"] > 0
     assert metrics["tokens/environment"] > 0
-    killed = forks.start(
-        "train", *KEYS, "hydra.run.dir=apart", cwd=tmp_path, events=[{"at": UPDATE, "call": 2, "do": "kill"}]
-    )
-    assert killed.wait().code == -9
-    done = forks.run("resume", "apart", "cluster.engines=1", cwd=tmp_path)
-    assert done.code == 0, done.err
-    check_same(tmp_path / "apart", tmp_path / "whole")
+    forks.run("train", *GAME, cwd=tmp_path, events=kill(2), ends=-9)
+    forks.run("resume", "run", "cluster.engines=1", cwd=tmp_path, ends=0)
+    check_same(tmp_path / "run", whole)
 
 
 REWRITING = """\
@@ -60,21 +72,66 @@ def test_a_policy_learns_in_branches_what_it_sampled_in_them(
     shutil.copytree(tiny_path, model)
     (model / "chat_template.jinja").write_text(REWRITING, encoding="utf-8")
     changed = {"environment.factory": "conversation_tools.Letters", "steps": 1, "eval.every": 0}
-    keys = [word for word in KEYS if word.partition("=")[0] not in changed]
+    keys = [word for word in GAME if word.partition("=")[0] not in changed]
     keys += [*(f"{key}={value}" for key, value in changed.items()), f"model.path={model}"]
-    keys += [*algorithm, "algorithm.mismatch=token_mask"]
-    done = forks.run("train", *keys, "hydra.run.dir=run", cwd=tmp_path)
-    assert done.code == 0, done.err
-    lines = [json.loads(line) for line in (tmp_path / "run/rollouts/step_000001.jsonl").read_text().splitlines()]
+    forks.run("train", *keys, *algorithm, "algorithm.mismatch=token_mask", cwd=tmp_path, ends=0)
+    lines = lines_of(tmp_path / "run/rollouts/step_000001.jsonl")
     branched = [line for line in lines if "branches" in line]
     assert branched, "some had a second turn after having thought"
     for line in branched:
         [branch] = line["branches"]
         assert line["mask"][branch["start"]] == 0
         assert line["mask"][-1] == 1
-    metrics = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    [metrics] = lines_of(tmp_path / "run/metrics.jsonl")
     assert metrics["turns/branches"] == len(branched) / len(lines)
     # The trainer gives each token the log-prob that the engine had for it: in a branch that was read behind another
     # place, they would be nats apart.
     assert metrics["sampler/logprob_gap_max"] < 1e-3
     assert metrics["policy/grad_norm"] > 0
+
+
+# -- agents ------------------------------------------------------------------------------------------------------------
+def check_repeated(forks: Nursery, tmp_path: Path) -> None:
+    """A run of four steps, killed in the update of the last, ends as it would have; and so without its checkpoint."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    third = (run / "rollouts/step_000003.jsonl").read_bytes()
+    forks.run("resume", "run", cwd=tmp_path, ends=0)
+    assert (run / "rollouts/step_000003.jsonl").read_bytes() == third
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "checkpoints/step_000004")
+    forks.run("resume", "again", cwd=tmp_path, ends=0)
+    check_same(again, run)
+
+
+@pytest.mark.slow
+def test_a_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks: Nursery, tmp_path: Path) -> None:
+    """The last checkpoint is of two steps: the two behind it are repeated as they were."""
+    forks.run("train", *AGENT, "eval.every=2", cwd=tmp_path, events=kill(4), ends=-9)
+    run, again = tmp_path / "run", tmp_path / "again"
+    lines, third = lines_of(run / "metrics.jsonl"), run / "rollouts/step_000003.jsonl"
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(0 < line["reward/turns"] < 1 for line in lines)
+    silent = [line for line in lines_of(third) if not any(line.get("mask", [1]))]
+    assert 0 < len(silent) < 8  # of prompts for which the agent asks nothing: nothing of them is trained
+    assert len(list((run / "traces").iterdir())) == 6  # of four steps and the evaluations before and behind two
+    check_repeated(forks, tmp_path)
+    traces = sorted((run / "traces").iterdir())
+    forks.run("eval", "run=run", "eval.num_prompts=3", "eval.num_samples=1", cwd=tmp_path, ends=0)
+    assert sorted((run / "traces").iterdir()) == traces  # an evaluation by itself is not the run's
+    shutil.rmtree(again / "checkpoints/step_000004")
+    shutil.rmtree(again / "traces")  # without them it is another run
+    forks.run("resume", "again", cwd=tmp_path, ends=0)
+    assert (again / "rollouts/step_000003.jsonl").read_bytes() != third.read_bytes()
+
+
+@pytest.mark.slow
+def test_an_overlapped_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(
+    forks: Nursery, tmp_path: Path
+) -> None:
+    """Killed while the last checkpoint is of two steps and a third is sampled."""
+    overlapped = ("overlap.lag=1", "algorithm.mismatch=token_truncate", "eval.every=0")
+    forks.run("train", *AGENT, *overlapped, cwd=tmp_path, events=kill(4), ends=-9)
+    traces = {file.name: file.read_bytes() for file in (tmp_path / "run/traces").iterdir()}
+    assert sorted(name[:14] for name in traces) == [f"version_{version:06d}" for version in (0, 0, 1, 2)]
+    check_repeated(forks, tmp_path)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run/traces").iterdir()} == traces

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from rlft.environment.conversations import Conversations
 from rlft.environment.tool_class import ToolClass
 from rlft.types import EnvironmentFailure
-from tests.environment.test_conversations import LIMITS, SAMPLING, TOKENIZER, Recorder, call, one, prompt
+from tests.environment import test_conversations
+from tests.environment.test_conversations import LIMITS, SAMPLING, Converse, call, one, prompt
 
-Converse = Callable[..., Conversations]
+converse = test_conversations.converse
 
 
 def made_for_trl(name: str, **keys: Any) -> ToolClass:
-    return ToolClass(**{**LIMITS, "reward": "get_reward", **keys}, factory=f"trl_environments.{name}")
-
-
-@pytest.fixture
-def converse() -> Iterator[Converse]:
-    opened: list[Conversations] = []
-
-    def make(answers: Mapping[str, Sequence[Any]], environment: ToolClass) -> Conversations:
-        environment.check()
-        opened.append(Conversations(Recorder(answers), environment, TOKENIZER, at_once=None, longest_row=1200))
-        return opened[-1]
-
-    yield make
-    for conversations in opened:
-        conversations.close()
+    made = ToolClass(**{**LIMITS, "reward": "get_reward", **keys}, factory=f"trl_environments.{name}")
+    made.check()
+    return made
 
 
 def test_a_class_that_draws_its_own_task_gives_all_siblings_the_same(converse: Converse) -> None:

@@ -21,60 +21,41 @@ LATENT = EXPERTS | {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
 WINDOW = {"sliding_window": 4}
-CAPPED = {"head_dim": 16, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
-
 QUICK: dict[str, dict[str, Any]] = {
     "cohere2": WINDOW,  # no positions in full layers, scaled logits, parallel branches
     "deepseek_v3": LATENT,  # narrower heads of values
     "diffllama": {},  # two attentions in a layer
     "exaone4": WINDOW,
-    "gemma2": CAPPED | WINDOW,
+    "gemma2": {"head_dim": 16, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0} | WINDOW,
     "glm4": {},  # partial rotary positions
     "gpt_oss": {"head_dim": 16} | EXPERTS | WINDOW,  # sinks
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.4},
     "olmo3": WINDOW,  # norms of whole queries and keys
 }
-PLAIN = """
-apertus arcee bitnet cohere ernie4_5 gemma4_text glm gpt_neox ministral3 nanochat olmo olmo2
-persimmon phi"""
-"""Model types without fields of their own."""
-
-OTHERS: dict[str, dict[str, Any]] = {
-    **{kind: {} for kind in PLAIN.split()},
-    "afmoe": {"head_dim": 8} | WINDOW,
-    "cwm": WINDOW,
-    "deepseek_v2": LATENT,
-    "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4},
-    "gemma3_text": {"head_dim": 16} | WINDOW,
-    "glm4_moe": EXPERTS | {"n_group": 1, "topk_group": 1, "head_dim": 8},
-    "glm4_moe_lite": LATENT,
-    "granitemoe": EXPERTS | {"logits_scaling": 3.0},
-    "helium": {"head_dim": 8},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": EXPERTS | {"head_dim": 8},
-    "minimax_m2": EXPERTS | {"head_dim": 8},
-    "mistral": WINDOW,
-    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1} | WINDOW,
-    "olmoe": EXPERTS,
-    "opt": {"ffn_dim": 40, "word_embed_proj_dim": 32},
-    "phi3": {"sliding_window": 5},
-    "phimoe": {"num_local_experts": 2} | WINDOW,
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1} | WINDOW,
-    "seed_oss": {"head_dim": 8},
-    "smollm3": {"no_rope_layers": [1, 0, 1]},
-    "starcoder2": {"sliding_window": 5},
-    "vaultgemma": {"head_dim": 16, "attn_logit_softcapping": 0.5} | WINDOW,
-    "youtu": LATENT,
-}
 """{model type: fields of its config}. Windows are shorter than prompts and than completions."""
+ANY: dict[str, Any] = {
+    **EXPERTS, **WINDOW, "use_sliding_window": True, "max_window_layers": 1, "head_dim": 8, "no_rope_layers": [1, 0, 1],
+    "moe_num_experts": 4, "n_group": 1, "topk_group": 1, "ffn_dim": 40, "word_embed_proj_dim": 32,
+    "logits_scaling": 3.0, "attn_logit_softcapping": 0.5,
+}  # fmt: skip
+"""Fields of the families in OTHERS: a config takes no notice of those that it does not have."""
+PLAIN = """
+apertus arcee bitnet cohere ernie4_5 gemma4_text glm gpt_neox ministral3 nanochat olmo olmo2 persimmon phi
+afmoe cwm ernie4_5_moe gemma3_text glm4_moe granitemoe helium hunyuan_v1_dense hunyuan_v1_moe minimax_m2 mistral
+mixtral olmoe opt phi3 phimoe qwen2 seed_oss smollm3 starcoder2 vaultgemma"""
+OTHERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(PLAIN.split(), ANY),
+    **dict.fromkeys(("deepseek_v2", "glm4_moe_lite", "youtu"), ANY | LATENT),
+}
 
 
-def random_model(kind: str, fields: dict[str, Any]) -> Any:
+def random_model(kind: str, fields: dict[str, Any], attention: str | None = "eager") -> Any:
+    """A random model of this type in float32, with no weight at a value that hides it; attention: None: its usual."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = AutoConfig.for_model(kind, **SIZES | fields)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms, biases and sinks
+            if parameter.ndim == 1:  # norms, biases, those of convolutions too, and sinks
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return model.requires_grad_(False).eval()

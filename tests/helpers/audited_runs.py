@@ -61,59 +61,54 @@ def saved(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step_{step:06d}"
 
 
-def edited(name: str, place: int, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def way(change: Callable[..., None]) -> Callable[..., Callable[[Path], None]]:
+    """Of a function of a folder and other arguments: one of the others, which gives a function of the folder."""
+    return lambda *args, **keys: lambda folder: change(folder, *args, **keys)
+
+
+@way
+def edited(folder: Path, name: str, place: int, change: Callable[[dict[str, Any]], Any]) -> None:
     """Changes a line of a JSONL file."""
-
-    def tamper(folder: Path) -> None:
-        lines = lines_of(folder / name)
-        change(lines[place])
-        write(folder / name, lines)
-
-    return tamper
+    lines = lines_of(folder / name)
+    change(lines[place])
+    write(folder / name, lines)
 
 
-def arranged(name: str, *places: int) -> Callable[[Path], None]:
+@way
+def arranged(folder: Path, name: str, *places: int) -> None:
     """Leaves these lines of a JSONL file, in this order."""
-
-    def tamper(folder: Path) -> None:
-        lines = lines_of(folder / name)
-        write(folder / name, [lines[place] for place in places])
-
-    return tamper
+    lines = lines_of(folder / name)
+    write(folder / name, [lines[place] for place in places])
 
 
-def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def tamper(folder: Path) -> None:
-        text = (folder / name).read_text()
-        assert old in text
-        (folder / name).write_text(text.replace(old, new, 1))
-
-    return tamper
+@way
+def replaced(folder: Path, name: str, old: str, new: str) -> None:
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new, 1))
 
 
-def removed(name: str) -> Callable[[Path], None]:
-    def tamper(folder: Path) -> None:
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    return tamper
+@way
+def removed(folder: Path, name: str) -> None:
+    path = folder / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def copied(source: str, target: str) -> Callable[[Path], None]:
-    def tamper(folder: Path) -> None:
-        shutil.copyfile(folder / source, folder / target)
-
-    return tamper
+@way
+def copied(folder: Path, source: str, target: str) -> None:
+    shutil.copyfile(folder / source, folder / target)
 
 
-def resealed(change: Callable[[Path], None]) -> Callable[[Path], None]:
+@way
+def resealed(folder: Path, change: Callable[[Path], None]) -> None:
     """Changes a checkpoint of step 3, and writes a MANIFEST that fits."""
+    change(saved(folder, 3))
+    checkpoint._write_manifest(saved(folder, 3))
 
-    def tamper(folder: Path) -> None:
-        change(saved(folder, 3))
-        checkpoint._write_manifest(saved(folder, 3))
 
-    return tamper
+@way
+def json_edited(folder: Path, name: str, **values: Any) -> None:
+    (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}, indent=2))
 
 
 def noisy(file: Path) -> None:
@@ -129,13 +124,6 @@ def key_set(**values: Any) -> Callable[[dict[str, Any]], None]:
 
 def nested(outer: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda line: line[outer].update({key: value})
-
-
-def json_edited(name: str, **values: Any) -> Callable[[Path], None]:
-    def tamper(folder: Path) -> None:
-        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}, indent=2))
-
-    return tamper
 
 
 def exchanged_files(folder: Path) -> None:

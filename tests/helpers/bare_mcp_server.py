@@ -1,42 +1,57 @@
-"""A server of the Model Context Protocol without a library, which misbehaves as its argument says."""
+"""A server of the Model Context Protocol without a library, which misbehaves as its argument or a call says."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from typing import Any
 
+TOOLS: list[tuple[str, dict[str, Any]]] = [
+    ("add", {"properties": {"number": {"type": "integer"}}}), ("misbehave", {"properties": {"how": {}}}), ("pids", {}),
+]  # fmt: skip
+total = 0
 
-def send(message: dict[str, Any]) -> None:
-    print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+
+def send(number: int | None = None, **message: Any) -> None:
+    print(json.dumps({"jsonrpc": "2.0", "id": number, **message}), flush=True)
 
 
 def answer(number: int, method: str, parameters: dict[str, Any]) -> None:
-    capabilities = {"tools": {}}
     if method == "initialize":
-        about = {"protocolVersion": parameters["protocolVersion"], "capabilities": capabilities}
-        send({"id": number, "result": {**about, "serverInfo": {"name": "bare", "version": "1"}}})
-    elif method == "tools/list":
+        about = {"protocolVersion": parameters["protocolVersion"], "capabilities": {"tools": {}}}
+        send(number, result={**about, "serverInfo": {"name": "bare", "version": "1"}})
+    elif method == "tools/list":  # a page for each
         page = int(parameters.get("cursor") or 0)
-        tool = {"name": f"tool_{page}", "inputSchema": {"type": "object"}}
-        send({"id": number, "result": {"tools": [tool], **({"nextCursor": str(page + 1)} if page < 2 else {})}})
+        name, schema = TOOLS[page]
+        more = {"nextCursor": str(page + 1)} if page < 2 else {}
+        send(number, result={"tools": [{"name": name, "inputSchema": {"type": "object", **schema}}], **more})
     elif method == "tools/call":
-        if how == "hangs in calls":
-            time.sleep(1000)
-        if how == "garbage":
-            print("Traceback\n{half\n" * 100, flush=True)
-        if how == "refuses":
-            send({"id": number, "error": {"code": -32602, "message": "not today"}})
-            return
-        picture = {"type": "image", "data": "aGk=", "mimeType": "image/png"}
-        content = [{"type": "text", "text": "one"}, picture]
-        if how == "stays":
-            content = [{"type": "text", "text": f"{os.getpid()} {os.getppid()}"}]
-        send({"id": number, "result": {"content": content}})
+        called(number, parameters["name"], parameters.get("arguments") or {})
     else:
-        send({"id": number, "error": {"code": -32601, "message": "unknown method"}})
+        send(number, error={"code": -32601, "message": "unknown method"})
+
+
+def called(number: int, name: str, arguments: dict[str, Any]) -> None:
+    global total
+    total += arguments.get("number", 0)
+    content, how = [{"type": "text", "text": f"{total}"}], arguments.get("how")
+    if how == "refuses":
+        send(number, error={"code": -32602, "message": "not today"})
+        return
+    if how == "hangs":
+        time.sleep(1000)
+    if how == "exits":
+        os._exit(3)
+    if how == "garbage":
+        print("Traceback\n{half\n" * 100, flush=True)
+        content.append({"type": "image", "data": "aGk=", "mimeType": "image/png"})
+    if name == "pids":
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        content[0]["text"] = f"{os.getpid()} {os.getppid()} {program.pid}"
+    send(number, result={"content": content})
 
 
 how = sys.argv[1]

@@ -16,6 +16,7 @@ import pytest
 
 from rlft.system.process.child import function_of
 from rlft.system.process.launcher import LocalProcesses
+from rlft.system.process.ray_actors import RayActors
 from rlft.system.process.worker import Launcher, Worker, WorkerError, WorkerSpec
 from rlft.types import UserError
 
@@ -154,12 +155,13 @@ def check_death(launcher: Launcher, how: str) -> None:
 
 
 def main() -> None:
-    """Starts a worker that is busy, says its id, and sleeps in turn."""
-    launcher = LocalProcesses(Path(sys.argv[1]))
+    """`<folder> [the address of a Ray cluster]`: starts a worker that is busy, says its id, and sleeps in turn."""
+    folder, *address = sys.argv[1:]
+    launcher = RayActors(Path(folder), *address) if address else LocalProcesses(Path(folder))
     worker = launcher.start(SPEC)
-    worker.call("add", 1).result(30)
+    pid = worker.call("facts").result(ANSWER_S)["pid"]
     worker.call("sleep", 600)
-    print(worker.pid, flush=True)
+    print(pid, flush=True)
     time.sleep(600)
 
 

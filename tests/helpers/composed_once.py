@@ -7,14 +7,12 @@ which makes a copy in a fifth of `copy.deepcopy`'s time.
 
 from __future__ import annotations
 
-import copy
 import pickle
 from pathlib import Path
 from typing import IO, Any
 
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides, create_defaults_list
 from omegaconf import OmegaConf
 
@@ -32,12 +30,6 @@ def install() -> None:
     OmegaConf.load = load
     config_loader_impl.create_defaults_list = chosen_files
     ConfigLoaderImpl._compose_config_from_defaults_list = merged_files
-    CachingConfigRepository.__init__ = hold
-
-
-def hold(repository: CachingConfigRepository, delegate: IConfigRepository) -> None:
-    """As its own `__init__`: other sources, if any are named, are a new list in either copy."""
-    repository.delegate, repository.cache = copy.copy(delegate), {}
 
 
 def load(file: str | Path | IO[Any]) -> Any:

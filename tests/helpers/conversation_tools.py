@@ -1,4 +1,4 @@
-"""Tools and environments that conversations in tests are held with; imported by worker processes, too."""
+"""Tools, environments and opponents of conversations in tests; imported by worker processes, too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import sys
 import time
 from typing import Any
+
+from rlft.environment.tools import Tools
 
 
 def add(a: int, b: int) -> int:
@@ -105,7 +107,13 @@ class Counter:
         return float(self.count)
 
 
-class DiceAtReset:
+class NoReset:
+    def roll(self) -> str:
+        """Rolls."""
+        return "6"
+
+
+class DiceAtReset(NoReset):
     """Its conversations begin with what each sibling has drawn for itself."""
 
     drawn = 0
@@ -113,16 +121,6 @@ class DiceAtReset:
     def reset(self, **row: Any) -> str:
         type(self).drawn += 1
         return f"You have drawn {type(self).drawn % 10}."
-
-    def roll(self) -> str:
-        """Rolls."""
-        return "6"
-
-
-class NoReset:
-    def roll(self) -> str:
-        """Rolls."""
-        return "6"
 
 
 class NeedsArguments(DiceAtReset):
@@ -180,9 +178,9 @@ class Letters:
         return "high", float(text.count("1")), self.turn == 2
 
 
-def sleeps(observation: str) -> str:
-    time.sleep(60)
-    return observation
+class CannotStart(Tools):
+    def start(self) -> None:
+        raise RuntimeError("no server")
 
 
 def hashed() -> int:
@@ -198,3 +196,35 @@ class Murmur:
 
     def step(self, text: str) -> tuple[str, None, bool]:
         return "1", None, False
+
+
+# -- opponents in games ------------------------------------------------------------------------------------------------
+def first_free_cell(observation: str) -> str:
+    """Plays the first cell that the last board shows as free."""
+    return observation.rsplit("Available Moves: ", 1)[1].split("'")[1]
+
+
+class Remembers:
+    """Is shown all that it was shown before, and what is new."""
+
+    def __init__(self) -> None:
+        self.seen = "[GAME] You are Player "
+
+    def __call__(self, observation: str) -> str:
+        assert observation.startswith(self.seen)
+        assert len(observation) > len(self.seen)
+        self.seen = observation
+        return first_free_cell(observation)
+
+
+def gives_up(observation: str) -> str:
+    return "I give up"
+
+
+def plays_rock(observation: str) -> str:
+    return "[rock]"
+
+
+def sleeps(observation: str) -> str:
+    time.sleep(60)
+    return observation

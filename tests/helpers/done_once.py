@@ -1,21 +1,32 @@
 """What a worker of the suite does once, or not at all, where a program does it each time: it is hundreds of programs.
 
-Nothing here changes what a test computes. Processes that tests start do everything anew.
+Nothing here changes what a test computes. Processes that tests start do everything anew. What plans find out about the
+embedded task is kept by all that it depends on; other tasks and tokenizers are read each time.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 import composed_once
 import hypothesis
-import planned_once
 import pytest
 
+from rlft.data import prompts as data_prompts
+from rlft.data.arithmetic import Arithmetic
+from rlft.plan.rewards import references, tester
+
 _ = hypothesis  # first: it looks for what refers to the generators of other packages, and sees nothing that is frozen
+MANY, SMALL = 100, 1000
+"""Only so many prompts at once, of a tokenizer with fewer tokens: fewer may be those of a test of these functions."""
+PURE = ("rlft.reward.exact_match.ExactMatch", "rlft.reward.format.Format")
+"""Rewards whose scores depend on their keys and the texts alone."""
 
 
 @contextmanager
@@ -32,6 +43,55 @@ def done_once() -> Iterator[None]:
     composed_once.install()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # of a file that is open: no test cuts the power
-        planned_once.install(patch)
         patch.setattr("rlft.loop.driver.gc_frozen", collected)
+        for owner, name, key in (
+            (Arithmetic, "load", lambda task, split: (repr(task), split)),
+            (data_prompts, "_tokenise", of_tokens),
+            (references, "_scored", of_scores),
+            (tester, "try_rewards", of_trials),
+            (tester, "paid_for", of_trials),
+        ):
+            patch.setattr(owner, name, once(getattr(owner, name), key))
         yield
+
+
+def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which gives a shallow copy of what it gave before for the same key; a key of None is not kept."""
+    found: dict[Any, Any] = {}
+
+    @wraps(function)
+    def cached(*args: Any) -> Any:
+        if (known := key(*args)) is None:
+            return function(*args)
+        if known not in found:
+            found[known] = function(*args)
+        return copy.copy(found[known])
+
+    return cached
+
+
+def of_tokens(prompts: Any, tokenizer: Any, style: str, shown: Any) -> Any:
+    contents = tuple(tuple((m["role"], m["content"]) for m in prompt.messages) for prompt in prompts)
+    return of_prompts(contents, tokenizer, repr((style, shown)))
+
+
+def of_scores(judge: Any, prompts: Any, limit_s: float, title: str) -> Any:
+    contents = tuple((prompt.tail, prompt.answer, prompt.token_ids) for prompt in prompts)
+    writer = judge.writer
+    return of_prompts(
+        contents, writer.tokenizer, repr((judge.reward, writer.sampling, writer.ends, judge.each_s, limit_s))
+    )
+
+
+def of_trials(config: Any, rewards: Any, prompts: Any, writer: tester.Writer) -> Any:
+    if not all(spec.target in PURE for spec in rewards.values()):
+        return None
+    contents = tuple((prompt.messages, prompt.tail, prompt.answer, prompt.metadata) for prompt in prompts)
+    keys = config.scoring, config.allows_unscorable, getattr(config, "environment", None)
+    return writer.tokenizer.backend_tokenizer.to_str(), repr((rewards, contents, writer.sampling, writer.ends, keys))
+
+
+def of_prompts(contents: tuple[Any, ...], tokenizer: Any, settings: str) -> Any:
+    if len(contents) < MANY or len(tokenizer) >= SMALL or " at 0x" in settings:  # an address says nothing of an object
+        return None
+    return tokenizer.backend_tokenizer.to_str(), repr(tokenizer.chat_template), settings, contents

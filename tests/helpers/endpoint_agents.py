@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 import urllib.error
 import urllib.request
 from typing import Any
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
+from conversation_tools import misbehave
+
+INTEGER = {"type": "integer"}
+PARAMETERS = {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "required": ["a", "b"]}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds two numbers.", "parameters": PARAMETERS}}
 
 
 def post(base_url: str, api_key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -118,19 +109,9 @@ async def asks_at_once(base_url: str, api_key: str, prompt: list[dict[str, Any]]
 def misbehaves(base_url: str, api_key: str, prompt: list[dict[str, Any]], how: str, **row: Any) -> Any:
     if how != "mute":
         chat(base_url, api_key, prompt)
-    match how:
-        case "raise":
-            raise ValueError("a problem")
-        case "exit":
-            sys.exit(3)
-        case "die":
-            os._exit(7)
-        case "hang":
-            time.sleep(60)
-        case "fork":
-            os.fork()
-        case "text":
-            return "much"
+    if how == "text":
+        return "much"
+    misbehave(how)
     return 0.5
 
 

@@ -10,12 +10,14 @@ from unittest.mock import patch
 
 import torch
 from family_models import class_of, model_folder, tiny_config
+from model_folders import settings, with_noise
 from peft import PeftModel
+from reward_groups import group_of
 from torch import Tensor
 
 from rlft.batch import collate, score_sequences
 from rlft.commands.export import weights as exported
-from rlft.config.model import LoraSettings, ModelConfig
+from rlft.config.model import LoraSettings
 from rlft.data.prompts import PromptSet
 from rlft.generation.sending import AdapterFiles
 from rlft.generation.transformers import TransformersGenerator, Weights
@@ -30,7 +32,7 @@ from rlft.model.lora_config import adapted_words
 from rlft.model.roles import Roles, policy_alone
 from rlft.plan.model_rules import check_targets
 from rlft.plan.sizes import sizes_of
-from rlft.types import Adapter, Batch, Completion, FinishReason, Group, Prompt, Rollout, Scores, UserError
+from rlft.types import Adapter, Batch, Prompt, Scores, UserError
 
 WRONG_FORWARD = "log-probs are not those of transformers' model on one row at a time"
 DECODES_OTHERWISE = "decoding in the transformers engine does not give the log-probs of its forward"
@@ -42,10 +44,6 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 """The largest difference of log-probs, in nats, between two float32 computations of one network."""
 
-MODEL: dict[str, Any] = {
-    "revision": None, "dtype": "float32", "device": "cpu", "attn_implementation": "auto",
-    "gradient_checkpointing": False, "quantization": None, "trust_remote_code": False,
-}  # fmt: skip
 RUN = SimpleNamespace(
     generation=SimpleNamespace(max_tokens=20), prompts=SimpleNamespace(max_tokens=64), token_budget=256
 )
@@ -61,26 +59,11 @@ DATA = PromptSet(
 )
 
 
-def settings(folder: Path) -> ModelConfig:
-    return ModelConfig(path=str(folder), **MODEL)
-
-
 def rows() -> tuple[Batch, list[list[int]]]:
     """(two groups of two rows on both sides of the models' windows of 16 tokens, the token ids of each row)."""
     groups = []
     for p, (prompt, lengths) in enumerate(zip(PROMPTS, ((3, 9), (14, 5)), strict=False)):
-        completions = [tuple(8 + (13 * i + 5 * n + p) % 250 for i in range(n)) for n in lengths]
-        rollouts = [
-            Rollout(
-                prompt=prompt,
-                completion=Completion(
-                    text="", token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=FinishReason.length
-                ),
-                policy_version=0,
-            )
-            for ids in completions
-        ]
-        groups.append(Group(prompt=prompt, rollouts=tuple(rollouts)))
+        groups.append(group_of(prompt, [[8 + (13 * i + 5 * n + p) % 250 for i in range(n)] for n in lengths]))
     scores = Scores(total=torch.zeros(2, 2), by_reward={})
     ids = [[*r.prompt.token_ids, *r.completion.token_ids] for group in groups for r in group.rollouts]
     return collate(groups, scores, lambda ids: ""), ids
@@ -115,9 +98,7 @@ def probe(kind: str, folder: Path) -> Family:
 
 
 def _of_roles(folder: Path, backbone: Backbone, roles: Roles) -> Family:
-    generator = torch.Generator().manual_seed(1)
-    for _, parameter in roles.named_parameters():
-        parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    with_noise(roles)
     batch, ids = rows()
     with torch.no_grad():
         found = roles.forward.logprobs(batch, 64)

@@ -32,13 +32,10 @@ MISTRAL += ["[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 GEMMA = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
 
 SPECIAL = {
-    "qwen2.5": CHATML,
-    "qwen3": CHATML,
+    **dict.fromkeys(("qwen2.5", "qwen3", "smollm2", "smollm3"), CHATML),
     "llama-3": LLAMA,
     "mistral": MISTRAL,
     "gemma": GEMMA,
-    "smollm2": CHATML,
-    "smollm3": CHATML,
 }
 BEGIN_AND_END = {"llama-3": LLAMA[:2], "mistral": MISTRAL[1:3], "gemma": [GEMMA[2], GEMMA[1]]}
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import attention_families
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 VOCABULARY = 272
@@ -63,13 +62,5 @@ def known() -> list[str]:
 
 
 def random_model(kind: str, **fields: Any) -> Any:
-    """A random model of this type in float32, with no weight at a value that hides it."""
-    more = HYBRIDS.get(kind, {}) | fields
-    config = AutoConfig.for_model(kind, **SIZES | more)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases, those of convolutions too
-                parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.requires_grad_(False).eval()
+    """A random model of this type."""
+    return attention_families.random_model(kind, SIZES | HYBRIDS.get(kind, {}) | fields, attention=None)

@@ -7,10 +7,11 @@ import io
 import numpy as np
 import torch
 from PIL import Image as pillow
+from reward_groups import group_of
 
 from rlft.data.prompts import tokenised
 from rlft.model.backbone import Backbone
-from rlft.types import IMAGE, Batch, Completion, FinishReason, Group, Image, Prompt, Rollout, Scores
+from rlft.types import IMAGE, Batch, Group, Image, Prompt, Scores
 
 
 def drawn(seed: int, height: int, width: int) -> Image:
@@ -37,20 +38,7 @@ def prompts(backbone: Backbone) -> list[Prompt]:
 
 
 def group(prompt: Prompt, lengths: tuple[int, ...]) -> Group:
-    rollouts = tuple(
-        Rollout(
-            prompt=prompt,
-            completion=Completion(
-                text="",
-                token_ids=tuple(20 + (7 * row + 3 * t) % 60 for t in range(length)),
-                logprobs=(0.0,) * length,
-                finish_reason=FinishReason.length,
-            ),
-            policy_version=0,
-        )
-        for row, length in enumerate(lengths)
-    )
-    return Group(prompt=prompt, rollouts=rollouts)
+    return group_of(prompt, [[20 + (7 * row + 3 * t) % 60 for t in range(n)] for row, n in enumerate(lengths)])
 
 
 def of_two(backbone: Backbone) -> tuple[list[Group], Batch]:

@@ -164,13 +164,12 @@ def plant(event: Event) -> None:
     elif event.get("half") == "shutil:rmtree":
         wrap("shutil:rmtree", lambda original: half_removed(original, event))
     elif "half" in event:
-        wrap("pathlib:Path.write_text", lambda original: half_of_a_text(original, event))
-        wrap("pathlib:Path.write_bytes", lambda original: half_of_bytes(original, event))
-        wrap("pathlib:Path.open", lambda original: torn_when_appended(original, event))
+        wrap("pathlib:Path.write_text", lambda original: half_written(original, event, 0))
+        wrap("pathlib:Path.open", lambda original: torn(original, event))
         for library in ("safetensors.torch:save_file", "transformers.modeling_utils:safe_save_file"):
-            wrap(library, lambda original: half_of_tensors(original, event))
+            wrap(library, lambda original: half_written(original, event, 1, of_tensors=True))
         if "raises" in event:
-            wrap("shutil:copyfile", lambda original: half_copied(original, event))
+            wrap("shutil:copyfile", lambda original: half_written(original, event, 1))
     else:
         wrap(event["at"], lambda original: eventful(original, event))
 
@@ -247,11 +246,14 @@ def note(file: str, more: Event) -> None:
         stream.write(json.dumps({"pid": os.getpid(), "children": children, **more}) + "\n")
 
 
-def break_off(event: Event) -> None:
-    """Ends the process, or fails as the system does."""
+def break_off(event: Event, of_tensors: bool = False) -> None:
+    """Ends the process, or fails as the system does; of tensors in the words of their library."""
     if "raises" not in event:
         os.kill(os.getpid(), signal.SIGKILL)
     code = getattr(errno, event["raises"])
+    if of_tensors:
+        message = f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
+        raise importlib.import_module("safetensors").SafetensorError(message)
     raise OSError(code, os.strerror(code))
 
 
@@ -267,47 +269,21 @@ class Due:
         return is_named_so and self.count == self.call
 
 
-def half_of_a_text(original: Any, event: Event) -> Any:
+def half_written(original: Any, event: Event, place: int, of_tensors: bool = False) -> Any:
+    """Of the file that is the argument at this place, half is left of what was written."""
     due = Due(event)
 
-    def write_text(file: pathlib.Path, text: str, *rest: Any, **keywords: Any) -> int:
-        if due(file):
-            original(file, text[: len(text) // 2], *rest, **keywords)
-            break_off(event)
-        return original(file, text, *rest, **keywords)
+    def writes(*arguments: Any, **keywords: Any) -> Any:
+        result = original(*arguments, **keywords)
+        if due(file := arguments[place]):
+            os.truncate(file, pathlib.Path(file).stat().st_size // 2)
+            break_off(event, of_tensors)
+        return result
 
-    return write_text
-
-
-def half_of_bytes(original: Any, event: Event) -> Any:
-    due = Due(event)
-
-    def write_bytes(file: pathlib.Path, data: bytes) -> int:
-        if due(file):
-            original(file, data[: len(data) // 2])
-            break_off(event)
-        return original(file, data)
-
-    return write_bytes
+    return writes
 
 
-def half_of_tensors(original: Any, event: Event) -> Any:
-    due = Due(event)
-
-    def save_file(tensors: Any, filename: Any, *rest: Any, **keywords: Any) -> None:
-        original(tensors, filename, *rest, **keywords)
-        if due(filename):
-            os.truncate(filename, pathlib.Path(filename).stat().st_size // 2)
-            if "raises" in event:  # in the words of the library, whose exception has no number
-                code = getattr(errno, event["raises"])
-                message = f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
-                raise importlib.import_module("safetensors").SafetensorError(message)
-            break_off(event)
-
-    return save_file
-
-
-def torn_when_appended(original: Any, event: Event) -> Any:
+def torn(original: Any, event: Event) -> Any:
     due = Due(event)
 
     class Torn(io.FileIO):
@@ -327,26 +303,11 @@ def torn_when_appended(original: Any, event: Event) -> Any:
     return open_path
 
 
-def half_copied(original: Any, event: Event) -> Any:
-    due = Due(event)
-
-    def copyfile(source: Any, target: Any, *rest: Any, **keywords: Any) -> Any:
-        result = original(source, target, *rest, **keywords)
-        if due(target):
-            os.truncate(target, pathlib.Path(target).stat().st_size // 2)
-            break_off(event)
-        return result
-
-    return copyfile
-
-
 def half_removed(original: Any, event: Event) -> Any:
-    count = 0
+    due = Due({**event, "half": "*"})
 
     def rmtree(folder: Any, *rest: Any, **keywords: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == event["call"]:
+        if due(folder):
             files = sorted(file for file in pathlib.Path(folder).rglob("*") if file.is_file())
             for file in files[: len(files) // 2]:
                 file.unlink()

@@ -1,11 +1,8 @@
-"""A server of the Model Context Protocol, made with the official SDK: tools with state, and tools that misbehave."""
+"""A server of the Model Context Protocol, made with the official SDK: tools with state, and one that misbehaves."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 
 from mcp.server.mcpserver import MCPServer
 
@@ -28,19 +25,10 @@ def say(text: str, times: int = 1) -> list[str]:
 
 
 @server.tool()
-def pids() -> str:
-    """The processes of the server and of a program that it starts."""
-    program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    return f"{os.getpid()} {os.getppid()} {program.pid}"
-
-
-@server.tool()
 def misbehave(how: str) -> str:
-    """Exits, hangs or fails."""
+    """Exits or fails."""
     if how == "exit":
         os._exit(3)
-    if how == "hang":
-        time.sleep(1000)
     raise ValueError(how)
 
 

@@ -1,8 +1,8 @@
-"""Ranks that meet in this process, each with connections of its own."""
+"""Ranks in threads of this process, and how they meet there, each with connections of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +13,12 @@ from rlft.system.process.running_time import in_background
 from rlft.trainer.ranks import LOOPBACK, Exchange, Rendezvous
 
 CPU = torch.device("cpu")
+
+
+def together(works: Sequence[Callable[[], Any]], limit: float = 60.0) -> list[Any]:
+    """What functions return that run at the same time."""
+    futures: list[Future[Any]] = [in_background(work) for work in works]
+    return [future.result(limit) for future in futures]
 
 
 def meeting(store: Any, name: str, ranks: int, timeout: float = 20.0, sequence: int = 1) -> Rendezvous:

@@ -26,28 +26,39 @@ from rlft.model.roles import Roles
 TOKENIZER = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 
 
-def classifier_folder(folder: Path) -> Path:
-    """A reward model of its own: a sequence classifier with one label."""
-    config = AutoConfig.from_pretrained(TOKENIZER, num_labels=1)
+def text_sizes(**more: Any) -> dict[str, Any]:
+    """Fields of a text model with that tokenizer; vLLM on a CPU has kernels for heads of 32 numbers."""
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {
+        "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+    }  # fmt: skip
+    return {**sizes, **ends, **more}
+
+
+def saved(config: Any, folder: Path, kind: Any = AutoModelForCausalLM) -> Path:
+    """The folder of a model of this config, with the tokenizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+        kind.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
     return folder
 
 
+def classifier_folder(folder: Path) -> Path:
+    """A reward model of its own: a sequence classifier with one label."""
+    return saved(AutoConfig.from_pretrained(TOKENIZER, num_labels=1), folder, AutoModelForSequenceClassification)
+
+
 def settings(folder: Path) -> ModelConfig:
     """The model section of this folder, in float32 on the CPU."""
-    return ModelConfig(
-        path=str(folder),
-        revision=None,
-        dtype="float32",
-        device="cpu",
-        attn_implementation="auto",
-        gradient_checkpointing=False,
-        quantization=None,
-        trust_remote_code=False,
-    )
+    fields: dict[str, Any] = {
+        "revision": None, "dtype": "float32", "device": "cpu", "attn_implementation": "auto",
+        "gradient_checkpointing": False, "quantization": None, "trust_remote_code": False,
+    }  # fmt: skip
+    return ModelConfig(path=str(folder), **fields)
 
 
 def with_noise(roles: Roles) -> Roles:
@@ -59,48 +70,17 @@ def with_noise(roles: Roles) -> Roles:
 
 
 def llama(folder: Path) -> Path:
-    """A Llama whose output head has weights of its own; vLLM on a CPU has kernels for heads of 32 numbers."""
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    """A Llama whose output head has weights of its own."""
+    return saved(LlamaConfig(**text_sizes()), folder)
 
 
 def with_vision(folder: Path, kind: str) -> Path:
     """A model of this type whose text model is inside, beside a tower for images, saved from its own class."""
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    tower: dict[str, Any] = {**siglip, "image_size": 28, "patch_size": 14}
+    text = text_sizes()
+    tower: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
     tied = {"tie_word_embeddings": False}
     config: Any
     if kind == "qwen3_5":
@@ -111,24 +91,16 @@ def with_vision(folder: Path, kind: str) -> Path:
         vision |= {"num_position_embeddings": 16, "patch_size": 4}
         config = Qwen3_5Config(text_config={**text, **linear, **kinds, **tied}, vision_config=vision, **tied)
     elif kind == "gemma3":
-        config = Gemma3Config(
-            text_config={**text, "sliding_window": 64}, vision_config=tower, mm_tokens_per_image=4, image_token_index=5
-        )
-    elif kind == "mistral3":
-        pixtral = {**tower, "model_type": "pixtral", "head_dim": 16}
-        config = Mistral3Config(
-            text_config={**text, **tied, "model_type": "mistral"}, vision_config=pixtral, image_token_index=5, **tied
-        )
+        text |= {"sliding_window": 64}
+        config = Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4, image_token_index=5)
     else:
-        clip = {**tower, "model_type": "clip_vision_model"}
-        config = LlavaConfig(
-            text_config={**text, **tied, "model_type": "llama"}, vision_config=clip, image_token_index=5, **tied
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+        made, of_text, of_tower = {
+            "mistral3": (Mistral3Config, "mistral", {"model_type": "pixtral", "head_dim": 16}),
+            "llava": (LlavaConfig, "llama", {"model_type": "clip_vision_model"}),
+        }[kind]
+        text |= {**tied, "model_type": of_text}
+        config = made(text_config=text, vision_config=tower | of_tower, image_token_index=5, **tied)
+    return saved(config, folder, AutoModelForImageTextToText)
 
 
 def of_half_its_layers(folder: Path) -> Path:

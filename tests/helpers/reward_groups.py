@@ -41,6 +41,16 @@ def make_group(texts: Sequence[str], answer: str = "18", id: str = "p0") -> Grou
     )
 
 
+def group_of(prompt: Prompt, rows: Sequence[Sequence[int]]) -> Group:
+    """Completions of these tokens, each cut by the limit on its length; they have no text."""
+    completions = [
+        Completion(text="", token_ids=tuple(ids), logprobs=(0.0,) * len(ids), finish_reason=FinishReason.length)
+        for ids in rows
+    ]
+    rollouts = tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in completions)
+    return Group(prompt=prompt, rollouts=rollouts)
+
+
 def sized_group(texts: Sequence[str], lengths: Sequence[int], *, answer: str = "18", **keys: Any) -> Group:
     """A group of completions with these texts and numbers of tokens; `keys` are further fields of each completion."""
     made = make_group(texts, answer)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Started:
     out: Path
     err: Path
     end: Callable[[], int]
-    ended: Ended | None = field(default=None)
+    ended: Ended | None = None
 
     def wait(self) -> Ended:
         if self.ended is None:
@@ -55,11 +55,8 @@ class Started:
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
-    def is_stopped(self) -> bool:
-        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-
     def wait_until_stopped(self) -> None:
-        assert happens(self.is_stopped, within_s=LONGEST_S)
+        assert happens(lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED, within_s=LONGEST_S)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -130,17 +127,10 @@ class Nursery:
         self._last = Started(pid=pid, mark=mark, out=out, err=err, end=lambda: self._end(pid))
         return self._last
 
-    def run(
-        self,
-        *arguments: str,
-        cwd: Path,
-        events: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, str] | None = None,
-        ends: int | None = None,
-    ) -> Ended:
-        """A run to its end, which has this exit code unless `ends` is None."""
-        done = self.start(*arguments, cwd=cwd, events=events, variables=variables).wait()
-        assert ends is None or done.code == ends, f"{events}: {done.err}"
+    def run(self, *arguments: str, ends: int | None = None, **how: Any) -> Ended:
+        """A run to its end, which has this exit code unless `ends` is None; how: as for `start`."""
+        done = self.start(*arguments, **how).wait()
+        assert ends is None or done.code == ends, f"{how.get('events')}: {done.err}"
         return done
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ Each shape has the tokens and the structure of its family: where a turn's end st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +17,7 @@ from rlft.tokens.text import RunTokenizer
 EOS = "<|endoftext|>"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """A template, and what is right for it.
 
@@ -31,12 +32,17 @@ class Shape:
     """
 
     template: str
-    special: tuple[str, ...]
-    closing: tuple[str, ...]
-    ends: tuple[str, ...]
+    special: Sequence[str]
+    closing: Sequence[str]
+    ends: Sequence[str]
     lead: str = ""
     turn: str = "5"
     note: str = ""
+
+
+def shape(template: str, special: str, closing: str, ends: str = "", **more: str) -> Shape:
+    """Of tokens with spaces between them; without `ends` they are `closing` and the tokenizer's own end."""
+    return Shape(template, special.split(), closing.split(), (ends or f"{closing} {EOS}").split(), **more)
 
 
 CHATML = """\
@@ -104,91 +110,64 @@ GLM = """\
 {{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
 
-BOTH = "<|END_OF_TURN_TOKEN|>"
 SHAPES = {
-    "a base with another end": Shape(
-        template=CHATML, special=("<|im_start|>", "<|im_end|>"), closing=("<|im_end|>",), ends=("<|im_end|>", EOS)
+    "a base with another end": shape(CHATML, "<|im_start|> <|im_end|>", "<|im_end|>"),
+    "an end for calls": shape(
+        LLAMA,
+        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|>",
+        "<|eot_id|>",
+        ends=f"<|eot_id|> <|eom_id|> {EOS}",
     ),
-    "an end for calls": Shape(
-        template=LLAMA,
-        special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"),
-        closing=("<|eot_id|>",),
-        ends=("<|eot_id|>", "<|eom_id|>", EOS),
-    ),
-    "an end of the conversation behind the turn's": Shape(
-        template=PHI, special=("<|user|>", "<|assistant|>", "<|end|>"), closing=("<|end|>",), ends=("<|end|>", EOS)
-    ),
-    "two tokens, and always the next turn's start": Shape(
-        template=COMMAND,
-        special=(
-            *("<|START_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|USER_TOKEN|>", BOTH, "<|START_ACTION|>"),
-            *("<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        ),
-        closing=("<|END_RESPONSE|>", BOTH),
-        ends=(BOTH, EOS),
+    "an end of the conversation behind the turn's": shape(PHI, "<|user|> <|assistant|> <|end|>", "<|end|>"),
+    "two tokens, and always the next turn's start": shape(
+        COMMAND,
+        "<|START_OF_TURN_TOKEN|> <|CHATBOT_TOKEN|> <|USER_TOKEN|> <|END_OF_TURN_TOKEN|> <|START_ACTION|> "
+        "<|END_ACTION|> <|START_RESPONSE|> <|END_RESPONSE|>",
+        "<|END_RESPONSE|> <|END_OF_TURN_TOKEN|>",
+        ends=f"<|END_OF_TURN_TOKEN|> {EOS}",
         turn="<|START_RESPONSE|>5",
     ),
-    "channels": Shape(
-        template=HARMONY,
-        special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
-        closing=("<|return|>",),
-        ends=("<|return|>", "<|call|>", EOS),
+    "channels": shape(
+        HARMONY,
+        "<|start|> <|end|> <|message|> <|channel|> <|return|> <|call|>",
+        "<|return|>",
+        ends=f"<|return|> <|call|> {EOS}",
         turn="<|channel|>final<|message|>5",
     ),
-    "a last turn that is left open": Shape(
-        template=OPEN,
-        special=("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
-        closing=("<|assistant_end|>",),
-        ends=("<|assistant_end|>", EOS),
+    "a last turn that is left open": shape(
+        OPEN, "<|user_start|> <|user_end|> <|assistant_start|> <|assistant_end|>", "<|assistant_end|>"
     ),
-    "a prompt that opens thinking": Shape(
-        template=R1,
-        special=("<|begin|>", "<|User|>", "<|Assistant|>", "<|end_of_sentence|>"),
-        closing=("<|end_of_sentence|>",),
-        ends=("<|end_of_sentence|>", EOS),
+    "a prompt that opens thinking": shape(
+        R1,
+        "<|begin|> <|User|> <|Assistant|> <|end_of_sentence|>",
+        "<|end_of_sentence|>",
         note="it does not write the end of the prompt, '<think>\\n', in a conversation",
     ),
-    "thinking that only the turn has": Shape(
-        template=QWEN3,
-        special=("<|im_start|>", "<|im_end|>"),
-        closing=("<|im_end|>",),
-        ends=("<|im_end|>", EOS),
-        turn="<think>\n\n</think>\n\n5",
+    "thinking that only the turn has": shape(
+        QWEN3, "<|im_start|> <|im_end|>", "<|im_end|>", turn="<think>\n\n</think>\n\n5"
     ),
-    "a line break before the end": Shape(
-        template=NEMOTRON,
-        special=("<SPECIAL_11>", "<SPECIAL_12>"),
-        closing=("<SPECIAL_12>",),
-        ends=("<SPECIAL_12>", EOS),
-        lead="\n",
+    "a line break before the end": shape(NEMOTRON, "<SPECIAL_11> <SPECIAL_12>", "<SPECIAL_12>", lead="\n"),
+    "an end that is also inside": shape(
+        SOLAR, "<|begin|> <|think|> <|content|> <|end|>", f"<|end|> {EOS}", ends=EOS, turn="<|content|>5"
     ),
-    "an end that is also inside": Shape(
-        template=SOLAR,
-        special=("<|begin|>", "<|think|>", "<|content|>", "<|end|>"),
-        closing=("<|end|>", EOS),
-        ends=(EOS,),
-        turn="<|content|>5",
-    ),
-    "no end but the next turn": Shape(
-        template=GLM, special=("[gMASK]", "<|user|>", "<|assistant|>"), closing=(EOS,), ends=(EOS,)
-    ),
+    "no end but the next turn": shape(GLM, "[gMASK] <|user|> <|assistant|>", EOS, ends=EOS),
 }
 
 
 @cache
 def shaped_tokenizer(name: str) -> RunTokenizer:
     """A byte tokenizer with this shape's template, whose end token is `<|endoftext|>`; the same one each time."""
-    shape = SHAPES[name]
+    made_like = SHAPES[name]
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=letters, merges=[]))
     setattr(made, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))  # noqa: B010
     setattr(made, "decoder", decoders.ByteLevel())  # noqa: B010
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (EOS, *shape.special)])
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (EOS, *made_like.special)])
     return RunTokenizer(
         PreTrainedTokenizerFast(
             tokenizer_object=made,
             eos_token=EOS,
-            chat_template=shape.template,
+            chat_template=made_like.template,
             name_or_path=name,
             clean_up_tokenization_spaces=False,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_folders import TOKENIZER, text_sizes
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -24,22 +25,13 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-import rlft
-
-TOKENIZER = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
-
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{{ 'SHOWN' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-SHOWN = {
-    "idefics3": "<image>",
-    "smolvlm": "<image>",
-    "gemma3": "<start_of_image>",
-    "gemma4": "<|image|>",
-}
+SHOWN = {"idefics3": "<image>", "smolvlm": "<image>", "gemma3": "<start_of_image>", "gemma4": "<|image|>"}
 """{kind: what its template writes for an image}; of Qwen's it is `QWEN`."""
 TILED = {"idefics3": "Idefics3Processor", "smolvlm": "SmolVLMProcessor"}
 QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -90,38 +82,16 @@ def _fields_of_processor(kind: str) -> dict[str, Any]:
 
 
 def _config(kind: str, tokenizer: Any, ids: dict[str, int], of_text: dict[str, Any], of_vision: dict[str, Any]) -> Any:
-    text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **of_text,
-    }
+    text = text_sizes(vocab_size=len(tokenizer), num_hidden_layers=4, max_position_embeddings=4096)
+    text |= of_text
     sections = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
     vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
-    vision |= {
-        "out_hidden_size": text["hidden_size"],
-        "num_position_embeddings": 16,
-        "spatial_merge_size": 2,
-        **of_vision,
-    }
-    qwen: dict[str, Any] = {}
+    vision |= {"num_position_embeddings": 16, "spatial_merge_size": 2, "out_hidden_size": text["hidden_size"]}
+    vision |= of_vision
+    qwen: dict[str, Any] = {"tie_word_embeddings": False}
     if kind.startswith("qwen"):
-        qwen = {
-            "image_token_id": ids["<|image_pad|>"],
-            "video_token_id": ids["<|video_pad|>"],
-            "vision_start_token_id": ids["<|vision_start|>"],
-            "vision_end_token_id": ids["<|vision_end|>"],
-            "tie_word_embeddings": False,
-        }
+        names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+        qwen |= {f"{field}_token_id": ids[f"<|{token}|>"] for field, token in names.items()}
     if kind == "qwen3_5":
         linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
         linear |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
@@ -152,18 +122,11 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int], of_text: dict[str, A
         layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0}
         inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer)}
         ways = {"use_bidirectional_attention": "vision", "sliding_window": 48, "global_head_dim": 64}
-        sizes = {
-            "num_key_value_heads": 2,
-            "head_dim": siglip["hidden_size"] // 2,
-            "patch_size": 4,
-            "pooling_kernel_size": 3,
-        }
+        sizes = {"num_key_value_heads": 2, "head_dim": siglip["hidden_size"] // 2, "position_embedding_size": 256}
         return Gemma4Config(
             text_config={**text, **layers, **inputs, **ways},
-            vision_config={**siglip, **sizes, "position_embedding_size": 256},
-            image_token_id=ids["<|image|>"],
-            video_token_id=ids["<|video|>"],
-            audio_token_id=ids["<|audio|>"],
+            vision_config={**siglip, **sizes, "patch_size": 4, "pooling_kernel_size": 3},
+            **{f"{name}_token_id": ids[f"<|{name}|>"] for name in ("image", "video", "audio")},
         )
     return Gemma3Config(
         text_config={**text, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},

@@ -17,12 +17,11 @@ import torch
 import vision_folders
 from attention_families import OTHERS, QUICK, random_model
 from image_batches import of_two
-from met_ranks import meeting, met
+from met_ranks import meeting, met, together
 from mixtures import FAMILIES
 from model_folders import settings
 from peft import LoraConfig, get_peft_model
 from slow_cases import slow, slow_but
-from threaded_ranks import together
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 

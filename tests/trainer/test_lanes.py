@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from threaded_ranks import together
+from met_ranks import together
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from in_one_test import each
+from met_ranks import together
 from safetensors.torch import load_file, save_file
-from threaded_ranks import together
 from torch.nn import Parameter
 
 from rlft.config.trainer import OptimizerKind, Schedule, TrainerConfig

@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from reused_workers import ReusedProcesses, ReusedWorker
 from slow_cases import slow, slow_but
 from torch import Tensor
+from warm_python import WarmProcesses
 
 import rlft
 from rlft.config.schema import RunConfig
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.workers import opened_trainer
 from rlft.model.packing import prompt_lengths
+from rlft.system.process.launcher import ProcessWorker
 from rlft.system.process.worker import WorkerError, WorkerSpec
 from rlft.trainer import ranked_trainer
 from rlft.trainer.local import LocalTrainer, TrainerState
@@ -87,8 +88,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReusedProcesses]:
-    launcher = ReusedProcesses(tmp_path_factory.mktemp("run"))
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcesses]:
+    launcher = WarmProcesses(tmp_path_factory.mktemp("run"))
     yield launcher
     launcher.close()
 
@@ -195,7 +196,7 @@ class Bench:
     """Trainers of the cases, of one process or of several ranks, and the batches and texts on which they train."""
 
     def __init__(
-        self, run_config: Callable[..., RunConfig], batches: list[Batch], texts: Texts, launcher: ReusedProcesses
+        self, run_config: Callable[..., RunConfig], batches: list[Batch], texts: Texts, launcher: WarmProcesses
     ) -> None:
         self.run_config, self.batches, self.texts, self.launcher = run_config, batches, texts, launcher
 
@@ -242,7 +243,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(run_config: Callable[..., RunConfig], batches: list[Batch], texts: Texts, launcher: ReusedProcesses) -> Bench:
+def bench(run_config: Callable[..., RunConfig], batches: list[Batch], texts: Texts, launcher: WarmProcesses) -> Bench:
     return Bench(run_config, batches, texts, launcher)
 
 
@@ -435,9 +436,9 @@ def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The connection of the exchange is lost long before."""
-    call = ReusedWorker.call
+    call = ProcessWorker.call
 
-    def told_late(worker: ReusedWorker, *args: Any, **kwargs: Any) -> Future[Any]:
+    def told_late(worker: ProcessWorker, *args: Any, **kwargs: Any) -> Future[Any]:
         shown: Future[Any] = Future()
 
         def tell(future: Future[Any]) -> None:
@@ -450,7 +451,7 @@ def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(
         return shown
 
     def fails() -> None:
-        monkeypatch.setattr(ReusedWorker, "call", told_late)
+        monkeypatch.setattr(ProcessWorker, "call", told_late)
         monkeypatch.setattr(ranked_trainer, "GRACE_S", 0.1)
         at_call(monkeypatch, POINTS["update"], lambda: os.kill(bench.launcher.started[0].pid, signal.SIGKILL))
 

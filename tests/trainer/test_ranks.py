@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from met_ranks import CPU, meeting, met
-from threaded_ranks import together
+from met_ranks import CPU, meeting, met, together
 from torch import Tensor
 
 from rlft.system.process.running_time import in_background

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from in_one_test import each
+from met_ranks import together
 from slow_cases import slow
-from threaded_ranks import together
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 

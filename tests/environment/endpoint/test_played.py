@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,27 +16,17 @@ from rlft.environment.endpoint.played import AgentGenerator, Traces
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.system.seeds import derive
-from rlft.types import Completion, EnvironmentFailure, FinishReason, Group, Prompt, Rollout, Sampling, UserError
-from tests.environment.test_conversations import LIMITS as OTHERS, TOKENIZER as QWEN, Recorder
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from tests.environment.test_conversations import LIMITS as OTHERS, TOKENIZER as QWEN, Recorder, prompt
 
 Play = Callable[..., AgentGenerator]
 LIMITS = {
-    **OTHERS,
-    "call_timeout": 30.0,
-    "timeout": 30.0,
-    "workers": 2,
-    "port": 0,
-    "body_bytes": 100_000,
-    "command": None,
-}
+    **OTHERS, "call_timeout": 30.0, "timeout": 30.0, "workers": 2, "port": 0, "body_bytes": 100_000, "command": None,
+}  # fmt: skip
 SAMPLING = Sampling(max_tokens=200, temperature=1.0)
-ASKED = ({"role": "user", "content": "2 + 3?"},)
+ASKED = prompt().messages
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 TALK = "endpoint_agents.talks"
-
-
-def prompt(name: str = "p", **metadata: Any) -> Prompt:
-    return Prompt(id=name, messages=ASKED, answer="5", token_ids=tuple(ids_of(ASKED)), metadata=metadata)
 
 
 def ids_of(messages: Any, **more: Any) -> list[int]:
@@ -196,44 +185,6 @@ def test_limits_end_a_conversation_with_their_reason(play: Play) -> None:
         assert len(completion.token_ids) <= sampling.max_tokens
 
 
-FAILURES = {
-    "raise": ("raised", "Error: ValueError: a problem"),
-    "exit": ("raised", "Error: SystemExit: 3"),
-    "die": ("died", "Error: the tool's process ended with exit code 7"),
-    "hang": ("time", "Error: no answer within 3 s"),
-    "text": ("raised", "Error: ValueError: could not convert string to float: 'much'"),
-    "fork": ("", ""),
-    "mute": ("", ""),
-}
-
-
-def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward(play: Play) -> None:
-    played = play(["word"], agent="endpoint_agents.misbehaves", call_timeout=3.0)
-    groups = played.sample([prompt(how, how=how) for how in FAILURES], 1, [0] * len(FAILURES), SAMPLING)
-    for how, completion in zip(FAILURES, completions(groups), strict=True):
-        cause, text = FAILURES[how]
-        if how == "mute":  # the policy was asked nothing: a row without a sampled token
-            assert (completion.turns, completion.num_sampled, len(completion.token_ids)) == ((), 0, 1)
-            continue
-        [turn] = completion.turns
-        assert [(call.name, call.cause, call.answer) for call in turn.calls] == (
-            [("agent", cause, text)] if cause else []
-        )
-        assert turn.reward == (None if cause else 0.5)
-        assert completion.finish_reason is (FinishReason.time if how == "hang" else FinishReason.stop)
-    metrics = turn_metrics(completions(groups))
-    assert metrics["calls/raised_fraction"] == 3 / 5
-    assert metrics["calls/died_fraction"] == metrics["calls/time_fraction"] == 1 / 5
-    again = played.sample([prompt("again", how="")], 1, [0], SAMPLING)  # workers were replaced
-    assert rewards(again) == [[0.5]]
-
-
-def test_agents_none_of_which_asks_anything_end_the_run(play: Play) -> None:
-    played = play(["word"], command=["sh", "-c", "echo lost >&2; exit 3"])
-    with pytest.raises(EnvironmentFailure, match=r"none of 2 agents has asked .*sh ended with exit code 3: lost\); "):
-        played.sample([prompt()], 2, [0], SAMPLING)
-
-
 def test_requests_beside_each_other_of_one_conversation_and_several_answers_are_refused(play: Play) -> None:
     played = play(["word"], agent="endpoint_agents.asks_at_once")
     assert rewards(played.sample([prompt()], 1, [0], SAMPLING)) == [[400.0]]  # n=2
@@ -246,33 +197,6 @@ def test_what_the_policy_would_never_read_is_refused_in_every_turn(play: Play) -
     assert rewards(groups) == [[None, 10.0]]  # 5 in each turn
     [completion] = completions(groups)
     assert completion.branches == ()
-
-
-PROGRAM = """
-import json, os, sys, urllib.request
-row = json.load(sys.stdin)
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": row["prompt"]}).encode()
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-said = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))["choices"][0]["message"]["content"]
-print("noise")
-if row["id"] == "fails":
-    sys.exit("no luck")
-print({"number": 0.25, "object": '{"reward": 0.75}', "nothing": "null", "words": "well done"}[row["id"]])
-"""
-
-
-def test_a_program_of_its_own_plays_by_its_environment_and_standard_input(play: Play, tmp_path: Path) -> None:
-    program = tmp_path / "play.py"
-    program.write_text(PROGRAM)
-    played = play(["word"], command=[sys.executable, str(program)])
-    names = ["number", "object", "nothing", "words", "fails"]
-    groups = played.sample([prompt(name) for name in names], 1, [0] * 5, SAMPLING)
-    assert rewards(groups) == [[0.25], [0.75], [None], [None], [None]]
-    told = [[call.answer for call in completion.turns[0].calls] for completion in completions(groups)]
-    assert told[:3] == [[], [], []]
-    assert told[3] == ["Error: ValueError: the last line of its output is 'well done', and no reward as JSON"]
-    assert told[4] == [f"Error: RuntimeError: {sys.executable} ended with exit code 1: no luck"]
 
 
 def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_back_to_it(

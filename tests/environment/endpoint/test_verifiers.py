@@ -50,8 +50,7 @@ def test_an_environment_of_verifiers_trains_unmodified(forks: Nursery, tiny_path
     )  # fmt: skip
     variables = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
     words = (*keys, f"environment.command=[{command}]", "hydra.run.dir=run")
-    done = forks.run("train", *words, cwd=tmp_path, variables=variables)
-    assert done.code == 0, done.err
+    forks.run("train", *words, cwd=tmp_path, variables=variables, ends=0)
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(metrics) == 3
     files = sorted((tmp_path / "run/rollouts").iterdir())

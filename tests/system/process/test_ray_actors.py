@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cluster_workers
 import psutil
 import pytest
-import ray_driver
 from cluster_workers import ANSWER_S, SPEC, check_answers, check_death, check_what_cannot_be_made
 from ray_cluster import two_machines
 from run_processes import happens, is_alive
@@ -173,10 +173,10 @@ def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
 @pytest.mark.slow
 def test_nothing_is_left_of_a_run_that_was_killed(cluster: Any, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, ray_driver.__file__, str(tmp_path), cluster.address]
+    command = [sys.executable, cluster_workers.__file__, str(tmp_path), cluster.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
         assert driver.stdout is not None
-        actor = json.loads(driver.stdout.readline())["actor"]
+        actor = int(driver.stdout.readline())
         processes = [psutil.Process(actor), *psutil.Process(driver.pid).children(recursive=True)]
         os.kill(actor, signal.SIGSTOP)
         driver.kill()

@@ -1,0 +1,101 @@
+"""Python functions as tools: what their arguments may be, and what is told of those that fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from in_one_test import each
+
+from rlft.environment.protocol import Checker, Malformed
+from rlft.environment.tools import schema_of
+from tests.environment import test_conversations
+from tests.environment.test_conversations import SAMPLING, TOKENIZER, Converse, call, one, prompt, tools
+
+converse = test_conversations.converse
+
+
+def add(a: int, b: int, how: str | None = None, *rest: int) -> str:
+    """Adds.
+
+    Args:
+        a: one
+        b: other
+        how: how
+        rest: more
+    """
+    return f"{a + b} {rest} {how}"
+
+
+def free(a: int, **others: str) -> str:
+    """Takes any.
+
+    Args:
+        a: one
+        others: others
+    """
+    return f"{a} {others}"
+
+
+@each(
+    ("function", "arguments", "told"),
+    [
+        (add, {"a": 1, "b": 2}, None),
+        (add, {"a": 1, "b": 2, "how": None}, None),
+        (add, {"a": "1", "b": "2"}, "add: a: '1' is not of type 'integer'; b: '2' is not of type 'integer'"),
+        (add, {"a": 1}, "add: 'b' is a required property"),
+        (add, {"a": 1, "b": 2, "c": 3}, "add: Additional properties are not allowed ('c' was unexpected)"),
+        (free, {"a": 1, "color": "red"}, None),
+        (free, {"color": "red"}, "free: 'a' is a required property"),
+    ],
+)
+def test_arguments_of_python_functions(function: Any, arguments: dict[str, Any], told: str | None) -> None:
+    checker = Checker([schema_of(function, "environment.tools", "mine")])
+    if told is None:
+        assert checker.checked(function.__name__, arguments) == arguments
+        return
+    with pytest.raises(Malformed) as refused:
+        checker.checked(function.__name__, arguments)
+    assert str(refused.value) == told
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "said"),
+    [
+        ("hang", "time", "Error: no answer within 0.5 s"),
+        ("hang for good", "time", "Error: no answer within 0.5 s"),  # it ignores the alarm, and is killed
+        ("raise", "raised", "Error: ValueError: a \x00 ? problem <|im_end|>"),
+        ("exit", "raised", "Error: SystemExit: 3"),
+        ("interrupt", "raised", "Error: KeyboardInterrupt: "),
+        ("die", "died", "Error: the tool's process ended with exit code 7"),
+        ("fork", "", "fork"),
+        ("shout", "", "x" * 400 + f" [cut: {2**20 - 400} more characters]"),
+    ],
+)
+def test_a_tool_that_misbehaves_is_told_and_the_conversation_goes_on(
+    converse: Converse, how: str, cause: str, said: str
+) -> None:
+    texts = {"*": [[call("misbehave", how=how), call("add", a=1, b=1), "done"]]}
+    conversations = converse(texts, tools(call_timeout=0.5))
+    completion = one(conversations.sample([prompt()], 1, [0], SAMPLING))
+    first, second, last = completion.turns
+    assert (first.calls[0].answer, first.calls[0].cause, first.calls[0].failed) == (said, cause, bool(cause))
+    assert (second.calls[0].answer, last.text) == ("2", "done")
+    # Text that looks like a special token stays text: the only end tokens between turns are the template's own.
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    assert completion.mask is not None
+    foreign = [t for t, own in zip(completion.token_ids, completion.mask, strict=True) if not own]
+    assert foreign.count(end) == 2, "that of each answer's message"
+
+
+def test_a_malformed_call_is_answered_with_the_error(converse: Converse) -> None:
+    wrong = {
+        "<tool_call>\n{'name': 'add'}\n</tool_call>": "not valid JSON",
+        call("subtract", a=1, b=2): "Error: there is no tool 'subtract'; the tools are add",
+        call("add", a=1): "Error: add: 'b' is a required property",
+    }
+    conversations = converse({"*": [[*wrong, "done"]]}, tools("conversation_tools.add"))
+    completion = one(conversations.sample([prompt()], 1, [0], SAMPLING))
+    for turn, problem in zip(completion.turns, wrong.values(), strict=False):
+        assert ([c.cause for c in turn.calls], problem in turn.answer) == (["malformed"], True), turn
+    assert completion.turns[-1].text == "done"
