@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from rlft.config.catalog import config_folder
 from rlft.config.instantiate import instantiate
 from rlft.data import hub
 from rlft.data.records import sampled_line
-from rlft.types import Completion, FinishReason, Prompt, Rollout
+from rlft.types import Completion, FinishReason, Prompt, Rollout, Split
 
 Make = Callable[..., Any]
 
@@ -49,6 +49,30 @@ def write() -> Callable[..., Path]:
         return path
 
     return write_lines
+
+
+@pytest.fixture
+def load(make_data: Make, write: Make, tmp_path: Path) -> Make:
+    """Reads rows as prompts, all of which are held out: `load(*rows, **keys)`."""
+
+    def load_rows(*rows: Any, **keys: Any) -> Sequence[Prompt]:
+        path = str(write(tmp_path / "a.jsonl", *rows))
+        return make_data("jsonl", path=path, held_out_fraction=1.0, **keys).load(Split.held_out)
+
+    return load_rows
+
+
+@pytest.fixture
+def trained(write: Make, tmp_path: Path) -> Make:
+    """The training split of these lines by a maker; one other question is held out in a file of its own."""
+
+    def load(make: Make, *lines: Any, **keys: Any) -> Any:
+        other = {"prompt": "held out", "completion": "x", "completions": ["x", "y"], "scores": [1, 0]}
+        held_out = write(tmp_path / "held_out.jsonl", keys.pop("other", other))
+        file = write(tmp_path / "mine.jsonl", *lines)
+        return make("jsonl", path=str(file), held_out_path=str(held_out), **keys).load(Split.train)
+
+    return load
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
+"""Demonstrations: prompts with completions, chats of one or several turns, and what rlft sample wrote."""
+
 import logging
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -17,20 +20,12 @@ def says(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-HELD_OUT = {"prompt": "held out", "completion": "x"}
 TALK = [user("a"), says("b"), user("c"), says("d")]
 
 
 @pytest.fixture
-def learned(make_demonstrations, write, tmp_path: Path):
-    """The training demonstrations of these lines; one other question is held out in a file of its own."""
-
-    def load(*lines: object, other: object = HELD_OUT, **keys: object) -> list[Demonstration]:
-        file = write(tmp_path / "mine.jsonl", *lines)
-        held_out = write(tmp_path / "held_out.jsonl", other)
-        return make_demonstrations("jsonl", path=str(file), held_out_path=str(held_out), **keys).load(Split.train)
-
-    return load
+def learned(make_demonstrations, trained) -> Callable[..., list[Demonstration]]:
+    return partial(trained, make_demonstrations)
 
 
 def told(found: list[Demonstration]) -> list[tuple[str, list[str], str]]:
@@ -123,13 +118,6 @@ def test_a_question_is_held_out_here_as_it_is_among_prompts(make_data, make_demo
         assert found
 
 
-def test_questions_of_the_held_out_file_are_not_learned(learned, caplog) -> None:
-    with caplog.at_level(logging.WARNING):
-        found = learned({"prompt": " held  out", "completion": "x"}, {"prompt": "1?", "completion": "1"})
-    assert [d.prompt.id for d in found] == ["mine.jsonl:2"]
-    assert "1 training question is also held out" in caplog.text
-
-
 # -- what rlft sample wrote --------------------------------------------------------------------------------------------
 def test_sampled_tokens_are_learned_as_they_were_sampled(learned, sample) -> None:
     found = learned(sample("p", "ab"), sample("p", "c", cut=True), sample("q", "d"), prompt_template="not: {question}")
@@ -165,22 +153,6 @@ def test_a_hub_set_without_a_held_out_split_is_split_by_hash(make_demonstrations
     # Binomial(200, 0.1): 20 +- 4.2; four standard deviations.
     assert abs(len(held_out) - 20) < 17
     assert sorted(d.prompt.id for d in [*train, *held_out]) == sorted(f"train:{i}" for i in range(200))
-
-
-def test_a_hub_set_with_a_held_out_split_uses_it(make_demonstrations, write, tmp_path: Path) -> None:
-    for name, count in (("sft", 3), ("test", 1)):
-        write(tmp_path / f"{name}.jsonl", *({"messages": [user(f"{i}?"), says("x")]} for i in range(count)))
-    data = make_demonstrations("hub", path=str(tmp_path), train_split="sft", held_out_split="test")
-    assert [d.prompt.id for d in data.load(Split.held_out)] == ["test.jsonl:1"]
-    assert [d.prompt.id for d in data.load(Split.train)] == ["sft.jsonl:2", "sft.jsonl:3"]  # 0? is held out
-
-
-def test_a_bad_row_of_a_hub_set_is_named_by_its_number(make_demonstrations, hub_sets) -> None:
-    hub_sets["train"] = [{"text": "a"}]
-    with pytest.raises(UserError) as refusal:
-        make_demonstrations("hub", path="some/set").load(Split.train)
-    assert str(refusal.value).startswith("demonstrations.path: some/set, train, row 0: is not a chat")
-    assert str(refusal.value).endswith("name other fields (demonstrations.*field)")
 
 
 # -- tools, thoughts and other fields ----------------------------------------------------------------------------------

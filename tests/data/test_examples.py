@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken
 from transformers import AutoTokenizer
 from turn_shapes import SHAPES, shaped_tokenizer
 
@@ -23,9 +22,7 @@ from rlft.config.model import KernelChoice, ModelConfig
 from rlft.config.schema import PromptsConfig
 from rlft.data.arithmetic import split_of
 from rlft.data.examples import (
-    Examples,
     PretrainText,
-    Rankings,
     Text,
     TextTokens,
     as_batch,
@@ -78,19 +75,16 @@ def ranked(question: str, *completions: str, **metadata: str) -> Ranking:
     return Ranking(prompt=asked(question, **metadata), completions=completions, scores=scores)
 
 
-@pytest.fixture
-def scan(backbone: Backbone) -> Callable[..., Examples]:
-    def scanned(demonstrations: Sequence[Demonstration], limit: int = 64, **keys: Any) -> Examples:
-        prompts = replace(PROMPTS, **keys)
-        return scan_demonstrations(demonstrations, backbone.tokenizer, prompts, limit, Split.train)
-
-    return scanned
+Scan = Callable[..., Any]
 
 
 @pytest.fixture
-def scan_ranked(backbone: Backbone) -> Callable[..., Rankings]:
-    def scanned(rankings: Sequence[Ranking], limit: int = 64, **keys: Any) -> Rankings:
-        return scan_rankings(rankings, backbone.tokenizer, replace(PROMPTS, **keys), limit, Split.train)
+def scan(backbone: Backbone) -> Scan:
+    """Scans demonstrations or rankings with the embedded model's tokenizer."""
+
+    def scanned(given: Sequence[Any], limit: int = 64, **keys: Any) -> Any:
+        scan_them = scan_rankings if isinstance(given[0], Ranking) else scan_demonstrations
+        return scan_them(given, backbone.tokenizer, replace(PROMPTS, **keys), limit, Split.train)
 
     return scanned
 
@@ -99,71 +93,39 @@ def ids_of(backbone: Backbone, text: str) -> list[int]:
     return backbone.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
 
-# -- where a completion ends -------------------------------------------------------------------------------------------
-@pytest.fixture
-def own_tokenizer(tiny_path: Path) -> RunTokenizer:
-    """The embedded tokenizer, to be changed."""
-    return RunTokenizer(AutoTokenizer.from_pretrained(tiny_path))
-
-
-LLAMA = (
-    "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}"
-    "<|eot_id|>{% endfor %}"
-)
-
-
-def test_a_turn_ends_with_what_the_chat_template_puts_behind_it(own_tokenizer: RunTokenizer) -> None:
-    """As in Llama 3's first release: the end token ends a text, and the end of a turn has no name in the tokenizer."""
-    for name in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
-        own_tokenizer.add_tokens(AddedToken(name, special=True))  # type: ignore[arg-type]  # transformers has its own stub
-    own_tokenizer.own.eos_token = "<|endoftext|>"
-    own_tokenizer.own.chat_template = LLAMA
-    eot, text_end = (own_tokenizer.convert_tokens_to_ids(name) for name in ("<|eot_id|>", "<|endoftext|>"))
-    assert eot not in own_tokenizer.all_special_ids
-    assert turn_ends(own_tokenizer, "chat").closing == (eot,)
-    assert turn_ends(own_tokenizer, "raw").closing == (text_end,)
-
-
-def test_without_a_chat_template_or_a_special_token_in_it_the_end_token_ends_a_turn(
-    own_tokenizer: RunTokenizer,
-) -> None:
-    own_tokenizer.own.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    assert turn_ends(own_tokenizer, "chat").closing == (END,)
-    own_tokenizer.own.chat_template = None
-    assert turn_ends(own_tokenizer, "chat").closing == (END,)
-
-
 # -- demonstrations ----------------------------------------------------------------------------------------------------
-def test_a_demonstration_is_the_prompt_as_it_is_sampled_from_and_the_completion_with_an_end(
-    backbone: Backbone, scan: Callable[..., Examples], make_prompt: Callable[..., Prompt]
+def test_a_demonstration_is_its_prompt_as_it_is_sampled_from_and_its_completion_with_an_end(
+    backbone: Backbone, scan: Scan, make_prompt: Callable[..., Prompt]
 ) -> None:
+    """Sampled tokens are kept exactly, whatever their text says, and without an end where none was sampled."""
     assert turn_ends(backbone.tokenizer, "chat").closing == (END,)
-    [text] = scan([demonstrated("What is 1 + 2?", "<answer>3</answer>")]).texts
-    prompt = make_prompt("What is 1 + 2?").token_ids
-    assert tuple(text.ids[: text.num_given]) == prompt
-    assert text.ids[text.num_given :].tolist() == [*ids_of(backbone, "<answer>3</answer>"), END]
-
-
-def test_sampled_tokens_are_kept_exactly_even_where_the_text_would_be_others(
-    backbone: Backbone, scan: Callable[..., Examples]
-) -> None:
-    """7, 7 are two tokens, whatever the text says; no end is added, as none was sampled."""
     mine = tokenizer_fingerprint(backbone.tokenizer)
-    found = scan([demonstrated("1?", "other words", [7, 7], tokenizer=mine), demonstrated("2?", "x")])
-    assert found.texts[0].ids[found.texts[0].num_given :].tolist() == [7, 7]
-    assert found.texts[1].ids[found.texts[1].num_given :].tolist() == [*ids_of(backbone, "x"), END]
+    sampled = demonstrated("1?", "other words", [7, 7], tokenizer=mine)
+    text, kept = scan([demonstrated("What is 1 + 2?", "<answer>3</answer>"), sampled]).texts
+    assert tuple(text.ids[: text.num_given]) == make_prompt("What is 1 + 2?").token_ids
+    assert text.ids[text.num_given :].tolist() == [*ids_of(backbone, "<answer>3</answer>"), END]
+    assert kept.ids[kept.num_given :].tolist() == [7, 7]
 
 
-def test_tokens_of_another_tokenizer_are_refused(
-    scan: Callable[..., Examples], scan_ranked: Callable[..., Rankings]
-) -> None:
+def test_without_a_special_token_in_the_chat_template_the_end_token_ends_a_turn(tiny_path: Path) -> None:
+    tokenizer = RunTokenizer(AutoTokenizer.from_pretrained(tiny_path))
+    for template in ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", None):
+        tokenizer.own.chat_template = template
+        assert turn_ends(tokenizer, "chat").closing == (END,)
+    tokenizer.own.eos_token = None
+    assert turn_ends(tokenizer, "chat").ids == ()
+    with pytest.raises(UserError, match=r"^model\.path: its tokenizer has no end token"):
+        scan_demonstrations([demonstrated("1 + 1?", "2")], tokenizer, PROMPTS, 64, Split.train)
+
+
+def test_tokens_of_another_tokenizer_are_refused(scan: Scan) -> None:
     with pytest.raises(UserError, match=r"^demonstrations: was sampled with another .*\(0123\).*token_ids=text"):
         scan([demonstrated("1?", "x", [7], tokenizer="0123")])
     with pytest.raises(UserError, match=r"^preferences: was sampled with another tokenizer \(0123\)"):
-        scan_ranked([ranked("1?", "x", "y", tokenizer="0123")])
+        scan([ranked("1?", "x", "y", tokenizer="0123")])
 
 
-def test_what_exceeds_a_limit_is_dropped_with_a_word_or_refused(scan: Callable[..., Examples]) -> None:
+def test_what_exceeds_a_limit_is_dropped_with_a_word_or_refused(scan: Scan) -> None:
     # A letter is a token. "abc" and its end are 4 tokens: at the limit; "abcd" is over it, and so is the prompt of 80.
     given = [demonstrated("1?", "abc"), demonstrated("2?", "abcd"), demonstrated("x" * 80, "abc")]
     found = scan(given, limit=4)
@@ -178,7 +140,7 @@ def test_what_exceeds_a_limit_is_dropped_with_a_word_or_refused(scan: Callable[.
         scan(given[1:2], limit=4)
 
 
-def test_demonstrations_of_one_prompt_are_one_group(scan: Callable[..., Examples]) -> None:
+def test_demonstrations_of_one_prompt_are_one_group(scan: Scan) -> None:
     given = [("1?", "a"), ("2?", "b"), ("1?", "c"), ("3?", "d"), ("1?", "a")]
     found = scan([demonstrated(question, completion) for question, completion in given])
     batch = found.batch(range(5))
@@ -200,9 +162,7 @@ def completions(batch: Any) -> list[tuple[int, ...]]:
     return [tuple(ids[learned].tolist()) for ids, learned, _ in rows_of(batch)]
 
 
-def test_an_updates_examples_depend_on_nothing_but_seed_and_step(
-    backbone: Backbone, scan: Callable[..., Examples]
-) -> None:
+def test_an_updates_examples_depend_on_nothing_but_seed_and_step(backbone: Backbone, scan) -> None:
     found = scan([demonstrated(f"{i}?", f"{i}") for i in range(20)])
     forwards = [completions(found.at(3, step, 4)) for step in range(10)]
     assert [completions(found.at(3, step, 4)) for step in reversed(range(10))][::-1] == forwards
@@ -214,7 +174,7 @@ def test_an_updates_examples_depend_on_nothing_but_seed_and_step(
     assert sorted(backbone.decode(row[:-1]) for row in forwards[0]) == ["0", "1", "17", "19"]
 
 
-def test_the_fingerprint_covers_tokens_order_and_where_the_prompt_ends(scan: Callable[..., Examples]) -> None:
+def test_the_fingerprint_covers_tokens_order_and_where_the_prompt_ends(scan: Scan) -> None:
     a, b = demonstrated("1?", "ab"), demonstrated("2?", "b")
     known = [
         scan([a, b]),
@@ -230,22 +190,20 @@ def test_the_fingerprint_covers_tokens_order_and_where_the_prompt_ends(scan: Cal
 
 # -- rankings ----------------------------------------------------------------------------------------------------------
 def test_a_ranking_keeps_its_order_scores_and_sampled_tokens_and_each_other_completion_has_an_end(
-    backbone: Backbone, scan_ranked: Callable[..., Rankings], make_prompt: Callable[..., Prompt]
+    backbone: Backbone, scan: Scan, make_prompt: Callable[..., Prompt]
 ) -> None:
     mine = ranked("2?", "x", "y", tokenizer=tokenizer_fingerprint(backbone.tokenizer))
     given = [ranked("1?", "abc", "d", "ef"), replace(mine, completion_ids=((9, 9), (8,)))]
-    ranking, sampled = scan_ranked(given).rankings
+    ranking, sampled = scan(given).rankings
     assert sampled.completions == ((9, 9), (8,))
     assert ranking.prompt == make_prompt("1?").token_ids
     assert ranking.completions == tuple((*ids_of(backbone, text), END) for text in ("abc", "d", "ef"))
     assert ranking.scores == (2.0, 1.0, 0.0)
 
 
-def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_pair_is_dropped(
-    scan_ranked: Callable[..., Rankings],
-) -> None:
+def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_pair_is_dropped(scan) -> None:
     # Limit 3: "ab" and its end fit, "abc" does not. Of the second ranking one completion is left, which is no pair.
-    found = scan_ranked([ranked("1?", "abc", "ab", "b"), ranked("2?", "abc", "ab")], limit=3)
+    found = scan([ranked("1?", "abc", "ab", "b"), ranked("2?", "abc", "ab")], limit=3)
     [ranking] = found.rankings
     assert ranking.scores == (1.0, 0.0)
     assert [len(ids) for ids in ranking.completions] == [3, 2]
@@ -253,19 +211,16 @@ def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_
     cut = "kept train rankings have 1 completion beyond max_completion_tokens=3"
     assert found.notes[1] == f"{cut}: dropped"
     with pytest.raises(UserError) as refusal:
-        scan_ranked([ranked("1?", "abc", "ab", "b")], limit=3, over_limit="refuse")
+        scan([ranked("1?", "abc", "ab", "b")], limit=3, over_limit="refuse")
     assert str(refusal.value) == f"max_completion_tokens: {cut}; raise it, or set prompts.over_limit=drop"
     with pytest.raises(UserError, match=r"^max_completion_tokens: 1 of 1 train rankings exceed "):
-        scan_ranked([ranked("2?", "abc", "ab")], limit=3)
+        scan([ranked("2?", "abc", "ab")], limit=3)
+    tied = Ranking(prompt=asked("1?"), completions=("abc", "ab", "b"), scores=(2.0, 1.0, 1.0))  # once "abc" has left
+    assert len(scan([tied, ranked("2?", "a", "b")], limit=3).rankings) == 1
 
 
-def test_what_is_left_of_a_ranking_may_be_tied_and_is_dropped(scan_ranked: Callable[..., Rankings]) -> None:
-    tied = Ranking(prompt=asked("1?"), completions=("abc", "ab", "b"), scores=(2.0, 1.0, 1.0))
-    assert len(scan_ranked([tied, ranked("2?", "a", "b")], limit=3).rankings) == 1
-
-
-def test_rankings_of_an_update_depend_on_seed_step_and_what_they_are_for(scan_ranked: Callable[..., Rankings]) -> None:
-    found = scan_ranked([ranked(f"{i}?", "a", "b") for i in range(12)])
+def test_rankings_of_an_update_depend_on_seed_step_and_what_they_are_for(scan: Scan) -> None:
+    found = scan([ranked(f"{i}?", "a", "b") for i in range(12)])
 
     def prompts(seed: int, purpose: str) -> list[tuple[int, ...]]:
         return [found.rankings[i].prompt for step in range(6) for i in found.positions(seed, step, 2, purpose)]
@@ -276,10 +231,10 @@ def test_rankings_of_an_update_depend_on_seed_step_and_what_they_are_for(scan_ra
     assert prompts(1, "rankings") != prompts(1, "replay")
 
 
-def test_the_fingerprint_of_rankings_covers_their_scores(scan_ranked: Callable[..., Rankings]) -> None:
+def test_the_fingerprint_of_rankings_covers_their_scores(scan: Scan) -> None:
     mine = ranked("1?", "a", "b")
     others = [replace(mine, scores=(2.0, 0.0)), replace(mine, completions=("b", "a")), ranked("2?", "a", "b")]
-    assert len({scan_ranked([one]).fingerprint for one in (mine, *others)}) == 4
+    assert len({scan([one]).fingerprint for one in (mine, *others)}) == 4
 
 
 # -- prompts that have begun to say something --------------------------------------------------------------------------
@@ -366,13 +321,6 @@ def test_a_models_ends_are_those_of_its_files(tmp_path: Path, tiny_path: Path) -
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 6]}')
     assert ends_of(model, "chat", tokenizer).ids == (*own, 7, 6)
     assert ends_of(model, "raw", tokenizer).ids == (own[1], 7, 6)
-
-
-def test_a_tokenizer_without_any_end_has_nothing_to_learn(own_tokenizer: RunTokenizer) -> None:
-    own_tokenizer.own.chat_template = own_tokenizer.own.eos_token = None
-    assert turn_ends(own_tokenizer, "chat").ids == ()
-    with pytest.raises(UserError, match=r"^model\.path: its tokenizer has no end token"):
-        scan_demonstrations([demonstrated("1 + 1?", "2")], own_tokenizer, PROMPTS, 64, Split.train)
 
 
 # -- pretraining texts -------------------------------------------------------------------------------------------------
@@ -474,15 +422,6 @@ def test_what_is_given_and_what_is_learned_are_tokenised_each_for_itself() -> No
     assert sorted(written([*found.train_texts, *found.held_out_texts])) == ["cX^d", "ca^bd"]
 
 
-def test_equal_tokens_are_on_one_side_whatever_is_given_of_them() -> None:
-    texts = [f"{i:02d}" for i in range(20)]
-    found = pretraining([*(f"a^{text}" for text in texts), *(f"a{text[0]}^{text[1]}" for text in texts)], held_out=5)
-    held_out, train = words(found.held_out_texts), words(found.train_texts)
-    assert len(held_out) == len(set(held_out)) == 5
-    assert len(train) == 2 * 15
-    assert not set(held_out) & set(train)
-
-
 def test_special_tokens_in_a_text_are_read_as_such_and_none_are_added(backbone: Backbone, caplog) -> None:
     long = "<|im_start|>" + "A" * 600  # more than the model's 512
     with caplog.at_level(logging.WARNING):
@@ -510,6 +449,12 @@ def test_a_text_that_is_held_out_is_trained_on_nowhere() -> None:
     held_out, train = words(found.held_out_texts), words(found.train_texts)
     assert len(held_out) == len(set(held_out)) == 10  # measured once each
     assert len(train) == 3 * 30  # what the file repeats, training repeats
+    assert not set(held_out) & set(train)
+    # Nor where another part of the same tokens is given.
+    found = pretraining([*(f"a^{text}" for text in texts[:20]), *(f"a0^{text[1:]}" for text in texts[:20])], held_out=5)
+    held_out, train = words(found.held_out_texts), words(found.train_texts)
+    assert len(held_out) == len(set(held_out)) == 5
+    assert len(train) == 2 * 15
     assert not set(held_out) & set(train)
 
 

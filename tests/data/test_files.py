@@ -114,26 +114,24 @@ def test_the_files_of_a_folder_are_read_as_one(make_data, tmp_path: Path, monkey
     assert [list(prompts) for prompts in read(make_data, folder)] == held
 
 
-LAYOUTS: list[tuple[list[str], list[str] | str]] = [
-    (["b.jsonl", "a.jsonl", ".hidden.jsonl"], ["a.jsonl", "b.jsonl"]),
-    (["train.csv", "test.csv"], ["train.csv"]),
-    (["train.jsonl", "train-extra.jsonl", "training.jsonl"], ["train-extra.jsonl", "train.jsonl"]),
-    (["train/0000.parquet", "train/0001.parquet"], ["0000.parquet", "0001.parquet"]),
-    (["train.jsonl", "train.jsonl.gz", "train.parquet"], ["train.jsonl"]),
-    (
-        ["train_prefs-0.parquet", "test_prefs-0.parquet"],
-        "has no files of the split 'train', only test_prefs-0.parquet,",
-    ),
-    (["test.jsonl"], "has no files of the split 'train', only test.jsonl"),
-    (["a.jsonl", "b.csv"], "has files of several kinds (.csv, .jsonl)"),
-    (["README.md"], "the folder has no data"),
+ABSENT = "has no files of the split 'train', only "
+LAYOUTS: list[tuple[str, str | list[str]]] = [  # (files, those that are read, or why none is)
+    ("b.jsonl a.jsonl .hidden.jsonl", ["a.jsonl", "b.jsonl"]),
+    ("train.csv test.csv", ["train.csv"]),
+    ("train.jsonl train-extra.jsonl training.jsonl", ["train-extra.jsonl", "train.jsonl"]),
+    ("train/0000.parquet train/0001.parquet", ["0000.parquet", "0001.parquet"]),
+    ("train.jsonl train.jsonl.gz train.parquet", ["train.jsonl"]),
+    ("train_prefs-0.parquet test_prefs-0.parquet", f"{ABSENT}test_prefs-0.parquet,"),
+    ("test.jsonl", f"{ABSENT}test.jsonl"),
+    ("a.jsonl b.csv", "has files of several kinds (.csv, .jsonl)"),
+    ("README.md", "the folder has no data"),
 ]
 
 
 @each(("names", "expected"), LAYOUTS)
-def test_a_folder_is_read_by_the_names_in_it(tmp_path_factory, names: list[str], expected: list[str] | str) -> None:
+def test_a_folder_is_read_by_the_names_in_it(tmp_path_factory, names: str, expected: list[str] | str) -> None:
     folder = tmp_path_factory.mktemp("layout")
-    for name in names:
+    for name in names.split():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     if isinstance(expected, list):
@@ -164,14 +162,7 @@ def test_a_file_is_known_by_its_first_bytes_where_its_name_says_nothing(tmp_path
     assert [type(table) for table in found] == [JsonLines, Parquet, JsonDocument]
 
 
-def test_pretraining_texts_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
-    rows = [{"meta": {"text": "one"}}, {"meta": {"text": "two"}}]
-    for name in ("a.json", "b.parquet"):
-        (tmp_path / name).write_bytes(as_parquet(rows) if name == "b.parquet" else json.dumps(rows).encode())
-        assert [text.text for text in load_texts(str(tmp_path / name), "meta.text", None)] == ["one", "two"]
-
-
-def test_the_sections_of_preferences_and_demonstrations_read_the_same_files(
+def test_preferences_demonstrations_and_texts_are_read_from_the_same_files(
     make_demonstrations, make_preferences, tmp_path: Path
 ) -> None:
     rows = [{"prompt": f"{i}?", "completion": "x", "chosen": "a", "rejected": "b"} for i in range(40)]
@@ -180,7 +171,10 @@ def test_the_sections_of_preferences_and_demonstrations_read_the_same_files(
         keys = {"path": str(tmp_path / name), "held_out_fraction": 0.5}
         demonstrations = [make_demonstrations("jsonl", **keys).load(split) for split in Split]
         rankings = [make_preferences("jsonl", **keys).load(split).rankings for split in Split]
-        assert sum(map(len, demonstrations)) == sum(map(len, rankings)) == 40
+        texts = load_texts(str(tmp_path / name), "prompt", None)
+        assert sum(map(len, demonstrations)) == sum(map(len, rankings)) == len(texts) == 40
+    (tmp_path / "nested.parquet").write_bytes(as_parquet([{"meta": {"text": "one"}}]))
+    assert [text.text for text in load_texts(str(tmp_path / "nested.parquet"), "meta.text", None)] == ["one"]
 
 
 # -- the first rows ----------------------------------------------------------------------------------------------------
@@ -317,26 +311,21 @@ def test_a_table_is_read_and_the_guess_is_said(tmp_path: Path, caplog: pytest.Lo
     assert caplog.messages == [f"{said}data.prompt_field=problem data.answer_field=solution"]
 
 
-@pytest.mark.parametrize("keys", [{}, {"prompt_field": "prompt", "answer_field": "answer"}])
-def test_data_of_ones_own_class_are_not_looked_into(
-    keys: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_of_ones_own_class_are_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "class Rows:\n    def __init__(self, path, **keys):\n        self.path = path\n"
     (tmp_path / "rows_of_mine.py").write_text(source)
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?"}\n')
     monkeypatch.syspath_prepend(tmp_path)
     plain = compose(("data=arithmetic",), None, "train")
-    own = {**plain, "data": {"_target_": "rows_of_mine.Rows", "path": str(tmp_path / "rows.jsonl"), **keys}}
-    assert settled(own)["data"] == own["data"]
+    for keys in ({}, {"prompt_field": "prompt", "answer_field": "answer"}):
+        own = {**plain, "data": {"_target_": "rows_of_mine.Rows", "path": str(tmp_path / "rows.jsonl"), **keys}}
+        assert settled(own)["data"] == own["data"]
 
 
 def test_a_first_record_without_rows_leaves_the_keys(tmp_path: Path) -> None:
     nested = ("data.rows=items", "data.prompt_field=problem")
-    assert keys_read("data", {"items": []}, tmp_path, *nested)["prompt_field"] == "problem"
-    assert (
-        keys_read("data", {"items": [{"question": "1 + 1?", "answer": "2"}]}, tmp_path, *nested)["prompt_field"]
-        == "question"
-    )
+    for items, field in (([], "problem"), ([{"question": "1 + 1?", "answer": "2"}], "question")):
+        assert keys_read("data", {"items": items}, tmp_path, *nested)["prompt_field"] == field
 
 
 def test_a_held_out_file_is_looked_at_too(tmp_path: Path) -> None:

@@ -178,11 +178,13 @@ def test_numbers_of_a_hub_set_are_those_that_it_holds() -> None:
     assert rows[0] == {"answer": 0.10000000149011612}
 
 
-def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, hub_sets) -> None:
+def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, make_demonstrations, hub_sets) -> None:
     hub_sets["test"] = [{"question": "1?", "answer": "#### 1"}]
     hub_sets["train"] = [{"question": "2?", "answer": "#### 2"}, {"q": 3}]
     data = make_data("gsm8k")
     assert [(p.id, p.answer) for p in data.load(Split.held_out)] == [("test:0", "1")]
+    with pytest.raises(UserError, match=r"^demonstrations\.path: some/set, train, row 0: is not a chat"):
+        make_demonstrations("hub", path="some/set").load(Split.train)
     with pytest.raises(UserError, match="openai/gsm8k, train, row 1: field 'question' must be a string, it is null"):
         data.load(Split.train)
     hub_sets["train"] = hub_sets["test"]

@@ -67,30 +67,25 @@ def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, write, tm
     assert (last.messages, last.answer) == (tuple(turns), "d")
 
 
-def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(make_data, write, tmp_path: Path) -> None:
-    def chat(*parts: object) -> dict:
-        return {"m": [{"role": "user", "content": list(parts)}], "answer": 1}
+def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(load) -> None:
+    def read(*parts: object) -> Prompt:
+        [prompt] = load({"m": [{"role": "user", "content": list(parts)}], "answer": 1}, messages_field="m")
+        return prompt
 
-    keys = {"messages_field": "m", "held_out_fraction": 1.0}
     text, sound = {"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": "x.wav"}
-    (prompt,) = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(text, text))), **keys).load(Split.held_out)
-    assert prompt.messages[0]["content"] == "aa"
-    for parts, problem in (
-        ((text, sound), "has a part 1 of its content of the type 'input_audio'"),
-        ((), "must have a text"),
-    ):
-        with pytest.raises(UserError, match=rf"a\.jsonl:1: message 0 of field 'm' {problem}"):
-            make_data("jsonl", path=str(write(tmp_path / "a.jsonl", chat(*parts))), **keys).load(Split.held_out)
+    assert read(text, text).messages[0]["content"] == "aa"
+    with pytest.raises(UserError, match=r"a\.jsonl:1: message 0 of field 'm' has a part 1 of its content of the ty"):
+        read(text, sound)
+    with pytest.raises(UserError, match=r"a\.jsonl:1: message 0 of field 'm' must have a text"):
+        read()
 
 
-def test_the_pattern_takes_the_last_match_and_its_first_group(make_data, write, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i}", "answer": f"#### 1\nso\n#### {i},000"} for i in range(50)]
-    keys = {"path": str(write(tmp_path / "a.jsonl", *rows)), "held_out_fraction": 0.5}
-    data = make_data("jsonl", **keys, answer_pattern=r"#### ([\d,]+)", answer_remove=",")
-    for prompt in data.load(Split.train):
-        assert int(prompt.answer) == 1000 * int(prompt.messages[0]["content"])
-    whole_match = make_data("jsonl", **keys, answer_pattern=r"[\d,]+").load(Split.train)[0]
-    assert whole_match.answer == f"{whole_match.messages[0]['content']},000"
+def test_the_pattern_takes_the_last_match_and_its_first_group(load) -> None:
+    rows = [{"prompt": f"{i}", "answer": f"#### 1\nso\n#### {i},000"} for i in range(9)]
+    grouped = load(*rows, answer_pattern=r"#### ([\d,]+)", answer_remove=",")
+    whole = load(*rows, answer_pattern=r"[\d,]+")
+    assert [prompt.answer for prompt in grouped] == [f"{i}000" for i in range(9)]
+    assert [prompt.answer for prompt in whole] == [f"{i},000" for i in range(9)]
 
 
 def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make_data, write, tmp_path: Path) -> None:
@@ -105,9 +100,7 @@ def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make
     assert abs(len(set(asked[Split.held_out])) - 500) < 97
 
 
-def test_the_split_of_a_question_does_not_depend_on_the_rest_of_the_file_or_the_template(
-    make_data, write, tmp_path: Path
-) -> None:
+def test_the_split_of_a_question_depends_on_nothing_else(make_data, write, tmp_path: Path) -> None:
     rows = sums(200)
     one = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)))
     two = make_data("jsonl", path=str(write(tmp_path / "b.jsonl", *rows[::-2])), prompt_template="?{question}")
@@ -122,13 +115,6 @@ def test_training_questions_that_are_held_out_are_left_out(make_data, write, tmp
     with caplog.at_level(logging.WARNING):
         assert [p.id for p in data.load(Split.train)] == [f"a.jsonl:{i}" for i in range(4, 11)]
     assert "3 training questions are also held out" in caplog.text
-
-
-def test_a_byte_order_mark_and_windows_line_ends_are_read(make_data, tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "1?", "answer": "1"}\r\n' * 2)
-    data = make_data("jsonl", path=str(file), held_out_fraction=1.0)
-    assert [p.id for p in data.load(Split.held_out)] == ["a.jsonl:1", "a.jsonl:2"]
 
 
 # -- worked examples ---------------------------------------------------------------------------------------------------
@@ -195,46 +181,39 @@ def test_a_chat_is_an_example_without_its_system_message(make_data, write, tmp_p
     assert [m["content"] for m in second.messages] == ["own 1", "a 0", "b 0", "Q: c 0", "d 0", "a 1", "b 1", "Q: c 1"]
 
 
-def test_fields_that_rewards_read_go_with_the_prompt(make_data, write, tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", {"prompt": "Add", "answer": "-", "tests": ["assert add(1, 2) == 3"]})
-    keys = {"path": str(file), "held_out_fraction": 1.0}
-    (prompt,) = make_data("jsonl", **keys, metadata_fields=["tests"]).load(Split.held_out)
+def test_fields_that_rewards_read_go_with_the_prompt(load) -> None:
+    row = {"prompt": "Add", "answer": "-", "tests": ["assert add(1, 2) == 3"]}
+    (prompt,) = load(row, metadata_fields=["tests"])
     assert prompt.metadata == {"tests": ["assert add(1, 2) == 3"]}
     with pytest.raises(UserError, match=r"there is no field 'test', only 'prompt', .* \(data.metadata_fields\)"):
-        make_data("jsonl", **keys, metadata_fields=["test"]).load(Split.held_out)
+        load(row, metadata_fields=["test"])
 
 
-def test_a_pattern_that_cuts_numbers_is_named_with_their_count_and_an_example(make_data, write, tmp_path, caplog):
+def test_a_pattern_that_cuts_numbers_is_named_with_their_count_and_an_example(load, caplog):
     texts = ["#### 18", "#### 1,080", "#### 2.5", "#### 18.", "#### 18, as asked", "so 7 #### -3"]
     rows = [{"prompt": f"{i}", "answer": text} for i, text in enumerate(texts)]
-    keys = {"path": str(write(tmp_path / "a.jsonl", *rows)), "held_out_path": None, "held_out_fraction": 1.0}
     with caplog.at_level(logging.WARNING):
-        make_data("jsonl", **keys, answer_pattern=r"#### (-?\d+)").load(Split.held_out)
+        load(*rows, answer_pattern=r"#### (-?\d+)")
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "data.answer_pattern: cuts a number in 2 of 6 answers: a.jsonl:2 has the answer '1' of '#### 1,080'; "
     )
     caplog.clear()
-    prompts = make_data("jsonl", **keys, answer_pattern=r"#### (-?[\d,.]*\d)").load(Split.held_out)
+    prompts = load(*rows, answer_pattern=r"#### (-?[\d,.]*\d)")
     assert [prompt.answer for prompt in prompts] == ["18", "1,080", "2.5", "18", "18", "-3"]
-    make_data("jsonl", **keys, answer_pattern=r"(\d{1,2})\D*$").load(Split.held_out)
+    load(*rows, answer_pattern=r"(\d{1,2})\D*$")
     # From the other side: the pattern begins within a number.
     assert "cuts a number in 2 of 6 answers: a.jsonl:2 has the answer '80'" in caplog.text
 
 
-def test_numbers_and_booleans_are_written_out_and_one_that_is_missing_is_refused(
-    make_data, write, tmp_path: Path
-) -> None:
+def test_numbers_and_booleans_are_written_out_and_one_that_is_missing_is_refused(load) -> None:
     numbers = {1e-05: "0.00001", 1e16: "10000000000000000", 2.5: "2.5", 18.0: "18", -3: "-3", 1e-7: "0.0000001"}
     numbers |= {True: "true", False: "false", "yes": "yes"}
-    rows = [{"prompt": f"{i}", "answer": number} for i, number in enumerate(numbers)]
-    keys = {"held_out_path": None, "held_out_fraction": 1.0}
-    prompts = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)), **keys).load(Split.held_out)
+    prompts = load(*({"prompt": f"{i}", "answer": number} for i, number in enumerate(numbers)))
     assert [prompt.answer for prompt in prompts] == list(numbers.values())
     for number in (float("nan"), float("inf")):
-        file = write(tmp_path / "b.jsonl", {"prompt": "?", "answer": number})
-        with pytest.raises(UserError, match=r"b\.jsonl:1: .*(holds no number|NaN|Infinity)"):
-            make_data("jsonl", path=str(file), **keys).load(Split.held_out)
+        with pytest.raises(UserError, match=r"a\.jsonl:1: .*(holds no number|NaN|Infinity)"):
+            load({"prompt": "?", "answer": number})
 
 
 # -- large files -------------------------------------------------------------------------------------------------------
@@ -315,9 +294,7 @@ def test_streamed_data_are_what_held_data_are(
         assert 5 < int(held_set.notes[0].split()[0]) < 50  # train prompts longer than the limit were dropped
 
 
-def test_the_files_of_a_hub_set_are_streamed_too(
-    make_data: Callable[..., Any], tmp_path: Path, streams: Callable[[], None]
-) -> None:
+def test_the_files_of_a_hub_set_are_streamed_too(make_data, tmp_path: Path, streams) -> None:
     for name, numbers in (("train", range(30)), ("test", range(5, 10))):
         rows = ({"question": f"{i}?", "answer": f"so\n#### {i}"} for i in numbers)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -330,9 +307,7 @@ def test_the_files_of_a_hub_set_are_streamed_too(
     assert len(held[0]) == 25, "five questions are held out"
 
 
-def test_a_file_that_changes_while_it_is_in_use_changes_nothing(
-    mine: Path, make_data: Callable[..., Any], streams: Callable[[], None]
-) -> None:
+def test_a_file_that_changes_while_it_is_in_use_changes_nothing(mine: Path, make_data, streams) -> None:
     streams()
     prompts = make_data("jsonl", path=str(mine)).load(Split.train)
     before = list(prompts)
@@ -359,9 +334,7 @@ def test_a_folder_for_temporary_files_that_is_full_or_missing_is_refused(
 
 
 @pytest.mark.parametrize("limit", [0, 2**30])
-def test_what_a_rows_own_reading_lacks_is_not_blamed_on_temporary_files(
-    limit: int, mine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_rows_own_reading_lacks_is_not_blamed_on_temporary_files(limit: int, mine: Path, monkeypatch) -> None:
     def parse(fields: Mapping[str, Any], row_id: str) -> list[Any]:
         raise FileNotFoundError("picture.png")
 
@@ -381,9 +354,7 @@ def test_rows_that_are_learned_are_in_memory_and_not_in_a_file_as_well(
 
 
 @pytest.mark.slow
-def test_what_is_held_of_large_data_is_16_bytes_a_row(
-    make_data: Callable[..., Any], tmp_path: Path, streams: Callable[[], None]
-) -> None:
+def test_what_is_held_of_large_data_is_16_bytes_a_row(make_data, tmp_path: Path, streams) -> None:
     streams()
     file = tmp_path / "large.jsonl"
     with file.open("w") as lines:

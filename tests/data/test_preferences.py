@@ -1,6 +1,7 @@
 """Preferences as rankings: pairs, lists, samples of a prompt and completions with a score each."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,26 +26,14 @@ PAIR = {"prompt": "1?", "chosen": "good", "rejected": "bad"}
 
 
 @pytest.fixture
-def scan(make_preferences, write, tmp_path: Path):
-    """What is learned of these lines; one other question is held out in a file of its own."""
-
-    def load(*lines: object, **keys: object) -> RankingSet:
-        file = write(tmp_path / "mine.jsonl", *lines)
-        held_out = write(
-            tmp_path / "held_out.jsonl", {"prompt": "held out", "completions": ["x", "y"], "scores": [1, 0]}
-        )
-        data = make_preferences("jsonl", path=str(file), held_out_path=str(held_out), **keys)
-        return data.load(Split.train)
-
-    return load
+def scan(make_preferences, trained) -> Callable[..., RankingSet]:
+    return partial(trained, make_preferences)
 
 
 def told(found: RankingSet) -> list[tuple[str, list[str], list[tuple[str, float]]]]:
     """(prompt id, contents of the prompt, completions with their scores) of each."""
-    return [
-        (r.prompt.id, [m["content"] for m in r.prompt.messages], list(zip(r.completions, r.scores, strict=True)))
-        for r in found.rankings
-    ]
+    scored = [(r.prompt, list(zip(r.completions, r.scores, strict=True))) for r in found.rankings]
+    return [(prompt.id, [m["content"] for m in prompt.messages], completions) for prompt, completions in scored]
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
@@ -269,10 +258,3 @@ def test_completions_that_are_chats_or_null_are_ranked_as_texts_are(make_prefere
                 found = list(zip(made.completions, made.scores, strict=True))
                 assert found == [(text, float(score)) for text, score in expected]
     assert number == 18 + 64 * 2 * 2
-
-
-def test_completions_and_scores_in_several_fields_are_ranked(make_preferences) -> None:
-    row = {"prompt": "1?", "a": "x", "b": "y", "score_a": 1, "score_b": 2}
-    source = make_preferences("jsonl", path="x", completions_field=["a", "b"], scores_field=["score_a", "score_b"])
-    [made] = source.parse(row, "x")
-    assert (made.made.completions, made.made.scores) == (("x", "y"), (1.0, 2.0))

@@ -40,6 +40,8 @@ def shared(*values: str) -> list[dict[str, str]]:
 
 SYSTEM = message("system", "Be brief.")
 HH = "\n\nHuman: Hi, Ada\n\nAssistant: Hello.\n\nHuman: A name, Ada?\n\nAssistant:"
+SVAMP = {"ID": "chal-1", "Body": "Ada had 5 apples and ate 2", "Question": "How many are left?",
+         "Equation": "( 5.0 - 2.0 )", "Answer": 3.0, "Type": "Subtraction"}  # fmt: skip
 EACH: dict[str, tuple[Mapping[str, Any], list[str], Any]] = {
     "GSM8K": (
         {"question": "Ada has 2,000 apples and 10 more.", "answer": "2000 + 10 = <<2000+10=2010>>2010\n#### 2,010"},
@@ -59,14 +61,12 @@ EACH: dict[str, tuple[Mapping[str, Any], list[str], Any]] = {
         [r"\frac{1}{2}"],
     ),
     "SVAMP": (
-        {"ID": "chal-1", "Body": "Ada had 5 apples and ate 2", "Question": "How many are left?",
-         "Equation": "( 5.0 - 2.0 )", "Answer": 3.0, "Type": "Subtraction"},
+        SVAMP,
         ["Ada had 5 apples and ate 2 How many are left?"],
         ["3"],
     ),
     "SVAMP's equations": (
-        {"ID": "chal-1", "Body": "Ada had 5 apples and ate 2", "Question": "How many are left?",
-         "Equation": "( 5.0 - 2.0 )", "Answer": 3.0, "Type": "Subtraction"},
+        SVAMP,
         ["Ada had 5 apples and ate 2 How many are left?"],
         "( 5.0 - 2.0 ) = 3",
     ),

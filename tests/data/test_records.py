@@ -46,24 +46,19 @@ def test_what_is_stored_is_read_as_a_list_is(stored: Sequence[Any], held: list[A
 def test_a_line_has_exactly_these_keys_and_reads_back(sample) -> None:
     line = sample("1 + 1", "2!", 0.5, index=4, rewards={"math": 1.0, "format": 0.0})
     assert line == {
-        "prompt_id": "1 + 1",
-        "index": 4,
-        "prompt": [{"role": "user", "content": "What is 1 + 1?"}],
-        "answer": "2",
-        "completion": "2!",
-        "token_ids": [50, 33, 0],
-        "finish_reason": "stop",
-        "rewards": {"format": 0.0, "math": 1.0},
-        "reward": 0.5,
-        "model": "tiny, step 3",
-        "tokenizer": "0123456789ab",
-    }
+        "prompt_id": "1 + 1", "index": 4, "prompt": [{"role": "user", "content": "What is 1 + 1?"}], "answer": "2",
+        "completion": "2!", "token_ids": [50, 33, 0], "finish_reason": "stop", "reward": 0.5,
+        "rewards": {"format": 0.0, "math": 1.0}, "model": "tiny, step 3", "tokenizer": "0123456789ab",
+    }  # fmt: skip
     assert is_sampled(line)
     read = parse_sampled(json.loads(json.dumps(line, allow_nan=False)), with_tokens=True)
     assert (read.prompt.id, read.prompt.answer) == ("1 + 1", "2")
     assert read.prompt.messages == ({"role": "user", "content": "What is 1 + 1?"},)
     assert (read.completion, read.token_ids, read.finish_reason) == ("2!", (50, 33, 0), FinishReason.stop)
     assert (read.rewards, read.reward) == ({"format": 0.0, "math": 1.0}, 0.5)
+    assert not is_sampled({key: value for key, value in line.items() if key != "tokenizer"})  # a run's rollouts
+    assert not is_sampled(line | {"prompt": "What?"})
+    assert not is_sampled({key: value for key, value in line.items() if key != "completion"})
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
@@ -87,13 +82,6 @@ def test_rewards_that_are_no_finite_numbers_become_null(sample) -> None:
     assert (line["reward"], line["rewards"]) == (None, {"judge": None})
     read = parse_sampled(line, with_tokens=True)
     assert (read.reward, read.rewards) == (None, {"judge": None})
-
-
-def test_other_shapes_are_no_sampled_lines(sample) -> None:
-    line = sample("1", "2")
-    assert not is_sampled({key: value for key, value in line.items() if key != "tokenizer"})  # a run's rollouts
-    assert not is_sampled(line | {"prompt": "What?"})
-    assert not is_sampled({key: value for key, value in line.items() if key != "completion"})
 
 
 @pytest.mark.parametrize(

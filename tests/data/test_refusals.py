@@ -345,19 +345,19 @@ USELESS: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {  # {section: [(row
 
 @each("section, row, problem, keys", [(section, *case) for section, cases in USELESS.items() for case in cases])
 def test_a_row_with_nothing_to_learn_is_left_out_and_named(
-    section: str, row: Any, problem: str, keys: dict[str, Any], load: Load, write, tmp_path: Path, caplog
+    section: str, row: Any, problem: str, keys: dict[str, Any], request, trained, caplog
 ) -> None:
     caplog.clear()
+    make = request.getfixturevalue(f"make_{section}")
     good = {"prompt": "0?", "completion": "0", "completions": ["a", "b"], "scores": [1, 0]}
-    other = write(tmp_path / "held_out.jsonl", good | {"prompt": "held out"})
     with caplog.at_level(logging.WARNING):
-        found = load(section, write(tmp_path / "mine.jsonl", row, good), held_out_path=str(other), **keys)
+        found = trained(make, row, good, **keys)
     assert [one.prompt.id for one in getattr(found, "rankings", found)] == ["mine.jsonl:2"]
     said = f"{section}.path: nothing can be learned from 1 of 2 train rows: mine.jsonl:1 {problem}"
     assert said in caplog.text
     # More than half: the rows are not what the keys say that they are.
     with pytest.raises(UserError, match=r"nothing can be learned from 2 of 3 train rows: mine\.jsonl:1 has "):
-        load(section, write(tmp_path / "mine.jsonl", row, row, good), held_out_path=str(other), **keys)
+        trained(make, row, row, good, **keys)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

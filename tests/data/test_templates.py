@@ -83,11 +83,8 @@ def test_a_template_without_a_question_or_with_the_answer_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=f"^data.prompt_template: {problem}"):
         check_template(template, "data.prompt_template", answer_field)
-
-
-@each("template", ["{question} {{solution}}", r"{question} \boxed{solution}", "{Body}"])
-def test_a_template_may_name_the_field_of_the_answer_where_it_does_not_show_it(template: str) -> None:
-    check_template(template, "data.prompt_template", "solution")
+    for shown in ("{question} {{solution}}", r"{question} \boxed{solution}", "{Body}"):  # not the answer
+        check_template(shown, "data.prompt_template", "solution")
 
 
 def test_every_item_of_a_list_is_reached_by_a_star() -> None:
@@ -105,24 +102,13 @@ def test_a_question_that_is_typed_has_no_fields() -> None:
     )
 
 
-@pytest.fixture
-def load(make_data, write, tmp_path: Path) -> Callable[..., list[Prompt]]:
-    def load_rows(*rows: dict[str, Any], **keys: Any) -> list[Prompt]:
-        path = str(write(tmp_path / "a.jsonl", *rows))
-        return make_data("jsonl", path=path, held_out_fraction=1.0, **keys).load(Split.held_out)
-
-    return load_rows
-
-
 def test_a_question_in_two_fields_is_known_by_both(load, caplog) -> None:
     rows = [{"Body": f"{i} apples.", "Question": "How many?", "Answer": float(i)} for i in (1, 2)]
     with caplog.at_level(logging.WARNING):
         prompts = load(*rows, prompt_template="{Body} {Question}", answer_field="Answer")
     assert not caplog.text, "the questions differ"
-    assert [(p.messages[0]["content"], p.answer) for p in prompts] == [
-        ("1 apples. How many?", "1"),
-        ("2 apples. How many?", "2"),
-    ]
+    found = [(prompt.messages[0]["content"], prompt.answer) for prompt in prompts]
+    assert found == [("1 apples. How many?", "1"), ("2 apples. How many?", "2")]
 
 
 def test_the_key_of_a_wrong_template_is_named_with_the_row(load) -> None:
@@ -261,13 +247,6 @@ def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data
         assert found == {first.strip("(). "): "x", second.strip("(). "): "y", third.strip("(). "): "z"}
 
 
-def test_options_are_written_for_demonstrations_and_preferences_too(make_demonstrations, make_preferences) -> None:
-    row = {"prompt": "Which?", "c": ["x", "y"], "completion": "A", "chosen": "A", "rejected": "B"}
-    for make in (make_demonstrations, make_preferences):
-        [made] = make("jsonl", path="x", options_field="c").parse(row, "x")
-        assert made.made.prompt.messages[-1]["content"] == "Which?\nA) x\nB) y"
-
-
 def test_what_are_no_options_is_refused_by_the_key(make_data, write, tmp_path: Path) -> None:
     for value in ("Rome", [], 5, None, {"text": ["a", "b"], "label": ["A"]}, [{"a": 1}, {"a": 2}]):
         file = write(tmp_path / "a.jsonl", {"prompt": "1?", "answer": "A", "c": value})
@@ -298,16 +277,18 @@ def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make
         assert len(prompt.messages) == 2
 
 
-def test_history_is_read_as_the_turns_before(make_data, make_demonstrations, make_preferences) -> None:
+def test_history_is_read_as_the_turns_before_and_options_are_written_behind_the_question(
+    make_data, make_demonstrations, make_preferences
+) -> None:
     """Lengths x sections; the system message stands before it, and the template is that of the last turn alone."""
     for number, make in product(range(4), (make_data, make_demonstrations, make_preferences)):
         row = {"prompt": "q", "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "s": "S"}
-        row["history"] = [[f"q{i}", f"a{i}"] for i in range(number)]
-        keys = {"path": "x", "system_field": "s", "prompt_template": "<{question}>"}
+        row |= {"history": [[f"q{i}", f"a{i}"] for i in range(number)], "c": ["x", "y"]}
+        keys = {"path": "x", "system_field": "s", "prompt_template": "<{question}>", "options_field": "c"}
         [made] = make("jsonl", **keys).parse(row, "x")
         turns = made.made.prompt.messages
         texts = [turn["content"] for turn in turns]
-        assert texts == ["S", *(text for pair in row["history"] for text in pair), "<q>"]
+        assert texts == ["S", *(text for pair in row["history"] for text in pair), "<q>\nA) x\nB) y"]
         assert [turn["role"] for turn in turns] == ["system", *["user", "assistant"] * number, "user"]
 
 

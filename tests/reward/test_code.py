@@ -60,19 +60,17 @@ def scores(group, programs, tests, **keys):
 
 
 # -- where the program stands ----------------------------------------------------------------------------------------
-BLOCKS = {  # {program: texts}
+BLOCKS = {  # {program: texts}; tests/tokens/test_answers.py has every fence and every marker of reasoning
     "a\n": [
-        fence("a", "py"), fence("a", "Python"), fence("a", "{.python}"), fence("a", "{.python .numberLines}"),
-        fence("a", "python title=add.py"), fence("a", "{python}"), fence("a", ""), fence("a") + fence("output", ""),
-        fence("a") + fence("b", "bash"), fence("a", "") + fence("b", "bash"), "```python\na\n```\n```python\nb",
-        "```\na\n```\n```python\nb", "```python\na",  # such as before a stop string
+        fence("a", ""), fence("a") + fence("output", ""), fence("a") + fence("b", "bash"),
+        fence("a", "") + fence("b", "bash"), "```python\na\n```\n```python\nb", "```\na\n```\n```python\nb",
+        "```python\na",  # such as before a stop string
     ],
     "b\n": [
         fence("a") + fence("b"), fence("a", "") + fence("b", ""), "```python\na\n```python\nb\n```",
         "<think>\n" + fence("a") + "</think>\n" + fence("b", ""),
     ],
-    "x = '''\n ```\n'''\n": [fence("x = '''\n ```\n'''")],
-    None: ["<think>\n" + fence("a") + "</think>\nDone.", fence(" \n"), "print(1)", ""],
+    None: [fence(" \n"), "print(1)", ""],
 }  # fmt: skip
 
 
@@ -274,11 +272,6 @@ def test_a_plan_scans_the_tests_of_both_splits(split, tmp_path):
         resolve(compose(["+recipe=grpo_arithmetic", "reward=code", "data=jsonl", *files])).plan()
 
 
-def test_bad_tests_stop_the_run_with_the_prompts_name(group):
-    with pytest.raises(RewardError, match="the answer of prompt 'p7' holds no tests"):
-        Scorer(specs({"code": KEYS}), 0, 30.0, "stop")([group([fence("x = 1")], answer="18", id="p7")])
-
-
 def test_metadata_can_hold_the_tests(group):
     whole = group([fence("print(input() * 2)")])
     tests = [MappingProxyType({"input": "ab", "output": "abab"})]
@@ -426,30 +419,6 @@ VERDICTS = [*((ADD_TESTS, *case) for case in ASSERT_VERDICTS), *((DOUBLE_TESTS, 
 @pytest.mark.parametrize(("tests", "program", "score", "why"), VERDICTS, ids=[why for *_, why in VERDICTS])
 def test_verdicts(group, tests, program, score, why):
     assert scores(group, [program], tests, score="fraction", cpu_seconds=1) == [float(score)]
-
-
-HELPERS = """
-class math:
-    isclose = staticmethod(lambda *a, **k: True)
-class Chameleon:
-    def __ne__(self, other): return True
-    def __bool__(self): return False
-    def __len__(self): return 3
-def area(r): return Chameleon()
-"""
-
-
-@each(
-    ("test", "right"),
-    [
-        ("assert math.isclose(area(2), 12.566, rel_tol=1e-4)", "import math\ndef area(r): return math.pi * r**2"),
-        ("assert area(2) != 5", "def area(r): return 4"),
-        ("assert not area(2)", "def area(r): return []"),
-        ("assert len(area(2)) == 3", "def area(r): return [1, 2, 3]"),
-    ],
-)
-def test_nothing_is_paid_for_helpers_and_operators_of_the_programs(group, test, right):
-    assert scores(group, [HELPERS, right], test) == [0.0, 1.0]
 
 
 TWO_SUM = """class Solution:

@@ -59,12 +59,12 @@ def test_an_equation_in_a_sentence_is_found():
 
 
 @each("part", ["1", "a", "1+", "+", "=", "1+1=2 ", "+ ", " +", "1+1=2+", " ", ",", "- 1"])
-def test_time_grows_with_the_length_of_a_hostile_text_and_no_faster(part):
-    """Anything worse than linear would take hours for a million characters, not a second or two."""
-    text = part * (1_000_000 // len(part))
-    start = time.perf_counter()
+def test_a_hostile_text_is_read_in_linear_time(part):
+    """Anything worse would take minutes for so many characters, not a fraction of a second."""
+    text = part * (200_000 // len(part))
+    start = time.process_time()
     list(equations(text))
-    assert time.perf_counter() - start < 60
+    assert time.process_time() - start < 10
 
 
 def test_the_working_of_the_embedded_model_is_read_step_by_step(group):

@@ -76,12 +76,9 @@ def test_a_pattern_takes_the_place_of_the_tags(group, text, follows):
     assert Format(mode=FormatMode.strict, tags=TAGS, pattern=HASHES)(group([text])) == [float(follows)]
 
 
-def test_a_pattern_has_no_parts_to_count():
+def test_a_pattern_that_is_no_regular_expression_or_has_parts_to_count_is_refused():
     with pytest.raises(UserError, match=r"mode: a pattern is matched or not, .*, got soft; use mode=strict"):
         Format(mode=FormatMode.soft, tags=TAGS, pattern=HASHES)
-
-
-def test_a_pattern_that_is_no_regular_expression_is_refused():
     with pytest.raises(UserError, match=r"pattern: is not a regular expression \(missing \), .*got \(unclosed"):
         Format(mode=FormatMode.strict, tags=TAGS, pattern="(unclosed")
 

@@ -4,43 +4,22 @@ import logging
 import socket
 import time
 from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields, replace
 
 import pytest
-import yaml
 from in_one_test import each
-from scripted_server import Reply, ScriptedServer, scores
+from scripted_server import Reply, scores
 
-from rlft.reward.http import Request, ServerKeys, scores_in
+from rlft.reward.http import Http, Request, scores_in
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
 from rlft.types import Unscored, UserError
 
-SHIPPED = yaml.safe_load((Path(__file__).parents[2] / "configs/reward/http.yaml").read_text())["http"]
-
-
-def by_length(body):
-    """A reward server that likes long completions."""
-    return scores(*(len(text) for text in body["completions"]))
-
 
 @pytest.fixture
-def server():
-    with ScriptedServer() as running:
-        running.answer = lambda body: scores(1.0)
-        yield running
-
-
-@pytest.fixture
-def config(server):
-    """Makes the `reward` section: the shipped keys, with this server and quick retries; keys override."""
-    server.answer = by_length
-
-    def make(**keys):
-        quick = {"url": f"{server.address}/score", "group_timeout": 4.0, "timeout": 1.0, "retries": 1, "backoff": 0.01}
-        return {"http": SHIPPED | quick | keys}
-
-    return make
+def config(server, asking):
+    """Makes the `reward` section; the server likes long completions."""
+    server.answer = lambda body: scores(*(len(text) for text in body["completions"]))
+    return lambda **keys: asking("http", **keys)
 
 
 def test_a_request_says_all_there_is_to_know_with_metadata_where_they_are_asked_for(server, config, group):
@@ -96,17 +75,17 @@ def test_a_slow_server_is_told_by_the_reward_before_the_scorer_cuts_it_off(serve
 
 # -- attempts and refusals ---------------------------------------------------------------------------------------------
 BUSY = Reply(status=503, text="busy")
+KEYS = {field.name for field in fields(Http)}
 
 
 @pytest.fixture
-def make(server):
-    """Makes ServerKeys for the server, quick to try again; keys override."""
+def make(server, asking):
+    """Makes the reward, which tries twice again; each request is of one completion that gets 1."""
+    server.answer = lambda body: scores(1.0)
 
     def build(**keys):
-        fixed = {"url": f"{server.address}/score", "token_variable": None, "headers": {}, "timeout": 1.0}
-        return ServerKeys(
-            **{**fixed, "group_timeout": 4.0, "retries": 2, "backoff": 0.01, "concurrency": 4, **keys}  # type: ignore
-        )
+        section = asking("http", **{"retries": 2} | keys)["http"]
+        return Http(**{name: value for name, value in section.items() if name in KEYS})
 
     return build
 

@@ -2,19 +2,15 @@
 
 import json
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-import yaml
 from in_one_test import each
 from reward_groups import make_group
-from scripted_server import Reply, ScriptedServer, chat, rated
+from scripted_server import Reply, chat, rated
 
 from rlft.reward.judge import reply
 from rlft.reward.workers.scorer import Scorer, specs
 from rlft.types import Unscored
-
-SHIPPED = yaml.safe_load((Path(__file__).parents[2] / "configs/reward/judge.yaml").read_text())["judge"]
 
 
 def shown(body):
@@ -32,22 +28,10 @@ def by_length(body):
 
 
 @pytest.fixture
-def server():
-    with ScriptedServer() as running:
-        running.answer = by_length
-        yield running
-
-
-@pytest.fixture
-def config(server):
-    """Makes the `reward` section: the shipped keys, with this server and quick retries; keys override."""
-
-    def make(**keys):
-        url = f"{server.address}/v1/chat/completions"
-        quick = {"url": url, "group_timeout": 4.0, "timeout": 1.0, "retries": 1, "backoff": 0.01}
-        return {"judge": SHIPPED | quick | keys}
-
-    return make
+def config(server, asking):
+    """Makes the `reward` section."""
+    server.answer = by_length
+    return lambda **keys: asking("judge", **keys)
 
 
 @pytest.fixture

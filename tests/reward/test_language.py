@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from in_one_test import each
-from slow_cases import slow
 
 from rlft.reward.language import Language, counts, windows, words
 from rlft.reward.workers.reward_spec import specs
@@ -36,14 +35,10 @@ def asked(group, question, texts):
 
 
 @each("code", TEXTS)
-def test_a_text_is_wholly_in_its_language_and_in_no_other(group, code):
-    scores = language(target=code)(group(list(TEXTS.values())))
-    assert dict(zip(TEXTS, scores, strict=True)) == {other: float(other == code) for other in TEXTS}
-
-
-@each("code", TEXTS)
-def test_the_target_can_be_the_prompts_own_language(group, code):
-    assert language()(asked(group, TEXTS[code], [TEXTS[code], GERMAN])) == [1.0, float(code == "de")]
+def test_a_text_is_wholly_in_its_language_and_in_no_other_also_where_it_is_the_prompts(group, code):
+    texts = list(TEXTS.values())
+    expected = [float(other == code) for other in TEXTS]
+    assert language(target=code)(group(texts)) == language()(asked(group, TEXTS[code], texts)) == expected
 
 
 def test_the_prompts_language_is_that_of_its_last_user_message(group):
@@ -93,20 +88,11 @@ def test_markup_digits_and_formulas_are_no_language(group, text):
     assert language(target="de")(group([f"{text} {GERMAN} {text}"])) == [1.0]
 
 
-@each(
-    "text",
-    [
-        f"${CHINESE}$",
-        f"`{CHINESE}`",
-        rf"\({CHINESE}\)",
-        rf"\[\text{{{CHINESE}}}\]",
-        f"<b>{CHINESE}</b>",
-        f"**{CHINESE}**",
-    ],
-)
-def test_text_cannot_hide_in_a_formula_or_between_tags(group, text):
-    # 16 German words, 20 Chinese characters.
-    assert language(target="de")(group([f"{GERMAN} {text}"])) == [pytest.approx(16 / 36, abs=1e-12)]
+def test_text_cannot_hide_in_a_formula_or_between_tags(group):
+    for around in ("${}$", "`{}`", r"\({}\)", r"\[\text{{{}}}\]", "<b>{}</b>", "**{}**"):
+        # 16 German words, 20 Chinese characters.
+        text = f"{GERMAN} {around.format(CHINESE)}"
+        assert language(target="de")(group([text])) == [pytest.approx(16 / 36, abs=1e-12)], around
 
 
 def test_dollars_may_be_money(group):
@@ -153,12 +139,10 @@ def test_an_unknown_language_is_refused(target):
         specs({"language": CONFIG | {"target": target}})
 
 
-@pytest.mark.parametrize(
-    "piece", ["<a", "$", "$ ", "$a", "`", "```", r"\(", r"\[", "\\", "{", slow("首"), "a", "a ", "ab", "<", " "]
-)
-def test_a_million_characters_take_no_time(piece):
-    # A quadratic search would need about 1e12 steps, hours.
-    text = piece * (1_000_000 // len(piece))
-    start = time.monotonic()
+@each("piece", ["<a", "$", "$ ", "$a", "`", "```", r"\(", r"\[", "\\", "{", "首", "a", "a ", "ab", "<", " "])
+def test_a_hostile_text_is_read_in_linear_time(piece):
+    # A quadratic search would need about 1e10 steps, minutes.
+    text = piece * (200_000 // len(piece))
+    start = time.process_time()
     windows(text, 12)
-    assert time.monotonic() - start < 60
+    assert time.process_time() - start < 10

@@ -108,9 +108,7 @@ def test_a_path_in_a_yaml_is_relative_to_it(text: str, workplace: Path) -> None:
         ("[reward.py:Mentions]", "reward.Mentions.word: is missing"),
     ],
 )
-def test_a_wrong_reward_is_refused(
-    words: str, refusal: str, workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_reward_is_refused(words: str, refusal: str, workplace: Path, capsys) -> None:
     assert cli.run(["train", *shlex.split(f"reward={words}")]) == 2
     assert refusal in capsys.readouterr().err
 
@@ -120,9 +118,7 @@ def test_a_keyword_is_shown_by_cfg(workplace: Path, capsys: pytest.CaptureFixtur
     assert "tolerance: 0.25" in capsys.readouterr().out
 
 
-def test_a_run_keeps_a_copy_and_resume_eval_and_audit_name_what_changed(
-    workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_keeps_a_copy_and_resume_eval_and_audit_name_what_changed(workplace: Path, capsys, monkeypatch) -> None:
     words = ["reward=['my qa/reward.py:close',exact_match]", "scoring.workers=1", "hydra.run.dir=run"]
     assert cli.run(["train", *words, *SMALL]) == 0, capsys.readouterr().err
     assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])["reward/close"] == 0.5

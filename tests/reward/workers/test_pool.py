@@ -333,9 +333,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("on_error", ["stop", 0.0])
-def test_the_scorer_asks_a_disturbed_reward_again_whatever_a_failure_means(
-    group: Callable[..., Any], on_error: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scorer_asks_a_disturbed_reward_again_whatever_a_failure_means(group, on_error: Any, monkeypatch) -> None:
     monkeypatch.setattr(Interrupted, "calls", 0)
     before = signal.signal(signal.SIGTERM, interrupt.note_signal)
     try:

@@ -26,33 +26,23 @@ FORMAT = {
 }  # fmt: skip
 
 
-def test_weight_and_on_error_stay_with_the_scorer():
-    spec = specs({"format": {**FORMAT, "on_error": 0}})["format"]
-    assert (spec.weight, spec.on_error) == (0.2, 0.0)
-    assert set(spec.kwargs) == {"mode", "tags", "pattern"}
-
-
-def test_a_class_and_a_function_from_outside_the_tree_both_work(group):
+def test_a_spec_builds_what_is_its_rewards_and_keeps_what_is_the_scorers(group):
+    """Of classes and functions from outside the tree as well; it knows which score steps or run in the trainer."""
     built = specs(
         {
+            "format": {**FORMAT, "on_error": 0},
             "bonus": {"_target_": "naughty.Bonus", "weight": 1, "bonus": 2.5},
             "length": {"_target_": "naughty.length", "weight": 1},
             "scaled": {"_target_": "naughty.scaled_length", "weight": 1, "scale": 2},
-        }
-    )
-    scores = {name: spec.build()(group(["ab"])) for name, spec in built.items()}
-    assert scores == {"bonus": [2.5], "length": [2.0], "scaled": [4]}
-
-
-def test_a_spec_knows_whether_its_reward_scores_steps_or_runs_in_the_trainer():
-    built = specs(
-        {
-            "format": FORMAT,
             "words": {"_target_": "naughty.stepwise", "weight": 1},
             "same": {"_target_": "naughty.SameSteps", "weight": 1, "values": [1.0], "ends": [1]},
             "judge": {"_target_": "naughty.Judge", "weight": 1, "taste": "good"},
         }
     )
+    spec = built["format"]
+    assert (spec.weight, spec.on_error, set(spec.kwargs)) == (0.2, 0.0, {"mode", "tags", "pattern"})
+    scores = [built[name].build()(group(["ab"])) for name in ("bonus", "length", "scaled")]
+    assert scores == [[2.5], [2.0], [4]]
     assert [name for name, spec in built.items() if spec.scores_steps] == ["words", "same"]
     assert [name for name, spec in built.items() if spec.runs_in_trainer] == ["judge"]
 
@@ -140,9 +130,6 @@ class Shorter:
 def by_state(completions, trainer_state, **kwargs):
     return [0.0 for _ in completions]
 
-def not_a_list(completions, **kwargs):
-    return 1.0
-
 def ours(group, limit=3):
     return [float(len(r.completion.text) < limit) for r in group.rollouts]
 """
@@ -200,18 +187,10 @@ def test_each_form_scores_a_group(name: str, keys: dict[str, Any], expected: lis
     assert scores(spec(name, **keys)) == expected
 
 
-def test_a_worker_process_scores_the_same() -> None:
+def test_a_worker_process_scores_the_same_and_a_coroutine_has_the_time_limit_of_any_reward() -> None:
     assert scores(spec("by_answer"), workers=1) == [1, 1, 0]
-
-
-def test_a_coroutine_has_the_time_limit_of_any_reward() -> None:
     with pytest.raises(RewardError, match=r"exceeded its time limit of 0.2 s a group"):
         scores(spec("for_ever"), timeout=0.2)
-
-
-def test_what_is_no_list_is_told_by_the_rewards_name() -> None:
-    with pytest.raises(RewardError, match=r"reward.mine: returned float, not a list of \d numbers .*; return a list"):
-        scores(spec("not_a_list"))
 
 
 @each(
@@ -314,12 +293,14 @@ def test_the_command_line_goes_before_a_recipe_and_that_before_the_defaults(word
         assert built["mine"].kwargs == {"bonus": 4.0 if "reward.mine.bonus=4.0" in words else 1.5}
 
 
-@each("path", sorted((config_folder() / "reward").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_shipped_config_builds_its_namesake(path):
-    assert path.read_text().startswith("# ")
-    spec = specs(compose([f"reward={path.stem}", "token_budget=4096"])["reward"])[path.stem]
-    assert spec.target.startswith(f"rlft.reward.{path.stem}.")
-    spec.build()
+def test_every_shipped_config_builds_its_namesake():
+    paths = sorted((config_folder() / "reward").glob("*.yaml"))
+    built = specs(compose([f"reward=[{','.join(path.stem for path in paths)}]", "token_budget=4096"])["reward"])
+    assert list(built) == [path.stem for path in paths]
+    for path in paths:
+        assert path.read_text().startswith("# ")
+        assert built[path.stem].target.startswith(f"rlft.reward.{path.stem}.")
+        built[path.stem].build()
 
 
 def test_limits_of_the_run_reach_the_rewards_that_need_them():
