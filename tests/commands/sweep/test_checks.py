@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from fake_studies import line, write
 from in_one_test import each
 from slow_cases import slow
@@ -17,15 +21,20 @@ from rlft.commands.sweep.checks import (
     check_possible,
     check_same_questions,
     checked_configs,
+    cluster_of,
     corners_of,
     curve,
+    gpus_of,
+    is_finished,
     lower_is_better,
     planned,
 )
 from rlft.commands.sweep.space import Choice, Space
 from rlft.config.compose import compose
-from rlft.config.resolved import resolve
+from rlft.config.resolved import build, resolve
+from rlft.config.trainer import ClusterConfig
 from rlft.loop.evaluations import compared
+from rlft.runs import run_folder, run_status
 from rlft.types import UserError
 
 SMALL = ("generation=transformers", "model.device=cpu", "data.size=16", "data.held_out_size=4", "scoring.workers=0")
@@ -61,37 +70,40 @@ def test_a_server_that_does_not_answer_refuses_every_trial() -> None:
 
 def test_a_file_that_is_gone_refuses_every_trial_and_one_that_is_back_none(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
-    fixed = (*SMALL[:2], "scoring.workers=0", "data=jsonl", f"data.path={data}")
-    space = Space(fixed=fixed, varied=(TOKENS,))
+    space = Space(fixed=(*SMALL[:2], "scoring.workers=0", "data=jsonl", f"data.path={data}"), varied=(TOKENS,))
     with pytest.raises(UserError, match=r"^data\.path: "):
         check_possible(space, None, "train")
     data.write_text("".join(json.dumps({"prompt": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(40)))
     check_possible(space, None, "train")
 
 
-def test_the_metrics_of_a_run_are_those_of_its_evaluations() -> None:
-    assert compared(compose(["eval.num_samples=4", "eval.kl_base=true"])) == [
-        "accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/maj@4",
-        "eval/reward/exact_match", "eval/reward/format", "eval/kl_base",
-    ]  # fmt: skip
-    assert "eval/maj@4" not in compared(compose(["eval.num_samples=4", "reward=[length,exact_match]"]))
-    assert "eval/maj@4" not in compared({**compose(["eval.num_samples=4"]), "reward": {}})
-    assert "eval/maj@1" not in compared(compose([]))
-    sft = ["demonstrations=jsonl", "demonstrations.path=x.jsonl"]
-    assert compared(compose(sft, command="sft")) == ["eval/loss"]
-    assert compared(compose(["preferences=jsonl", "preferences.path=x.jsonl"], command="rm")) == [
-        "accuracy",
-        "eval/loss",
-    ]
-    dpo = compose(["preferences=jsonl", "preferences.path=x.jsonl"], command="dpo")
-    assert compared(dpo) == ["accuracy", "eval/loss", "eval/margin", "eval/chosen_logprob"]
+PREFERENCES = ("preferences=jsonl", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64")
+REWARDS = ["eval/reward/exact_match", "eval/reward/format"]
+
+
+@each(
+    ("command", "words", "names"),
+    [
+        ("train", ["eval.num_samples=4", "eval.kl_base=true"], [*(f"eval/pass@{k}" for k in (1, 2, 4)), "eval/maj@4",
+                                                                *REWARDS, "eval/kl_base"]),
+        ("train", ["eval.num_samples=2", "reward=[length,exact_match]"], ["eval/pass@1", "eval/pass@2",
+                                                                          "eval/reward/length", REWARDS[0]]),
+        ("train", ["eval.num_samples=1"], ["eval/pass@1", *REWARDS]),
+        ("sft", ["demonstrations=jsonl", "demonstrations.path=x.jsonl"], ["eval/loss"]),
+        ("rm", PREFERENCES, ["eval/loss"]),
+        ("dpo", PREFERENCES, ["eval/loss", "eval/margin", "eval/chosen_logprob"]),
+    ],
+)  # fmt: skip
+def test_the_metrics_of_a_run_are_those_of_its_evaluations(
+    command: str, words: Sequence[str], names: list[str]
+) -> None:
+    accuracy = [] if command == "sft" else ["accuracy"]
+    assert compared(compose([*words], command=command)) == [*accuracy, *names]
 
 
 def test_a_metric_that_there_will_not_be_is_refused() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"sweep.metric: no evaluation has it, got eval/pass@8; did you mean eval/pass@4[?] All: accuracy",
-    ):
+    said = r"sweep.metric: no evaluation has it, got eval/pass@8; did you mean eval/pass@4[?] All: accuracy"
+    with pytest.raises(UserError, match=said):
         check_metric("eval/pass@8", compose(["eval.num_samples=4"]))
     for every, got in ((0, "0"), (None, "null")):
         with pytest.raises(UserError, match=rf"eval.every: trials are compared by .*, and there is none, got {got};"):
@@ -99,66 +111,43 @@ def test_a_metric_that_there_will_not_be_is_refused() -> None:
     check_metric("eval/reward/format", compose([]))
 
 
-@each(
-    "word",
-    ["eval.num_samples=8", "reward=[format,exact_match]", "generation.temperature=0.5", "generation.top_p=0.9",
-     "generation.top_k=5", "generation.min_p=0.1", "generation.stop=['4']",
-     "generation.include_stop_str_in_output=true", "scoring.on_error=0"],
-)  # fmt: skip
-def test_trials_that_would_be_measured_differently_are_refused(word: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_measured_alike(compose([]), compose([word]), "accuracy")
-    assert refused.value.key == word.partition("=")[0]
+TEXT = ("pretrain.path=embedded:arithmetic-text",)
+ALIKE = [  # (command, words of all trials, words of some, metrics that compare them, metrics that do not)
+    *(("train", (), word, (), ("accuracy",)) for word in (
+        "eval.num_samples=8", "reward=[format,exact_match]", "generation.temperature=0.5", "generation.top_p=0.9",
+        "generation.top_k=5", "generation.min_p=0.1", "generation.stop=['4']", "scoring.on_error=0",
+        "generation.include_stop_str_in_output=true",
+    )),
+    ("train", (), "reward.format.mode=soft", ("accuracy",), ("eval/reward/format",)),
+    ("train", (), "reward.format.weight=0.5", ("eval/reward/format",), ()),
+    ("train", (), "trainer.lr=1e-3 reward.exact_match.weight=2 algorithm=gspo generation.max_tokens=99",
+     ("accuracy",), ()),
+    ("train", ("eval.temperature=1.0",), "generation.temperature=0.5", ("accuracy",), ()),
+    ("train", TEXT, "pretrain.max_tokens=33", ("accuracy",), ("eval/pretrain_loss",)),
+    ("train", TEXT, "pretrain.sequences_per_update=3", ("eval/pretrain_loss",), ()),
+    *(("dpo", PREFERENCES, word, ("accuracy", "eval/chosen_logprob"), ("eval/loss", "eval/margin")) for word in (
+        "loss=ipo", "loss.beta=0.5", "snapshot.reference=base", "lora.path=elsewhere",  # which is the reference, too
+    )),
+    ("dpo", (*PREFERENCES, "loss=simpo"), "lora.path=elsewhere", ("eval/loss",), ()),  # which has no reference
+    ("rm", PREFERENCES, "margin=1", ("eval/loss",), ()),  # its loss is measured without its margin
+]  # fmt: skip
 
 
-def test_the_reward_that_trials_are_compared_by_is_one_for_all() -> None:
-    changed = compose(["reward.format.mode=soft"])
-    check_measured_alike(compose([]), changed, "accuracy")
-    with pytest.raises(UserError, match=r"^reward.format: decides how a run is measured"):
-        check_measured_alike(compose([]), changed, "eval/reward/format")
-    check_measured_alike(compose([]), compose(["reward.format.weight=0.5"]), "eval/reward/format")
-
-
-PREFERENCES = ("preferences=jsonl", "preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64")
-
-
-# another start is another reference
-@each("word", ["loss=ipo", "loss.beta=0.5", "snapshot.reference=base", "lora.path=elsewhere"])
-def test_dpos_loss_and_margin_are_compared_in_one_unit(word: str) -> None:
-    first, other = (compose([*PREFERENCES, *more], command="dpo") for more in ([], [word]))
-    for metric in ("accuracy", "eval/chosen_logprob"):
+@each(("command", "words", "some", "compare", "do_not"), ALIKE)
+def test_trials_are_compared_by_what_is_measured_alike(
+    command: str, words: Sequence[str], some: str, compare: Sequence[str], do_not: Sequence[str]
+) -> None:
+    first, other = (compose([*words, *more], command=command) for more in ([], some.split()))
+    for metric in compare:
         check_measured_alike(first, other, metric)
-    for metric in ("eval/loss", "eval/margin"):
-        with pytest.raises(UserError) as refused:
+    for metric in do_not:
+        with pytest.raises(UserError, match="decides how a run is measured") as refused:
             check_measured_alike(first, other, metric)
-        assert refused.value.key == word.partition("=")[0]
-
-
-def test_a_loss_without_a_reference_is_compared_wherever_the_policy_begins() -> None:
-    first, other = (
-        compose([*PREFERENCES, "loss=simpo", *more], command="dpo") for more in ([], ["lora.path=elsewhere"])
-    )
-    check_measured_alike(first, other, "eval/loss")
-
-
-def test_a_reward_models_loss_is_measured_without_its_margin() -> None:
-    first, other = (compose([*PREFERENCES, *more], command="rm") for more in ([], ["margin=1"]))
-    check_measured_alike(first, other, "eval/loss")
-
-
-def test_the_text_that_a_loss_of_pretraining_is_measured_on_is_one_for_all() -> None:
-    first, longer, more = (
-        compose(["pretrain.path=embedded:arithmetic-text", *words])
-        for words in ([], ["pretrain.max_tokens=33"], ["pretrain.sequences_per_update=3"])
-    )
-    check_measured_alike(first, longer, "accuracy")
-    check_measured_alike(first, more, "eval/pretrain_loss")
-    with pytest.raises(UserError, match=r"^pretrain.max_tokens: decides how a run is measured"):
-        check_measured_alike(first, longer, "eval/pretrain_loss")
+        assert refused.value.key == some.partition("=")[0].removesuffix(".mode")
 
 
 @pytest.mark.parametrize(
-    ("command", "section"), [("dpo", "preferences"), slow("rm", "preferences"), ("sft", "demonstrations")]
+    ("command", "section"), [slow("dpo", "preferences"), slow("rm", "preferences"), ("sft", "demonstrations")]
 )
 def test_trials_are_compared_on_the_same_held_out_texts(command: str, section: str) -> None:
     """A limit of 20 tokens leaves some of the embedded completions out, which have up to 23."""
@@ -176,21 +165,11 @@ def test_trials_are_compared_on_the_same_held_out_texts(command: str, section: s
         check_same_questions("max_completion_tokens", whole, short)
 
 
-def test_what_only_trains_differently_is_measured_alike() -> None:
-    other = compose(["trainer.lr=1e-3", "reward.exact_match.weight=2", "algorithm=gspo", "generation.max_tokens=99"])
-    check_measured_alike(compose([]), other, "accuracy")
-    cold = ["eval.temperature=1.0"]
-    check_measured_alike(compose(cold), compose([*cold, "generation.temperature=0.5"]), "accuracy")
-
-
-def test_losses_and_divergences_are_better_when_they_are_lower() -> None:
+def test_losses_and_divergences_are_better_when_they_are_lower_unless_a_direction_is_given() -> None:
     lower = ["eval/loss", "eval/pretrain_loss", "eval/kl_base"]
     others = ["accuracy", "eval/pass@4", "eval/reward/no_loss", "eval/reward/kl_base"]
     assert [name for name in (*lower, *others) if lower_is_better(name)] == lower
-
-
-def test_a_direction_that_is_given_holds_for_any_metric() -> None:
-    for metric in ("accuracy", "eval/loss", "eval/reward/no_loss"):
+    for metric in (*lower, *others):
         assert lower_is_better(metric, "min")
         assert not lower_is_better(metric, "max")
 
@@ -202,3 +181,44 @@ def test_a_curve_leaves_the_evaluation_before_the_first_step_out(tmp_path: Path)
     assert found[2] == 0.3
     assert math.isnan(found[4])
     assert curve(tmp_path / "none", "accuracy") == {}
+
+
+def test_a_repeated_sweep_with_another_config_is_refused_also_in_a_quoted_folder(tmp_path: Path) -> None:
+    plain = compose(["steps=4", "model.date=2026-11-25"])
+    folder = tmp_path / "my sweep" / "0"
+    folder.mkdir(parents=True)
+    run_folder.write_config(folder, plain, {})
+    run_status.write(folder, 4, run_status.Status.interrupted)
+    assert not is_finished(plain, folder)
+    with pytest.raises(UserError, match="seed: 0 -> 1"):
+        is_finished({**plain, "seed": 1}, folder)
+    with run_status.recording_status(folder, 4):
+        pass
+    assert is_finished(plain, folder)
+    assert not is_finished({**plain, "name": "other"}, folder), "its plan says what it lacks"
+
+
+def job(**cluster: Any) -> Any:
+    plain = compose([f"cluster.{key}={value}" for key, value in cluster.items()])
+    return SimpleNamespace(plain=plain, config=build(plain))
+
+
+def test_what_cannot_differ_between_jobs_is_refused() -> None:
+    assert cluster_of([job(jobs=3), job(jobs=3)]) == job(jobs=3).config.cluster
+    without: Any = SimpleNamespace(plain={"command": "sft"}, config=None)
+    assert cluster_of([without]) is None
+    with pytest.raises(UserError, match=r"cluster\.jobs: is one for all jobs of a sweep, got 1, 2"):
+        cluster_of([job(jobs=1), job(jobs=2)])
+    with pytest.raises(UserError, match=r"cluster\.ranks: a job that runs concurrently .*cluster\.jobs=2.* got 4"):
+        cluster_of([job(jobs=2, ranks=4, lanes=4)])
+
+
+def test_jobs_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_of(ClusterConfig(jobs=2)) == ["0", "1"]
+    with pytest.raises(UserError, match=r"cluster\.jobs: .* there are 2 here, got 3; use cluster\.jobs=2"):
+        gpus_of(ClusterConfig(jobs=3))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    assert gpus_of(ClusterConfig(jobs=3)) == ["3", "5", "7"]
+    assert gpus_of(ClusterConfig(jobs=9, kind="ray", address="auto")) == []

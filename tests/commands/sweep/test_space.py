@@ -5,15 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from in_one_test import each
 
-from rlft.commands.sweep.space import (
-    Choice,
-    Interval,
-    Space,
-    changes_no_number,
-    check_changes_numbers,
-    read_space,
-)
+from rlft.commands.sweep.space import Choice, Interval, Space, changes_no_number, check_changes_numbers, read_space
 from rlft.config.compose import compose
 from rlft.config.overrides import parse_overrides
 from rlft.types import UserError
@@ -48,7 +42,15 @@ def test_each_value_and_each_end_is_a_corner_once() -> None:
     assert read_space(["a=1,2", "b=1,2,3"], "train", is_study=True).size == 6
 
 
-@pytest.mark.parametrize(
+def test_runs_are_named_by_whole_keys_and_numbers_of_four_digits() -> None:
+    words = ["+recipe=grpo_arithmetic", "trainer.lr=interval(1e-5,1e-2)", "lora.rank=4,8"]
+    params = {"trainer.lr": 0.000123456, "lora.rank": "4"}
+    assert read_space(words, "train", is_study=True).name(params) == "trainer.lr=0.0001235, lora.rank=4"
+    fixed = read_space(["+recipe=grpo_arithmetic", "steps=4", "hydra.sweep.dir=swept"], "train", is_study=False)
+    assert fixed.name({}) == "recipe=grpo_arithmetic, steps=4"
+
+
+@each(
     ("value", "log"),
     [
         ("interval(1e-5,1e-4)", True),  # ten times
@@ -58,7 +60,7 @@ def test_each_value_and_each_end_is_a_corner_once() -> None:
         ("tag(log,interval(1,2))", True),
     ],
 )
-def test_wide_intervals_of_positive_numbers_are_sampled_on_a_log_scale_unless_a_tag_says_otherwise(
+def test_wide_intervals_of_positive_numbers_are_sampled_on_a_log_scale_unless_a_tag_says_so(
     value: str, log: bool
 ) -> None:
     assert interval(value).log is log
@@ -72,18 +74,14 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
     assert space.words({"lora.rank": 16}) == ["lora.rank=16"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "fragment"),
     [
         ("trainer.lr=interval(1e-2,1e-5)", "trainer.lr: an interval goes from a number to a larger one"),
-        (
-            "trainer.lr=int(interval(1e-5,1e-2))",
-            "trainer.lr: an interval of whole numbers has ends that are not whole, got int(interval(1e-5,1e-2)); round",
-        ),
-        (
-            "trainer.lr=interval(0.1,0.1)",
-            "trainer.lr: an interval goes from a number to a larger one, got interval(0.1,0.1); write trainer.lr=0.1",
-        ),
+        ("trainer.lr=int(interval(1e-5,1e-2))", "trainer.lr: an interval of whole numbers has ends that are not whole, "
+         "got int(interval(1e-5,1e-2)); round"),
+        ("trainer.lr=interval(0.1,0.1)", "trainer.lr: an interval goes from a number to a larger one, "
+         "got interval(0.1,0.1); write trainer.lr=0.1"),
         ("trainer.lr=tag(log,interval(0,1))", "trainer.lr: only positive numbers have logarithms"),
         ("trainer.lr=tag(wide,interval(0,1))", "trainer.lr: an interval is tagged log, linear or not at all"),
         ("lora.rank=4,8,4", "lora.rank: has a value twice, got 4"),
@@ -99,13 +97,13 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
         ("resume=runs/a", "resume: cannot be used in a sweep, got runs/a; resume a sweep with rlft resume"),
         ("steps=4", "sweep: has nothing to choose"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(word: str, fragment: str) -> None:
     with pytest.raises(UserError, match=f"^{re.escape(fragment)}"):
         read_space([word, "lora.dropout=0,0.1"] if word.startswith("resume") else [word], "train", is_study=True)
 
 
-@pytest.mark.parametrize(
+@each(
     "word",
     ["name=a,b", "checkpoint.every=1,2", "cluster.jobs=1,2", "alarms.kl=1,2", "token_budget=512,1024",  # of any run
      "rollouts.every=1,2", "environment.workers=1,2", "snapshot.teacher_gpu_memory_utilization=0.1,0.2",  # of train
@@ -124,7 +122,7 @@ def test_an_outside_engines_free_keys_cannot_be_chosen_either() -> None:
     assert changes_no_number("generation.Fused.lends", {"command": "train", "generation": section})
 
 
-@pytest.mark.parametrize(
+@each(
     "word",
     ["trainer.lr=1e-3,1e-4", "algorithm=grpo,gspo", "model.path=a,b", "data.path=a,b", "lora.path=a,b",
      "generation.max_tokens=16,32", "cluster=local,mine", "reward.mine.seed=1,2", "eval.every=1,2"],
@@ -156,22 +154,17 @@ def test_a_plain_sweep_refuses_an_interval() -> None:
         read_space(["trainer.lr=interval(1e-5,1e-4)"], "train", is_study=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "refusal"),
     [
         ("lora.rank=shuffle(4,8)", "lora.rank: shuffle(..) gives another order each time"),
         ("lora.rank=shuffle(range(1,4))", "lora.rank: shuffle(..) gives another order each time"),
-        (
-            "algorithm=glob(gspo*)",
-            "algorithm: a pattern does not say which values there are, got glob(gspo*); write algorithm=gspo,gspo_t",
-        ),
-        (
-            "lora.rank=glob(*)",
-            "lora.rank: a pattern does not say which values there are, got glob(*); give lora.rank values with commas",
-        ),
+        ("algorithm=glob(gspo*)", "algorithm: a pattern does not say which values there are, got glob(gspo*); "
+         "write algorithm=gspo,gspo_t"),
+        ("lora.rank=glob(*)", "lora.rank: a pattern does not say which values there are, got glob(*); "
+         "give lora.rank values with commas"),
     ],
-    ids=["values", "range", "choices", "no choices"],
-)
+)  # fmt: skip
 def test_values_in_another_order_each_time_and_patterns_are_refused_in_any_sweep(word: str, refusal: str) -> None:
     for is_study in (True, False):
         with pytest.raises(UserError, match=f"^{re.escape(refusal)}"):
