@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from run_processes import happens, is_alive
+from slow_cases import slow
 
 from rlft import cli
 from rlft.environment.mcp import Mcp, checked
@@ -119,7 +120,10 @@ def test_the_list_of_tools_is_shown_page_by_page() -> None:
 
 @pytest.mark.parametrize(
     ("how", "fragment"),
-    [("hangs", r"\(Error: no answer within 3 s\)"), ("ends", r"\(Error: RuntimeError: the tool's server has ended\)")],
+    [
+        ("hangs", r"\(Error: no answer within 3 s\)"),
+        slow("ends", r"\(Error: RuntimeError: the tool's server has ended"),
+    ],
 )
 def test_a_server_that_does_not_list_its_tools_is_refused(how: str, fragment: str) -> None:
     with pytest.raises(UserError, match=f"^environment.command: its server does not list its tools {fragment}, got"):
@@ -137,12 +141,10 @@ TOOL = {"name": "add", "description": "", "parameters": {"type": "object"}}
         ([TOOL | {"name": ""}], "its server lists a tool without a name"),
         ([TOOL | {"parameters": {}}], "the arguments of its tool add are not an object, but of type None"),
         ([TOOL | {"parameters": {"type": "array"}}], "add are not an object, but of type 'array'"),
-        (
-            [TOOL | {"parameters": {"type": "object", "properties": {"x": {"type": "int"}}}}],
-            "the arguments of its tool add have no valid JSON schema",
-        ),
+        ([TOOL | {"parameters": {"type": "object", "properties": {"x": {"type": "int"}}}}],
+         "the arguments of its tool add have no valid JSON schema"),
     ],
-)
+)  # fmt: skip
 def test_tools_that_cannot_be_called_are_refused(tools: list[dict[str, Any]], fragment: str) -> None:
     assert checked([TOOL], "serve") == [TOOL]
     with pytest.raises(UserError, match=f"^environment.command: .*{fragment}.*, got serve; "):

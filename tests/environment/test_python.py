@@ -12,16 +12,9 @@ from rlft.types import UserError
 from tests.environment.test_conversations import LIMITS
 
 PYTHON = Python(
-    **LIMITS,
-    seconds=5.0,
-    cpu_seconds=5,
-    memory_bytes=2**29,
-    output_bytes=1000,
-    processes=4,
-    file_bytes=2**20,
-    isolation=Required.standard,
-    allow_unsafe=False,
-)
+    **LIMITS, seconds=5.0, cpu_seconds=5, memory_bytes=2**29, output_bytes=1000, processes=4, file_bytes=2**20,
+    isolation=Required.standard, allow_unsafe=False,
+)  # fmt: skip
 
 
 def answer(code: str, environment: Python = PYTHON) -> str:

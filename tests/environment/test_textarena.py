@@ -98,7 +98,9 @@ def test_a_game_that_begins_is_not_refused() -> None:
     ("keys", "problem"),
     [
         ({"game": "GuessTheNumbers-v0"}, r"environment.game: is none of TextArena's \d+ games, got GuessTheNumbers-v0"),
-        ({"game": "TicTacToe-v0"}, r"environment.game: does not begin with 1 players \(Error: AssertionError: The nu"),
+        slow(
+            {"game": "TicTacToe-v0"}, r"environment.game: does not begin with 1 players \(Error: AssertionError: The nu"
+        ),
         slow({"arguments": {"sides": 6}}, r"environment.game: does not begin with 1 players \(Error: TypeError: .*sid"),
         ({"opponents": ["math.pi"]}, "environment.opponents: is not callable, got math"),
         ({"opponents": ["no.such"]}, "environment.opponents: "),

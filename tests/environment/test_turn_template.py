@@ -32,23 +32,18 @@ SAID = st.text("abc 12.\n", min_size=1, max_size=12).map(lambda text: f"x{text}x
 
 
 def asked(system: bool = False) -> list[dict[str, Any]]:
-    return [
-        *([{"role": "system", "content": "Be brief."}] if system else []),
-        {"role": "user", "content": "1 + 1? mark0mark"},
-    ]
+    question = {"role": "user", "content": "1 + 1? mark0mark"}
+    return [{"role": "system", "content": "Be brief."}, question] if system else [question]
 
 
 def said(family: str, text: str, calls: bool) -> dict[str, Any]:
     """A turn of the policy, as its family's template has it."""
     content = f"<think>\n{text}\n</think>\n\n{text}" if family == "qwen3" else text
-    if not calls:
-        return {"role": "assistant", "content": content}
-    call = {"name": "add", "arguments": {"a": len(text), "b": 1}}
-    return {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [{"type": "function", "id": "abcdefghi", "function": call}],
-    }
+    turn: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        call = {"name": "add", "arguments": {"a": len(text), "b": 1}}
+        turn["tool_calls"] = [{"type": "function", "id": "abcdefghi", "function": call}]
+    return turn
 
 
 def answers_of(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -207,9 +202,8 @@ def test_a_template_that_rewrites_earlier_turns_when_a_tool_answers_is_refused()
         "model.path: its chat template rewrites earlier turns when a tool answers, so no conversation with it goes on, "
         f"got mistral; use a model with a chat template that keeps them as they were, {REMEDY}"
     )
-    template = TurnTemplate(
-        family_tokenizer("mistral"), ["tool"], tools=[ADD], opening=asked(True), may_rewrite=["tool"]
-    )
+    mistral = family_tokenizer("mistral")
+    template = TurnTemplate(mistral, ["tool"], tools=[ADD], opening=asked(True), may_rewrite=["tool"])
     assert template.rewriting == {"tool"}
 
 
@@ -219,30 +213,22 @@ def test_tools_of_a_template_that_rewrites_for_users_have_a_suffix():
     assert template.suffix([], answers_of("tool", ["2"]))
 
 
+SHOWN = "{{ m.content }}<|im_end|>{% endfor %}"
+AFTER = "{% for m in messages %}{% if loop.index > NUMBER %}{{ raise_exception('Too much!') }}{% endif %}" + SHOWN
+
+
 @each(
     ("template", "problem"),
     [
         (None, "tokenizer has no chat template, which says what stands between turns"),
-        (
-            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
-            "chat template ends an assistant's turn with no special token",
-        ),
-        (
-            "{% for m in messages[:1] %}{{ m.content }}<|im_end|>{% endfor %}{{ messages[1].content }}<|im_end|>",
-            "chat template takes no user's turn after an assistant's (the answer is not shown)",
-        ),
-        (
-            "{% for m in messages %}{% if loop.index > 2 %}{{ raise_exception('One question!') }}{% endif %}"
-            "{{ m.content }}<|im_end|>{% endfor %}",
-            "chat template takes no user's turn after an assistant's (One question!)",
-        ),
-        (
-            "{% for m in messages %}{% if loop.index > 4 %}{{ raise_exception('Two questions!') }}{% endif %}"
-            "{{ m.content }}<|im_end|>{% endfor %}",
-            "chat template takes no second answer (Two questions!)",
-        ),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+         "chat template ends an assistant's turn with no special token"),
+        ("{% for m in messages[:1] %}" + SHOWN + "{{ messages[1].content }}<|im_end|>",
+         "chat template takes no user's turn after an assistant's (the answer is not shown)"),
+        (AFTER.replace("NUMBER", "2"), "chat template takes no user's turn after an assistant's (Too much!)"),
+        (AFTER.replace("NUMBER", "4"), "chat template takes no second answer (Too much!)"),
     ],
-)
+)  # fmt: skip
 def test_a_template_without_what_conversations_need_is_refused(tiny_path, template, problem):
     tokenizer = RunTokenizer(AutoTokenizer.from_pretrained(tiny_path, chat_template=template))
     with pytest.raises(UserError) as refusal:
