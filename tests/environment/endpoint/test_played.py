@@ -17,7 +17,7 @@ from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.system.seeds import derive
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
-from tests.environment.test_conversations import LIMITS as OTHERS, TOKENIZER as QWEN, Recorder, prompt
+from tests.environment.test_conversations import LIMITS as OTHERS, TOKENIZER as QWEN, Recorder, one, prompt
 
 Play = Callable[..., AgentGenerator]
 LIMITS = {
@@ -49,6 +49,11 @@ def play() -> Iterator[Play]:
         played.close()
 
 
+def sampled(text: str) -> list[int]:
+    """The tokens of a turn of the policy's."""
+    return [*QWEN(text)["input_ids"], QWEN.eos_token_id]
+
+
 def completions(groups: Sequence[Group]) -> list[Completion]:
     found = [rollout.completion for group in groups for rollout in group.rollouts]
     assert [fault(completion) for completion in found] == [None] * len(found)
@@ -73,10 +78,8 @@ def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Play)
             assert rollout.completion.token_ids == expected.completion.token_ids
             assert rollout.completion.finish_reason is FinishReason.stop
     assert rewards(groups) == [[1.0], [0.0], [1.0], [0.0]]
-    engine = played.generator
-    assert isinstance(engine, Recorder)
     seeds = {p.id: set() for p in prompts}
-    for asked, n, own, sampling in engine.asked:
+    for asked, n, own, sampling in played.generator.asked:
         assert (n, sampling) == (1, SAMPLING)
         for p, seed in zip(asked, own, strict=True):
             seeds[p.id].add(seed)
@@ -90,7 +93,7 @@ def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play: Play
     [completion] = completions([group])
     tools = [endpoint_agents.ADD]
     assert group.prompt.token_ids == tuple(ids_of(ASKED, tools=tools))
-    first, second = [[*QWEN(text)["input_ids"], QWEN.eos_token_id] for text in (f"Let me see.\n{CALL}", "It is 5.")]
+    first, second = sampled(f"Let me see.\n{CALL}"), sampled("It is 5.")
     between = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     middle = QWEN(between, add_special_tokens=False)["input_ids"]
     assert list(completion.token_ids) == [*first, *middle, *second]
@@ -132,12 +135,10 @@ def test_sampled_tokens_are_never_made_again_from_text(play: Play) -> None:
 
 def test_seeds_of_later_turns_are_those_of_other_environments(play: Play) -> None:
     played = play([["a", "b"]], agent=TALK)
-    [group] = played.sample([prompt()], 1, [41], SAMPLING)
-    engine = played.generator
-    assert isinstance(engine, Recorder)
-    assert [own for _, _, own, _ in engine.asked] == [[41], [derive(41, 1, "turn")]]
-    assert [p.next_turn.turn for asked, *_ in engine.asked for p in asked if p.next_turn] == [0, 1]
-    [completion] = completions([group])
+    completion = one(played.sample([prompt()], 1, [41], SAMPLING))
+    asked = played.generator.asked
+    assert [own for _, _, own, _ in asked] == [[41], [derive(41, 1, "turn")]]
+    assert [p.next_turn.turn for prompts, *_ in asked for p in prompts if p.next_turn] == [0, 1]
     end = QWEN.eos_token_id
     assert sum(t == end and not own for t, own in zip(completion.token_ids, completion.mask or (), strict=True)) == 1
     # The user's turn ends once: what was written like that token in it has stayed text.
@@ -146,15 +147,14 @@ def test_seeds_of_later_turns_are_those_of_other_environments(play: Play) -> Non
 
 def test_history_that_an_agent_rewrites_makes_a_branch(play: Play) -> None:
     played = play([["first words", "second"]], agent="endpoint_agents.rewrites")
-    [group] = played.sample([prompt()], 1, [0], SAMPLING)
-    [completion] = completions([group])
-    first = [*QWEN("first words")["input_ids"], QWEN.eos_token_id]
+    completion = one(played.sample([prompt()], 1, [0], SAMPLING))
+    first = sampled("first words")
     assert list(completion.token_ids[: len(first)]) == first
     [branch] = completion.branches
     assert (branch.start, branch.after) == (len(first), -1)  # behind the prompt's last token
     said = "something else<|im_end|>\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
     read = QWEN(said, add_special_tokens=False)["input_ids"]
-    second = [*QWEN("second")["input_ids"], QWEN.eos_token_id]
+    second = sampled("second")
     assert list(completion.token_ids[len(first) :]) == [*read, *second]
     assert completion.mask == (*[True] * len(first), *[False] * len(read), *[True] * len(second))
     assert turn_metrics([completion])["turns/branches"] == 1
@@ -165,7 +165,7 @@ def test_tokens_go_in_and_out_and_those_of_others_are_refused(play: Play) -> Non
     ids = ids_of(ASKED)
     [group] = played.sample([prompt(ids=ids)], 1, [0], SAMPLING)
     [completion] = completions([group])
-    first, second = [[*QWEN(text)["input_ids"], QWEN.eos_token_id] for text in ("a b", "c")]
+    first, second = sampled("a b"), sampled("c")
     assert list(completion.token_ids) == [*first, *ids[-3:], *second]
     assert rewards([group]) == [[None, float(len(second))]]
 
@@ -178,8 +178,7 @@ def test_limits_end_a_conversation_with_their_reason(play: Play) -> None:
         ({"turn_tokens": 1}, SAMPLING, 3, FinishReason.length),  # the last turn was cut
     ):
         played = play([["a b", "c d", "e f"]], agent=TALK, **keys)
-        [group] = played.sample([prompt(turns=3)], 1, [0], sampling)
-        [completion] = completions([group])
+        completion = one(played.sample([prompt(turns=3)], 1, [0], sampling))
         assert (len(completion.turns), completion.finish_reason) == (turns, end)
         assert completion.turns[-1].reward == turns
         assert len(completion.token_ids) <= sampling.max_tokens
