@@ -397,3 +397,5 @@ def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
         assert list(rollout_of(transcript, [7, 8, 9]).last_path()) == transcript.context
     assert [token for token, own in zip(transcript.token_ids, transcript.mask, strict=True) if own] == all_said
     assert transcript.logprobs == [-1.0 if own else 0.0 for own in transcript.mask]
+    starts = [branch.start for branch in transcript.branches]
+    assert starts == sorted(set(starts)), "no branch is empty"
