@@ -373,7 +373,7 @@ def test_a_conversation_that_shares_no_token_is_another_one() -> None:
         st.tuples(
             st.integers(1, 12),
             st.lists(st.integers(0, 2), max_size=4),
-            st.lists(st.integers(0, 2), min_size=1, max_size=3),
+            st.lists(st.integers(0, 2), max_size=3),
         ),
         min_size=1,
         max_size=6,
@@ -382,7 +382,7 @@ def test_a_conversation_that_shares_no_token_is_another_one() -> None:
 def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
     steps: list[tuple[int, list[int], list[int]]],
 ) -> None:
-    """Each step keeps the first so many tokens of the context, reads others behind them, and says something."""
+    """Each step keeps the first so many tokens of the context, reads others behind them, and may say something."""
     transcript, all_said = Transcript([7, 8, 9]), [0]
     transcript.add([0], [-1.0])
     for kept, heard, said in steps:
@@ -394,7 +394,8 @@ def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
         assert len(transcript.token_ids) - before == added <= len(heard)
         transcript.add(said, [-1.0] * len(said))
         all_said += said
-        assert list(rollout_of(transcript, [7, 8, 9]).last_path()) == transcript.context
+        if said:  # a row ends with a turn of the policy's
+            assert list(rollout_of(transcript, [7, 8, 9]).last_path()) == transcript.context
     assert [token for token, own in zip(transcript.token_ids, transcript.mask, strict=True) if own] == all_said
     assert transcript.logprobs == [-1.0 if own else 0.0 for own in transcript.mask]
     starts = [branch.start for branch in transcript.branches]
