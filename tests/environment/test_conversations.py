@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from rlft.batch import fault
 from rlft.environment.conversations import Conversations, Transcript
@@ -379,6 +379,7 @@ def test_a_conversation_that_shares_no_token_is_another_one() -> None:
         max_size=6,
     )
 )
+@example([(2, [], []), (1, [], [1])])  # an empty branch
 def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
     steps: list[tuple[int, list[int], list[int]]],
 ) -> None:
