@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from rlft.types import Completion, FinishReason, Prompt, Rollout, Split
 Make = Callable[..., Any]
 
 
+@cache
+def shipped(group: str, name: str) -> dict[str, Any]:
+    return yaml.safe_load((config_folder() / group / f"{name}.yaml").read_text())
+
+
 def maker(group: str) -> Make:
     """Makes the component of configs/<group>/<name>.yaml with some keys overridden."""
 
     def make(name: str, **overrides: Any) -> Any:
-        keys = yaml.safe_load((config_folder() / group / f"{name}.yaml").read_text())
-        return instantiate({**keys, **overrides}, group)
+        return instantiate({**shipped(group, name), **overrides}, group)
 
     return make
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlft.config.compose import compose
-from rlft.config.instantiate import instantiate
 from rlft.data import hub
 from rlft.data.fields import MARK, RowError, image_of, messages_of, with_images
 from rlft.data.shapes import drawing
@@ -23,9 +20,9 @@ CONTENT = {name: drawing(name).data for name in ("3-a", "4-b", "1-c", "2-d", "5-
 A, B, *_ = CONTENT.values()
 
 
-def loaded(file: Path, *words: str) -> list[Prompt]:
-    plain = compose(["data=jsonl", f"data.path={file}", *words])
-    return [p for split in Split for p in instantiate(plain["data"], "data").load(split)]
+def every(data: Any) -> list[Prompt]:
+    """The prompts of both splits."""
+    return [prompt for split in Split for prompt in data.load(split)]
 
 
 def test_an_image_has_one_digest_in_each_form(tmp_path: Path) -> None:
@@ -100,7 +97,7 @@ def test_images_without_a_place_are_refused(question: Any, field: Any, problem: 
         with_images({"asked": question, "picture": field}, "asked", "picture" if field else None)
 
 
-def test_rows_of_parquet_with_bytes_and_of_json_with_base64_are_the_same_prompts(tmp_path: Path) -> None:
+def test_rows_of_parquet_with_bytes_and_of_json_with_base64_are_the_same_prompts(make_data, tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -109,18 +106,16 @@ def test_rows_of_parquet_with_bytes_and_of_json_with_base64_are_the_same_prompts
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     texts = [{**row, "picture": base64.b64encode(row["picture"]["bytes"]).decode()} for row in rows]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
-    words = ("data.image_field=picture", "data.held_out_fraction=0.5")
-    found = [
-        {prompt.answer: prompt.images for prompt in loaded(tmp_path / name, *words)}
-        for name in ("a.parquet", "a.jsonl")
-    ]
+    keys = {"image_field": "picture", "held_out_fraction": 0.5}
+    sets = [make_data("jsonl", path=str(tmp_path / name), **keys) for name in ("a.parquet", "a.jsonl")]
+    found = [{prompt.answer: prompt.images for prompt in every(data)} for data in sets]
     # Equal questions about other pictures are other questions, so that each row is in its own split.
     assert found[0] == found[1]
     expected = {name[0]: data for name, data in CONTENT.items()}
     assert {answer: images[0].data for answer, images in found[0].items()} == expected
 
 
-def test_images_of_a_hub_set_stay_as_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_a_hub_set_stay_as_they_are_stored(make_data, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a column, in a list, and in the parts of a chat; `datasets` would decode each at every access."""
     import datasets
 
@@ -143,22 +138,18 @@ def test_images_of_a_hub_set_stay_as_they_are_stored(monkeypatch: pytest.MonkeyP
     table = hub.HubTable(made, "some/set", "train")
     assert [record.fields["one"] for record in table.records()] == stored
     assert [record.fields["all"] for record in table.records()] == [[image, image] for image in stored]
-    words = ["data=hub", "data.path=some/set", "data.messages_field=prompt", "data.held_out_fraction=0.5"]
-    data = instantiate(compose(words)["data"], "data")
-    found = {prompt.answer: prompt for split in Split for prompt in data.load(split)}
-    assert {answer: prompt.images[0].data for answer, prompt in found.items()} == {
-        str(number): data for number, data in enumerate(CONTENT.values())
-    }
-    assert all(prompt.messages[0]["content"] == f"{IMAGE}?" for prompt in found.values())
+    prompts = every(make_data("hub", path="some/set", messages_field="prompt", held_out_fraction=0.5))
+    found = {int(prompt.answer): prompt.images[0].data for prompt in prompts}
+    assert found == dict(enumerate(CONTENT.values()))
+    assert all(prompt.messages[0]["content"] == f"{IMAGE}?" for prompt in prompts)
 
 
-def test_a_bad_image_is_refused_by_row_and_key(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text('{"prompt": "How many?", "answer": "1", "picture": "missing.png"}\n')
+def test_a_bad_image_is_refused_by_row_and_key(load) -> None:
+    row = {"prompt": "How many?", "answer": "1", "picture": "missing.png"}
     with pytest.raises(UserError, match=r"^data\.image_field: .*a\.jsonl.*1.*names no file"):
-        loaded(file, "data.image_field=picture")
+        load(row, image_field="picture")
     with pytest.raises(UserError, match=r"^data\.few_shot: examples are shown without images"):
-        loaded(file, "data.image_field=picture", "data.few_shot=1")
+        load(row, image_field="picture", few_shot=1)
 
 
 def test_images_stand_at_their_marks_or_before_the_question_and_any_other_number_is_refused(tmp_path: Path) -> None:
@@ -202,8 +193,14 @@ def test_images_stand_where_their_numbers_are() -> None:
             assert (row["asked"], [image.data for image in found]) == (IMAGE * count, expected)
 
 
-def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them(tmp_path: Path) -> None:
+def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them(
+    make_data, make_demonstrations, make_preferences, tmp_path: Path
+) -> None:
     """Each form of an image x names of fields x prompts, demonstrations and preferences; the named key then works."""
+
+    def parsed(row: dict[str, Any], make: Any = make_data, **keys: str) -> list[Any]:
+        return make("jsonl", path="a.jsonl", **keys).parse(row, "a")
+
     file = tmp_path / "a.png"
     file.write_bytes(A)
     text = base64.b64encode(A).decode()
@@ -214,37 +211,27 @@ def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them
         fields = [row] if name != "images" else [row, {**row, "prompt": asked(row["prompt"])}]
         for each in fields:
             with pytest.raises(RowError, match="no key names its field") as refusal:
-                parsed("data", each)
+                parsed(each)
             assert refusal.value.remedy == f"set data.image_field={name}"
-            [made] = parsed("data", each, image_field=name)
+            [made] = parsed(each, image_field=name)
             assert [image.digest for image in made.made.prompt.images] == [image_of(A, "a").digest]
-            for group in ("demonstrations", "preferences"):
+            for make in (make_demonstrations, make_preferences):
                 with pytest.raises(RowError, match="no key names its field") as refusal:
-                    parsed(group, each)
+                    parsed(each, make)
                 assert "texts alone" in str(refusal.value.remedy)
     for mark, name in product(("<image 1>", "<image_1>", "<image1>", "<image>"), ("image_1", "image1", "image")):
         row = {"prompt": f"What is {mark}?", name: str(file), "image_7": None, **answers}
         with pytest.raises(RowError, match=f"{mark}, and no key names its field") as refusal:
-            parsed("data", row)
+            parsed(row)
         assert refusal.value.remedy == f"set data.image_field={name}"
-        [made] = parsed("data", row, image_field=name)
+        [made] = parsed(row, image_field=name)
         assert made.made.prompt.messages[-1]["content"] == f"What is {IMAGE}?"
         if name == "image_1":
             with pytest.raises(RowError) as refusal:
-                parsed("data", row | {"image_2": str(file)})
+                parsed(row | {"image_2": str(file)})
             assert refusal.value.remedy == "write image_1, image_2 as one field, a list, and name it"
     for other in ({"caption": "a"}, {"image_id": 5}, {"image": None}, {"images": []}):  # nothing is lost
-        parsed("data", {"prompt": "What is the tag <image>?", **answers, **other})
-
-
-@cache
-def section(name: str) -> dict[str, Any]:
-    command = {"data": "train", "demonstrations": "sft", "preferences": "dpo"}[name]
-    return compose([f"{name}=jsonl", f"{name}.path=a.jsonl"], None, command)[name]
-
-
-def parsed(name: str, row: dict[str, Any], **keys: str) -> list[Any]:
-    return instantiate({**section(name), **keys}, name).parse(row, "a")
+        parsed({"prompt": "What is the tag <image>?", **answers, **other})
 
 
 def test_a_picture_is_upright_whatever_its_camera_noted(tmp_path: Path) -> None:

@@ -95,17 +95,14 @@ def test_a_folder_without_the_files_is_refused(make_data, gsm8k_mini: Path, tmp_
     assert len(kept.load(Split.train)) + len(kept.load(Split.held_out)) == 24
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("so 9 * 2 = 18\n#### 18", "18"), ("#### -5", "-5"), ("#### 1,234,567", "1234567"), ("#### $20", "20"),
-        ("#### 2.50", "2.50"), ("#### .5", ".5"), ("####7.", "7"), ("#### 1\n#### 2", "2"),
-    ],
-)  # fmt: skip
-def test_gsm8k_answers(make_data, tmp_path: Path, text: str, answer: str) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "?", "answer": text}))
-    data = make_data("gsm8k", path=str(tmp_path / "a.jsonl"), held_out_fraction=1.0)
-    assert data.load(Split.held_out)[0].answer == answer
+def test_gsm8k_answers(make_data, write, tmp_path: Path) -> None:
+    answers = {
+        "so 9 * 2 = 18\n#### 18": "18", "#### -5": "-5", "#### 1,234,567": "1234567", "#### $20": "20",
+        "#### 2.50": "2.50", "#### .5": ".5", "####7.": "7", "#### 1\n#### 2": "2",
+    }  # fmt: skip
+    rows = ({"question": f"{i}?", "answer": text} for i, text in enumerate(answers))
+    data = make_data("gsm8k", path=str(write(tmp_path / "a.jsonl", *rows)), held_out_fraction=1.0)
+    assert [prompt.answer for prompt in data.load(Split.held_out)] == list(answers.values())
 
 
 def test_without_network_and_files_it_stops_in_time_naming_both_keys(tmp_path: Path) -> None:

@@ -45,42 +45,29 @@ SVAMP = {"ID": "chal-1", "Body": "Ada had 5 apples and ate 2", "Question": "How 
 EACH: dict[str, tuple[Mapping[str, Any], list[str], Any]] = {
     "GSM8K": (
         {"question": "Ada has 2,000 apples and 10 more.", "answer": "2000 + 10 = <<2000+10=2010>>2010\n#### 2,010"},
-        ["Ada has 2,000 apples and 10 more."],
-        ["2010"],
+        ["Ada has 2,000 apples and 10 more."], ["2010"],
     ),
     "MATH": (
         {"problem": "Ada's half of $1$?", "level": "Level 1", "type": "Algebra",
          "solution": r"It is $\boxed{\frac{1}{2}}$."},
-        ["Ada's half of $1$?"],
-        [r"\frac{1}{2}"],
+        ["Ada's half of $1$?"], [r"\frac{1}{2}"],
     ),
     "MATH-500": (
         {"problem": "Ada's half of $1$?", "solution": "..", "answer": r"\frac{1}{2}", "subject": "Algebra", "level": 1,
          "unique_id": "test/algebra/1.json"},
-        ["Ada's half of $1$?"],
-        [r"\frac{1}{2}"],
+        ["Ada's half of $1$?"], [r"\frac{1}{2}"],
     ),
-    "SVAMP": (
-        SVAMP,
-        ["Ada had 5 apples and ate 2 How many are left?"],
-        ["3"],
-    ),
-    "SVAMP's equations": (
-        SVAMP,
-        ["Ada had 5 apples and ate 2 How many are left?"],
-        "( 5.0 - 2.0 ) = 3",
-    ),
+    "SVAMP": (SVAMP, ["Ada had 5 apples and ate 2 How many are left?"], ["3"]),
+    "SVAMP's equations": (SVAMP, ["Ada had 5 apples and ate 2 How many are left?"], "( 5.0 - 2.0 ) = 3"),
     "ASDiv": (
         {"body": "Ada has 9 apples.", "question": "How many has she?", "solution_type": "Addition",
          "answer": "9 (apples)", "formula": "9+0=9"},
-        ["Ada has 9 apples. How many has she?"],
-        ["9"],
+        ["Ada has 9 apples. How many has she?"], ["9"],
     ),
     "MMLU": (
         {"question": "Capital of Italy, Ada?", "subject": "geography", "choices": ["Bonn", "Rome", "Oslo", "Bern"],
          "answer": 1},
-        ["Capital of Italy, Ada?\nA) Bonn\nB) Rome\nC) Oslo\nD) Bern"],
-        ["1"],
+        ["Capital of Italy, Ada?\nA) Bonn\nB) Rome\nC) Oslo\nD) Bern"], ["1"],
     ),
     "NQ-open": ({"question": "where is Ada", "answer": ["Rome", "Roma"]}, ["where is Ada"], ["Rome", "Roma"]),
     "MBPP": (
@@ -99,8 +86,7 @@ EACH: dict[str, tuple[Mapping[str, Any], list[str], Any]] = {
     "verl's files": (
         {"data_source": "own/set", "prompt": [SYSTEM, message("user", "1 + 1, Ada?")], "ability": "math",
          "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0}},
-        ["Be brief.", "1 + 1, Ada?"],
-        ["2"],
+        ["Be brief.", "1 + 1, Ada?"], ["2"],
     ),
     "TRL's prompts": ({"prompt": chat("1 + 1, Ada?"), "solution": "2"}, ["1 + 1, Ada?"], ["2"]),
     "HH-RLHF": (
@@ -110,21 +96,18 @@ EACH: dict[str, tuple[Mapping[str, Any], list[str], Any]] = {
         {"prompt": "A name, Ada?", "prompt_id": "0", "chosen": chat("A name, Ada?", "Ada."),
          "rejected": chat("A name, Ada?", "No."), "messages": chat("A name, Ada?", "Ada."),
          "score_chosen": 8.5, "score_rejected": 3.0},
-        ["A name, Ada?"],
-        ["Ada.", "No."],
+        ["A name, Ada?"], ["Ada.", "No."],
     ),
     "UltraFeedback": (
         {"source": "own", "instruction": "A name, Ada?", "models": ["x", "y"],
          "completions": [{"model": "x", "response": "No.", "overall_score": 3.0},
                          {"model": "y", "response": "Ada.", "overall_score": 8.5}]},
-        ["A name, Ada?"],
-        ["Ada.", "No."],
+        ["A name, Ada?"], ["Ada.", "No."],
     ),
     "TRL's pairs, with a prompt": (
         {"prompt": chat("A name, Ada?"), "chosen": [message("assistant", "Ada.")],
          "rejected": [message("assistant", "No.")]},
-        ["A name, Ada?"],
-        ["Ada.", "No."],
+        ["A name, Ada?"], ["Ada.", "No."],
     ),
     "TRL's pairs, without one": (
         {"chosen": "Ada's sky is blue.", "rejected": "Ada's sky is green."}, ["Ada's sky is"], [" blue.", " green."]
@@ -134,13 +117,11 @@ EACH: dict[str, tuple[Mapping[str, Any], list[str], Any]] = {
     ),
     "Alpaca": (
         {"instruction": "Translate, Ada.", "input": "Hallo", "output": "Hello", "text": "Below is .."},
-        ["Translate, Ada.\n\nHallo"],
-        "Hello",
+        ["Translate, Ada.\n\nHallo"], "Hello",
     ),
     "AlpacaEval": (
         {"instruction": "A name, Ada?", "output": "Ada.", "generator": "own", "dataset": "own"},
-        ["A name, Ada?"],
-        "Ada.",
+        ["A name, Ada?"], "Ada.",
     ),
     "OpenAI's and TRL's chats": ({"messages": [SYSTEM, *chat("1, Ada?", "2")]}, ["Be brief.", "1, Ada?"], "2"),
 }  # fmt: skip

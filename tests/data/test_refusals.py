@@ -47,70 +47,67 @@ def load(make_data, make_demonstrations, make_preferences) -> Load:
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
-# {what is read: [(keys, the one that is named)]}
-KEYS: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "data": [
-        ({"path": "missing.jsonl"}, "path"),
-        ({"path": "folder"}, "path"),
-        ({"path": "empty.jsonl"}, "path"),
-        ({"path": "blank.jsonl"}, "path"),
-        ({"held_out_path": "missing.jsonl"}, "held_out_path"),
-        ({"held_out_path": "./good.jsonl"}, "held_out_path"),
-        ({"held_out_fraction": 1.0}, "held_out_fraction"),  # nothing left to train on
-        ({"held_out_fraction": 0.0}, "held_out_fraction"),
-        ({"held_out_fraction": 1.5}, "held_out_fraction"),
-        ({"held_out_path": "same_questions.jsonl"}, "path"),
-        ({"answer_pattern": "("}, "answer_pattern"),
-        ({"few_shot": -1}, "few_shot"),
-        ({"few_shot": 5, "held_out_fraction": 1e-9}, "few_shot"),  # a question of 5 has 4 others
-        ({"few_shot_template": "{anwser}"}, "few_shot_template"),
-        ({"answer_field": None, "few_shot": 1}, "answer_field"),
-        ({"prompt_template": "{question} {answer}"}, "prompt_template"),
-        ({"prompt_template": r"\\boxed{question}"}, "prompt_template"),
-        ({"prompt_template": "{qestion}"}, "prompt_template"),
-        ({"promt_field": "x"}, "promt_field"),
-        ({"prompt_field": 3}, "prompt_field"),
-    ],
-    "demonstrations": [
-        ({"path": "missing.jsonl"}, "path"),
-        ({"held_out_path": "missing.jsonl"}, "held_out_path"),
-        ({"held_out_fraction": 1.0}, "held_out_fraction"),
-        ({"prompt_template": "x"}, "prompt_template"),
-        ({"turns": "first"}, "turns"),
-        ({"token_ids": "both"}, "token_ids"),
-    ],
-    "preferences": [
-        ({"path": "missing.jsonl"}, "path"),
-        ({"held_out_path": "missing.jsonl"}, "held_out_path"),
-        ({"held_out_fraction": 1.0}, "held_out_fraction"),
-        ({"prompt_template": "x"}, "prompt_template"),
-        ({"token_ids": "both"}, "token_ids"),
-        ({"format": "HH"}, "format"),
-        ({"prompt_template": "{chosen}"}, "prompt_template"),
-    ],
-}
-DRAWN = {
-    "arithmetic": [
-        ({"difficulty": 0}, "difficulty"),
-        ({"difficulty": 10}, "difficulty"),
-        ({"operations": []}, "operations"),
-        ({"operations": ["/"]}, "operations"),
-        ({"difficulty": 1, "size": 200}, "size"),  # 100 sums + 55 differences of one digit
-        ({"difficulty": 1, "held_out_size": 100}, "held_out_size"),
-    ],
-    "chains": [
-        ({"steps": 0}, "steps"),
-        ({"steps": 21}, "steps"),
-        ({"largest": 8}, "largest"),
-        ({"largest": 10_000}, "largest"),
-        ({"steps": 1, "largest": 9, "size": 200}, "size"),
-        ({"steps": 1, "largest": 9, "held_out_size": 100}, "held_out_size"),
-    ],
-    "shapes": [({"most": 10}, "most")],
+KEYS: dict[str, dict[str, list[dict[str, Any]]]] = {  # {what is read: {the key that is named: keys}}
+    "data": {
+        "path": [
+            {"path": "missing.jsonl"}, {"path": "folder"}, {"path": "empty.jsonl"}, {"path": "blank.jsonl"},
+            {"held_out_path": "same_questions.jsonl"},
+        ],
+        "held_out_path": [{"held_out_path": "missing.jsonl"}, {"held_out_path": "./good.jsonl"}],
+        # the whole: nothing is left to train on
+        "held_out_fraction": [{"held_out_fraction": 1.0}, {"held_out_fraction": 0.0}, {"held_out_fraction": 1.5}],
+        "answer_pattern": [{"answer_pattern": "("}],
+        # a question of 5 has 4 others
+        "few_shot": [{"few_shot": -1}, {"few_shot": 5, "held_out_fraction": 1e-9}],
+        "few_shot_template": [{"few_shot_template": "{anwser}"}],
+        "answer_field": [{"answer_field": None, "few_shot": 1}],
+        "prompt_template": [
+            {"prompt_template": "{question} {answer}"}, {"prompt_template": r"\\boxed{question}"},
+            {"prompt_template": "{qestion}"},
+        ],
+        "promt_field": [{"promt_field": "x"}],
+        "prompt_field": [{"prompt_field": 3}],
+    },
+    "demonstrations": {
+        "path": [{"path": "missing.jsonl"}],
+        "held_out_path": [{"held_out_path": "missing.jsonl"}],
+        "held_out_fraction": [{"held_out_fraction": 1.0}],
+        "prompt_template": [{"prompt_template": "x"}],
+        "turns": [{"turns": "first"}],
+        "token_ids": [{"token_ids": "both"}],
+    },
+    "preferences": {
+        "path": [{"path": "missing.jsonl"}],
+        "held_out_path": [{"held_out_path": "missing.jsonl"}],
+        "held_out_fraction": [{"held_out_fraction": 1.0}],
+        "prompt_template": [{"prompt_template": "x"}, {"prompt_template": "{chosen}"}],
+        "token_ids": [{"token_ids": "both"}],
+        "format": [{"format": "HH"}],
+    },
+}  # fmt: skip
+DRAWN: dict[str, dict[str, list[dict[str, Any]]]] = {
+    "arithmetic": {
+        "difficulty": [{"difficulty": 0}, {"difficulty": 10}],
+        "operations": [{"operations": []}, {"operations": ["/"]}],
+        # 100 sums + 55 differences of one digit
+        "size": [{"difficulty": 1, "size": 200}],
+        "held_out_size": [{"difficulty": 1, "held_out_size": 100}],
+    },
+    "chains": {
+        "steps": [{"steps": 0}, {"steps": 21}],
+        "largest": [{"largest": 8}, {"largest": 10_000}],
+        "size": [{"steps": 1, "largest": 9, "size": 200}],
+        "held_out_size": [{"steps": 1, "largest": 9, "held_out_size": 100}],
+    },
+    "shapes": {"most": [{"most": 10}]},
 }
 
 
-@each("section, keys, key", [(section, *row) for section, rows in KEYS.items() for row in rows])
+def cases(table: dict[str, dict[str, list[dict[str, Any]]]]) -> list[tuple[str, dict[str, Any], str]]:
+    return [(what, keys, key) for what, by_key in table.items() for key, found in by_key.items() for keys in found]
+
+
+@each("section, keys, key", cases(KEYS))
 def test_of_what_is_read_from_files_the_key_is_named(
     section: str, keys: dict[str, Any], key: str, load: Load, write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +122,7 @@ def test_of_what_is_read_from_files_the_key_is_named(
     assert refusal.value.key == f"{section}.{key}"
 
 
-@each("kind, keys, key", [(kind, *row) for kind, rows in DRAWN.items() for row in rows])
+@each("kind, keys, key", cases(DRAWN))
 def test_of_what_is_drawn_the_key_is_named(kind: str, keys: dict[str, Any], key: str, make_data) -> None:
     with pytest.raises(UserError) as refusal:
         make_data(kind, **keys).load(Split.held_out if key == "held_out_size" else Split.train)

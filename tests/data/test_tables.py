@@ -24,8 +24,6 @@ import pyarrow.parquet
 import pytest
 from family_tokenizers import family_tokenizer
 
-from rlft.config.compose import compose
-from rlft.config.instantiate import instantiate
 from rlft.config.schema import PromptsConfig
 from rlft.data import hub
 from rlft.data.examples import scan_demonstrations
@@ -448,19 +446,14 @@ def cases(seed: int) -> list[dict[str, Any]]:
     return [composed(rng, names, True), *(composed(rng, each, False) for each in some)]
 
 
-def read_split(table: Any, turns: str) -> list[Any]:
-    plain = compose(["demonstrations=jsonl", "demonstrations.path=a.jsonl"], None, "sft")["demonstrations"]
-    demonstrations = instantiate({**plain, "turns": turns}, "demonstrations")
+def read_turns(make: Callable[..., Any], table: Any, turns: str) -> list[Any]:
+    demonstrations = make("jsonl", path="a.jsonl", turns=turns)
     return [row.made for row in rows([table], demonstrations.parse, "demonstrations.path")[0]]
 
 
 def written(folder: Path, given: list[dict[str, Any]], form: str) -> Any:
     """The rows as a table of this form."""
     import datasets
-    import pyarrow
-    import pyarrow.parquet
-
-    from rlft.data.files import files_at, tables
 
     file = folder / f"a.{form}"
     if form == "hub":
@@ -474,15 +467,15 @@ def written(folder: Path, given: list[dict[str, Any]], form: str) -> Any:
 
 
 @pytest.mark.parametrize("form", ["parquet", "hub"])
-def test_chats_with_tools_are_the_same_from_a_table_with_types_and_from_jsonl(form: str, tmp_path: Path) -> None:
+def test_chats_with_tools_are_the_same_from_typed_tables_and_from_jsonl(make_demonstrations, form, tmp_path) -> None:
     """31 rows of each of 2 seeds, 2 turns of each: 124 demonstrations, and their tokens with two templates."""
     num_fillers = 0
     for seed in range(2):
         given = cases(seed)
-        expected = read_split(written(tmp_path, given, "jsonl"), "all")
+        expected = read_turns(make_demonstrations, written(tmp_path, given, "jsonl"), "all")
         table = written(tmp_path, given, form)
         num_fillers += sum(json.dumps(record.fields, default=str).count("null") for record in table.records())
-        found = read_split(table, "all")
+        found = read_turns(make_demonstrations, table, "all")
         assert len(found) == len(expected) == 2 * len(given)
         for one, other in zip(found, expected, strict=True):
             assert (one.prompt.messages, one.prompt.tools) == (other.prompt.messages, other.prompt.tools)
@@ -496,15 +489,13 @@ def test_chats_with_tools_are_the_same_from_a_table_with_types_and_from_jsonl(fo
     assert num_fillers > 500
 
 
-def test_a_null_that_somebody_wrote_into_a_line_is_said(tmp_path: Path) -> None:
+def test_a_null_that_somebody_wrote_into_a_line_is_said(make_demonstrations, tmp_path: Path) -> None:
     """At each depth of the arguments of a call, and in a schema."""
     for arguments in ({"a": None}, {"a": {"b": None}}, {"a": [None]}, {"a": [{"b": None, "c": 1}]}):
         call = {"function": {"name": "f", "arguments": arguments}}
         schema = {"name": "f", "parameters": {"properties": {"a": {"enum": ["x", None], "default": None}}}}
-        row = {
-            "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}],
-            "tools": [schema],
-        }
-        [made] = read_split(written(tmp_path, [row], "jsonl"), "last")
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+        row = {"messages": messages, "tools": [schema]}
+        [made] = read_turns(make_demonstrations, written(tmp_path, [row], "jsonl"), "last")
         assert made.fields["tool_calls"][0]["function"]["arguments"] == arguments
         assert made.prompt.tools[0]["function"] == schema

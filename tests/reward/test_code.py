@@ -147,30 +147,20 @@ def test_a_hostile_text_is_read_in_linear_time():
         # lists of lines; columns; the kinds of APPS, TACO, LiveCodeBench and others
         ([{"input": ["1", "2"], "output": ["3"]}], [Pair(input="1\n2", output="3")]),
         ({"input": "1", "output": "2"}, [Pair(input="1", output="2")]),
-        (
-            {"inputs": ["1\n", ["2", "3"]], "outputs": ["1\n", ["2"]]},
-            [Pair(input="1\n", output="1\n"), Pair(input="2\n3", output="2")],
-        ),
+        ({"inputs": ["1\n", ["2", "3"]], "outputs": ["1\n", ["2"]]},
+         [Pair(input="1\n", output="1\n"), Pair(input="2\n3", output="2")]),
         ('{"input": ["1"], "output": ["2"], "testtype": ["stdin"]}', [Pair(input="1", output="2")]),
         ([{"fn_name": None, "input": "1", "output": "2", "type": "stdin_stdout"}], [Pair(input="1", output="2")]),
-        (
-            '{"fn_name": "f", "inputs": [[1, "a"]], "outputs": [[3]]}',
-            [Call(function="f", arguments=[1, "a"], results=[[3], 3])],
-        ),
-        (
-            {"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [{"3": 4}]},
-            [Call(function="f", arguments=[{1: 2}], results=[{3: 4}])],
-        ),
-        (
-            [{"fn_name": "f", "type": "function_call", "input": [[1, 2]], "output": 3}],
-            [Call(function="f", arguments=[[1, 2]], results=[3])],
-        ),
-        (
-            [{"input": '[1, 2]\n"a"', "output": "[3]", "testtype": "functional", "metadata": {"func_name": "f"}}],
-            [Call(function="f", arguments=[[1, 2], "a"], results=[[3]])],
-        ),
+        ('{"fn_name": "f", "inputs": [[1, "a"]], "outputs": [[3]]}',
+         [Call(function="f", arguments=[1, "a"], results=[[3], 3])]),
+        ({"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [{"3": 4}]},
+         [Call(function="f", arguments=[{1: 2}], results=[{3: 4}])]),
+        ([{"fn_name": "f", "type": "function_call", "input": [[1, 2]], "output": 3}],
+         [Call(function="f", arguments=[[1, 2]], results=[3])]),
+        ([{"input": '[1, 2]\n"a"', "output": "[3]", "testtype": "functional", "metadata": {"func_name": "f"}}],
+         [Call(function="f", arguments=[[1, 2], "a"], results=[[3]])]),
     ],
-)
+)  # fmt: skip
 def test_tests_may_be_json_python_a_list_or_columns(given, tests):
     assert parse_tests(given) == tests
 
@@ -342,15 +332,6 @@ sys.modules["__main__"].pack = lambda value, keep: True
 sys.modules["__main__"].FAILED = "passed"
 def add(a, b): return None
 """
-KILL_THE_OTHERS = """
-import os, signal
-for pid in list(range(1, 200)) + [os.getppid(), -1]:
-    try:
-        if pid != os.getpid(): os.kill(pid, signal.SIGKILL)
-    except OSError:
-        pass
-def add(a, b): return 6
-"""
 ASSERT_VERDICTS = [
     ("def add(a, b): return a + b", True, "right"),
     ("add = lambda a, b: a + b", True, "a lambda"),
@@ -383,7 +364,6 @@ ASSERT_VERDICTS = [
     (PATCH_EVERYTHING, False, "patches what it shares with the tests' side"),
     ("import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = print", False, "hooks"),
     (HUNT_FOR_THE_TESTS, False, "looks for the tests in files, memory and frames"),
-    (KILL_THE_OTHERS, False, "kills whatever it can"),
     ("import os\nif os.fork(): os._exit(0)\ndef add(a, b): return a + b", False, "goes on in a child only"),
     ("import os\ndef add(a, b):\n    if os.fork(): os._exit(0)\n    return a + b", False, "answers in a child only"),
     ("def add(a, b): return __import__('itertools').count()", False, "everything in turn"),
@@ -391,7 +371,6 @@ ASSERT_VERDICTS = [
     ("def add(a, b): return 'x' * 10**9", False, "an answer too large"),
     ("class N(int):\n    def __eq__(self, o): return True\n    __hash__ = int.__hash__\n    __module__ = 'builtins'\n"
      "def add(a, b): return N(7)", False, "a number that equals everything"),
-    ("def add(a, b): raise StopIteration", False, "ends the tests' loops"),
     ("raise AssertionError", False, "raises at once"),
     ("", False, "nothing"),
 ]  # fmt: skip

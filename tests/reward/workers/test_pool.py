@@ -34,6 +34,7 @@ CONFIGS = REPOSITORY / "configs" / "reward"
 LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
 """scoring.timeout, what a reward takes, and how long the job is stopped: beyond the pool's own second of grace, too."""
 
+MAIN = 'if __name__ == "__main__":'
 SCRIPT = """
 import json, signal, sys, time
 from reward_groups import make_group
@@ -124,11 +125,12 @@ Begin = Callable[..., Job]
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Begin]:
-    """Starts the script with this body."""
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Starts scoring: `begin(rewards, tasks)`; a task is a reward's name, a completion, and the prompt's answer."""
     jobs: list[Job] = []
 
-    def start(source: str, **order: Any) -> Job:
+    def start(rewards: Any, tasks: Sequence[Any] = (), source: str = SCRIPT + AS_A_RUN, **more: Any) -> Job:
+        order = {"rewards": rewards, "tasks": tasks, "workers": len(tasks), "limit_s": LIMIT_S, **more}
         jobs.append(Job(tmp_path, source, order))
         return jobs[-1]
 
@@ -141,24 +143,13 @@ def started(tmp_path: Path) -> Iterator[Begin]:
 
 
 @pytest.fixture
-def begin(started: Begin) -> Begin:
-    """Starts scoring: `begin(rewards, tasks)`; a task is a reward's name, a completion, and the prompt's answer."""
-
-    def start(rewards: Mapping[str, Any], tasks: Sequence[Sequence[str]], **more: Any) -> Job:
-        order = {"rewards": rewards, "tasks": tasks, "workers": len(tasks), "limit_s": LIMIT_S, **more}
-        return started(SCRIPT + AS_A_RUN, **order)
-
-    return start
-
-
-@pytest.fixture
-def parent(started: Begin) -> Begin:
+def parent(begin: Begin) -> Begin:
     """Starts the script with two warm workers, and what it does then."""
 
-    def start(body: str, guard: str = 'if __name__ == "__main__":') -> Job:
+    def start(body: str, guard: str = MAIN) -> Job:
+        source = SCRIPT.replace(MAIN, guard) + WARM + f"    {body}\n"
         rewards = {"naughty": {"_target_": "naughty.naughty", "weight": 1.0}}
-        source = SCRIPT.replace('if __name__ == "__main__":', guard) + WARM + f"    {body}\n"
-        job = started(source, rewards=rewards, workers=2, limit_s=60.0)
+        job = begin(rewards, source=source, workers=2, limit_s=60.0)
         assert job.process.stdout is not None
         assert job.process.stdout.readline() == "up\n"
         return job

@@ -4,21 +4,17 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from family_tokenizers import family_tokenizer
 from in_one_test import each
 
 from rlft.config.catalog import config_folder
 from rlft.config.compose import compose
-from rlft.plan.rewards.tester import Writer, try_rewards
 from rlft.plan.rules import check_metadata
 from rlft.reward.workers.reward_spec import RewardSpec, is_trl, messages_of, specs
 from rlft.reward.workers.scorer import RewardError, Scorer
-from rlft.tokens.text import turn_ends
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, ToolCall, Turn, UserError
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, ToolCall, Turn, UserError
 
 FORMAT = {
     "_target_": "rlft.reward.format.Format", "weight": 0.2, "mode": "strict", "tags": ["think", "answer"],
@@ -217,16 +213,6 @@ def test_a_column_that_the_data_have_not_is_refused() -> None:
     check_metadata(spec("by_column"), prompt())
     check_metadata(spec("by_column", solution=["2"]), bare)
     check_metadata(spec("by_answer"), bare)
-
-
-def test_the_plan_tries_them_like_any_reward() -> None:
-    tokenizer = family_tokenizer("qwen2.5")
-    sampling, ends = Sampling(max_tokens=64, temperature=1.0), turn_ends(tokenizer, "chat")
-    scoring = SimpleNamespace(timeout=10.0, on_error="stop")
-    config: Any = SimpleNamespace(scoring=scoring, allows_unscorable=False)
-    trials = try_rewards(config, spec("by_answer"), [prompt()], Writer(tokenizer, ends, sampling))
-    assert {trial.kind: trial.score for trial in trials}["reference"] == 1
-    assert {trial.kind: trial.score for trial in trials}["empty"] == 0
 
 
 @each("function", [len, print, lambda group: [], lambda group, **keys: [], lambda group, *more: []])

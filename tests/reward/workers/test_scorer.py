@@ -265,15 +265,8 @@ def with_turns_of(group, rewards):
     rollouts = []
     for rollout, row in zip(group.rollouts, rewards, strict=True):
         turns = tuple(Turn(end=2 * k + 1, reward=reward) for k, reward in enumerate(row))
-        size = 2 * len(row)
-        completion = replace(
-            rollout.completion,
-            token_ids=(5,) * size,
-            logprobs=(0.0,) * size,
-            mask=(True, False) * len(row),
-            turns=turns,
-        )
-        rollouts.append(replace(rollout, completion=completion))
+        tokens = {"token_ids": (5, 5) * len(row), "logprobs": (0.0, 0.0) * len(row), "mask": (True, False) * len(row)}
+        rollouts.append(replace(rollout, completion=replace(rollout.completion, turns=turns, **tokens)))
     return replace(group, rollouts=tuple(rollouts))
 
 
