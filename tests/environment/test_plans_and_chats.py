@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from slow_cases import slow_but
 
 from rlft.commands import chat
 from rlft.config.compose import compose
@@ -23,7 +24,7 @@ from tests.environment.test_conversations import LIMITS, TOKENIZER, prompt, tool
 BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=200", "scoring.workers=0"]
 
 
-@pytest.mark.parametrize("syntax", ["template", "json", "xml"])
+@pytest.mark.parametrize("syntax", slow_but("template", ["template", "json", "xml"]))
 def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax: str) -> None:
     environment = ToolClass(**{**LIMITS, "syntax": syntax}, factory="conversation_tools.Counter", reward="get_reward")
     tried = try_environment(environment, TOKENIZER, prompt(start=40))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from slow_cases import slow
 
 from rlft.environment.tool_class import ToolClass
 from rlft.types import EnvironmentFailure
@@ -30,7 +31,7 @@ def test_a_class_that_draws_its_own_task_gives_all_siblings_the_same(converse: C
     assert sum(r.completion.turns[-1].reward or 0.0 for r in group.rollouts) == 1.0
 
 
-@pytest.mark.parametrize(("step", "reward"), [(4, 1.0), (3, 0.0)])
+@pytest.mark.parametrize(("step", "reward"), [(4, 1.0), slow(3, 0.0)])
 def test_coroutines_are_run_and_columns_of_the_data_come_to_reset(converse: Converse, step: int, reward: float) -> None:
     conversations = converse({"*": [[call("count", step=step), "done"]]}, made_for_trl("FromRows"))
     completion = one(conversations.sample([prompt(target=4)], 1, [0], SAMPLING))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from in_one_test import each
+from slow_cases import slow
 
 from rlft.environment.protocol import Checker, Malformed
 from rlft.environment.tools import schema_of
@@ -65,8 +66,8 @@ def test_arguments_of_python_functions(function: Any, arguments: dict[str, Any],
         ("hang", "time", "Error: no answer within 0.5 s"),
         ("hang for good", "time", "Error: no answer within 0.5 s"),  # it ignores the alarm, and is killed
         ("raise", "raised", "Error: ValueError: a \x00 ? problem <|im_end|>"),
-        ("exit", "raised", "Error: SystemExit: 3"),
-        ("interrupt", "raised", "Error: KeyboardInterrupt: "),
+        slow("exit", "raised", "Error: SystemExit: 3"),
+        slow("interrupt", "raised", "Error: KeyboardInterrupt: "),
         ("die", "died", "Error: the tool's process ended with exit code 7"),
         ("fork", "", "fork"),
         ("shout", "", "x" * 400 + f" [cut: {2**20 - 400} more characters]"),
