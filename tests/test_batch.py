@@ -64,12 +64,6 @@ def test_rows_are_prompt_then_completion_padded_on_the_right(batch):
     }
 
 
-def test_a_completion_with_another_number_of_logprobs_than_tokens_is_an_error():
-    for logprobs in ((-0.5,), (-0.5, -0.1, -0.2), ()):
-        with pytest.raises(ValueError, match=f"{len(logprobs)} log-probs? for 2 tokens"):
-            collate([group_of([5], said((7, 8), logprobs))], SPLIT, undecoded)
-
-
 def test_select_takes_rows_of_every_field_in_the_order_asked_for(batch):
     batch = replace(batch, advantages=torch.arange(20.0).view(4, 5))
     part = batch.select(torch.tensor([3, 1]))
@@ -171,11 +165,14 @@ def test_a_step_takes_few_decodes():
     assert len(asked) <= 10
 
 
-def test_the_text_that_was_scored_must_be_that_of_the_tokens():
+def test_scored_texts_must_be_those_of_the_tokens_and_rewards_of_turns_told_apart():
     other = replace(completion((4, 5)), text="84")
     scores = replace(SPLIT, steps=[[StepScores(values=(1.0,), ends=(2,))]])
     with pytest.raises(ValueError, match="the text of a completion of prompt p is not what its tokens decode to"):
         collate([group_of([3], other)], scores, decode)
+    groups = [group_of([5], talk(TALK, (Turn(end=2, reward=1.0),)))]
+    with pytest.raises(ValueError, match="which part of the total is of completions"):
+        collate(groups, Scores(total=torch.ones(1, 1), by_reward={}), undecoded)
 
 
 def test_bisection_finds_the_first_token_as_a_walk_does():
@@ -262,15 +259,12 @@ def test_a_branch_says_which_column_is_read_before_it():
     assert without.previous is None
 
 
-def test_the_rewards_of_turns_must_be_told_apart_from_those_of_completions():
-    groups = [group_of([5], talk(TALK, (Turn(end=2, reward=1.0),)))]
-    with pytest.raises(ValueError, match="which part of the total is of completions"):
-        collate(groups, Scores(total=torch.ones(1, 1), by_reward={}), undecoded)
-
-
 @each(
     ("completion", "problem"),
     [
+        (said((7, 8), (-0.5,)), "1 log-prob for 2 tokens"),
+        (said((7, 8), (-0.5, -0.1, -0.2)), "3 log-probs for 2 tokens"),
+        (said((7, 8), ()), "0 log-probs for 2 tokens"),
         (talk((True,) * 4, logprobs=(0.0,) * 5), "a mask of 4 entries for 5 tokens"),
         (talk(TALK, logprobs=(-1.0,) * 5), "a log-prob other than 0 for a token that was not sampled"),
         (talk(TALK, logprobs=(-1.0, -1.0, float("nan"), 0.0, -1.0)), "a log-prob other than 0"),

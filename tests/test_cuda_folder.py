@@ -9,27 +9,22 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from in_one_test import each
 
 TESTS = Path(__file__).parent
 FOLDER = TESTS / "cuda"
 FILES = sorted(FOLDER.glob("test_*.py"))
 
 
-def loaded(file: Path) -> ModuleType:
+@each("file", FILES)
+def test_its_files_import_and_hold_tests(file: Path) -> None:
     spec = importlib.util.spec_from_file_location(f"cuda_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
-def test_its_files_import_and_hold_tests(file: Path) -> None:
-    module = loaded(file)
     names = [n.name for n in ast.parse(file.read_text()).body if isinstance(n, ast.FunctionDef)]
     tests = [name for name in names if name.startswith("test_")]
     assert tests
@@ -45,9 +40,7 @@ def test_they_are_collected_only_where_the_folder_is_named_and_skipped_without_a
         assert not [item for item in request.session.items if FOLDER in item.path.parents]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-rs", "tests/cuda"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(
-        command, cwd=TESTS.parent, capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "there is no CUDA GPU here" in done.stdout
     assert "passed" not in done.stdout
@@ -64,9 +57,7 @@ def test_make_refuses_in_a_line_where_there_is_no_driver() -> None:
         command = ["make", "test-cuda", f"VENV={sys.prefix}"]
         # A make inside of `make test` would say which folder it enters.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-        done = subprocess.run(
-            command, cwd=TESTS.parent, capture_output=True, text=True, timeout=60, env=environment, check=False
-        )
+        done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=60, env=environment)
         assert done.returncode == 2
         assert done.stderr.startswith("make test-cuda: there is no CUDA GPU (no libcuda.so.1) here; ")
         assert done.stdout == ""

@@ -937,7 +937,7 @@ def problem_of(row: tuple[str, ...], code: Any, err: str, out: str, is_clean: bo
     return f"it says something else, too: {out}" if out else "" if is_clean else "something is left behind"
 
 
-@pytest.mark.parametrize("part", [0, slow(1)])
+@pytest.mark.parametrize("part", [0, slow(1), slow(2)])
 def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(
     part: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -948,7 +948,7 @@ def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(
         importlib.util, "find_spec", lambda name, *a: None if name in missing.split() else find_spec(name, *a)
     )
     before = sorted(workplace.rglob("*"))
-    for missing, *row in [*(("", *row) for row in READ_BY_LIBRARIES), *NOT_INSTALLED][part::2]:  # noqa: B007
+    for missing, *row in [*(("", *row) for row in READ_BY_LIBRARIES), *NOT_INSTALLED][part::3]:  # noqa: B007
         hub_answers.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "path", list(sys.path))

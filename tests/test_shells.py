@@ -42,12 +42,8 @@ def test_commands_of_pages_are_quoted(page: Path) -> None:
 
 
 def test_commands_in_help_and_comments_are_quoted() -> None:
-    lines = [
-        line
-        for file in (REPOSITORY / "rlft" / "assets" / "usage").iterdir()
-        for line in file.read_text().splitlines()
-        if line.startswith("  rlft ")
-    ]
+    files = (REPOSITORY / "rlft" / "assets" / "usage").iterdir()
+    lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("  rlft ")]
     assert [for_a_shell(line) for line in lines] == lines
     assert len(lines) > 30
     for folder in ("configs", "recipes"):
@@ -59,16 +55,13 @@ def test_commands_in_help_and_comments_are_quoted() -> None:
     assert for_a_shell(help_text) == help_text
 
 
-def overrides(seed: int) -> list[str]:
-    rng = random.Random(seed)
+def test_any_override_in_a_sentence_is_one_word_of_a_shell() -> None:
+    for line in ("rlft train 'name=use x=[a] here'", 'the text is "use a=[b] now"', "run=runs/a (steps=3)"):
+        assert for_a_shell(line) == line, "what is quoted already stays as it is"
+    rng, said = random.Random(0), []
     keys = ["reward", "data.metadata_fields", "+a.b", "trainer.lr", "logger"]
     parts = ["a", "b1", ",", "[", "]", "..", "(", ")", "*", "{x:1}", "?", "/", "1e-5", "~"]
-    return [f"{rng.choice(keys)}={''.join(rng.choices(parts, k=rng.randint(1, 7)))}" for _ in range(400)]
-
-
-def test_any_override_in_a_sentence_is_one_word_of_a_shell() -> None:
-    said = []
-    for word in overrides(0):
+    for word in [f"{rng.choice(keys)}={''.join(rng.choices(parts, k=rng.randint(1, 7)))}" for _ in range(400)]:
         plain = word.rstrip(".,;:?")
         if plain.count(")") > plain.count("(") or "?" in word[len(plain) :]:
             continue  # which ends a parenthesis of the sentence, or a question
@@ -81,8 +74,3 @@ def test_any_override_in_a_sentence_is_one_word_of_a_shell() -> None:
     for shell in filter(None, map(shutil.which, ("bash", "zsh"))):
         printed = subprocess.run([shell, "-c", f"printf '%s\\n' {' '.join(said)}"], capture_output=True, text=True)
         assert printed.stdout.splitlines() == [shlex.split(word)[0] for word in said], shell
-
-
-def test_what_is_quoted_already_stays_as_it_is() -> None:
-    for line in ("rlft train 'name=use x=[a] here'", 'the text is "use a=[b] now"', "run=runs/a (steps=3)"):
-        assert for_a_shell(line) == line

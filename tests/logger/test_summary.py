@@ -45,12 +45,15 @@ def test_the_page_fits_and_only_commands_run_over(folder, width):
     assert "  rlft eval run=runs/x " + "key=value " * 12 in lines
 
 
-def test_the_page_tells_accuracy_before_and_after_time_and_folder(folder):
+def test_the_page_tells_accuracy_before_and_after_time_and_folder_in_colour_on_terminals_only(folder):
     text = page(folder, 120)
     assert re.search(r"held-out accuracy +0\.400 ± 0\.010 → 0\.900 ± 0\.010  \(step 0 → 20\)", text)
     assert re.search(r"training +1:00 for 20 steps", text)  # 20 steps of 3 s
     assert str(folder) in text.replace("\n", "")
     assert "# score it" in text
+    assert "\x1b" not in text
+    assert "\x1b[32m✓ right" in page(folder, 80, force_terminal=True, color_system="standard", no_color=False)
+    assert "\x1b[3" not in page(folder, 80, force_terminal=True, color_system="standard", no_color=True)
 
 
 def test_the_same_prompts_stand_side_by_side_with_marks(folder):
@@ -81,13 +84,6 @@ def test_a_pipe_without_unicode_gets_an_ascii_page(folder):
     assert "\\u25" not in text  # no box or sign that had to be spelled out
     assert "0.400 +- 0.010 -> 0.900 +- 0.010" in text
     assert "x wrong" in text
-
-
-def test_colours_are_for_terminals_only(folder):
-    assert "\x1b" not in page(folder, 80)
-    coloured = page(folder, 80, force_terminal=True, color_system="standard", no_color=False)
-    assert "\x1b[32m✓ right" in coloured
-    assert "\x1b[3" not in page(folder, 80, force_terminal=True, color_system="standard", no_color=True)
 
 
 def test_a_run_without_files_says_where_it_is_and_one_of_one_step_has_no_curve(tmp_path, make_run, make_step):

@@ -218,7 +218,7 @@ def test_when_all_are_damaged_the_run_is_refused_and_when_there_is_none_there_is
     assert len(said) == 2
 
 
-def test_a_damaged_checkpoint_does_not_push_out_a_good_one(tmp_path):
+def test_a_damaged_checkpoint_does_not_push_out_a_good_one_and_is_replaced(tmp_path):
     """keep=1; a kill left 2 beside the new 4, which was damaged later. Going on from 2, 3 must not yield to 4."""
     for step in (2, 4):
         checkpoint.save(tmp_path, made(step), keep=2)

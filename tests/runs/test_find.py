@@ -198,21 +198,17 @@ def test_any_other_name_stays_as_it_is(run: Path, tmp_path: Path, tiny_path: Pat
     assert folder_of(str(tiny_path), ["model"], "model.path") == str(tiny_path)
 
 
-def test_the_first_role_that_is_there_is_taken(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
-    newest = reached(run, 3, "critic", "reward", "reward_taste")
-    for roles, name in ((("critic", "reward"), "critic"), (("reward", "reward_taste"), "reward")):
-        assert folder_of(str(run), roles, "key") == str(newest / name)
-    assert folder_of(str(run), ("reward_taste",), "key") == str(newest / "reward_taste")
-
-
-def test_a_run_without_a_checkpoint_or_the_role_is_refused_with_what_there_is(tmp_path: Path) -> None:
+def test_the_first_role_that_is_there_is_taken_and_none_is_refused_with_what_there_is(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     with pytest.raises(UserError, match=r"^lora\.path: that run has no checkpoint, got .*run; let it reach one first"):
         folder_of(str(run), ["policy"], "lora.path")
     reached(run, 1, "model")
     with pytest.raises(UserError, match=r"^lora\.path: that checkpoint has no policy, only model, got .*step_000001; "):
         folder_of(str(run), ["policy"], "lora.path")
+    newest = reached(run, 3, "critic", "reward", "reward_taste")
+    for roles, name in ((("critic", "reward"), "critic"), (("reward", "reward_taste"), "reward")):
+        assert folder_of(str(run), roles, "key") == str(newest / name)
+    assert folder_of(str(run), ("reward_taste",), "key") == str(newest / "reward_taste")
 
 
 def test_every_key_that_may_name_a_run_is_looked_at(run: Path) -> None:

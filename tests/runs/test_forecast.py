@@ -85,10 +85,7 @@ def test_of_steady_steps_the_interval_is_that_of_the_drift() -> None:
     told = forecast([2.0] * 40, 10)
     assert told is not None
     assert told.high == pytest.approx(20 * math.exp(Z * DRIFT * math.sqrt(2 / 5 / 4)), rel=1e-12)
-
-
-def test_a_slept_night_is_no_pace() -> None:
-    told = forecast([1.0] * 9 + [30_000.0], 10)
+    told = forecast([1.0] * 9 + [30_000.0], 10)  # a slept night is no pace
     assert told is not None
     assert told.seconds == pytest.approx(10 * (9 + 4) / 10)  # it counts as four steps
 
@@ -135,13 +132,6 @@ def test_evaluations_and_checkpoints_count_by_their_own_seconds(
         assert told == (None if expected is None else pytest.approx(expected))
 
 
-def test_time_without_news_is_taken_off() -> None:
-    told = Forecast(176.0, 150.0, 220.0)
-    assert str(told) == "2:56 (2:30 to 3:40)"
-    assert str(told.after(160.0)) == "0:16 (0:00 to 1:00)"
-    assert str(told.after(300.0)) == "0:00"
-
-
 # -- price= of rlft plan and rlft watch --------------------------------------------------------------------------------
 PRICES = {
     "2.5/h": Price(2.5), "2.5EUR/h": Price(2.5, "EUR"), "$2/h": Price(2.0, "$"), " 0.75 usd / h ": Price(0.75, "usd"),
@@ -161,12 +151,16 @@ def test_a_price_is_an_amount_per_hour_in_any_currency() -> None:
         assert str(caught.value) == told
 
 
-def test_what_was_paid_and_what_the_whole_costs() -> None:
+def test_what_is_left_what_was_paid_and_what_the_whole_costs() -> None:
     price = Price(3600.0, "EUR")  # a second is one
     assert str(price) == "3,600.00 EUR/h"
     assert price.so_far(10.5, None) == "10.50 EUR"
     assert price.so_far(10.5, Forecast(100.0, 50.0, 2000.0)) == "10.50, in all 110.50 (60.50 to 2,010.50) EUR"
     assert price.so_far(10.5, Forecast(0.0, 0.0, 0.0)) == "10.50 EUR", "nothing is left"
+    told = Forecast(176.0, 150.0, 220.0)
+    assert str(told) == "2:56 (2:30 to 3:40)"
+    assert str(told.after(160.0)) == "0:16 (0:00 to 1:00)", "time without news is taken off"
+    assert str(told.after(300.0)) == "0:00"
 
 
 NOISE = (0.5, 0.51, 0.49, 0.5, 0.51, 0.49)

@@ -141,7 +141,8 @@ def test_a_pipeline_that_is_repeated_after_it_was_moved_goes_on_where_it_was_and
     assert contents(moved) == before
     (moved / "2-sample" / "progress.json").unlink()  # as if it had been stopped before its first step was written down
     assert cli.run([*words, f"adapter={moved}/{FIRST}"]) == 0
-    assert (moved / "2-sample" / "samples.jsonl").read_bytes() == before["2-sample/samples.jsonl"]
+    again = (moved / "2-sample" / "samples.jsonl").read_bytes()
+    assert again.replace(str(moved).encode(), b"pipe") == before["2-sample/samples.jsonl"], "but for their model's path"
 
 
 def test_a_path_that_was_changed_by_hand_is_what_it_was_changed_to(built: Path, tmp_path: Path) -> None:
