@@ -37,8 +37,6 @@ def close(found, expected, tolerance):
 
 
 # -- statistics ------------------------------------------------------------------------------------------------------
-
-
 def test_two_steps_statistics_are_those_of_their_average_moments():
     # Means 3 and 6, mean squares 41/3 and 36 + 2/3 * 4 = 116/3: averages 9/2 and 157/6; variance 157/6 - 81/4 = 71/12.
     # (Steps count alike, however many tokens each has.)
@@ -62,36 +60,33 @@ def test_after_a_hundred_steps_each_new_one_counts_for_a_hundredth():
     assert seen.num_steps == 102
 
 
-def test_a_step_without_tokens_is_no_step():
-    before = ReturnStatistics().seen(returns(1, 2, 6), MASK)
-    assert before.seen(torch.full((2, 3), math.nan), torch.zeros(2, 3, dtype=torch.bool)) == before
-
-
-def test_returns_that_do_not_vary_have_no_negative_variance_and_a_standard_deviation_above_0():
+def test_variances_are_summed_in_float64_and_never_negative():
+    # 1e4 +- 0.5 in float32: squares need 27 bits. Mean 1e4, variance 2/3 * 0.25.
+    seen = ReturnStatistics().seen(returns(1e4 - 0.5, 1e4, 1e4 + 0.5).float(), MASK)
+    assert seen.variance == pytest.approx(0.5 / 3, abs=1e-6)
     seen = ReturnStatistics()
     for _ in range(30):
         seen = seen.seen(returns(0.1, 0.1, 0.1), MASK)
         assert 0 <= seen.variance < 1e-15
         assert seen.std == 1e-4
-
-
-def test_float32_returns_are_summed_in_float64():
-    # 1e4 +- 0.5: squares need 27 bits. Mean 1e4, variance 2/3 * 0.25.
-    seen = ReturnStatistics().seen(returns(1e4 - 0.5, 1e4, 1e4 + 0.5).float(), MASK)
-    assert seen.variance == pytest.approx(0.5 / 3, abs=1e-6)
+    assert seen.seen(torch.full((2, 3), math.nan), torch.zeros(2, 3, dtype=torch.bool)) == seen, "no token, no step"
 
 
 # -- the head goes with them -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@each(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 def test_no_value_changes_when_the_statistics_move(dtype, tolerance):
     subject, hidden = critic(dtype)
     values = subject.values(subject.head(hidden), MASK)
+    parameters = [id(p) for p in subject.head.parameters()]
     assert values[MASK].abs().min() > 0.1
     for step in ((1, 2, 6), (-4, 6, 8), (0.5, 0.25, 0.125), (30, 10, -20)):
         before = subject.statistics
         subject.observe(returns(*step), MASK)
         assert subject.statistics != before
         close(subject.values(subject.head(hidden), MASK), values, tolerance)
+    # An optimizer holds on to what the head is made of.
+    assert [id(p) for p in subject.head.parameters()] == parameters
+    assert all(p.requires_grad and p.grad is None and p.is_leaf for p in subject.head.parameters())
 
 
 def test_the_head_learns_returns_in_units_of_their_statistics():
@@ -119,14 +114,6 @@ def test_without_normalisation_nothing_moves_and_values_are_the_heads_own_number
     assert torch.equal(subject.values(subject.head(hidden), MASK), subject.head(hidden).where(MASK, 0.0))
 
 
-def test_the_head_is_rescaled_in_place_and_without_a_gradient():
-    subject, _ = critic()
-    parameters = [id(p) for p in subject.head.parameters()]
-    subject.observe(returns(1, 2, 6), MASK)
-    assert [id(p) for p in subject.head.parameters()] == parameters  # an optimizer holds on to them
-    assert all(p.requires_grad and p.grad is None and p.is_leaf for p in subject.head.parameters())
-
-
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 def test_a_critic_restored_from_json_goes_on_exactly():
     steps = ((1, 2, 6), (-4, 6, 8), (0.1, 0.2, 0.3))
@@ -150,30 +137,16 @@ def test_a_critic_restored_from_json_goes_on_exactly():
 CPU = torch.device("cpu")
 
 
-def test_a_head_is_a_weighted_sum_plus_a_bias_and_keeps_the_leading_shape():
+def test_a_head_is_a_weighted_sum_plus_a_bias_keeps_the_leading_shape_and_computes_in_float32_at_least():
     head = ScalarHead(2, CPU, torch.float64)
     head.load_state_dict({"weight": torch.tensor([[2.0, -3.0]]), "bias": torch.tensor([0.5])})
     hidden = torch.tensor([[[1.0, 1.0], [0.0, 2.0], [-1.0, 0.25]]], dtype=torch.float64)
     # 2 - 3 + 0.5; -6 + 0.5; -2 - 0.75 + 0.5.
     assert head(hidden).tolist() == [[-0.5, -5.5, -2.25]]
-
-
-@each(
-    ("base", "head"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ],
-)
-def test_a_head_is_at_least_float32_whatever_the_base_is(base, head):
-    made = ScalarHead(2, CPU, base)
-    assert {p.dtype for p in made.parameters()} == {head}
-    assert made(torch.ones(4, 2, dtype=base)).dtype == head
-
-
-def test_a_16_bit_hidden_state_is_read_in_float32():
+    for base in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        made = ScalarHead(2, CPU, base)
+        at_least = torch.promote_types(base, torch.float32)
+        assert {p.dtype for p in made.parameters()} == {made(torch.ones(4, 2, dtype=base)).dtype} == {at_least}
     # 1 + 2^-12 times 256 is 256 + 2^-4, which bfloat16 (8 bits) would round to 256.
     head = ScalarHead(1, CPU, torch.bfloat16)
     head.load_state_dict({"weight": torch.tensor([[1 + 2**-12]]), "bias": torch.tensor([0.0])})
@@ -181,17 +154,13 @@ def test_a_16_bit_hidden_state_is_read_in_float32():
 
 
 def test_weights_are_copies_and_come_back_exactly():
-    head = ScalarHead(3, CPU, torch.float32)
-    with torch.no_grad():
-        head.weight.copy_(torch.tensor([[0.1, 0.2, 0.3]]))
-        head.bias.fill_(0.7)
-    kept = head.weights()
+    head = critic()[0].head
+    kept, parameters = head.weights(), [id(p) for p in head.parameters()]
     before = {name: tensor.clone() for name, tensor in kept.items()}
     with torch.no_grad():
         head.weight.add_(1)
     assert not any(tensor.requires_grad for tensor in kept.values())
     assert all(torch.equal(kept[name], before[name]) for name in before)
-    parameters = {name: id(p) for name, p in head.named_parameters()}
     head.load_state_dict(kept)
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.weights().items())
-    assert {name: id(p) for name, p in head.named_parameters()} == parameters  # an optimizer holds on to them
+    assert [id(p) for p in head.parameters()] == parameters  # an optimizer holds on to them

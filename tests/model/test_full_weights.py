@@ -111,15 +111,11 @@ def test_copies_move_as_the_snapshots_say(make_whole, make_double, make_batch):
 @each(
     ("keys", "roles"),
     [
-        ({}, []),
-        ({"old": Old.recompute}, []),
-        ({"old": Old.sampled}, []),
-        ({"reference": "base"}, [None]),
-        ({"teacher": "base", "reference": "base"}, [None]),
+        ({}, []), ({"old": Old.recompute}, []), ({"old": Old.sampled}, []), ({"reference": "base"}, [None]),
+        ({"teacher": "base", "reference": "base"}, [None]), ({"reference": "copy", "old": Old.copy}, [REFERENCE, OLD]),
         ({"teacher": "base", "reference": "ema"}, [None, REFERENCE]),
-        ({"reference": "copy", "old": Old.copy}, [REFERENCE, OLD]),
     ],
-)
+)  # fmt: skip
 def test_no_copy_is_held_that_no_role_needs(keys: dict[str, Any], roles: list[str | None]) -> None:
     assert copied_roles(replace(NO_SNAPSHOTS, **keys)) == roles
 

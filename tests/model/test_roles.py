@@ -594,7 +594,6 @@ def test_the_reference_is_refreshed_every_so_many_steps_and_before_the_old_polic
         assert not any(roles.refresh(step) for step in range(5))
 
 
-# -- adapters on disk ------------------------------------------------------------------------------------------------
 @pytest.fixture
 def adapter(make_roles, written):
     """An adapter folder as another run leaves it, and its weights."""

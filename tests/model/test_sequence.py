@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from threading import Lock
 from typing import Any, cast
 
@@ -20,7 +21,6 @@ from image_batches import of_two
 from met_ranks import meeting, met, together
 from mixtures import FAMILIES
 from model_folders import settings
-from peft import LoraConfig, get_peft_model
 from slow_cases import slow, slow_but
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,7 +31,7 @@ from rlft.model.backbone import read_backbone
 from rlft.model.critic import ScalarHead
 from rlft.model.experts import Routing, mixture_of
 from rlft.model.forward import Forward, choose, possible_shares
-from rlft.model.kernels import lora_linear, recurrent, selection
+from rlft.model.kernels import recurrent, selection
 from rlft.model.kernels.recurrent import parts_of
 from rlft.model.sequence import TokenShare, current_share, sharing_tokens
 from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
@@ -71,51 +71,44 @@ def batch(make_batch: Callable[..., Batch]) -> Batch:
     return make_batch([(u, prompt, own) for u, prompt in enumerate(PROMPTS) for own in COMPLETIONS[u]])
 
 
-def with_adapter(model: Any, how: Recompute) -> tuple[Any, Any]:
-    """(the model, the same with an adapter that does something, in our layers)."""
-    installed = selection.install(model, KernelChoice.auto, own_attention=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        config = LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", init_lora_weights=False)
-        lora_linear.install(config)
-        get_peft_model(model, config, autocast_adapter_dtype=False)
-    set_checkpointing(model, how)
-    return model.train(bool(how)), installed
-
-
-def computed(model: Any, batch: Batch, how: Recompute | None) -> list[Tensor]:
+@pytest.fixture
+def computed(with_lora: Callable[..., Any]) -> Callable[..., list[Tensor]]:
     """Log-probs, entropy, values, log-probs of other tokens and a KL; the gradients of a loss over them.
 
     how: the gradient checkpointing of a model with an adapter; None: all weights of the model learn.
     """
-    model, share = copy.deepcopy(model), current_share()
-    with sharing_tokens(None), LOCK:  # whether a model packs is found out by every rank alone
-        if how is None:
-            installed = selection.install(model.requires_grad_(True), KernelChoice.auto, own_attention=True)
-        else:
-            model, installed = with_adapter(model, how)
-        forward = choose(model, installed)
-        forward.model.train(bool(how))
-    assert forward.packed, forward.reason
-    head = ScalarHead(model.config.get_text_config().hidden_size, torch.device("cpu"), torch.float64)
-    generator = torch.Generator().manual_seed(5)
-    for weight in head.parameters():
-        weight.data.normal_(generator=generator)
-    asked = replace(batch, teacher_top_k_ids=(batch.token_ids[..., None] + torch.arange(3)) % 97)
-    with sharing_tokens(share):
-        layout = forward.layout(asked)
-        anchor = forward.anchor(asked, 0.7, layout)
-        anchor = anchor._replace(states=anchor.states.flip(1))
-        outputs = forward(asked, 0.7, entropy=True, head=head, layout=layout, top_k=True, anchor=anchor)
-    found = [outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs, outputs.kl]
-    losses = [(torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum() for x in found]
-    torch.stack(losses).sum().backward()
-    learning = [p for p in [*model.parameters(), *head.parameters()] if p.requires_grad]
-    return [*(x.detach() for x in found), *(torch.zeros_like(p) if p.grad is None else p.grad for p in learning)]
+
+    def compute(model: Any, batch: Batch, how: Recompute | None) -> list[Tensor]:
+        model, share = copy.deepcopy(model), current_share()
+        with sharing_tokens(None), LOCK:  # whether a model packs is found out by every rank alone
+            installed = selection.install(model.requires_grad_(how is None), KernelChoice.auto, own_attention=True)
+            if how is not None:
+                with_lora(model, ours=True)
+                set_checkpointing(model, how)
+            forward = choose(model, installed)
+            forward.model.train(bool(how))
+        assert forward.packed, forward.reason
+        head = ScalarHead(model.config.get_text_config().hidden_size, torch.device("cpu"), torch.float64)
+        generator = torch.Generator().manual_seed(5)
+        for weight in head.parameters():
+            weight.data.normal_(generator=generator)
+        asked = replace(batch, teacher_top_k_ids=(batch.token_ids[..., None] + torch.arange(3)) % 97)
+        with sharing_tokens(share):
+            layout = forward.layout(asked)
+            anchor = forward.anchor(asked, 0.7, layout)
+            anchor = anchor._replace(states=anchor.states.flip(1))
+            outputs = forward(asked, 0.7, entropy=True, head=head, layout=layout, top_k=True, anchor=anchor)
+        found = [outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs, outputs.kl]
+        losses = [(torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum() for x in found]
+        torch.stack(losses).sum().backward()
+        learning = [p for p in [*model.parameters(), *head.parameters()] if p.requires_grad]
+        return [*(x.detach() for x in found), *(torch.zeros_like(p) if p.grad is None else p.grad for p in learning)]
+
+    return compute
 
 
 @pytest.fixture
-def check(on_ranks: Any) -> Callable[..., None]:
+def check(on_ranks: Any, computed: Any) -> Callable[..., None]:
     """Compares the numbers and the summed gradients of ranks with those of one alone."""
 
     def check(model: Any, batch: Batch, ranks: int, how: Recompute | None, bound: float = 1e-9) -> None:
@@ -131,17 +124,17 @@ def check(on_ranks: Any) -> Callable[..., None]:
 
 
 FUSED: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 4},
-    "qwen2": {},
-    "qwen3": {"head_dim": 8},
-}
+    "llama": {}, "mistral": {"sliding_window": 4}, "qwen2": {}, "qwen3": {"head_dim": 8},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", slow_but(4, [2, 4]))  # with 4 there are fewer heads of keys than ranks
-@pytest.mark.parametrize(("kind", "fields"), FUSED.items(), ids=FUSED)
-def test_ranks_compute_together_what_one_computes_alone(kind, fields, ranks, batch, check) -> None:
-    check(random_model(kind, fields).double(), batch, ranks, False)
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    # With 4 there are fewer heads of keys than ranks.
+    [case if case in (("qwen3", 4), ("mistral", 2)) else slow(*case) for case in product(FUSED, (2, 4))],
+)
+def test_ranks_compute_together_what_one_computes_alone(kind, ranks, batch, check) -> None:
+    check(random_model(kind, FUSED[kind]).double(), batch, ranks, False)
 
 
 def test_rows_that_are_padded_are_not_shared(batch) -> None:
@@ -153,29 +146,30 @@ def test_rows_that_are_padded_are_not_shared(batch) -> None:
         padded.layout(batch)
 
 
-@pytest.mark.parametrize("how", [True, "tiles"])
-def test_recomputed_layers_exchange_again(how, batch, check) -> None:
-    check(random_model("llama", {}).double(), batch, 2, how)
+@pytest.mark.parametrize(
+    ("kind", "rows", "how"),
+    [
+        slow("llama", "usual", True),
+        ("llama", "usual", "tiles"),  # recomputed layers exchange again
+        ("qwen2", "with branches", False),
+        ("llama", "a rank without a sampled token", False),
+    ],
+)
+def test_any_rows_are_shared_however_layers_are_computed(kind, rows, how, batch, tree_batch, make_batch, check) -> None:
+    alone = make_batch([(0, [5, 6, 7], [8])])
+    of = {"usual": batch, "with branches": tree_batch[0], "a rank without a sampled token": alone}
+    check(random_model(kind, {}).double(), of[rows], 2, how)
 
 
-def test_rows_with_branches_are_shared_too(tree_batch, check) -> None:
-    [trees, *_] = tree_batch
-    assert trees.previous is not None
-    check(random_model("qwen2", {}).double(), trees, 2, False)
-
-
-def test_a_rank_may_have_no_sampled_token(make_batch, check) -> None:
-    check(random_model("llama", {}).double(), make_batch([(0, [5, 6, 7], [8])]), 2, False)
+ALL = QUICK | OTHERS
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"),
-    [*QUICK.items(), *(slow(kind, fields) for kind, fields in OTHERS.items())],
-    ids=[*QUICK, *OTHERS],
+    "kind", [kind if kind in ("gemma2", "gpt_oss", "deepseek_v3", "diffllama") else slow(kind) for kind in ALL]
 )
-def test_any_softmax_attention_is_shared(kind, fields, batch, check) -> None:
+def test_any_softmax_attention_is_shared(kind, batch, check) -> None:
     """Windows, caps and sinks, narrower heads of values; all weights learn. transformers' norms are float32."""
-    model = random_model(kind, fields).double()
+    model = random_model(kind, ALL[kind]).double()
     if mixture_of(model).stacked:  # the others have no float64
         model.set_experts_implementation("eager")
     check(model, batch, 2, None, bound=1e-6)
@@ -193,11 +187,6 @@ class WithFloat64:
         return getattr(torch, name)
 
 
-def in_float64(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[type(model).__module__], "torch", WithFloat64())
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-
-
 def empty(kind: str, **fields: int) -> Any:
     config = AutoConfig.for_model(kind, **hybrid_models.SIZES | hybrid_models.HYBRIDS[kind] | fields)
     with torch.device("meta"):
@@ -208,7 +197,7 @@ def empty(kind: str, **fields: int) -> Any:
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("qwen3_5_text", None),
+        slow("qwen3_5_text", None),
         ("qwen3_5_text", True),
         ("lfm2", False),
         slow("qwen3_5_text", False),
@@ -220,7 +209,8 @@ def test_channels_and_heads_of_layers_with_a_state_are_shared(kind, how, ranks, 
     model = hybrid_models.random_model(kind).double()
     if mixture_of(model).stacked:
         model.set_experts_implementation("eager")
-    in_float64(model, monkeypatch)
+    monkeypatch.setattr(sys.modules[type(model).__module__], "torch", WithFloat64())
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
     check(model, batch, ranks, how)
 
 
@@ -243,14 +233,14 @@ def test_channels_and_heads_say_how_many_ranks_may_share_a_row() -> None:
 
 @pytest.mark.parametrize(("kind", "replaced"), [("qwen3_5_text", "conv1d_fn"), ("lfm2", "no such")])
 def test_a_function_that_would_see_the_tokens_of_one_rank_alone_is_an_error(
-    kind, replaced, batch, on_ranks, monkeypatch
+    kind, replaced, batch, on_ranks, computed, monkeypatch
 ) -> None:
     monkeypatch.setattr(recurrent, "is_over_tokens", lambda name: name.endswith(replaced))
     with pytest.raises(AssertionError, match="another one, which would see those of this rank alone"):
         on_ranks(2, lambda: computed(hybrid_models.random_model(kind).double(), batch, None))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", slow("gemma4")])
+@pytest.mark.parametrize("kind", [slow("qwen2_5_vl"), "qwen3_vl", slow("smolvlm"), "gemma3", slow("gemma4")])
 def test_images_of_shared_rows_are_read_as_those_of_whole_rows(kind, check, tmp_path) -> None:
     """Positions in height and width, vectors that deeper layers add, and images that are read both ways."""
     backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))

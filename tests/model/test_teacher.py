@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import half_model
@@ -11,21 +12,28 @@ import torch
 from in_one_test import each
 from transformers import AutoModelForCausalLM
 
-from rlft.config.model import Old, SnapshotConfig, teacher_settings
-from rlft.generation.sending import AdapterFiles
+from rlft.config.model import resolve_path, teacher_settings
 from rlft.loop.parts import load_teacher
 from rlft.model import forward
+from rlft.model.networks import NO_SNAPSHOTS
 from rlft.model.teacher import teacher_logprobs, with_other_prompts
 
 model_config, backbone = half_model.model_config, half_model.backbone
 
 
+ROWS = [[20, -21, 22], [22], [23, 24, 25], [26]]
+"""A token that was not sampled stands within the first completion."""
+
+
 @pytest.fixture
-def batch(make_batch):
-    """Two groups; a token that was not sampled stands within a completion."""
-    return make_batch(
-        [(0, [5, 6, 7], [20, -21, 22]), (0, [5, 6, 7], [22]), (1, [9, 8], [23, 24, 25]), (1, [9, 8], [26])]
-    )
+def batch_of(make_batch):
+    """Builds two groups of two rows with these prompts."""
+    return lambda one, two: make_batch([(b // 2, (one, two)[b // 2], row) for b, row in enumerate(ROWS)])
+
+
+@pytest.fixture
+def batch(batch_of):
+    return batch_of([5, 6, 7], [9, 8])
 
 
 @pytest.fixture
@@ -34,28 +42,26 @@ def nobody():
 
 
 @pytest.fixture
-def adapter(make_roles, tmp_path):
+def adapter(make_roles, written):
     """An adapter folder as another run leaves it."""
     roles = make_roles(noise=0.05, seed=5)
     published = roles.publish(3)
     roles.close()
-    files = AdapterFiles(tmp_path)
-    yield str(files.write(published))
-    files.close()
+    return str(written(published))
+
+
+SNAPSHOT = replace(NO_SNAPSHOTS, teacher="embedded:tiny-student")
 
 
 @pytest.fixture(scope="module")
 def student_as_teacher(model_config):
     """The forward of `tiny-student`, which has the same tokens, as a teacher that is a separate model."""
-    keys = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
-    return load_teacher(SnapshotConfig(**keys, teacher="embedded:tiny-student"), model_config())
+    return load_teacher(SNAPSHOT, model_config())
 
 
 @pytest.fixture(scope="module")
 def by_transformers():
     """Log-probs `[T, V]` that `tiny-student` gives the tokens after the first of one row, by transformers alone."""
-    from rlft.config.model import resolve_path
-
     model = AutoModelForCausalLM.from_pretrained(resolve_path("embedded:tiny-student"), dtype=torch.float32).eval()
 
     @torch.no_grad()
@@ -65,19 +71,8 @@ def by_transformers():
     return logprobs
 
 
-def test_an_adapter_gives_the_log_probs_that_it_gives_as_a_policy(adapter, make_roles, batch, nobody):
-    policy = make_roles(path=adapter)
-    expected = policy.logprobs(batch, "policy")
-    roles = make_roles(teacher=adapter)
-    annotated = roles.annotate(batch, nobody, needs_old=True)
-    torch.testing.assert_close(annotated.teacher_logprobs, expected, rtol=1e-6, atol=1e-6)
-    assert not torch.allclose(annotated.teacher_logprobs, annotated.old_logprobs, atol=1e-3)
-    assert (annotated.teacher_logprobs[~batch.loss_mask] == 0).all()
-    assert roles.moving == ("policy",)
-
-
-@pytest.mark.parametrize("role", ["teacher", "reference"])
-def test_a_frozen_adapter_has_its_own_rank_and_scale_and_may_stand_in_the_users_home(
+@each("role", ["teacher", "reference"])
+def test_a_frozen_adapter_says_what_it_says_as_a_policy_with_its_own_rank_and_scale_also_in_the_users_home(
     adapter, make_roles, batch, nobody, role, monkeypatch
 ):
     expected = make_roles(path=adapter).logprobs(batch, "policy")
@@ -85,50 +80,26 @@ def test_a_frozen_adapter_has_its_own_rank_and_scale_and_may_stand_in_the_users_
     monkeypatch.setenv("HOME", str(folder.parent))
     roles = make_roles(noise=0.05, rank=2, alpha=32.0, **{role: f"~/{folder.name}"})
     annotated = roles.annotate(batch, nobody, needs_old=True)
-    torch.testing.assert_close(getattr(annotated, f"{role}_logprobs"), expected, rtol=1e-6, atol=1e-6)
+    found = getattr(annotated, f"{role}_logprobs")
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert (found[~batch.loss_mask] == 0).all()
     assert not torch.allclose(annotated.old_logprobs, expected, atol=1e-3)
     assert {name: config.r for name, config in roles.model.peft_config.items()} == {"policy": 2, role: 4}
+    assert roles.moving == ("policy",)
+    roles.outputs(batch, False).logprobs.sum().backward()
+    roles.check_gradients()
 
 
-def test_the_base_is_a_teacher_without_an_adapter(make_roles, batch, nobody):
+def test_the_base_is_a_teacher_without_an_adapter_and_is_not_asked_of_rows_with_zero_gradient(
+    make_roles, batch, nobody
+):
     roles = make_roles(noise=0.05, teacher="base", reference="base")
     annotated = roles.annotate(batch, nobody, needs_old=False)
     assert torch.equal(annotated.teacher_logprobs, annotated.reference_logprobs)
-    assert annotated.teacher_logprobs.any()
-
-
-def test_rows_are_packed_once_for_the_teacher_and_the_reference(adapter, make_roles, batch, nobody, monkeypatch):
-    packed, roles = [], make_roles(teacher=adapter, reference="base")
-    monkeypatch.setattr(forward, "pack", lambda rows, **how: packed.append(rows) or forward_pack(rows, **how))
-    roles.annotate(batch, nobody, needs_old=True, teacher_top_k=3)
-    assert len(packed) == 1
-
-
-forward_pack = forward.pack
-
-
-def test_rows_with_zero_gradient_are_not_forwarded(make_roles, batch):
-    zero_rows = torch.tensor([True, True, False, False])
-    annotated = make_roles(noise=0.05, teacher="base").annotate(batch, zero_rows, needs_old=False)
-    assert (annotated.teacher_logprobs[:2] == 0).all()
-    assert (annotated.teacher_logprobs[2:][batch.loss_mask[2:]] != 0).all()
-
-
-def test_a_model_of_its_own_says_what_transformers_says(make_roles, batch, nobody, student_as_teacher, by_transformers):
-    roles = make_roles(teacher="embedded:tiny-student", teacher_forward=student_as_teacher)
-    annotated = roles.annotate(batch, nobody, needs_old=False, teacher_top_k=4)
-    for b in range(4):
-        real = batch.attention_mask[b]
-        logp = by_transformers(batch.token_ids[b][real])
-        taken = logp.gather(-1, batch.token_ids[b][real][1:, None])[:, 0]
-        best = logp.topk(4, -1)
-        at = batch.loss_mask[b][real][1:]
-        columns = batch.loss_mask[b]
-        torch.testing.assert_close(annotated.teacher_logprobs[b][columns], taken[at], rtol=1e-5, atol=1e-5)
-        assert torch.equal(annotated.teacher_top_k_ids[b][columns], best.indices[at])
-        torch.testing.assert_close(annotated.teacher_top_k_logprobs[b][columns], best.values[at], rtol=1e-5, atol=1e-5)
-    outside = ~batch.loss_mask
-    assert (annotated.teacher_top_k_logprobs[outside] == 0).all()
+    assert (annotated.teacher_logprobs[batch.loss_mask] != 0).all()
+    some = roles.annotate(batch, torch.tensor([True, True, False, False]), needs_old=False).teacher_logprobs
+    assert (some[:2] == 0).all()
+    torch.testing.assert_close(some[2:], annotated.teacher_logprobs[2:], rtol=1e-5, atol=1e-5)
 
 
 def test_tokens_beyond_the_students_vocabulary_are_not_among_the_most_likely(student_as_teacher, batch):
@@ -138,7 +109,7 @@ def test_tokens_beyond_the_students_vocabulary_are_not_among_the_most_likely(stu
     assert (of_ids[batch.loss_mask].exp().sum(-1) < 1).all()
 
 
-@pytest.mark.parametrize("rows", ["awkward", "tree"])
+@each("rows", ["awkward", "tree"])
 def test_padded_rows_and_rows_with_branches_give_the_same(backbone, awkward_batch, tree_batch, make_roles, rows):
     batch = awkward_batch if rows == "awkward" else tree_batch[0]
     model = make_roles(noise=0.05).backbone.model
@@ -185,25 +156,15 @@ HINTED = [[5, 6, 7, 30, 31], [9, 8, 32]]
 
 
 @pytest.fixture
-def hinted(make_batch, batch):
+def hinted(batch_of, batch):
     """The batch with what the teacher reads, and the rows that it then has before it, written by hand."""
     prompts = torch.full((4, 5), -1)
-    for b, own in enumerate((HINTED[0], HINTED[0], HINTED[1], HINTED[1])):
-        prompts[b, : len(own)] = torch.tensor(own)
-    by_hand = make_batch(
-        [(0, HINTED[0], [20, -21, 22]), (0, HINTED[0], [22]), (1, HINTED[1], [23, 24, 25]), (1, HINTED[1], [26])]
-    )
-    return replace(batch, teacher_prompts=prompts), by_hand
+    for b in range(4):
+        prompts[b, : len(HINTED[b // 2])] = torch.tensor(HINTED[b // 2])
+    return replace(batch, teacher_prompts=prompts), batch_of(*HINTED)
 
 
-def test_rows_with_other_prompts_are_those_that_one_would_write_by_hand(hinted):
-    batch, by_hand = hinted
-    made = with_other_prompts(batch, batch.teacher_prompts)
-    for name in ("token_ids", "attention_mask", "loss_mask", "group_ids"):
-        assert torch.equal(getattr(made, name), getattr(by_hand, name)), name
-
-
-@pytest.mark.parametrize("top_k", [0, 3])
+@each("top_k", [0, 3])
 def test_with_a_hint_the_completions_are_judged_in_its_light(make_roles, hinted, nobody, top_k):
     batch, by_hand = hinted
     roles = make_roles(noise=0.05, teacher="base")
@@ -220,18 +181,16 @@ def test_with_a_hint_the_completions_are_judged_in_its_light(make_roles, hinted,
         assert torch.equal(annotated.teacher_top_k_ids[at], ids[by_hand.loss_mask])
 
 
-def test_rows_longer_by_a_hint_go_through_the_teacher_within_the_budget(make_roles, hinted):
+def test_rows_longer_by_a_hint_go_through_the_teacher_within_the_budget(make_roles, hinted, entering):
     """13 tokens packed without it (3 + 3 + 1 + 2 + 3 + 1), 16 with it: a budget of 13 takes the groups one by one."""
     batch, _ = hinted
-    roles = make_roles(noise=0.05)
-    seen = []
-    hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[1]))
-    keys = {"top_k": 0, "vocabulary": 999}
+    roles, keys = make_roles(noise=0.05), {"top_k": 0, "vocabulary": 999}
     parts = list(roles.forward.parts(batch, 99))
-    apart = teacher_logprobs(roles.forward, batch, parts, **keys, token_budget=13)
-    together = teacher_logprobs(roles.forward, batch, parts, **keys, token_budget=99)
-    hook.remove()
-    assert seen == [9, 7, 16]
+    with entering(roles.backbone.model) as seen:
+        apart, together = (
+            teacher_logprobs(roles.forward, batch, parts, **keys, token_budget=budget) for budget in (13, 99)
+        )
+    assert seen == [(1, 9), (1, 7), (1, 16)]
     for name in apart:
         torch.testing.assert_close(apart[name], together[name], rtol=1e-5, atol=1e-5)
 
@@ -243,18 +202,17 @@ def test_branches_cannot_be_read_with_another_prompt(tree_batch):
 
 
 def test_padded_rows_of_a_teacher_go_through_it_within_the_budget_that_packed_ones_of_the_student_fill(
-    make_roles, batch
+    make_roles, batch, entering
 ):
     """Packed the rows have 13 tokens; padded, two rows of 6 fit into 13, and then two of 5 and 3: 2 x 5 = 10."""
     roles = make_roles(noise=0.05)
-    padded, seen = replace(roles.forward, packed=False), []
+    padded = replace(roles.forward, packed=False)
     [(_, micro)] = parts = list(roles.forward.parts(batch, 13))
     assert micro.network_tokens == 13
     keys = {"top_k": 3, "vocabulary": 999, "token_budget": 13}
     expected = teacher_logprobs(roles.forward, batch, parts, **keys)
-    hook = roles.backbone.model.get_input_embeddings().register_forward_hook(lambda m, a, o: seen.append(o.shape[:2]))
-    made = teacher_logprobs(padded, batch, parts, **keys)
-    hook.remove()
+    with entering(roles.backbone.model) as seen:
+        made = teacher_logprobs(padded, batch, parts, **keys)
     assert seen == [(2, 6), (2, 5)]
     for name, values in expected.items():
         torch.testing.assert_close(made[name], values, rtol=1e-5, atol=1e-5)
@@ -296,9 +254,8 @@ def judged(roles, batch, top_k):
     return {name: found for name in names if (found := getattr(annotated, name)) is not None}
 
 
-@pytest.mark.parametrize("rows", ["with holes", "with a hint", "with branches"])
-@pytest.mark.parametrize("top_k", [0, 4])
-def test_an_engine_says_of_all_rows_what_a_forward_says(
+@each(("rows", "top_k"), product(("with holes", "with a hint", "with branches"), (0, 4)))
+def test_an_engine_that_runs_transformers_row_by_row_says_of_all_rows_what_a_forward_says(
     make_roles, by_engine, student_as_teacher, awkward_batch, hinted, tree_batch, rows, top_k
 ):
     batch = {"with holes": awkward_batch, "with a hint": hinted[0], "with branches": tree_batch[0]}[rows]
@@ -311,28 +268,25 @@ def test_an_engine_says_of_all_rows_what_a_forward_says(
         assert found[name].dtype == values.dtype
         torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-5)
     assert found["teacher_logprobs"].any()
+    assert not top_k or (expected["teacher_top_k_logprobs"][~batch.loss_mask] == 0).all()
 
 
-def test_an_engine_is_asked_once_in_the_order_of_the_rows_whatever_the_token_budget(by_engine, awkward_batch):
-    """Of the six rows the third has nothing that was sampled."""
-    lengths = awkward_batch.attention_mask.sum(1).tolist()
-    rows = [awkward_batch.token_ids[b, : lengths[b]].tolist() for b in (0, 1, 3, 4, 5)]
-    for budget in (20, 10**6):
-        roles, engine = by_engine(token_budget=budget)
-        judged(roles, awkward_batch, 0)
-        assert engine.asked == [rows]
-
-
-def test_an_engine_reads_each_path_of_a_conversation_that_forks(by_engine, tree_batch):
+def test_an_engine_is_asked_once_in_the_order_of_the_rows_whatever_the_token_budget(
+    by_engine, awkward_batch, tree_batch
+):
+    """Of the six rows the third has nothing that was sampled; of a conversation that forks it reads each path."""
     trees, paths, _ = tree_batch
-    roles, engine = by_engine()
-    judged(roles, trees, 0)
-    lengths = paths.attention_mask.sum(1).tolist()
-    assert engine.asked == [[paths.token_ids[b, :length].tolist() for b, length in enumerate(lengths)]]
+    for batch, rows, several in ((awkward_batch, awkward_batch, (0, 1, 3, 4, 5)), (trees, paths, range(10))):
+        lengths = rows.attention_mask.sum(1).tolist()
+        for budget in (20, 10**6):
+            roles, engine = by_engine(token_budget=budget)
+            judged(roles, batch, 0)
+            assert engine.asked == [[rows.token_ids[b, : lengths[b]].tolist() for b in several]]
 
 
-def test_an_engine_is_not_asked_of_rows_with_zero_gradient_and_of_none_if_all_are(by_engine, batch):
+def test_an_engine_is_not_asked_of_rows_with_zero_gradient_and_of_none_if_all_are(by_engine, batch, monkeypatch):
     roles, engine = by_engine()
+    monkeypatch.setattr(forward, "pack", None)  # for an engine alone nothing is packed
     annotated = roles.annotate(batch, torch.tensor([True, False, True, True]), needs_old=False)
     assert engine.asked == [[[5, 6, 7, 22]]]
     assert (annotated.teacher_logprobs != 0).nonzero().tolist() == [[1, 3]]
@@ -340,20 +294,11 @@ def test_an_engine_is_not_asked_of_rows_with_zero_gradient_and_of_none_if_all_ar
     assert len(engine.asked) == 1
 
 
-def test_nothing_is_packed_for_an_engine_alone(by_engine, batch, nobody, monkeypatch):
-    packed, (roles, _) = [], by_engine()
-    monkeypatch.setattr(forward, "pack", lambda rows, **how: packed.append(rows) or forward_pack(rows, **how))
-    roles.annotate(batch, nobody, needs_old=False)
-    assert packed == []
-
-
 def test_a_separate_teacher_may_have_another_dtype_than_the_base(model_config, make_batch):
     """bfloat16 has 8 bits: the log-probs of some tokens are off by hundredths, none by more than a few tenths."""
-    keys = {"reference": "none", "refresh_every": 0, "ema_decay": None, "old": Old.auto}
-    snapshots = [
-        SnapshotConfig(**keys, teacher="embedded:tiny-student", teacher_dtype=dtype) for dtype in (None, "bfloat16")
-    ]
-    as_the_base, rounded = (load_teacher(snapshot, model_config()) for snapshot in snapshots)
+    as_the_base, rounded = (
+        load_teacher(replace(SNAPSHOT, teacher_dtype=dtype), model_config()) for dtype in (None, "bfloat16")
+    )
     assert as_the_base.model.dtype == torch.float32
     assert {p.dtype for p in rounded.model.parameters()} == {torch.bfloat16}
     batch = make_batch([(0, [5, 6, 7], [20, 21, 22, 23]), (1, [9, 8], [24, 25, 26])])
@@ -372,10 +317,7 @@ def test_a_separate_teacher_may_have_another_dtype_than_the_base(model_config, m
     ],
 )
 def test_a_separate_teacher_is_loaded_as_the_base_where_it_has_no_key(model_config, base, own, expected):
-    snapshot = SnapshotConfig(
-        reference="none", refresh_every=0, ema_decay=None, old=Old.auto, teacher="embedded:tiny-student",
-        teacher_dtype=own[0], teacher_quantization=own[1],
-    )  # fmt: skip
+    snapshot = replace(SNAPSHOT, teacher_dtype=own[0], teacher_quantization=own[1])
     settings = teacher_settings(snapshot, model_config(dtype=base[0], quantization=base[1]))
     assert (settings.dtype, settings.quantization) == expected
     assert settings.path == "embedded:tiny-student"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import locale
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -79,15 +79,10 @@ def test_a_tokenizer_whose_special_tokens_all_mark_turns_decodes_as_before():
     for family in ("qwen2.5", "qwen3", "llama-3", "mistral", "gemma", "smollm2"):
         tokenizer = family_tokenizer(family)
         ids = tokenizer("<think>so</think> it is 18.", add_special_tokens=False)["input_ids"]
-        every = [ids[0], *tokenizer.added_tokens_decoder, *ids]
-        turns = {
-            t
-            for t, name in hidden_special_tokens(tokenizer).items()
-            if name in tokenizer.chat_template or t in tokenizer.all_special_ids
-        }
-        shown = [t for t in every if t not in turns or t not in hidden_special_tokens(tokenizer)]
-        assert decode(tokenizer, ids) == tokenizer.decode(ids, skip_special_tokens=True), family
-        assert decode(tokenizer, every) == tokenizer.decode(shown, skip_special_tokens=False), family
+        hidden = {t for t in hidden_special_tokens(tokenizer) if tokenizer.decode([t]) in tokenizer.chat_template}
+        assert hidden, family
+        for row in (ids, [*hidden, *ids, *tokenizer.all_special_ids]):
+            assert decode(tokenizer, row) == tokenizer.decode(ids, skip_special_tokens=True), family
 
 
 def test_the_special_token_that_ends_a_turn_is_not_shown_whatever_it_is():
@@ -105,13 +100,9 @@ def test_the_special_token_that_ends_a_turn_is_not_shown_whatever_it_is():
 # The generation prompt of a template, and the end of it that belongs to the turn.
 START = "{% if add_generation_prompt %}<|im_start|>assistant\n@{% endif %}"
 STARTS = [
-    (TURNS + START.replace("@", "<think>\n"), "<think>\n"),
-    (TURNS + START.replace("@", "<think>"), "<think>"),
-    (TURNS + START.replace("@", "[THINK]"), "[THINK]"),
-    (TURNS + START.replace("@", "<|START_THINKING|>"), "<|START_THINKING|>"),
-    (TURNS + START.replace("@", "<think>\nOkay, "), "<think>\nOkay, "),
+    *((TURNS + START.replace("@", begun), begun)
+      for begun in ("<think>\n", "<think>", "[THINK]", "<|START_THINKING|>", "<think>\nOkay, ", "")),
     (TURNS + START.replace("@", "<think>\n\n</think>\n\n"), ""),
-    (TURNS + START.replace("@", ""), ""),
     # The last turn of an assistant has a block that earlier ones lack (Qwen3.5).
     (TURNS.replace("{{ m.c", "{% if loop.last and m.role == 'assistant' %}<think>\n</think>{% endif %}{{ m.c")
      + START.replace("@", "<think>\n"), "<think>\n"),
@@ -169,21 +160,15 @@ def test_a_template_writes_the_tokenizers_date_on_whatever_day_it_is_rendered(mo
 
 def test_a_date_has_english_names_in_every_locale():
     forms = ["%d %b %Y", "%A, %B %-d", "%Y-%m-%d %H:%M", "100 %% %a %h %p %x"]
-    date = datetime.date(2026, 3, 1)
     expected = ["01 Mar 2026", "Sunday, March 1", "2026-03-01 00:00", "100 % Sun Mar AM 03/01/26"]
     before = locale.setlocale(locale.LC_TIME)
-    known = []
     try:
         for name in ("C", "de_DE.UTF-8", "fr_FR.UTF-8"):
-            try:
+            with suppress(locale.Error):  # not on this machine
                 locale.setlocale(locale.LC_TIME, name)
-            except locale.Error:  # not on this machine
-                continue
-            known.append(name)
-            assert [formatted(date, form) for form in forms] == expected
+            assert [formatted(datetime.date(2026, 3, 1), form) for form in forms] == expected
     finally:
         locale.setlocale(locale.LC_TIME, before)
-    assert known
 
 
 def test_a_template_that_goes_through_the_tools_without_asking_gets_none_of_them():

@@ -37,7 +37,7 @@ QUICK = [
 ]
 
 
-@pytest.fixture(params=[PrefixCache, FlashPrefixCache])
+@pytest.fixture(params=[PrefixCache, FlashPrefixCache], ids=["blocks", "flash"])
 def kind_of_cache(request):
     if request.param is FlashPrefixCache:
         request.getfixturevalue("gpu")
