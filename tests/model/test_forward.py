@@ -6,16 +6,14 @@ from functools import partial
 import pytest
 import torch
 from in_one_test import each
-from slow_cases import slow, slow_but
+from slow_cases import slow
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from rlft.model import activations
 from rlft.model.critic import ScalarHead
 from rlft.model.forward import Forward, choose, packed_forward, padded_forward
-from rlft.model.kernels.attention import NAME
 from rlft.model.kernels.lm_head import head_of
-from rlft.model.packing import micro_batches, num_packed_tokens, pack
+from rlft.model.packing import num_packed_tokens, pack
 
 PACKED = ["llama", "llama_one_kv_head", "qwen2", "qwen3", "gemma", "mistral", "gpt2"]
 MORE = ["mistral_window", "qwen2_window", "gemma2", "gemma2_full", "granite", "gpt_oss"]
@@ -158,24 +156,6 @@ def test_a_tree_goes_through_the_network_once(random_model, tree_batch):
     forward = Forward(model=model, packed=False, reason="")
     assert forward.network_tokens(trees) == 10 * 11  # ten paths, the longest of 6 + 5 tokens
     assert [part.tolist() for part in forward.micro_batches(trees, torch.arange(4), 44)] == [[0], [1, 2], [3]]
-
-
-@each("budget", [1, 17, 25])
-def test_micro_batches_of_any_size_give_the_same_logprobs_and_gradients(budget, random_model, with_lora, awkward_batch):
-    model = random_model("llama")
-    parameters = with_lora(model)
-    whole = packed_forward(model, awkward_batch, 1.0, False).logprobs
-    weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(4))
-    gradients = torch.autograd.grad((weights * whole).sum(), parameters)
-    sums = [torch.zeros_like(p) for p in parameters]
-    parts = micro_batches(awkward_batch, torch.arange(6), budget)
-    assert len(parts) > 1
-    for part in parts:
-        logprobs = packed_forward(model, awkward_batch.select(part), 1.0, False).logprobs
-        close(logprobs, whole[part], 1e-5)
-        for total, g in zip(sums, torch.autograd.grad((weights[part] * logprobs).sum(), parameters), strict=True):
-            total += g
-    close_gradients(sums, gradients, 1e-5)
 
 
 @each(
@@ -337,65 +317,3 @@ def test_micro_batches_keep_to_the_budget_in_tokens_that_enter_the_network(
     assert sorted(torch.cat(parts).tolist()) == list(range(6))
     assert all(chosen.network_tokens(awkward_batch.select(part)) <= 28 for part in parts)
     assert len(parts) < 6
-
-
-def test_without_packed_rows_the_registered_attention_is_plain_sdpa(random_model):
-    model = random_model("llama")
-    assert model.config._attn_implementation == NAME
-    ids = torch.tensor([[3, 4, 5, 6, 7]])
-    mine = model(input_ids=ids).logits
-    plain_model = AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa")
-    plain_model.load_state_dict(model.state_dict())
-    assert torch.equal(mine, plain_model.eval()(input_ids=ids).logits)
-
-
-# -- several turns -----------------------------------------------------------------------------------------------------
-TALK = [
-    (0, [3, 4, 5], [10, 11, -12, -13, -14, 15, 16, -17, 18]),
-    (0, [3, 4, 5], [20, -21, 22]),
-    (1, [6, 7], [-8, 30, 31, -32]),
-]
-
-
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize("kind", slow_but("llama", ["llama", "qwen3", "gpt2"]))
-def test_turns_have_the_logprobs_and_gradients_of_turns_run_as_rows_of_their_own(
-    kind, random_model, with_lora, make_batch
-):
-    """A turn is a completion of all that stands before it: what an answer adds to the loss is exactly nothing."""
-    model = random_model(kind)
-    parameters = with_lora(model)
-    batch = make_batch(TALK)
-    turns = []  # (row, columns of the turn, the turn as a row)
-    for b, (_, prompt, completion) in enumerate(TALK):
-        ids = [*prompt, *(abs(token) for token in completion)]
-        columns = batch.loss_mask[b].nonzero()[:, 0].tolist()
-        starts = [c for c in columns if c - 1 not in columns]
-        for start in starts:
-            end = next(c for c in range(start, len(ids) + 1) if c not in columns)
-            turns.append((b, slice(start, end), (len(turns), ids[:start], ids[start:end])))
-    assert len(turns) == 6
-    weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(5))
-    expected_BT, total = torch.zeros(batch.loss_mask.shape), torch.zeros(())
-    for b, columns, row in turns:
-        alone = padded_forward(model, make_batch([row]), 1.0, False).logprobs[0, columns]
-        expected_BT[b, columns] = alone.detach()
-        total = total + (weights[b, columns] * alone).sum()
-    expected = torch.autograd.grad(total, parameters)
-    for run in (packed_forward, padded_forward):
-        logprobs = run(model, batch, 1.0, False).logprobs
-        close(logprobs.detach(), expected_BT, 1e-5)
-        # Junk weights on what was not sampled: its gradient is exactly 0.
-        junk = weights.where(batch.loss_mask, 1e30)
-        close_gradients(torch.autograd.grad((junk * logprobs).sum(), parameters), expected, 1e-5)
-
-
-def test_an_answer_is_read_by_what_follows_it_and_by_nothing_before(random_model, make_batch):
-    model = random_model("llama")
-    other = [(0, [3, 4, 5], [10, 11, -12, -99, -14, 15, 16, -17, 18]), *TALK[1:]]
-    for run in (packed_forward, padded_forward):
-        first, second = (run(model, make_batch(rows), 1.0, False).logprobs for rows in (TALK, other))
-        moved = (first - second).abs()
-        assert moved[0, 8:12][make_batch(TALK).loss_mask[0, 8:12]].min() > 1e-3, "the tokens after the changed one"
-        moved[0, 8:] = 0
-        assert moved.max() < 1e-6

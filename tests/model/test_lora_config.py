@@ -60,13 +60,6 @@ def double(model_config, half_folder):
     return ours, theirs
 
 
-def as_peft(roles, model, written):
-    """PEFT's own layers on the other model, with the policy as it is published."""
-    adapted = PeftModel.from_pretrained(model, str(written(roles.publish(1))), is_trainable=True).eval()
-    assert not any(isinstance(module, LoraLinear) for module in adapted.modules())
-    return adapted.double()  # PEFT reads an adapter in float32
-
-
 def logprobs_of_rows(model):
     """Of every completion token of every row, one row after the other, each by itself."""
     found = []
@@ -82,7 +75,9 @@ def test_logprobs_and_gradients_and_merged_weights_are_those_of_peft(kind, doubl
     backbone, model = double
     roles = make_roles(backbone=backbone, noise=0.05, **kind)
     roles.model.double()
-    theirs = as_peft(roles, model, written)
+    theirs: Any = PeftModel.from_pretrained(model, str(written(roles.publish(1))), is_trainable=True).eval()
+    assert not any(isinstance(module, LoraLinear) for module in theirs.modules())
+    theirs.double()  # PEFT reads an adapter in float32
     batch = make_batch(ROWS, dtype=torch.float64)
     with roles.training():  # dropout is 0, so that only the mode differs
         ours = roles.outputs(batch, False).logprobs[batch.loss_mask]
@@ -217,7 +212,7 @@ def test_linear_layers_that_a_mamba_mixer_reads_past_adapters_are_left_out_of_al
         assert kind == "qwen3_5_text" or not {"out_proj", "dt_proj"} & adapted, kind
         assert "lm_head" not in adapted
         empty = hybrid_models.random_model(kind)
-        shapes = fresh_shapes(empty, lora_config(roles_settings(roles), empty))
+        shapes = fresh_shapes(empty, lora_config(replace(LORA, rank=4), empty))
         assert shapes == {name: tuple(tensor.shape) for name, tensor in roles.weights(POLICY).items()}
 
 
@@ -234,10 +229,6 @@ def test_a_folders_config_gets_the_names_of_the_trained_model():
     inside = "model.layers.0.self_attn.q_proj"
     assert (config.target_modules, config.exclude_modules) == ([inside], None)
     assert (config.rank_pattern, config.alpha_pattern) == ({inside: 2}, {inside: 64})
-
-
-def roles_settings(roles):
-    return LoraSettings(rank=roles.lora.r, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
 
 
 def test_a_target_that_peft_refuses_is_refused_in_a_line(model_config, tmp_path):

@@ -76,7 +76,7 @@ def test_an_answer_in_reasoning_is_unpaid_whatever_marks_it_and_whatever_reads_i
     config = compose([f"reward=[{','.join(KINDS)}]"])["reward"]
     every = list(product(PLACES, KINDS, FORMS, IN_CAPITALS))
     assert len(every) > 13_000
-    for place, name, answer_in, opens in random.Random(0).sample(every, 2500):
+    for place, name, answer_in, opens in random.Random(0).sample(every, 1200):
         (form, more), closes = FORMS[answer_in], IN_CAPITALS[opens]
         reward = specs({name: {**config[name], "answer_in": answer_in, **more}})[name].build()
         right, wrong = form.format(KINDS[name]), form.format("A" if name == "choice" else "29")
@@ -84,17 +84,3 @@ def test_an_answer_in_reasoning_is_unpaid_whatever_marks_it_and_whatever_reads_i
             continue  # it ends other messages, too
         text = place.format(opens=opens, closes=closes, right=right, wrong=wrong)
         assert reward.right(make_group([text], answer=KINDS[name])) == [PLACES[place]], (name, answer_in, text)
-
-
-def test_a_program_in_reasoning_is_none_whatever_marks_it() -> None:
-    config = compose(["reward=code"])["reward"]["code"]
-    for program_in, program in (
-        ("fence", "\n```python\na = 1\n```\n"),
-        ("tag", "<answer>a = 1</answer>"),
-        ("text", "a = 1"),
-    ):
-        reward = specs({"code": {**config, "program_in": program_in}})["code"].build()
-        for opens, closes in MARKERS.items():
-            assert reward.extract(f"{opens}{program}{closes}") is None
-            assert reward.extract(f"{opens}{program}") is None
-            assert (reward.extract(f"{opens}b = 2{closes}{program}") or "").strip() == "a = 1"

@@ -132,7 +132,6 @@ def test_a_window_that_no_row_exceeds_is_none(make_batch):
     assert packed.lengths(18) is packed.lengths() is not packed.lengths(17)
 
 
-# -- rows without packing --------------------------------------------------------------------------------------------
 @each("kind", ["gemma2", "gpt_oss", "mistral_window"])
 def test_padded_rows_and_decoding_with_transformers_cache_are_those_of_eager_attention(kind, random_model):
     found = []
@@ -238,7 +237,6 @@ def test_a_layer_that_asks_for_more_is_named(asks, rule, words):
         attention_of_layers(Model(asks, rule))
 
 
-# -- in every family ---------------------------------------------------------------------------------------------------
 PROMPTS = [[3, 17, 5, 99, 42, 8, 23], [11, 4, 9]]
 COMPLETIONS = [[[9, 30, 31, 2, 55, 7], [70, 71, 72, 73, 74, 75]], [[61, 80, 81, 82, 83, 84], [12, 13, 14, 15, 16, 17]]]
 

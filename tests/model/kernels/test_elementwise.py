@@ -184,7 +184,7 @@ def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
     }
 
 
-OF_EACH_KIND = ("norm_gradient and another", "merge_into", "turned", "_logprobs")
+OF_EACH_KIND = ("norm_gradient and another", "merge_into", "_logprobs")
 
 
 @pytest.mark.parametrize("name", [name if name in OF_EACH_KIND else slow(name) for name in fused_calls(torch.bfloat16)])
