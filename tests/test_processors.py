@@ -23,7 +23,7 @@ COMPARING = [
     f"{DECODING}completions_do_not_depend_on_the_batch_size_or_on_what_else_is_in_the_batch",
     f"{DECODING}logprobs_are_those_of_a_plain_forward_at_this_temperature",
     f"{DECODING}whatever_is_multiplied_with_it_samples_the_policy",
-    "tests/model/test_roles.py::test_a_published_adapter_is_what_peft_itself_reads",
+    "tests/model/test_lora_config.py::test_an_adapter_that_peft_made_elsewhere_is_read_rightly",
     "tests/model/test_roles.py::test_passes_made_together_give_what_each_gives_alone",
     "tests/model/kernels/test_decoder_layer.py::test_sums_that_are_lent_and_passes_without_gradient_give_the_same",
     *(f"tests/model/kernels/test_{name}.py" for name in ("lora_linear", "elementwise", "lm_head", "prefix_cache")),
