@@ -9,6 +9,7 @@ import pytest
 import torch
 from given_drafts import GivenDrafts, anything, nothing, right
 from in_one_test import each
+from slow_cases import slow
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -39,37 +40,30 @@ def assert_same(found, expected):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-5, atol=1e-5)
 
 
-WAYS = {
-    "plain": {},
-    "long": {"max_tokens": 60},
-    "short": {"max_tokens": 2},
-    "one token": {"max_tokens": 1},
-    "cold": {"temperature": 0.0},
-    "cut off": {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
-    "stop strings": {"max_tokens": 60, "stop": ("=1", "</think>")},
-    "stop tokens": {"max_tokens": 60, "stop_token_ids": (13, 261)},
-}
-
-
-@each("way", WAYS)
+@pytest.mark.parametrize("way", [
+    {"max_tokens": 2}, {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    {"max_tokens": 60, "stop": ("=1", "</think>")},
+    *map(slow, ({}, {"max_tokens": 60}, {"max_tokens": 1}, {"temperature": 0.0})),
+    slow({"max_tokens": 60, "stop_token_ids": (13, 261)}),
+], ids=str)  # fmt: skip
 def test_completions_are_those_without_drafts_whatever_the_drafts_are(generator, make_prompt, way):
-    sampling = Sampling(**{"max_tokens": 24, "temperature": 1.0, **WAYS[way]})
+    sampling = Sampling(**{"max_tokens": 24, "temperature": 1.0, **way})
     prompts = [make_prompt(question) for question in QUESTIONS]
     limits = [1, 5, 24, 99, 7]  # of turns of conversations
     turns = [replace(p, next_turn=NextTurn(turn=1, seed=0, max_tokens=m)) for p, m in zip(prompts, limits, strict=True)]
     vocabulary = generator.slot.backbone.model.config.vocab_size
-    for asked, n, batch_size in ((prompts, 4, 256), (turns, 3, 6)):
+    for asked, batch_size in ((prompts, 256), (turns, 6)):
         generator.batch_size = batch_size
-        plain = generator.sample(asked, n, SEEDS, sampling)
-        offers = anything(vocabulary), right(plain, vocabulary), right(plain, vocabulary, wrong=0.3)
-        for offer in (nothing, *offers):
-            for most_rows in (3, 1000):
-                drafts = GivenDrafts(offer, most_rows)
-                said = {}
-                generator.token_callback = lambda row, token, said=said: said.setdefault(row, []).append(token)
-                assert_same(generator.sample(asked, n, SEEDS, replace(sampling, drafts=drafts)), plain)
-                assert [tuple(said[row]) for row in sorted(said)] == [row.token_ids for row in rows_of(plain)]
-                generator.token_callback = None
+        plain = generator.sample(asked, 3, SEEDS, sampling)
+        exact, often_wrong = right(plain, vocabulary), right(plain, vocabulary, wrong=0.3)
+        chance, many = anything(vocabulary), 1000
+        for offer, most_rows in ((nothing, many), (chance, many), (exact, 3), (often_wrong, 3), (often_wrong, many)):
+            said = {}
+            generator.token_callback = lambda row, token, said=said: said.setdefault(row, []).append(token)
+            drafts = GivenDrafts(offer, most_rows)
+            assert_same(generator.sample(asked, 3, SEEDS, replace(sampling, drafts=drafts)), plain)
+            assert [tuple(said[row]) for row in sorted(said)] == [row.token_ids for row in rows_of(plain)]
+            generator.token_callback = None
 
 
 def test_right_drafts_save_passes_and_wrong_ones_cost_none(generator, make_prompt, backbone):
@@ -206,6 +200,11 @@ def test_what_is_remembered_is_bounded_and_a_restored_copy_offers_the_same(monke
         groups = some(100)
         copy.add(groups)
         drafts.add(groups)
+    assert_same_state(copy, drafts)
+
+
+def assert_same_state(copy, drafts):
+    assert copy._leading == drafts._leading
     assert all(torch.equal(values, copy.state()[name]) for name, values in drafts.state().items())
 
 
@@ -217,8 +216,7 @@ def test_a_restored_copy_remembers_the_same_whatever_the_lengths(lengths, monkey
         drafts.add([group("a", [0] * length)])
         copy = Drafts(16)
         copy.restore(drafts.state())
-        assert copy._leading == drafts._leading
-        assert all(torch.equal(values, copy.state()[name]) for name, values in drafts.state().items())
+        assert_same_state(copy, drafts)
 
 
 @pytest.mark.parametrize("drafts", ["off", "history"])

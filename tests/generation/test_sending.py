@@ -7,11 +7,11 @@ import hashlib
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,13 +32,10 @@ def weights() -> dict[str, Tensor]:
     """Tensors larger and smaller than a bucket, of several dtypes, also views that do not lie in a row."""
     numbers = torch.arange(60.0)
     return {
-        "layers.10.b": numbers[:6].clone(),
-        "layers.2.a": numbers.view(6, 10).t(),
-        "scalar": torch.tensor(3.0),
-        "half": torch.arange(70, dtype=torch.bfloat16).view(7, 10),
-        "wide": torch.arange(9, dtype=torch.float64),
+        "layers.10.b": numbers[:6].clone(), "layers.2.a": numbers.view(6, 10).t(), "scalar": torch.tensor(3.0),
+        "half": torch.arange(70, dtype=torch.bfloat16).view(7, 10), "wide": torch.arange(9, dtype=torch.float64),
         "last": numbers[6:8],
-    }
+    }  # fmt: skip
 
 
 def sent(tensors: dict[str, Tensor], version: int = 1) -> tuple[Outgoing, list[bytes]]:
@@ -62,14 +59,9 @@ def test_all_bits_arrive_in_their_order(small: None) -> None:
         assert tensor.dtype == weights()[name].dtype
         assert torch.equal(tensor, weights()[name]), name
     assert outgoing.sha256(6) == hashlib.sha256(b"".join(files)).hexdigest()
-
-
-def test_no_bucket_is_larger_than_its_limit_nor_any_tensor_that_is_made_for_it(small: None) -> None:
-    _, files = sent(weights())
     for file in files:
         assert len(file) - 8 - int.from_bytes(file[:8], "little") <= SIZE
-        for part in parts_of(file):
-            assert part.values.untyped_storage().nbytes() <= SIZE
+        assert all(part.values.untyped_storage().nbytes() <= SIZE for part in parts_of(file))
 
 
 def test_the_buckets_before_the_newest_one_are_not_kept(small: None) -> None:
@@ -100,11 +92,7 @@ def test_a_version_that_fits_in_one_bucket_is_a_plain_safetensors_file() -> None
     outgoing, files = sent(tensors)
     assert files == [save(tensors, metadata={"format": "pt"})]
     assert outgoing.sha256(0) == hashlib.sha256(files[0]).hexdigest()
-
-
-def test_a_version_without_tensors_is_one_bucket() -> None:
-    _, [file] = sent({})
-    assert parts_of(file) == []
+    assert [parts_of(file) for file in sent({})[1]] == [[]], "one bucket also without tensors"
 
 
 def test_lost_changed_and_exchanged_buckets_give_another_digest(small: None) -> None:
@@ -154,62 +142,21 @@ def files(tmp_path: Path) -> Iterator[AdapterFiles]:
     files.close()
 
 
-def test_an_adapter_is_written_under_the_names_peft_reads(files: AdapterFiles) -> None:
+def test_an_adapter_is_written_under_the_names_peft_reads(files: AdapterFiles, tmp_path: Path) -> None:
     folder = files.write(adapter(17, 0.5))
     torch.testing.assert_close(load_file(folder / "adapter_model.safetensors")[NAME], torch.full((2, 3), 0.5))
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config == {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["k_proj", "q_proj"]}
-
-
-def test_no_path_is_used_twice_even_for_the_same_version(files: AdapterFiles) -> None:
-    first = files.write(adapter(0, 1.0))
-    files.remove(first)
-    assert files.write(adapter(0, 2.0)) != first
-
-
-def test_views_of_one_storage_and_transposed_weights_can_be_written(files: AdapterFiles) -> None:
-    storage = torch.arange(6.0)
+    files.remove(folder)
+    assert files.write(adapter(17, 0.5)) != folder, "no path is used twice even for the same version"
+    storage = torch.arange(6.0)  # views of one storage, and one that is transposed
     weights = {"a": storage.view(2, 3), "b": storage.view(2, 3).T}
     written = load_file(files.write(Adapter(version=0, weights=weights, config={})) / "adapter_model.safetensors")
     assert written["b"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-
-
-def test_a_config_that_json_cannot_hold_is_named(files: AdapterFiles) -> None:
     with pytest.raises(TypeError, match=r"adapter_config\.json cannot hold a Tensor"):
         files.write(Adapter(version=0, weights={}, config={"r": torch.ones(2)}))
-
-
-def test_close_removes_the_folder_and_may_be_called_twice(files: AdapterFiles, tmp_path: Path) -> None:
-    files.write(adapter(0, 1.0))
     files.close()
     files.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_folder_goes_when_the_process_ends_with_an_exception(tmp_path: Path) -> None:
-    process = run_holder(tmp_path, "raise RuntimeError")
-    assert process.wait(timeout=60) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_kept(tmp_path: Path) -> None:
-    live, dead = run_holder(tmp_path, "sys.stdin.read()"), run_holder(tmp_path, "sys.stdin.read()")
-    dead.send_signal(signal.SIGKILL)
-    dead.wait(timeout=60)
-    assert {folder.name.split("-")[2] for folder in tmp_path.iterdir()} == {str(live.pid), str(dead.pid)}
-    sweep(PREFIX, tmp_path)
-    assert [folder.name.split("-")[2] for folder in tmp_path.iterdir()] == [str(live.pid)]
-    live.communicate("", timeout=60)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_forked_child_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
-    fork = "pid = os.fork(); pid or sys.exit(); os.waitpid(pid, 0); print('child gone', flush=True); sys.stdin.read()"
-    process = run_holder(tmp_path, fork)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "child gone\n"
-    assert len(list(tmp_path.iterdir())) == 1
-    process.communicate("", timeout=60)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,15 +167,40 @@ def test_folders_are_made_in_memory_where_there_is_a_memory_file_system() -> Non
     files.close()
 
 
-def test_without_locks_adapters_are_written_and_nobody_elses_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ends_leaves_no_folder_and_that_of_a_killed_one_is_removed_later(tmp_path: Path) -> None:
+    """Ended by an exception, and by SIGKILL; a live one keeps its own, also when a child that it has forked ends."""
+    fork = "pid = os.fork(); pid or sys.exit(); os.waitpid(pid, 0); print('child gone', flush=True); sys.stdin.read()"
+    ways = {"failing": "raise RuntimeError", "killed": "sys.stdin.read()", "live": fork}
+    held = {name: holder(tmp_path, then) for name, then in ways.items()}
+    told = {name: process.stdout.readline() for name, process in held.items() if process.stdout is not None}
+    assert told == dict.fromkeys(ways, "ready\n")
+
+    def owners() -> set[int]:
+        return {int(folder.name.split("-")[2]) for folder in tmp_path.iterdir()}
+
+    assert held["live"].stdout.readline() == "child gone\n"  # type: ignore[union-attr]
+    held["killed"].kill()
+    held["killed"].wait(timeout=60)
+    assert held["failing"].wait(timeout=60) == 1
+    assert owners() == {held["killed"].pid, held["live"].pid}
+    sweep(PREFIX, tmp_path)
+    assert owners() == {held["live"].pid}
+    held["live"].communicate("", timeout=60)
+    assert owners() == set()
+
+
+def holder(parent: Path, then: str) -> subprocess.Popen[str]:
+    """A process that holds adapter files under `parent`, says so, and goes on with `then`."""
+    code = "import os, sys; from pathlib import Path; from rlft.generation.sending import AdapterFiles\n"
+    code += f"files = AdapterFiles(Path({str(parent)!r})); print('ready', flush=True)\n{then}"
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_without_locks_adapters_are_written_and_nobody_elses_are_removed(tmp_path, monkeypatch):
     other = AdapterFiles(tmp_path)
-
-    def refuse(*args: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    refusal = OSError(errno.EOPNOTSUPP, "Operation not supported")
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=refusal))
     files = AdapterFiles(tmp_path)
     assert load_file(files.write(adapter(1, 1.0)) / "adapter_model.safetensors")[NAME].sum() == 6
     sweep(PREFIX, tmp_path)
@@ -239,27 +211,7 @@ def test_without_locks_adapters_are_written_and_nobody_elses_are_removed(
 
 def test_a_full_memory_file_system_is_named(files: AdapterFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's /dev/shm has 64 MB if nobody asks for more."""
-
-    def full(*args: object, **keywords: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("safetensors.torch.save_file", Mock(side_effect=full))
     with pytest.raises(DiskError, match=f"the disk is full .*: {files.root} needs 13 kB for 1-v1 and has"):
         files.write(adapter(1, 1.0))  # 6 numbers and three blocks
-
-
-def run_holder(parent: Path, then: str) -> subprocess.Popen[str]:
-    """A process that holds adapter files under `parent` and goes on with `then`; it has made its folder on return."""
-    code = f"""
-import os, sys
-from pathlib import Path
-from rlft.generation.sending import AdapterFiles
-files = AdapterFiles(Path({str(parent)!r}))
-print("ready", flush=True)
-{then}
-"""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process

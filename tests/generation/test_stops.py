@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from transformers import AutoTokenizer
 
-from rlft.config.instantiate import from_mapping
-from rlft.config.schema import GenerationConfig
 from rlft.generation.stops import GrowingText, ShownText, StopStrings, check_stops, cut, plain_decoder, shown_texts
 from rlft.generation.transformers import TransformersGenerator
 from rlft.tokens.text import RunTokenizer
@@ -16,13 +15,8 @@ from rlft.types import Sampling, UserError
 
 
 def sampling(*stop, tokens=(), include=False, max_tokens=48):
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=1.0,
-        stop=stop,
-        stop_token_ids=tokens,
-        include_stop_str_in_output=include,
-    )
+    how = {"stop": stop, "stop_token_ids": tokens, "include_stop_str_in_output": include}
+    return Sampling(max_tokens=max_tokens, temperature=1.0, **how)
 
 
 class Pieces:
@@ -52,41 +46,27 @@ def ends_at(pieces, *stop, prompt=()):
 EURO = "€".encode()  # three bytes
 
 
+def test_rows_and_prompts_are_no_part_of_each_others_text():
+    watch = StopStrings(["ab"], Pieces("a", "b", "ab").decode, [[0], []])
+    assert [watch.completes(*told) for told in ((0, 1), (1, 0), (0, 0), (1, 1))] == [False, False, False, True]
+    assert watch.stopped == {1}
+    assert watch.completes(0, 2)
+
+
 @pytest.mark.parametrize(
     ("pieces", "stop", "expected"),
     [
-        (["ab", "c"], ["abc"], 2),
-        (["a", "b", "c", "d"], ["bc"], 3),  # across tokens
-        (["xa", "by", "z"], ["ab"], 2),  # begins inside one and ends inside another
         (["a</b></answer> more", "x"], ["</answer>"], 1),  # inside one
         (["ab", "ab", "ac"], ["abac"], 3),  # a beginning that comes to nothing, and begins again
-        (["a", "a", "a"], ["a"], 1),
         (["", "", "a", "", "b"], ["ab"], 5),  # tokens without text
-        (["a", EURO[:1], EURO[1:2], EURO[2:], "b"], ["€"], 4),
-        ([EURO[:2], EURO[2:] + b"x", "y"], ["€x"], 2),
         ([EURO[:1], EURO[1:], "b"], ["€b", "b"], 3),
         ([b"ab" + EURO[:1], EURO[1:], "c"], ["ab"], 2),  # seen once the character is whole, as by vLLM
         (["a", EURO[:1], "b", "c"], ["bc"], 4),  # bytes that never become a character hide nothing after them
         (["x", "long stop", " string here"], ["stop string", "ere!"], 3),
-        (["a", "b"], ["c"], None),
     ],
 )
 def test_a_completion_ends_with_the_token_that_completes_a_stop_string(pieces, stop, expected):
     assert ends_at(pieces, *stop) == expected
-
-
-def test_a_prompt_that_ends_in_the_beginning_of_a_stop_string_is_none_of_the_completion():
-    watch = StopStrings(["ab"], Pieces("a", "b", "ab").decode, [[0]])
-    assert not watch.completes(0, 1)
-    assert watch.completes(0, 2)
-
-
-def test_rows_know_nothing_of_each_other():
-    watch = StopStrings(["ab"], Pieces("a", "b").decode, [[], []])
-    assert [watch.completes(0, 0), watch.completes(1, 1), watch.completes(1, 0), watch.completes(0, 1)] == [
-        False, False, False, True,
-    ]  # fmt: skip
-    assert watch.stopped == {0}
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
@@ -144,12 +124,9 @@ def test_the_text_ends_before_the_stop_or_behind_it(include, expected):
     tokenizer = RunTokenizer(Pieces("so ", ". end", "no", "!"))
     rows, stopped = [[0, 1], [2, 3], [0, 1]], [True, True, False]  # the last was ended by its length
     assert shown_texts(tokenizer, rows, stopped, sampling(". e", tokens=(3,), include=include)) == expected
-
-
-def test_of_several_strings_the_one_that_is_complete_first_ends_the_text():
-    assert cut("abcd", sampling("d", "bc", "bcd")) == "a"
-    assert cut("abcd", sampling("cd", "bcd", include=True)) == "abcd"
-    assert cut("abcd", sampling("x")) == "abcd"
+    # Of several strings the one that is complete first ends the text.
+    assert cut("abcd", sampling("d", "bc", "bcd", include=include)) == ("abc" if include else "a")
+    assert cut("abcd", sampling("x", include=include)) == "abcd"
 
 
 # -- with the model --------------------------------------------------------------------------------------------------
@@ -207,7 +184,9 @@ def test_a_stop_token_ends_a_completion_and_stays_its_last_token(generator, prom
 
 
 def test_a_stop_at_the_last_token_that_was_allowed_is_a_stop(generator, prompts):
-    [whole] = completions(generator.sample(prompts[:1], 1, [7], sampling()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopStrings, "__init__", lambda *_: pytest.fail("a watch was made without stops"))
+        [whole] = completions(generator.sample(prompts[:1], 1, [7], sampling()))
     text = plain_decoder(generator.tokenizer)
     limit = next(n for n in range(1, 99) if "=" in text(whole.token_ids[:n]))
     [found] = completions(generator.sample(prompts[:1], 1, [7], sampling("=", max_tokens=limit)))
@@ -216,37 +195,20 @@ def test_a_stop_at_the_last_token_that_was_allowed_is_a_stop(generator, prompts)
     assert (len(cut_off.token_ids), cut_off.finish_reason) == (limit - 1, "length")
 
 
-def test_without_stops_nothing_watches(generator, prompts, monkeypatch):
-    monkeypatch.setattr(StopStrings, "__init__", lambda *_: pytest.fail("a watch was made"))
-    generator.sample(prompts, 1, [1, 2, 3], sampling(max_tokens=4))
-
-
 # -- what is refused -------------------------------------------------------------------------------------------------
-def generation(**keys):
-    fixed = {
-        "engine": "auto", "max_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-        "stop": [], "include_stop_str_in_output": False,
-        "transformers": {"batch_size": 8, "weights": "merged", "graphs": "off"},
-        "vllm": {
-            "gpu_memory_utilization": 0.4, "max_num_seqs": 8, "sleep": False, "enforce_eager": False, "options": {}
-        },
-        "scripted": {"answers": {}},
-    }  # fmt: skip
-    return from_mapping(GenerationConfig, fixed | keys, "generation")
+def test_a_special_token_is_refused_as_text_with_its_id_and_texts_and_ids_may_be_mixed(backbone, run_config):
+    def check(*stops):
+        generation = replace(run_config().generation, stop=stops)
+        check_stops(generation, tokenizer, 272)
+        return generation.sampling
 
-
-def test_texts_and_token_ids_may_be_mixed():
-    found = generation(stop=["</answer>", 7, "x"]).sampling
-    assert (found.stop, found.stop_token_ids) == (("</answer>", "x"), (7,))
-
-
-def test_a_special_token_is_refused_as_text_with_its_id(backbone):
     tokenizer = backbone.tokenizer
     name, number = next(
         (str(t), i) for i, t in tokenizer.added_tokens_decoder.items() if t.special and i != tokenizer.eos_token_id
     )
     with pytest.raises(UserError, match=rf"never shows, got .*use its token id, generation\.stop=\[{number}\]"):
-        check_stops(generation(stop=[f"a{name}"]), tokenizer, 272)
+        check(f"a{name}")
     with pytest.raises(UserError, match="leave it out, since every completion ends at it anyway"):
-        check_stops(generation(stop=[tokenizer.eos_token]), tokenizer, 272)
-    check_stops(generation(stop=[number, "</answer>"]), tokenizer, 272)
+        check(tokenizer.eos_token)
+    found = check("</answer>", number, "x")
+    assert (found.stop, found.stop_token_ids) == (("</answer>", "x"), (number,))

@@ -1,3 +1,5 @@
+"""The engine on the trainer's own base: what a completion depends on, what it costs, how it ends, what is drawn."""
+
 from __future__ import annotations
 
 import functools
@@ -5,21 +7,16 @@ import math
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
+from slow_cases import slow
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from rlft.config.schema import RunConfig
 from rlft.generation.decoding import draw
-from rlft.generation.graphs import bucket, enlarged
-from rlft.generation.memory import Decoding, Load
-from rlft.generation.repeated_cache import cache_argument
 from rlft.generation.transformers import Transformers, TransformersGenerator, Weights, _fastest, end_tokens
 from rlft.model.backbone import read_backbone
-from rlft.model.kernels.fixed_keys import FixedKeys
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.runs.run_folder import completed
 from rlft.types import FinishReason, NextTurn, Sampling
@@ -27,6 +24,7 @@ from tests.helpers.family_tokenizers import with_attributes
 
 HOT = Sampling(max_tokens=24, temperature=1.0)
 QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
+SEEDS = [0, 10, 20, 30, 40]
 
 
 @pytest.fixture(scope="session")
@@ -74,56 +72,65 @@ def completions(groups):
     return [[tuple(r.completion.token_ids) for r in group.rollouts] for group in groups]
 
 
-def logprobs(groups):
-    return [[torch.tensor(r.completion.logprobs) for r in group.rollouts] for group in groups]
+def plain_logits(model, rollout):
+    """Of a plain forward of the whole row, from which each of its completion's tokens is drawn."""
+    prompt, ids = rollout.prompt.token_ids, rollout.completion.token_ids
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+
+
+def logprobs(model, groups, temperature=1.0):
+    """(the engine's, those of the plain forward) of all completions."""
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        logits, ids = plain_logits(model, rollout) / temperature, rollout.completion.token_ids
+        yield torch.tensor(rollout.completion.logprobs), logits.log_softmax(-1)[range(len(ids)), ids].float()
+
+
+def check_logprobs(model, groups, temperature=1.0):
+    for found, expected in logprobs(model, groups, temperature):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 # -- what a completion depends on ------------------------------------------------------------------------------------
-def test_equal_seeds_give_equal_completions_and_others_give_others(make_generator, prompts):
+def test_completions_are_drawn_with_their_seeds_and_nothing_else(make_generator, prompts):
     generator = make_generator()
-    first = generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT)
-    assert generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT) == first
-    other = completions(generator.sample(prompts, 4, [100, 110, 120, 130, 140], HOT))
+    torch.manual_seed(1)
+    first, after = generator.sample(prompts, 4, SEEDS, HOT), torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(1), after), "the global random state is neither read nor moved"
+    assert generator.sample(prompts, 4, SEEDS, HOT) == first
+    other = completions(generator.sample(prompts, 4, [100 + seed for seed in SEEDS], HOT))
     assert all(a != b for a, b in zip(completions(first), other, strict=True))
-
-
-def test_completion_i_of_a_prompt_is_drawn_with_its_seed_plus_i(make_generator, prompts):
-    generator = make_generator()
-    ((_, _, third),) = completions(generator.sample(prompts[:1], 3, [50], HOT))
-    assert completions(generator.sample(prompts[:1], 1, [52], HOT)) == [[third]]
+    alone = completions(generator.sample(prompts[1:2], 1, [SEEDS[1] + 2], HOT))
+    assert alone == [[completions(first)[1][2]]], "completion i with its prompt's seed plus i"
+    in_graphs = make_generator(in_graphs=True)
+    assert in_graphs.sample(prompts, 4, SEEDS, HOT) == first, "a CPU has none"
+    assert not in_graphs.facts.rows
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 8, 20])
 def test_completions_do_not_depend_on_the_batch_size_or_on_what_else_is_in_the_batch(
     batch_size, make_generator, prompts
 ):
-    seeds = [0, 10, 20, 30, 40]
-    whole = make_generator().sample(prompts, 4, seeds, HOT)
-    split = make_generator(batch_size).sample(prompts, 4, seeds, HOT)
-    turned = make_generator().sample(prompts[::-1], 4, seeds[::-1], HOT)[::-1]
+    whole = make_generator().sample(prompts, 4, SEEDS, HOT)
+    split = make_generator(batch_size).sample(prompts, 4, SEEDS, HOT)
+    turned = make_generator().sample(prompts[::-1], 4, SEEDS[::-1], HOT)[::-1]
+    assert completions(split) == completions(turned) == completions(whole)
+    expected = [torch.tensor(r.completion.logprobs) for g in whole for r in g.rollouts]
     for groups in (split, turned):
-        assert completions(groups) == completions(whole)
-        torch.testing.assert_close(logprobs(groups), logprobs(whole), rtol=1e-5, atol=1e-5)
+        found = [torch.tensor(r.completion.logprobs) for g in groups for r in g.rollouts]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch_size", [4, 256])
 def test_tokens_are_said_when_they_are_sampled(batch_size, make_generator, prompts):
-    generator, said, seeds = make_generator(batch_size), {}, [0, 10, 20, 30, 40]
-    silent = generator.sample(prompts, 2, seeds, HOT)
+    generator, said = make_generator(batch_size), {}
+    silent = generator.sample(prompts, 2, SEEDS, HOT)
     order = []
     generator.token_callback = lambda row, token: (said.setdefault(row, []).append(token), order.append(row))
-    assert generator.sample(prompts, 2, seeds, HOT) == silent
+    assert generator.sample(prompts, 2, SEEDS, HOT) == silent
     assert [tuple(said[row]) for row in range(10)] == [ids for group in completions(silent) for ids in group]
     assert order[:4] == [0, 1, 2, 3], "the first tokens of all come before the second of any"
-
-
-def test_the_global_random_state_is_neither_read_nor_moved(make_generator, prompts):
-    generator = make_generator()
-    torch.manual_seed(1)
-    first, after = generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT), torch.rand(1)
-    torch.manual_seed(1)
-    assert torch.equal(torch.rand(1), after)
-    assert generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT) == first
 
 
 # -- log-probs -------------------------------------------------------------------------------------------------------
@@ -131,69 +138,34 @@ def test_the_global_random_state_is_neither_read_nor_moved(make_generator, promp
 def test_logprobs_are_those_of_a_plain_forward_at_this_temperature(
     temperature, make_generator, prompts, roles, backbone
 ):
-    sampling = replace(HOT, temperature=temperature)
-    groups = make_generator().sample(prompts, 4, [0, 10, 20, 30, 40], sampling)
-    count = 0
-    for rollout in (r for g in groups for r in g.rollouts):
-        prompt, ids = rollout.prompt.token_ids, rollout.completion.token_ids
-        with torch.no_grad():
-            logits = backbone.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-        expected = (logits / temperature).log_softmax(-1)[range(len(ids)), ids].float()
-        torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=1e-5, atol=1e-5)
-        count += len(ids)
-    assert count > 100
-
-
-def test_before_the_first_adapter_it_samples_from_the_base(make_roles, backbone, prompts):
-    roles = make_roles(noise=0.05)
-    generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64)
-    (group,) = generator.sample(prompts[:1], 2, [0], HOT)
-    assert {r.policy_version for r in group.rollouts} == {None}
-    with torch.no_grad(), roles.using(None):
-        ids = group.rollouts[0].completion.token_ids
-        logits = backbone.model(input_ids=torch.tensor([[*prompts[0].token_ids, *ids]])).logits[0]
-    expected = logits[len(prompts[0].token_ids) - 1 : -1].log_softmax(-1)[range(len(ids)), ids].float()
-    torch.testing.assert_close(torch.tensor(group.rollouts[0].completion.logprobs), expected, rtol=1e-5, atol=1e-5)
+    groups = make_generator().sample(prompts, 4, SEEDS, replace(HOT, temperature=temperature))
+    check_logprobs(backbone.model, groups, temperature)
+    assert sum(len(ids) for group in completions(groups) for ids in group) > 100
+    assert roles.tuner.active_adapters == ["policy"]
+    assert all(p.requires_grad for _, p in roles.named_parameters()), "as before it has sampled"
+    unloaded = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64)
+    groups = unloaded.sample(prompts[:1], 2, [0], replace(HOT, temperature=temperature))
+    assert {r.policy_version for r in groups[0].rollouts} == {None}
+    with torch.no_grad(), roles.using(None):  # the base, before the first adapter
+        check_logprobs(backbone.model, groups, temperature)
 
 
 def test_it_samples_from_what_was_loaded_however_the_policy_moves_on(make_generator, roles, prompts):
     generator = make_generator()
-    before = generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT)
+    before = generator.sample(prompts, 2, SEEDS, HOT)
     for _, parameter in roles.named_parameters():
         parameter.data += 0.02
-    assert generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT) == before
+    assert generator.sample(prompts, 2, SEEDS, HOT) == before
     generator.load(roles.publish(4))
-    after = generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT)
+    after = generator.sample(prompts, 2, SEEDS, HOT)
     assert completions(after) != completions(before)
     assert {r.policy_version for g in after for r in g.rollouts} == {4}
 
 
-def test_the_policy_is_active_again_after_sampling(make_generator, roles, prompts):
-    make_generator().sample(prompts[:1], 1, [0], HOT)
-    assert roles.tuner.active_adapters == ["policy"]
-    assert all(p.requires_grad for _, p in roles.named_parameters())
-
-
-def test_scores_are_the_sampling_policys_at_temperature_1(make_generator, roles):
-    generator = make_generator(weights=Weights.apart)
-    sequences = [[5, 6, 7, 8], [9, 10]]
-    assert generator.score(sequences) == roles.score(sequences)
-    for _, parameter in roles.named_parameters():
-        parameter.data += 0.02
-    assert generator.score(sequences) != roles.score(sequences)
-
-
 # -- cost ------------------------------------------------------------------------------------------------------------
-def test_a_prompt_goes_through_the_network_once_for_its_whole_group(make_generator, prompts, forwards):
-    generator = make_generator()
-    generator.sample(prompts, 8, [0, 10, 20, 30, 40], HOT)
-    assert forwards[0] == (1, sum(len(p.token_ids) for p in prompts)), "one packed row, without padding"
-    assert all(rows == 1 and columns <= 5 * 8 for rows, columns in forwards[1:])
-
-
 def test_finished_rows_leave_the_batch(make_generator, prompts, forwards):
     generator = make_generator()
-    groups = generator.sample(prompts, 8, [0, 10, 20, 30, 40], replace(HOT, max_tokens=48))
+    groups = generator.sample(prompts, 8, SEEDS, replace(HOT, max_tokens=48))
     lengths = [len(ids) for group in completions(groups) for ids in group]
     assert max(lengths) > min(lengths) + 3
     for t, (_, rows) in enumerate(forwards[1:], start=1):
@@ -203,30 +175,31 @@ def test_finished_rows_leave_the_batch(make_generator, prompts, forwards):
 
 
 def test_batch_size_bounds_the_rows_of_a_forward_in_whole_groups(make_generator, prompts, forwards):
-    make_generator(batch_size=9).sample(prompts, 4, [0, 10, 20, 30, 40], HOT)
+    make_generator(batch_size=9).sample(prompts, 4, SEEDS, HOT)
     sizes, columns = [len(p.token_ids) for p in prompts], [columns for _, columns in forwards]
     prefills = [sum(sizes[:2]), sum(sizes[2:4]), sizes[4]]
-    assert [c for c in columns if c > 8] == prefills
-
-
-def test_a_group_larger_than_the_batch_size_is_not_split(make_generator, prompts, forwards):
+    assert [c for c in columns if c > 8] == prefills, "a prompt once for its whole group, without padding"
+    assert {rows for rows, _ in forwards} == {1}, "all in one packed row"
+    forwards.clear()
     groups = make_generator(batch_size=2).sample(prompts[:2], 4, [0, 10], HOT)
-    assert [len(g.rollouts) for g in groups] == [4, 4]
-    assert [c for _, c in forwards if c > 4] == [len(p.token_ids) for p in prompts[:2]]
+    assert [len(g.rollouts) for g in groups] == [4, 4], "a larger group is not split"
+    assert [c for _, c in forwards if c > 4] == sizes[:2]
 
 
 # -- how a completion ends -------------------------------------------------------------------------------------------
 def test_a_completion_that_reaches_the_limit_is_truncated(make_generator, prompts, backbone):
     generator, eos = make_generator(), backbone.tokenizer.eos_token_id
-    full = [
-        c for g in generator.sample(prompts, 8, [0, 10, 20, 30, 40], replace(HOT, max_tokens=60)) for c in g.rollouts
-    ]
+    full = [c for g in generator.sample(prompts, 8, SEEDS, replace(HOT, max_tokens=60)) for c in g.rollouts]
     stopped = next(r.completion for r in full if r.completion.finish_reason is FinishReason.stop)
     assert stopped.token_ids[-1] == eos
     assert eos not in stopped.token_ids[:-1]
+    for completion in (r.completion for r in full):
+        text = backbone.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+        assert completion.text == text
+        assert backbone.tokenizer.eos_token not in text
     length = len(stopped.token_ids)
     for limit, reason in ((length, "stop"), (length - 1, "length"), (1, "length")):
-        groups = generator.sample(prompts, 8, [0, 10, 20, 30, 40], replace(HOT, max_tokens=limit))
+        groups = generator.sample(prompts, 8, SEEDS, replace(HOT, max_tokens=limit))
         cut = [r.completion for g in groups for r in g.rollouts]
         for whole, short in zip((r.completion for r in full), cut, strict=True):
             assert short.token_ids == whole.token_ids[:limit]
@@ -248,22 +221,14 @@ def test_a_turn_of_a_conversation_ends_with_its_own_limit(make_generator, prompt
             assert len(ids) <= limit or rollout.completion.finish_reason is FinishReason.length
 
 
-def test_the_text_shows_no_end_token(make_generator, prompts, backbone):
-    for group in make_generator().sample(prompts, 2, [0, 10, 20, 30, 40], HOT):
-        for rollout in group.rollouts:
-            expected = backbone.tokenizer.decode(list(rollout.completion.token_ids), skip_special_tokens=True)
-            assert rollout.completion.text == expected
-            assert backbone.tokenizer.eos_token not in rollout.completion.text
-
-
 def test_any_of_several_end_tokens_ends_a_completion(make_generator, prompts, backbone, monkeypatch):
     generator = make_generator()
     eos = backbone.tokenizer.eos_token_id
-    plain = completions(generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT))
+    plain = completions(generator.sample(prompts, 4, SEEDS, HOT))
     common = Counter(t for g in plain for ids in g for t in ids[3:-1] if t != eos).most_common(1)[0][0]
     monkeypatch.setattr(backbone.model.generation_config, "eos_token_id", [common, eos])
     assert end_tokens(backbone.model, backbone.tokenizer) == {common, eos}
-    ended = generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT)
+    ended = generator.sample(prompts, 4, SEEDS, HOT)
     wholes = [ids for group in plain for ids in group]
     for whole, short in zip(wholes, (r.completion for g in ended for r in g.rollouts), strict=True):
         ends = [i for i, token in enumerate(whole) if token in (common, eos)]
@@ -277,33 +242,20 @@ def test_a_model_without_an_end_token_runs_to_the_limit(make_generator, prompts,
     monkeypatch.setattr(backbone.model.generation_config, "eos_token_id", None)
     assert end_tokens(backbone.model, generator.tokenizer) == frozenset()
     groups = generator.sample(prompts[:2], 2, [0, 10], HOT)
-    assert {(len(r.completion.token_ids), r.completion.finish_reason) for g in groups for r in g.rollouts} == {
-        (24, "length")
-    }
+    ends = {(len(r.completion.token_ids), r.completion.finish_reason) for g in groups for r in g.rollouts}
+    assert ends == {(24, "length")}
 
 
 # -- the distribution ------------------------------------------------------------------------------------------------
 def test_temperature_0_takes_the_most_likely_token_and_gives_its_logprob_at_1(make_generator, prompts, backbone):
-    groups = make_generator().sample(prompts, 2, [0, 10, 20, 30, 40], replace(HOT, temperature=0))
-    for group in groups:
-        first, second = (r.completion for r in group.rollouts)
+    groups = make_generator().sample(prompts, 2, SEEDS, replace(HOT, temperature=0))
+    check_logprobs(backbone.model, groups)
+    for first, second in (group.rollouts for group in groups):
         assert first == second
-        ids = torch.tensor([[*group.prompt.token_ids, *first.token_ids]])
-        with torch.no_grad():
-            logits = backbone.model(input_ids=ids).logits[0, len(group.prompt.token_ids) - 1 : -1]
-        assert logits.argmax(-1).tolist() == list(first.token_ids)
-        expected = logits.log_softmax(-1).max(-1).values.float()
-        torch.testing.assert_close(torch.tensor(first.logprobs), expected, rtol=1e-5, atol=1e-5)
+        assert plain_logits(backbone.model, first).argmax(-1).tolist() == list(first.completion.token_ids)
 
 
 PROBABILITIES = torch.tensor([0.4, 0.05, 0.3, 0.2, 0.05])
-
-
-def drawn(sampling, number=40_000, logits=None):
-    """(tokens, log-probs) of many draws from PROBABILITIES (or these logits)."""
-    logits = PROBABILITIES.log() if logits is None else logits
-    uniform = torch.rand(number, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return draw(logits.expand(number, -1), uniform, sampling)
 
 
 def chi_square(token, probabilities):
@@ -314,18 +266,10 @@ def chi_square(token, probabilities):
     return ((counts - expected)[there] ** 2 / expected[there]).sum().item()
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_with_their_probabilities(temperature):
-    token, logprob = drawn(Sampling(max_tokens=1, temperature=temperature))
-    warmed = PROBABILITIES ** (1 / temperature)
-    warmed = warmed / warmed.sum()
-    assert chi_square(token, warmed) < 18.5  # 4 degrees of freedom: exceeded once in a thousand
-    torch.testing.assert_close(logprob, warmed.log()[token], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("keys", "kept"),
     [
+        *(({"temperature": temperature}, [0, 1, 2, 3, 4]) for temperature in (0.5, 1.0, 2.0)),
         ({"top_k": 1}, [0]),
         ({"top_k": 2}, [0, 2]),
         ({"top_k": 9}, [0, 1, 2, 3, 4]),
@@ -335,12 +279,14 @@ def test_tokens_are_drawn_with_their_probabilities(temperature):
         ({"top_k": 3, "top_p": 0.7}, [0, 2]),  # of the three that top_k leaves: 4/9 + 3/9 = 0.78
     ],
 )
-def test_top_k_and_top_p_keep_the_most_likely_and_renormalise(keys, kept):
-    token, logprob = drawn(Sampling(max_tokens=1, temperature=1.0, **keys))
+def test_tokens_are_drawn_with_their_probabilities_of_which_top_k_and_top_p_keep_the_largest(keys, kept):
+    sampling = Sampling(**{"max_tokens": 1, "temperature": 1.0, **keys})
+    uniform = torch.rand(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    token, logprob = draw(PROBABILITIES.log().expand(len(uniform), -1), uniform, sampling)
     probabilities = torch.zeros(5)
-    probabilities[kept] = PROBABILITIES[kept]
+    probabilities[kept] = PROBABILITIES[kept] ** (1 / sampling.temperature)
     probabilities /= probabilities.sum()
-    assert chi_square(token, probabilities) < 18.5
+    assert chi_square(token, probabilities) < 18.5  # 4 degrees of freedom: exceeded once in a thousand
     torch.testing.assert_close(logprob, probabilities.log()[token], rtol=1e-6, atol=1e-6)
 
 
@@ -351,17 +297,12 @@ def test_the_edges_of_the_uniform_number_fall_on_tokens_that_can_be_drawn():
     token, logprob = draw(logits, uniform, Sampling(max_tokens=1, temperature=1.0))
     assert token.tolist() == [1, 1, 2, 2]
     torch.testing.assert_close(logprob, torch.full((4,), -math.log(2)))
-
-
-def test_the_tail_of_a_large_vocabulary_is_reached():
+    # The tail of a large vocabulary.
     size = 200_000
     uniform = (torch.tensor([0, 1, size // 2, size - 1], dtype=torch.float64) + 0.5) / size
     token, _ = draw(torch.zeros(4, size), uniform, Sampling(max_tokens=1, temperature=1.0))
     assert token.tolist() == [0, 1, size // 2, size - 1]
-
-
-def test_a_token_of_one_in_a_thousand_million_is_drawn_by_its_sliver():
-    # Between 1 - 1e-9 and 1, where float32 has no number to tell the two ends apart.
+    # A token of one in a thousand million: between 1 - 1e-9 and 1 float32 has no number to tell the two ends apart.
     uniform = torch.tensor([1 - 2e-9, 1 - 0.5e-9], dtype=torch.float64)
     token, _ = draw(torch.tensor([[0.0, math.log(1e-9)]] * 2), uniform, Sampling(max_tokens=1, temperature=1.0))
     assert token.tolist() == [0, 1]
@@ -405,13 +346,7 @@ def test_a_sliding_window_shorter_than_the_prompt_is_sampled_exactly(backbone, m
     prompts = [make_prompt(q) for q in ("1+1=?", "40+41=?")]
     assert len(prompts[0].token_ids) != len(prompts[1].token_ids)
     generator = TransformersGenerator(Slot(), backbone.tokenizer, torch.device("cpu"), 64)
-    for group in generator.sample(prompts, 3, [0, 10], HOT):
-        for rollout in group.rollouts:
-            ids, start = rollout.completion.token_ids, len(group.prompt.token_ids)
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([[*group.prompt.token_ids, *ids]])).logits[0, start - 1 : -1]
-            expected = logits.log_softmax(-1)[range(len(ids)), ids]
-            torch.testing.assert_close(torch.tensor(rollout.completion.logprobs), expected, rtol=1e-5, atol=1e-5)
+    check_logprobs(model, generator.sample(prompts, 3, [0, 10], HOT))
 
 
 # -- what is multiplied with -----------------------------------------------------------------------------------------
@@ -419,27 +354,29 @@ BOUNDS = {"apart": 1e-5, "merged": 1e-5, "merged_bfloat16": 0.02, "merged_int8":
 HELD = {"merged": torch.float64, "merged_bfloat16": torch.bfloat16, "merged_int8": torch.int8}
 
 
-@pytest.mark.parametrize("weights", BOUNDS)
+TARGETS = {"all-linear": 1, "q_proj v_proj": 21, "down_proj lm_head": 24}
+"""{modules with an adapter: number of linear layers and heads without one}"""
+QUICK = {("q_proj v_proj", "merged_bfloat16"), ("down_proj lm_head", "merged_int8")}
+
+
 @pytest.mark.parametrize(
-    ("targets", "copied"),  # the modules with an adapter; number of linear layers and heads without one
-    [("all-linear", 1), (["q_proj", "v_proj"], 21), (["down_proj", "lm_head"], 24)],
-    ids=str,
+    ("targets", "weights"),
+    [
+        (targets, weights) if targets == "all-linear" or (targets, weights) in QUICK else slow(targets, weights)
+        for targets in TARGETS
+        for weights in BOUNDS
+    ],
 )
-def test_whatever_is_multiplied_with_it_samples_the_policy(targets, copied, weights, make_roles, backbone, prompts):
-    roles = make_roles(noise=0.02, target_modules=targets)
+def test_whatever_is_multiplied_with_it_samples_the_policy(targets, weights, make_roles, backbone, prompts):
+    roles = make_roles(noise=0.02, target_modules=targets if "all" in targets else targets.split())
+    copied = TARGETS[targets]
     sequence = [*prompts[0].token_ids, 5, 6, 7]
     policys = roles.score([sequence])
     generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64, weights=Weights(weights))
     for version in (1, 2):  # the second one is written over the first
         generator.load(roles.publish(version))
-        gaps = []
-        for rollout in (r for g in generator.sample(prompts, 4, [0, 10, 20, 30, 40], HOT) for r in g.rollouts):
-            prompt, ids = rollout.prompt.token_ids, rollout.completion.token_ids
-            with torch.no_grad():
-                logits = backbone.model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-            expected = logits.log_softmax(-1)[range(len(ids)), ids]
-            gaps.append((torch.tensor(rollout.completion.logprobs) - expected).abs())
-        assert float(torch.cat(gaps).mean()) < BOUNDS[weights]
+        found, expected = zip(*logprobs(backbone.model, generator.sample(prompts, 4, SEEDS, HOT)), strict=True)
+        assert (torch.cat(found) - torch.cat(expected)).abs().mean() < BOUNDS[weights]
         assert roles.score([sequence]) == policys  # the trainer's stay what they were, to the bit
         layers = [m for m in roles.model.modules() if isinstance(m, LoraLinear)]
         assert {layer.sums["sampler"].values.dtype for layer in layers if layer.sums} == {
@@ -489,76 +426,12 @@ def test_fastest_is_what_the_processor_decodes_fastest_with(monkeypatch, capsys)
     assert made(weights=Weights.fastest).chosen is Weights.merged
 
 
-# -- other releases of transformers ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
-def test_the_cache_is_given_by_the_name_that_the_model_has_for_it_under_peft_too(name):
-    class New:
-        def forward(self, input_ids, cache=None): ...
-
-    class Old:
-        def forward(self, input_ids, past_key_values=None, **kwargs): ...
-
-    class OldMamba:
-        def forward(self, input_ids, cache_params=None, **kwargs): ...
-
-    class Wrapped:
-        def forward(self, *args, **kwargs): ...
-
-        def get_base_model(self):
-            return model
-
-    model = {"cache": New, "past_key_values": Old, "cache_params": OldMamba}[name]()
-    assert cache_argument(model) == cache_argument(Wrapped()) == name
-
-
 # -- CUDA graphs -----------------------------------------------------------------------------------------------------
-def test_a_bucket_is_the_smallest_that_holds_the_live_rows():
-    sizes = sorted({bucket(live) for live in range(1, 1025)})
-    assert sizes[:12] == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192]
-    for live in range(1, 1025):
-        assert bucket(live) == next(size for size in sizes if size >= live)
-    assert all(bigger <= 2 * smaller for smaller, bigger in pairwise(sizes))
-
-
-@pytest.mark.parametrize("decodings", [[(4, 8, 30)], [(4, 8, 30), (64, 1, 30)], [(64, 1, 30), (4, 8, 30), (2, 8, 20)]])
-def test_the_plan_has_the_room_that_keys_get_as_decodings_are_rehearsed(decodings):
-    """With the eighth by which room for prompts grows."""
-    sizes = SimpleNamespace(
-        packed=True, plain=False, itemsize=2, layer_width=1, vocabulary=64, key_size=8, linear=1, hidden=1, adapted=1,
-        config=SimpleNamespace(num_hidden_layers=1),
-    )  # fmt: skip
-    asked = [Decoding(num_prompts=p, samples=n, longest=(1,) * length) for p, n, length in decodings]
-    load = Load(decodings=tuple(asked), max_tokens=5, max_sequence_tokens=35, device="cuda")
-    parts = made(weights=Weights.apart, graphs="auto").memory(sizes, load).parts
-    keys, at_once = FixedKeys(), made(weights=Weights.apart, graphs="auto").batch_size
-    for prompts, n, length in reversed(decodings):
-        together = min(prompts, at_once // n)
-        of_prompts = [(torch.ones(together * length, 1, 4), torch.ones(together * length, 1, 4))]
-        keys.fit(bucket(together * n), 5, together, of_prompts, enlarged)
-    held = sum(x.numel() for pair in (*keys.of_prompts, *keys.own) for x in pair)
-    assert [part.bytes for part in parts if part.name == "keys and values for graphs"] == [2 * held]
-    room = max(min(prompts, at_once // n) * length for prompts, n, length in decodings)
-    assert keys.prompt_tokens == (room + room // 8 if len(decodings) == 3 else room)
-
-
-def test_graphs_are_left_out_where_a_gpu_has_no_memory_for_them():
+def test_graphs_are_left_out_where_a_gpu_has_no_memory_for_them_and_in_runs_from_before():
     auto, off = (made(weights=Weights.apart, graphs=graphs) for graphs in ("auto", "off"))
     for engine, device, fits, expected in (
         (auto, "cuda:0", True, auto), (auto, "cuda", False, off), (auto, "cpu", False, auto), (off, "cuda", True, off),
     ):  # fmt: skip
         assert engine.settled(None, set, lambda _, fits=fits: fits, device, quantized=False) == expected
-
-
-def test_runs_from_before_there_were_graphs_go_on_without():
-    recorded = {"generation": {"transformers": {"batch_size": 8, "weights": "merged"}}}
-    assert completed(recorded, RunConfig)["generation"]["transformers"]["graphs"] == "off"
-
-
-def test_a_cpu_has_no_graphs(make_roles, backbone, prompts):
-    generators = [
-        TransformersGenerator(make_roles(), backbone.tokenizer, backbone.device, 64, in_graphs=in_graphs)
-        for in_graphs in (True, False)
-    ]
-    one, other = (generator.sample(prompts, 2, [0, 10, 20, 30, 40], HOT) for generator in generators)
-    assert one == other
-    assert not generators[0].facts.rows
+    before_there_were_any = {"generation": {"transformers": {"batch_size": 8, "weights": "merged"}}}
+    assert completed(before_there_were_any, RunConfig)["generation"]["transformers"]["graphs"] == "off"

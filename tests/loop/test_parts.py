@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -71,7 +72,11 @@ def args(config: RunConfig, make_roles: Any, backbone: Backbone) -> EngineArgs:
     return engine_args(config, replace(config.lora, rank=4), make_roles())
 
 
-def test_an_engines_name_gives_its_generator(config: RunConfig, args: EngineArgs) -> None:
+def test_an_engines_name_gives_its_generator_which_is_opened_with_what_is_the_runs(config, args, backbone):
+    assert (args.tokenizer, args.device, args.dtype) == (backbone.tokenizer, backbone.device, "float32")
+    assert args.model_path.endswith("tiny-arithmetic")
+    assert (args.lora_rank, args.seed) == (4, config.seed)
+    assert args.max_sequence_tokens == config.prompts.max_tokens + config.generation.max_tokens
     with Engines() as engines:
         with engines.opened(config.generation.named("transformers"), args) as sampler:
             assert isinstance(sampler, TransformersGenerator)
@@ -81,16 +86,7 @@ def test_an_engines_name_gives_its_generator(config: RunConfig, args: EngineArgs
             assert list(canned.answers["*"]) == ["aye"]
 
 
-def test_what_an_engine_is_opened_with_is_the_runs(config: RunConfig, args: EngineArgs, backbone: Backbone) -> None:
-    assert (args.tokenizer, args.device, args.dtype) == (backbone.tokenizer, backbone.device, "float32")
-    assert args.model_path.endswith("tiny-arithmetic")
-    assert (args.lora_rank, args.seed) == (4, config.seed)
-    assert args.max_sequence_tokens == config.prompts.max_tokens + config.generation.max_tokens
-
-
-def test_an_engine_is_told_on_which_modules_its_adapters_are_before_and_beside_the_base(
-    run_config: Any, make_roles: Any, backbone: Backbone
-) -> None:
+def test_an_engine_is_told_on_which_modules_its_adapters_are(run_config, make_roles, backbone):
     for targets in ("all-linear", ["q_proj", "down_proj"]):
         config = run_config(f"lora.target_modules={targets}".replace(" ", "").replace("'", ""))
         args = engine_args(config, config.lora, make_roles(target_modules=targets))
@@ -101,42 +97,17 @@ def test_an_engine_is_told_on_which_modules_its_adapters_are_before_and_beside_t
         assert args.lora_modules == (all_names if targets == "all-linear" else set(targets))
 
 
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
-def test_a_runs_own_engine_is_closed_once_with_the_run(
-    error: type[BaseException] | None, args: EngineArgs, started: list[Closing]
-) -> None:
-    @contextmanager
-    def expected() -> Iterator[None]:
-        if error is None:
-            yield
-            return
-        with pytest.raises(error):
-            yield
-
-    with Engines() as engines:
-        with expected(), engines.opened(Started(), args):
+@pytest.mark.parametrize("error", [None, ValueError(), KeyboardInterrupt(), UserError("steps", "fails", remedy="no")])
+def test_engines_are_closed_once_however_a_run_ends(error, args, started):
+    with pytest.raises(type(error)) if error is not None else nullcontext(), Engines() as engines:
+        with engines.opened(Started(), args):
             assert [engine.closed for engine in started] == [0]
+        assert [engine.closed for engine in started] == [1], "another job of a sweep opens one of its own"
+        with engines.opened(Started(), args), engines.opened(Shared(), args):
+            assert [engine.closed for engine in started] == [1, 0, 0]
             if error is not None:
                 raise error
-        assert [engine.closed for engine in started] == [1], "another job of a sweep opens one of its own"
-        with engines.opened(Started(), args):
-            pass
-    assert [engine.closed for engine in started] == [1, 1]
-
-
-def test_an_engine_that_fails_to_close_serves_no_other_job(args: EngineArgs, started: list[Closing]) -> None:
-    class Broken(Closing):
-        def close(self) -> None:
-            raise RuntimeError("a CUDA error")
-
-    with Engines() as engines:
-        with engines.opened(Shared(), args) as first:
-            first.__class__ = Broken
-        with pytest.raises(RuntimeError, match="a CUDA error"):
-            engines.close()
-        with engines.opened(Shared(), args) as second:
-            assert second is not first
-    assert [engine.closed for engine in started] == [0, 1]
+    assert [engine.closed for engine in started] == [1, 1, 1]
 
 
 def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args: EngineArgs, started: list[Closing]) -> None:
@@ -158,61 +129,38 @@ def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args: EngineAr
     assert [engine.closed for engine in started] == [1, 1, 1, 1]
 
 
-def test_a_shared_engine_is_closed_when_a_job_fails(args: EngineArgs, started: list[Closing]) -> None:
-    refusal = UserError("steps", "fails", remedy="do not")
-    with pytest.raises(UserError), Engines() as engines, engines.opened(Shared(), args):
-        raise refusal
-    assert [engine.closed for engine in started] == [1]
+def test_an_engine_that_fails_to_close_serves_no_other_job(args: EngineArgs, started: list[Closing]) -> None:
+    with Engines() as engines:
+        with engines.opened(Shared(), args) as first:
+            first.close = Mock(side_effect=RuntimeError("a CUDA error"))  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="a CUDA error"):
+            engines.close()
+        with engines.opened(Shared(), args) as second:
+            assert second is not first
+    assert [engine.closed for engine in started] == [0, 1]
 
 
-# -- a teacher in vLLM -----------------------------------------------------------------------------------------------
-class Taught(Closing):
-    """Stands for a live teacher."""
+def test_a_teacher_is_started_in_vllm_with_what_the_run_says_and_by_transformers_is_a_forward(run_config, monkeypatch):
+    begun: list[Any] = []
 
-    def __init__(self, settings: TeacherSettings) -> None:
-        super().__init__()
-        self.settings = settings
-
-
-@pytest.fixture
-def teachers(monkeypatch: pytest.MonkeyPatch) -> list[Taught]:
-    """Those that were started, in their order."""
-    begun: list[Taught] = []
-
-    def start(settings: TeacherSettings) -> Taught:
-        begun.append(Taught(settings))
-        return begun[-1]
+    def start(settings: TeacherSettings) -> Closing:
+        begun.extend([settings, Closing()])
+        return begun[1]
 
     monkeypatch.setattr("rlft.generation.vllm.teacher.VLLMTeacher", start)
-    return begun
-
-
-def taught_by(name: str, *more: str) -> tuple[str, ...]:
-    return ("algorithm=opd", f"snapshot.teacher=embedded:{name}", *more)
-
-
-def test_a_teacher_is_started_with_what_the_run_says(run_config: Any, teachers: list[Taught]) -> None:
-    words = taught_by("tiny-chains", "snapshot.teacher_engine=vllm", "snapshot.teacher_gpu_memory_utilization=0.2")
+    words = ("algorithm=opd", "snapshot.teacher=embedded:tiny-student")
+    for asked, kind in ((words, Forward), ((), type(None))):
+        with opened_teacher(run_config(*asked), 99) as teacher:
+            assert isinstance(teacher, kind)
+    assert begun == []
+    words = (*words, "snapshot.teacher_engine=vllm", "snapshot.teacher_gpu_memory_utilization=0.2")
     with opened_teacher(run_config(*words), 99) as teacher:
-        assert teacher is teachers[0]
-        assert teachers[0].closed == 0
-    settings = teachers[0].settings
+        settings, live = begun
+        assert teacher is live
+        assert live.closed == 0
     assert (settings.row_tokens, settings.dtype, settings.gpu_memory_utilization) == (99, "float32", 0.2)
-    assert settings.model_path.endswith("tiny-chains")
-    assert teachers[0].closed == 1
-
-
-def test_a_teacher_by_transformers_is_a_forward(run_config: Any, teachers: list[Taught]) -> None:
-    with opened_teacher(run_config(*taught_by("tiny-student")), 99) as teacher:
-        assert isinstance(teacher, Forward)
-    with opened_teacher(run_config(), 0) as teacher:
-        assert teacher is None
-    assert teachers == []
-
-
-def is_checkpointing(model) -> bool:
-    """Whether any layer recomputes its activations."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert settings.model_path.endswith("tiny-student")
+    assert live.closed == 1
 
 
 @pytest.fixture
@@ -221,26 +169,23 @@ def model(backbone):
     set_checkpointing(backbone.model, False)
 
 
-@pytest.mark.parametrize(("setting", "expected"), [(True, True), (False, False), ("auto", False)])
-def test_it_is_on_when_asked_for_and_off_where_there_is_room(setting, expected, model_config):
-    loaded = load_for_training(model_config(gradient_checkpointing=setting), None, 4096).model
-    assert is_checkpointing(loaded) is expected
+def test_activations_are_recomputed_where_asked_or_too_large(model, backbone, model_config, monkeypatch):
+    def recomputes(setting, lora=None, tokens=1000):
+        loaded = load_for_training(model_config(gradient_checkpointing=setting), lora, tokens).model
+        return any(getattr(module, "gradient_checkpointing", False) for module in loaded.modules())
 
-
-def test_auto_recomputes_what_would_take_more_than_half_of_the_free_memory(model, backbone, model_config, monkeypatch):
-    monkeypatch.setattr(parts, "read_backbone", lambda config, adopt: replace(backbone, model=model))
+    assert [recomputes(setting, tokens=4096) for setting in (True, False, "auto")] == [True, False, False]
+    for read in ("read_backbone", "load_backbone"):
+        monkeypatch.setattr(parts, read, lambda *config, **how: replace(backbone, model=model))
     needed = activation_bytes(model.config, 1000, 4)
-    for free, expected in ((2 * needed - 1, True), (2 * needed, False)):
+    lora = {"rank": 4, "alpha": 8.0, "target_modules": "all-linear", "path": None, "dropout": 0.0}
+    for kind, free, expected in (
+        (None, 2 * needed - 1, True),  # more than half of it
+        (None, 2 * needed, False),
+        ({}, 3 * needed, False),
+        ({"use_dora": True}, 3 * needed, True),  # what an adapter keeps counts
+        ({"dropout": 0.1}, 3 * needed, True),
+    ):
         monkeypatch.setattr(device, "free_memory", lambda free=free: free)
-        load_for_training(model_config(gradient_checkpointing="auto"), None, 1000)
-        assert is_checkpointing(model) is expected
-
-
-def test_auto_counts_what_the_adapter_keeps(model, backbone, model_config, monkeypatch):
-    monkeypatch.setattr(parts, "load_backbone", lambda config: replace(backbone, model=model))
-    monkeypatch.setattr(device, "free_memory", lambda: 3 * activation_bytes(model.config, 1000, 4))
-    plain = {"rank": 4, "alpha": 8.0, "target_modules": "all-linear", "path": None}
-    for kind, expected in (({}, False), ({"use_dora": True}, True), ({"dropout": 0.1}, True)):
-        lora = LoraSettings(**plain | {"dropout": 0.0} | kind)
-        load_for_training(model_config(gradient_checkpointing="auto"), lora, 1000)
-        assert is_checkpointing(model) is expected, kind
+        assert recomputes("auto", None if kind is None else LoraSettings(**lora | kind)) is expected, (kind, free)
+        set_checkpointing(model, False)

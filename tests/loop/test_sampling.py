@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy
 import pytest
 import torch
 from run_folders import check_same, metrics
-from slow_cases import slow_but
 
 from rlft import cli
 from rlft.config.compose import compose
@@ -73,10 +73,10 @@ class Bench(StepSampler):
         texts = [[rollout.completion.text for rollout in group.rollouts] for group in groups]
         right = torch.tensor([[float(text == "right") for text in row] for row in texts])
         length = torch.tensor([[float(len(text)) for text in row] for row in texts])
-        steps = [[StepScores(values=(length[p, g].item(),), ends=(5,)) for g in range(SIZE)] for p in range(len(texts))]
-        if not self.steps:
-            return Scores(total=right + length, by_reward={"math": right, "length": length})
         named = {"math": right, "length": length}
+        if not self.steps:
+            return Scores(total=right + length, by_reward=named)
+        steps = [[StepScores(values=(value,), ends=(5,)) for value in row] for row in length.tolist()]
         # Each group can be told from every other one by its prompt's number.
         number = torch.tensor([[float(group.prompt.answer)] * SIZE for group in groups])
         return Scores(total=right + length + number, by_reward=named, outcome=right + number, steps=steps)
@@ -120,9 +120,10 @@ def first_prompts(bench):
     return chosen, [f"{i}+0=?" for i in range(12) if f"{i}+0=?" not in chosen]
 
 
-def test_a_group_that_is_all_right_or_all_wrong_is_replaced_in_its_place(bench):
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_group_that_is_all_right_or_all_wrong_is_replaced_in_its_place_with_its_scores(steps, bench):
     (a, b, c), others = first_prompts(bench)
-    subject = bench({a: RIGHT, c: WRONG})
+    subject = bench({a: RIGHT, c: WRONG}, steps=steps)
     rollouts, told = subject.run()
     (first, new) = subject.sampled
     assert first == [a, b, c]
@@ -133,23 +134,12 @@ def test_a_group_that_is_all_right_or_all_wrong_is_replaced_in_its_place(bench):
     assert told == ["sample", "score"]
     # 3 groups, then 2, of 4 completions.
     assert rollouts.num_sampled == 12 + 8
-
-
-def test_scores_go_with_their_groups(bench):
-    (a, _, c), _ = first_prompts(bench)
-    for steps in (False, True):
-        subject = bench({a: RIGHT, c: WRONG}, steps=steps)
-        rollouts, _ = subject.run()
-        expected = subject.give(rollouts.groups)
-        assert torch.equal(rollouts.scores.total, expected.total)
-        assert {n: v.tolist() for n, v in rollouts.scores.by_reward.items()} == {
-            n: v.tolist() for n, v in expected.by_reward.items()
-        }
-        assert (rollouts.scores.outcome is None) == (not steps)
-        assert rollouts.scores.steps == expected.steps
-        if steps:
-            assert rollouts.scores.outcome is not None
-            assert torch.equal(rollouts.scores.outcome, expected.outcome)
+    found, expected = rollouts.scores, subject.give(rollouts.groups)
+    assert torch.equal(found.total, expected.total)
+    assert found.by_reward.keys() == expected.by_reward.keys()
+    assert all(torch.equal(found.by_reward[name], values) for name, values in expected.by_reward.items())
+    assert found.steps == expected.steps
+    assert found.outcome is None if not steps else torch.equal(found.outcome, expected.outcome)
 
 
 def test_nothing_is_sampled_again_when_every_group_informs_or_it_is_switched_off(bench):
@@ -205,31 +195,22 @@ def test_no_prompt_is_sampled_twice_in_a_step_and_a_step_ends_when_none_is_left(
 
 
 def test_a_step_that_is_repeated_samples_the_same_and_every_step_and_seed_its_own(bench):
+    """Prompts, and the seeds of their completions, which differ also from round to round."""
+
     def trace(step, seed=0):
-        subject = bench({"*": WRONG}, rounds=3, seed=seed)
+        subject = bench({"*": WRONG}, rounds=2, seed=seed)
+        asked, draw = [], subject.generator.sample
+        subject.generator.sample = lambda prompts, n, seeds, *how: asked.append(seeds) or draw(prompts, n, seeds, *how)
         subject.run(step)
-        return subject.sampled[1:]
+        used = [seed + i for seeds in asked for seed in seeds for i in range(SIZE)]
+        assert len(used) == len(set(used)) == 4 * (3 + 3 + 3)
+        return subject.sampled[1:], used
 
-    assert trace(5) == trace(5)
-    assert trace(5) != trace(6)
-    assert trace(5) != trace(5, seed=1)
-
-
-def test_each_round_draws_its_completions_with_seeds_of_its_own(bench):
-    subject = bench({"*": WRONG}, rounds=2)
-    asked, sample = [], subject.generator.sample
-
-    def watched(prompts, n, seeds, sampling):
-        asked.append(seeds)
-        return sample(prompts, n, seeds, sampling)
-
-    subject.generator.sample = watched
-    subject.run(3)
-    used = [seed + i for seeds in asked for seed in seeds for i in range(SIZE)]
-    assert len(used) == len(set(used)) == 4 * (3 + 3 + 3)
-    again, asked[:] = list(asked), []
-    subject.run(3)
-    assert asked == again
+    first = trace(5)
+    assert trace(5) == first
+    for other in (trace(6), trace(5, seed=1)):
+        assert other[0] != first[0]
+        assert other[1] != first[1]
 
 
 def test_right_and_wrong_are_by_the_first_reward_and_its_threshold(bench):
@@ -262,21 +243,17 @@ def test_groups_without_rewards_of_turns_replace_such_with_them_and_the_other_wa
     assert torch.equal(mixed.total, mixed.outcome + mixed.by_reward["turns"])
 
 
-def test_answers_are_replaced_with_their_groups():
-    ones = torch.ones(2, 1)
-    old, new = (
-        Scores(total=ones, by_reward={"math": ones}, answers={"math": [[f"{text}0"], [f"{text}1"]]})
-        for text in ("old", "new")
-    )
-    assert replaced(old, [0], new, [1]).answers == {"math": [["new1"], ["old1"]]}
+def test_answers_are_replaced_with_their_groups_and_the_weights_of_both_sides_stay_known():
+    def scores_of(name, **weights):
+        by_reward = dict.fromkeys(weights, torch.ones(2, 1))
+        answers = {"math": [[f"{name}0"], [f"{name}1"]]}
+        return Scores(total=torch.ones(2, 1), by_reward=by_reward, answers=answers, weights=weights)
+
+    old, new = scores_of("old", math=2.0), scores_of("new", math=2.0, format=0.5)
+    mixed = replaced(old, [0], new, [1])
+    assert mixed.answers == {"math": [["new1"], ["old1"]]}
+    assert mixed.weights == {"math": 2.0, "format": 0.5}
     assert replaced(old, [], new, []).answers == old.answers
-
-
-def test_the_weights_of_both_sides_stay_known():
-    one = torch.ones(1, 1)
-    old = Scores(total=one, by_reward={"math": one}, weights={"math": 2.0})
-    new = Scores(total=one, by_reward={"math": one, "format": one}, weights={"math": 2.0, "format": 0.5})
-    assert replaced(old, [0], new, [0]).weights == {"math": 2.0, "format": 0.5}
 
 
 # -- ahead of time -----------------------------------------------------------------------------------------------------
@@ -338,46 +315,29 @@ def versions(groups: Sequence[Group]) -> set[int | None]:
     return {rollout.policy_version for group in groups for rollout in group.rollouts}
 
 
-@pytest.mark.parametrize("concurrently", [True, False])
-def test_a_step_has_the_groups_of_the_version_before_it(concurrently: bool) -> None:
+@pytest.mark.parametrize(("lag", "concurrently"), [(1, True), (1, False), (0, True)])
+def test_a_step_has_the_groups_of_the_version_before_it(lag: int, concurrently: bool) -> None:
     engine = Engine()
-    ahead = next_samples(engine, 1, concurrently=concurrently)
+    ahead = next_samples(engine, lag, concurrently=concurrently)
     seen = []
     for step in range(4):
         seen.append(versions(ahead.sample(step, unpublished)))
+        engine.may_go_on.clear() if concurrently else None
         ahead.sample_ahead(step + 1)
+        assert ahead.is_running == (lag == 1 and concurrently), "the loop goes on meanwhile"
+        engine.may_go_on.set()
         ahead.wait()
+        assert not ahead.is_running
         engine.version = step + 1
-    assert seen == [{0}, {0}, {1}, {2}]
-    assert [name.startswith("sampling ahead") for name in engine.threads] == [False, *[concurrently] * 4]
-
-
-def test_without_a_lag_nothing_is_sampled_ahead() -> None:
-    engine = Engine()
-    ahead = next_samples(engine, 0, concurrently=True)
-    ahead.sample_ahead(1)
-    ahead.wait()
-    assert engine.threads == []
-    engine.version = 3
-    assert versions(ahead.sample(1, unpublished)) == {3}
-
-
-def test_the_loop_goes_on_while_the_next_step_is_sampled() -> None:
-    engine = Engine()
-    ahead = next_samples(engine, 1, concurrently=True)
-    engine.may_go_on.clear()
-    ahead.sample_ahead(1)
-    assert ahead.is_running
-    engine.may_go_on.set()
-    ahead.wait()
-    assert not ahead.is_running
-    assert len(engine.threads) == 1
+    assert seen == ([{0}, {0}, {1}, {2}] if lag else [{0}, {1}, {2}, {3}])
+    beside = [name.startswith("sampling ahead") for name in engine.threads]
+    assert beside == ([False, *[concurrently] * 4] if lag else [False] * 4)
 
 
 def test_what_fails_beside_the_update_is_raised_when_it_is_waited_for() -> None:
     engine = Engine()
+    engine.sample = Mock(side_effect=RuntimeError("no engine is left"))  # type: ignore[method-assign]
     ahead = next_samples(engine, 1, concurrently=True)
-    engine.sample = lambda *_: (_ for _ in ()).throw(RuntimeError("no engine is left"))  # type: ignore[method-assign]
     ahead.sample_ahead(1)
     with pytest.raises(RuntimeError, match="no engine is left"):
         ahead.wait()
@@ -397,11 +357,38 @@ def test_groups_of_another_version_stop_the_run() -> None:
     check_versions(unnamed, {4})
 
 
-def test_groups_come_back_from_a_checkpoint_as_they_were(tmp_path: Path) -> None:
+def spoken(groups: list[Group], prompts: Sequence[Prompt]) -> list[Group]:
+    """One completion without tokens of its own, and one with a mask, a turn's call and a branch."""
+    call = ToolCall(name="add", arguments='{"a": 1}', answer="2\n", failed=False)
+    turns = (Turn(end=1, text="1+1", answer="2", reward=0.1, calls=(call,)), Turn(end=2))
+    first, second, third = groups[1].rollouts
+    branched = replace(third.completion, mask=(True, True), turns=turns, branches=(Branch(start=1, after=-2),))
+    empty = replace(first.completion, mask=())
+    rollouts = replace(first, completion=empty), second, replace(third, completion=branched)
+    return [groups[0], replace(groups[1], rollouts=rollouts), *groups[2:]]
+
+
+def opened(groups: list[Group], prompts: Sequence[Prompt]) -> list[Group]:
+    """An environment has put something behind a prompt."""
+    messages = ({"role": "user", "content": "A board."},)
+    behind = replace(prompts[1], token_ids=(*prompts[1].token_ids, 7), messages=messages)
+    changed = Group(prompt=behind, rollouts=tuple(replace(r, prompt=behind) for r in groups[1].rollouts))
+    return [groups[0], changed, *groups[2:]]
+
+
+@pytest.mark.parametrize("changed", [lambda groups, prompts: groups, spoken, opened], ids=["plain", "spoken", "opened"])
+def test_groups_come_back_from_a_checkpoint_as_they_were(changed: Any) -> None:
     sampler = sampler_with(Engine(), "group_size=3")
-    groups = sampler.sample(2)
-    tensors, values = packed(groups, sampler.prompts_at(2))
-    assert unpacked(tensors, json.loads(json.dumps(values)), sampler, 2) == groups
+    prompts = sampler.prompts_at(2)
+    groups = changed(sampler.sample(2), prompts)
+    tensors, values = packed(groups, prompts)
+    if changed not in (spoken, opened):
+        assert tensors.keys() == {"token_ids", "logprobs", "lengths"}, "as in earlier checkpoints"
+    restored = unpacked(tensors, json.loads(json.dumps(values, sort_keys=True)), sampler, 2)  # as a checkpoint has it
+    assert restored == groups
+    for group, before in zip(restored, groups, strict=True):
+        for message, own in zip(group.prompt.messages, before.prompt.messages, strict=True):
+            assert list(message) == list(own), "keys keep their order"
 
 
 def test_a_checkpoint_keeps_the_experts_that_the_engine_has_chosen() -> None:
@@ -424,31 +411,11 @@ def test_a_checkpoint_keeps_the_experts_that_the_engine_has_chosen() -> None:
             assert numpy.array_equal(rollout.completion.experts, other.completion.experts)
 
 
-def test_a_checkpoint_keeps_masks_turns_and_branches() -> None:
-    sampler = sampler_with(Engine(), "group_size=3")
-    groups = sampler.sample(2)
-    call = ToolCall(name="add", arguments='{"a": 1}', answer="2\n", failed=False)
-    turns = (Turn(end=1, text="1+1", answer="2", reward=0.1, calls=(call,)), Turn(end=2))
-    first, second, third = groups[1].rollouts
-    branches = (Branch(start=1, after=-2),)
-    spoken = replace(third.completion, mask=(True, True), turns=turns, branches=branches)
-    nothing = replace(first.completion, mask=())
-    groups[1] = replace(
-        groups[1], rollouts=(replace(first, completion=nothing), second, replace(third, completion=spoken))
-    )
-    tensors, values = packed(groups, sampler.prompts_at(2))
-    assert unpacked(tensors, json.loads(json.dumps(values)), sampler, 2) == groups
-    assert packed(sampler.sample(2), sampler.prompts_at(2))[0].keys() == {"token_ids", "logprobs", "lengths"}, (
-        "as in earlier checkpoints"
-    )
-
-
-@pytest.mark.parametrize(
-    "word", slow_but("seed=1", ["seed=1", "group_size=8", "generation.temperature=0.5", "prompts_per_step=2"])
-)
-def test_a_fork_with_other_samples_does_not_take_the_groups(word: str) -> None:
-    assert derived_from(sampler_with(Engine()), 2) == derived_from(sampler_with(Engine(), "trainer.lr=1"), 2)
-    assert derived_from(sampler_with(Engine()), 2) != derived_from(sampler_with(Engine(), word), 2)
+def test_a_fork_with_other_samples_does_not_take_the_groups() -> None:
+    own = derived_from(sampler_with(Engine()), 2)
+    assert derived_from(sampler_with(Engine(), "trainer.lr=1"), 2) == own
+    for word in ("seed=1", "group_size=8", "generation.temperature=0.5", "prompts_per_step=2"):
+        assert derived_from(sampler_with(Engine(), word), 2) != own, word
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
@@ -468,25 +435,16 @@ def sampled_by(folder: Path, step: int) -> set[int]:
     return {json.loads(line)["policy_version"] for line in lines}
 
 
-def test_every_step_trains_on_what_the_version_before_it_sampled(straight: Path) -> None:
+def test_every_step_trains_on_what_the_version_before_it_sampled_also_resumed(straight: Path, tmp_path: Path) -> None:
     assert [sampled_by(straight, step) for step in range(1, 6)] == [{0}, {0}, {1}, {2}, {3}]
     lines = metrics(straight)
     distance = [line["sampler/kl"] for line in lines]
     assert distance[0] < 1e-6, "the first step's policy is the one that sampled"
     assert max(distance[1:]) > 1e-4, "a later step's has been updated since"
     assert all(0 < line["sampler/effective_sample_size"] <= 1 for line in lines)
-
-
-def test_a_checkpoint_keeps_the_groups_and_the_last_one_their_sampler(straight: Path) -> None:
     files = {f.parent.name: f.name for f in (straight / "checkpoints").glob("*/samp*.safetensors")}
-    assert files == {
-        "step_000002": "sampled.safetensors",
-        "step_000004": "sampled.safetensors",
-        "step_000005": "sampler.safetensors",
-    }
-
-
-def test_a_run_goes_on_from_a_checkpoint_with_the_groups_sampled_ahead(straight: Path, tmp_path: Path) -> None:
+    ahead, last = "sampled.safetensors", "sampler.safetensors"
+    assert files == {"step_000002": ahead, "step_000004": ahead, "step_000005": last}
     shutil.copytree(straight, tmp_path / "run")
     for later in ("step_000004", "step_000005"):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / later)
@@ -497,13 +455,14 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_groups_sampled_ahead(straight:
 @pytest.mark.slow
 def test_a_fork_goes_on_with_the_groups_unless_it_samples_others(straight: Path, tmp_path: Path) -> None:
     checkpoint = str(straight / "checkpoints" / "step_000002")
-    assert cli.run(["resume", checkpoint, f"hydra.run.dir={tmp_path / 'same'}"]) == 0
+    for name, words, expected in (
+        ("same", [], [{1}, {2}, {3}]),
+        ("other", ["seed=7"], [{2}, {2}, {3}]),
+        ("without", ["overlap.lag=0"], [{2}, {3}, {4}]),
+    ):
+        assert cli.run(["resume", checkpoint, *words, f"hydra.run.dir={tmp_path / name}"]) == 0
+        assert [sampled_by(tmp_path / name, step) for step in (3, 4, 5)] == expected
     check_same(tmp_path / "same", straight)
-    assert cli.run(["resume", checkpoint, "seed=7", f"hydra.run.dir={tmp_path / 'other'}"]) == 0
-    assert [sampled_by(tmp_path / "other", step) for step in (3, 4, 5)] == [{2}, {2}, {3}]
-    without = "overlap.lag=0"
-    assert cli.run(["resume", checkpoint, without, f"hydra.run.dir={tmp_path / 'without'}"]) == 0
-    assert [sampled_by(tmp_path / "without", step) for step in (3, 4, 5)] == [{2}, {3}, {4}]
 
 
 @pytest.mark.slow
@@ -519,34 +478,11 @@ def test_dynamic_sampling_replaces_groups_by_the_newest_version_and_repeats(tmp_
     check_same(tmp_path / "again", tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("words", "device", "refused"),
-    [
-        ((), "cuda", True),
-        (("cluster.engines=2", "cluster.placement=pairs"), "cuda", True),
-        (("cluster.engines=2",), "cuda", False),
-        ((), "cpu", False),
-        (("overlap.lag=0",), "cuda", False),
-    ],
-)
-def test_a_lag_on_a_gpu_that_engine_and_trainer_share_is_refused(
-    words: tuple[str, ...], device: str, refused: bool
-) -> None:
-    config = sampler_with(Engine(), *words).config
-    if not refused:
-        check_lag_has_devices(config, device)
-        return
-    with pytest.raises(UserError, match=r"overlap\.lag: .* shares the trainer's GPU.*got 1; give engines GPUs"):
-        check_lag_has_devices(config, device)
-
-
-def test_a_checkpoint_keeps_prompts_behind_which_an_environment_has_put_something() -> None:
-    sampler = sampler_with(Engine(), "group_size=3")
-    groups, asked = sampler.sample(2), sampler.prompts_at(2)
-    messages = ({"role": "user", "content": "A board."},)
-    opened = replace(asked[1], token_ids=(*asked[1].token_ids, 7), messages=messages)
-    groups[1] = Group(prompt=opened, rollouts=tuple(replace(r, prompt=opened) for r in groups[1].rollouts))
-    tensors, values = packed(groups, asked)
-    restored = unpacked(tensors, json.loads(json.dumps(values, sort_keys=True)), sampler, 2)  # as a checkpoint has it
-    assert restored == groups
-    assert list(restored[1].prompt.messages[0]) == ["role", "content"]
+def test_a_lag_on_a_gpu_that_engine_and_trainer_share_is_refused() -> None:
+    two = "cluster.engines=2"
+    for words, device in (((two,), "cuda"), ((), "cpu"), (("overlap.lag=0",), "cuda")):
+        check_lag_has_devices(sampler_with(Engine(), *words).config, device)
+    for words in ((), (two, "cluster.placement=pairs")):
+        config = sampler_with(Engine(), *words).config
+        with pytest.raises(UserError, match=r"overlap\.lag: .* shares the trainer's GPU.*got 1; give engines GPUs"):
+            check_lag_has_devices(config, "cuda")

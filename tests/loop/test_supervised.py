@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -25,20 +26,15 @@ from rlft.config.model import ModelConfig
 from rlft.config.resolved import build, resolve
 from rlft.config.schema import SftConfig
 from rlft.data.examples import Examples, RankedTokens, Rankings, TextTokens
-from rlft.loop.supervised import (
-    BIAS,
-    REFERENCE_LOGPROBS,
-    REWARD,
-    DemonstrationTask,
-    PreferenceTask,
-)
+from rlft.loop.supervised import BIAS, REFERENCE_LOGPROBS, REWARD, DemonstrationTask, PreferenceTask
 from rlft.model.backbone import Backbone, load_backbone, read_backbone
 from rlft.model.forward import Forward
 from rlft.model.full_weights import WholeModel
-from rlft.model.reward_model import rows_of
 from rlft.model.roles import POLICY, REFERENCE, Roles
 from rlft.plan.supervised_plan import PreferencePlan, SftPlan
 from rlft.runs import checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on GPT-2
 
 # (prompt, completion), ids under 60; two share their prompt, lengths differ.
 ROWS = [([5, 6, 7], [20, 21, 2]), ([9, 10], [30, 2]), ([5, 6, 7], [22, 23, 24, 25, 2]), ([11, 12, 13, 14], [40, 2])]
@@ -53,16 +49,9 @@ def make_task(learner: Roles | WholeModel, token_budget: int = 10**6) -> Demonst
     """All of ROWS in one update."""
     keys = ["demonstrations.path=unread", f"examples_per_step={len(ROWS)}", f"token_budget={token_budget}"]
     plan = SftPlan(
-        config=build(compose(keys, command="sft"), SftConfig, "sft"),
-        plain={},
-        engine=None,
-        train=examples(ROWS),
-        held_out_examples=examples(ROWS[:2]),
-        held_out=None,
-        loggers=(),
-        fingerprints={},
-        notes=(),
-    )
+        config=build(compose(keys, command="sft"), SftConfig, "sft"), plain={}, engine=None, train=examples(ROWS),
+        held_out_examples=examples(ROWS[:2]), held_out=None, loggers=(), fingerprints={}, notes=(),
+    )  # fmt: skip
     return DemonstrationTask(plan, learner, None, None, print)
 
 
@@ -74,22 +63,14 @@ def learner(request: pytest.FixtureRequest, make_double: Callable[[], Backbone],
     return make_roles(noise=0.05, backbone=make_double())
 
 
-def log_probs(model: Any, prompt: list[int], completion: list[int]) -> Tensor:
+def log_probs(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
     """Of each completion token, by the plainest forward there is."""
     logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0]
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
-def gradients(learner: Roles | WholeModel) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in learner.named_parameters() if p.grad is not None}
-    for _, p in learner.named_parameters():
-        p.grad = None
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 def test_the_loss_is_the_mean_over_completion_tokens_and_any_token_budget_gives_its_gradient(learner: Any) -> None:
-    """3 + 2 + 5 + 2 = 12 tokens are learned; the 12 of the prompts are read, and cost nothing."""
+    """3 + 2 + 5 + 2 = 12 tokens are learned; those of the prompts are read, 3 + 2 + 4 of three, and cost nothing."""
     nll = -torch.cat([log_probs(learner.model, *row) for row in ROWS])
     assert nll.shape == (12,)
     names, parameters = zip(*learner.named_parameters(), strict=True)
@@ -100,71 +81,60 @@ def test_the_loss_is_the_mean_over_completion_tokens_and_any_token_budget_gives_
         metrics = make_task(learner, token_budget).backward(0)
         assert metrics["loss/total"] == pytest.approx(nll.mean().item(), rel=1e-9)
         assert metrics["tokens/completion"] == 12
-        found = gradients(learner)
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient / largest, expected[name] / largest, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-def test_the_held_out_loss_is_the_mean_over_completion_tokens(learner: Any) -> None:
+        for name, p in learner.named_parameters():
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad / largest, expected[name] / largest, rtol=1e-9, atol=1e-9)
+            p.grad = None
+    assert metrics["tokens/trained"] == 12 + 9, "a prompt that two rows share is read once"
     evaluation = make_task(learner).evaluate(3)
-    nll = -torch.cat([log_probs(learner.model, *row) for row in ROWS[:2]])
-    assert evaluation.metrics == {"eval/loss": pytest.approx(nll.mean().item(), rel=1e-9)}
+    held_out = nll[: sum(len(completion) for _, completion in ROWS[:2])].mean().item()
+    assert evaluation.metrics == {"eval/loss": pytest.approx(held_out, rel=1e-9)}
     assert (evaluation.step, evaluation.accuracy) == (3, None)
-
-
-def test_demonstrations_of_one_prompt_go_through_the_network_as_one_group(make_double: Any) -> None:
-    """Their prompt of 3 tokens once: 3 + 2 + 4 prompt tokens and 12 of completions."""
-    metrics = make_task(WholeModel(make_double())).backward(0)
-    assert metrics["tokens/trained"] == 21
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 TINY = (
     "+recipe=sft_arithmetic", "steps=2", "examples_per_step=4", "lora.rank=2", "lora.alpha=4",
     "generation=transformers", "generation.max_tokens=32", "model.device=cpu", "scoring.workers=0",
-    "eval.num_prompts=4", "eval.num_samples=2", "console=null",
+    "eval.num_prompts=4", "eval.num_samples=2", "eval.kl_base=true", "console=null",
 )  # fmt: skip
-ALL_WEIGHTS = (*(key for key in TINY if not key.startswith("lora.")), "lora=null", "trainer.lr=1e-4")
+OF_AN_ADAPTER = ("lora.", "eval.kl_base=")
+ALL_WEIGHTS = (*(key for key in TINY if not key.startswith(OF_AN_ADAPTER)), "lora=null", "trainer.lr=1e-4")
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run that trained an adapter."""
-    folder = tmp_path_factory.mktemp("adapted") / "run"
-    assert cli.run(["sft", *TINY, f"hydra.run.dir={folder}"]) == 0
+def sft(folder: Path, *words: str, keys: Sequence[str] = TINY) -> Path:
+    """Runs it with these words, and those of `keys` that they do not give."""
+    given = {word.partition("=")[0] for word in words}
+    kept = [key for key in keys if key.partition("=")[0] not in given]
+    assert cli.run(["sft", *kept, *words, f"hydra.run.dir={folder}"]) == 0
     return folder
 
 
+KINDS = {"adapter": ("lora.path", "policy", TINY), "whole": ("model.path", "model", ALL_WEIGHTS)}
+"""{what is trained: (key that names such a folder, its name in a checkpoint, words of a run)}"""
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That of one that trained all weights."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert cli.run(["sft", *ALL_WEIGHTS, f"hydra.run.dir={folder}"]) == 0
-    return folder
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a finished run that trained an adapter, or all weights."""
+    return functools.cache(lambda kind: sft(tmp_path_factory.mktemp(kind) / "run", keys=KINDS[kind][2]))
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_training_all_weights_changes_the_runs_own_copy_and_no_other(
-    whole: Path, tiny_path: Path, model_config: Callable[..., ModelConfig]
+def test_training_all_weights_changes_the_runs_own_copy_alone_and_saves_a_model_for_transformers(
+    trained: Callable[[str], Path], tiny_path: Path, model_config: Callable[..., ModelConfig]
 ) -> None:
     before = load_file(tiny_path / "model.safetensors")
-    after = load_file(whole / "checkpoints" / "step_000002" / "model" / "model.safetensors")
+    folder = trained("whole") / "checkpoints" / "step_000002" / "model"
+    after = load_file(folder / "model.safetensors")
     assert before.keys() == after.keys()
     assert [name for name in before if torch.equal(before[name], after[name])] == []
     for name, tensor in load_backbone(model_config()).model.state_dict().items():
         assert name not in before or torch.equal(tensor, before[name]), name
     assert not any(p.requires_grad for p in load_backbone(model_config()).model.parameters())
-
-
-def test_a_checkpoints_model_folder_is_a_model_for_transformers(
-    whole: Path, tiny_path: Path, model_config: Callable[..., ModelConfig]
-) -> None:
-    folder = whole / "checkpoints" / "step_000002" / "model"
     own = WholeModel(read_backbone(model_config()))
     own.restore_role(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
@@ -176,26 +146,24 @@ def test_a_checkpoints_model_folder_is_a_model_for_transformers(
             assert (saved - log_probs(base, prompt, completion)).abs().max() > 1e-3
 
 
-def test_the_weights_of_another_model_are_not_restored(whole: Path, make_double: Callable[[], Backbone]) -> None:
-    with pytest.raises((AssertionError, RuntimeError)):
-        WholeModel(make_double()).restore_role(whole / "checkpoints" / "step_000002" / "model")
-
-
-@pytest.mark.parametrize("kind", ["adapted", slow("whole")])
-def test_a_run_is_evaluated_as_it_evaluated_itself(kind: str, request: pytest.FixtureRequest) -> None:
-    folder: Path = request.getfixturevalue(kind)
-    last = lines(folder / "eval.jsonl")[-1]
+@pytest.mark.parametrize("kind", ["adapter", slow("whole")])
+def test_a_run_is_evaluated_as_it_evaluated_itself(kind: str, trained: Callable[[str], Path]) -> None:
+    folder = trained(kind)
+    first, last = lines(folder / "eval.jsonl")
     assert last["step"] == 2
+    if kind == "adapter":  # a fresh one is the base itself; after a step it is not
+        assert first["eval/kl_base"] == 0 < last["eval/kl_base"]
     assert cli.run(["eval", f"run={folder}"]) == 0
     [file] = (folder / "evaluations").iterdir()
     again = lines(file)[0]
     file.unlink()
-    names = [name for name in last if name.startswith("eval/") and name != "eval/loss"]
+    names = [name for name in last if name.startswith("eval/") and name not in ("eval/loss", "eval/kl_base")]
     assert len(names) > 6
     assert {name: again[name] for name in names} == {name: last[name] for name in names}
 
 
-def test_weights_of_a_run_are_not_evaluated_as_another_models(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_of_a_run_are_not_evaluated_as_another_models(trained, capsys):
+    whole = trained("whole")
     assert cli.run(["eval", f"run={whole}", "model.path=embedded:tiny-arithmetic"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("rlft: model.path: ")
@@ -203,9 +171,7 @@ def test_weights_of_a_run_are_not_evaluated_as_another_models(whole: Path, capsy
     assert not (whole / "evaluations").exists() or not list((whole / "evaluations").iterdir())
 
 
-def test_all_weights_learn_the_same_with_gradient_checkpointing(
-    model_config: Callable[..., ModelConfig], make_batch: Callable[..., Any]
-) -> None:
+def test_all_weights_learn_the_same_with_gradient_checkpointing(model_config, make_batch):
     batch = make_batch([(0, [5, 6, 7], [20, 21, 2]), (1, [9, 10], [22, 23, 24, 25])])
     found, calls = [], []
     for recompute in (False, True):
@@ -222,16 +188,11 @@ def test_all_weights_learn_the_same_with_gradient_checkpointing(
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-5 * gradient.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "keys"), [("adapted", "lora.path", TINY), slow("whole", "model.path", ALL_WEIGHTS)]
-)
-def test_another_run_goes_on_from_a_runs_newest_checkpoint(
-    kind: str, key: str, keys: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    before: Path = request.getfixturevalue(kind)
-    assert cli.run(["sft", *keys, f"{key}={before}", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+@pytest.mark.parametrize("kind", ["adapter", slow("whole")])
+def test_another_run_goes_on_from_a_runs_newest_checkpoint(kind, trained, tmp_path):
+    before, (key, role, keys) = trained(kind), KINDS[kind]
+    sft(tmp_path / "run", f"{key}={before}", "steps=1", keys=keys)
     section, _, name = key.partition(".")
-    role = {"adapted": "policy", "whole": "model"}[kind]
     newest = before / "checkpoints" / "step_000002" / role
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())[section][name] == str(newest)
     ended, began = lines(before / "eval.jsonl")[-1], lines(tmp_path / "run" / "eval.jsonl")[0]
@@ -242,27 +203,15 @@ def test_another_run_goes_on_from_a_runs_newest_checkpoint(
     assert began["eval/loss"] != lines(before / "eval.jsonl")[0]["eval/loss"]
 
 
-def test_the_kl_to_the_base_is_measured_where_it_is_asked_for(tmp_path: Path) -> None:
-    """A fresh adapter is the base itself: 0; after a step it is not."""
-    keys = [key for key in TINY if not key.startswith("steps=")]
-    assert cli.run(["sft", *keys, "steps=1", "eval.kl_base=true", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
-    first, last = lines(tmp_path / "run" / "eval.jsonl")
-    assert first["eval/kl_base"] == 0
-    assert last["eval/kl_base"] > 0
-
-
 def test_without_data_only_the_loss_is_measured(tmp_path: Path) -> None:
     words = ["demonstrations.path=embedded:arithmetic-demonstrations", "steps=1", "examples_per_step=2"]
-    words += ["max_completion_tokens=64", "model.device=cpu", "console=null", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert cli.run(["sft", *words]) == 0
-    first, last = lines(tmp_path / "run" / "eval.jsonl")
+    words += ["max_completion_tokens=64", "model.device=cpu", "console=null"]
+    first, last = lines(sft(tmp_path / "run", *words, keys=()) / "eval.jsonl")
     assert [name for name in last if name.startswith("eval/")] == ["eval/loss"]
     assert first["accuracy"] is None
 
 
 # -- rankings ----------------------------------------------------------------------------------------------------------
-pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on GPT-2
-
 P, Q = (5, 6, 7), (9, 10)
 # Best first, ids under 60: a pair, three ranked ones of another prompt, and a pair of the first prompt once more.
 RANKINGS = (
@@ -273,33 +222,24 @@ RANKINGS = (
 FINGERPRINTS = {"preferences_fingerprint": "p", "base_fingerprint": "b"}
 
 
-def rankings(found: Sequence[RankedTokens]) -> Rankings:
-    return Rankings(rankings=tuple(found), fingerprint="", notes=())
+def plan(command, *keys, train=RANKINGS, reference=None, replay=None):
+    """All of `train` in one update, unless the keys say otherwise.
 
-
-def plan(
-    command: str,
-    *keys: str,
-    train: Sequence[RankedTokens] = RANKINGS,
-    reference: str | None = None,
-    replay: Sequence[RankedTokens] | None = None,
-) -> PreferencePlan:
-    """reference: a folder's place in `Roles`; None: the one that the config means."""
-    if not any(key.startswith("rankings_per_step=") for key in keys):
+    reference: a folder's place in `Roles`; None: the one that the config means.
+    """
+    if "rankings_per_step" not in str(keys):
         keys = (*keys, f"rankings_per_step={len(train)}")
     resolved = resolve(compose(["preferences.path=embedded:arithmetic-preferences", *keys], command=command))
+
+    def rankings(found: Sequence[RankedTokens]) -> Rankings:
+        return Rankings(rankings=tuple(found), fingerprint="", notes=())
+
     config, (loss, _) = resolved.config, resolved.parts
     return PreferencePlan(
-        config=config,
-        plain={},
-        engine=None,
-        train=rankings(train),
-        held_out=rankings(RANKINGS[:2]),
-        loss=loss,
+        config=config, plain={}, engine=None, train=rankings(train), held_out=rankings(RANKINGS[:2]), loss=loss,
         reference=reference or ("base" if loss.needs_reference else "none"),
-        replay=None if replay is None else rankings(replay),
-        fingerprints=FINGERPRINTS,
-    )
+        replay=None if replay is None else rankings(replay), fingerprints=FINGERPRINTS,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -313,15 +253,9 @@ def roles(make_roles: Callable[..., Roles], make_double: Callable[[], Backbone])
     return made
 
 
-def logprob(roles: Roles, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
-    """Of the completion, summed over its tokens, by the plainest forward there is and the role that is active."""
-    ids = torch.tensor([[*prompt, *completion]])
-    logits = roles.backbone.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).sum()
-
-
 def logprobs(roles: Roles, ranking: RankedTokens) -> Tensor:
-    return torch.stack([logprob(roles, ranking.prompt, completion) for completion in ranking.completions])
+    """Of each completion, by the role that is active."""
+    return torch.stack([log_probs(roles.backbone.model, ranking.prompt, each).sum() for each in ranking.completions])
 
 
 def by_reference(roles: Roles, ranking: RankedTokens, role: str | None = None) -> Tensor:
@@ -336,10 +270,14 @@ def score(roles: Roles, prompt: Sequence[int], completion: Sequence[int]) -> Ten
 
 
 # -- an update ---------------------------------------------------------------------------------------------------------
-def mean_loss(leads_of: Callable[[RankedTokens], Sequence[Tensor]]) -> Tensor:
+def mean_loss(values_of, margin_of=lambda *ranks: 0.0):
     """-log sigmoid of the lead of each pair's better one: mean over the pairs of a ranking, then over rankings."""
-    leads = [torch.stack(list(leads_of(ranking))) for ranking in RANKINGS]
-    return torch.stack([torch.log1p(torch.exp(-leads_N)).mean() for leads_N in leads]).mean()
+    losses = []
+    for ranking in RANKINGS:
+        v, ranks = values_of(ranking), ranking.scores
+        leads = [v[i] - v[j] - margin_of(ranks[i], ranks[j]) for i, j in pairs(v)]
+        losses.append(torch.log1p(torch.exp(-torch.stack(leads))).mean())
+    return torch.stack(losses).mean()
 
 
 def pairs(values: Sequence[Any] | Tensor) -> list[tuple[int, int]]:
@@ -348,30 +286,19 @@ def pairs(values: Sequence[Any] | Tensor) -> list[tuple[int, int]]:
 
 def dpo_by_hand(roles: Roles, beta: float, role: str | None = None) -> Tensor:
     """Of beta times the difference of log-ratios."""
-
-    def leads(ranking: RankedTokens) -> list[Tensor]:
-        ratios = logprobs(roles, ranking) - by_reference(roles, ranking, role)
-        return [beta * (ratios[i] - ratios[j]) for i, j in pairs(ratios)]
-
-    return mean_loss(leads)
+    return mean_loss(lambda ranking: beta * (logprobs(roles, ranking) - by_reference(roles, ranking, role)))
 
 
 def simpo_by_hand(roles: Roles, beta: float, gamma: float) -> Tensor:
-    def leads(ranking: RankedTokens) -> list[Tensor]:
-        rewards = beta * logprobs(roles, ranking) / torch.tensor([len(c) for c in ranking.completions])
-        return [rewards[i] - rewards[j] - gamma for i, j in pairs(rewards)]
+    def rewards(ranking: RankedTokens) -> Tensor:
+        return beta * logprobs(roles, ranking) / torch.tensor([len(c) for c in ranking.completions])
 
-    return mean_loss(leads)
+    return mean_loss(rewards, lambda *_: gamma)
 
 
 def rm_by_hand(roles: Roles, margin: float) -> Tensor:
     """Of s_better - s_worse - margin x difference of ranks."""
-
-    def leads(ranking: RankedTokens) -> list[Tensor]:
-        s, ranks = [score(roles, ranking.prompt, completion) for completion in ranking.completions], ranking.scores
-        return [s[i] - s[j] - margin * (ranks[i] - ranks[j]) for i, j in pairs(s)]
-
-    return mean_loss(leads)
+    return mean_loss(lambda r: [score(roles, r.prompt, c) for c in r.completions], lambda i, j: margin * (i - j))
 
 
 @pytest.mark.parametrize(
@@ -384,9 +311,7 @@ def rm_by_hand(roles: Roles, margin: float) -> Tensor:
     ],
     ids=["dpo", "simpo", "rm", "rm with a margin"],
 )
-def test_a_steps_gradient_is_that_of_the_loss_by_hand_whatever_the_token_budget(
-    words: tuple[str, ...], by_hand: Callable[[Roles], Tensor], roles: Roles
-) -> None:
+def test_a_steps_gradient_is_that_of_the_loss_by_hand_whatever_the_token_budget(words, by_hand, roles):
     task = PreferenceTask(plan(*words), roles)
     by_name = dict(task.parameters())
     with roles.learning(task.role):
@@ -414,20 +339,12 @@ def test_a_steps_gradient_is_that_of_the_loss_by_hand_whatever_the_token_budget(
         ("rm", 29, {1: [1, 1, 1], 21: [1, 1, 1], 22: [2, 1], 28: [2, 1], 29: [3]}),
     ],
 )
-def test_a_token_budget_parts_rankings_but_tears_none_and_a_prompt_is_read_once(
-    command: str, trained: int, parts: dict[int, list[int]], roles: Roles
-) -> None:
+def test_a_token_budget_parts_rankings_but_tears_none_and_a_prompt_is_read_once(command, trained, parts, roles):
     task = PreferenceTask(plan(command), roles)
     assert task.backward(0)["tokens/trained"] == trained
     for token_budget, sizes in parts.items():
         task.config = replace(task.config, token_budget=token_budget)
         assert [len(part) for part in task.micro_batches(RANKINGS)] == sizes
-
-
-def test_completions_of_one_prompt_are_a_group_even_in_two_rankings() -> None:
-    assert [(group, completion) for group, _, completion in rows_of(RANKINGS)] == [
-        (0, (20, 21, 2)), (0, (22, 2)), (1, (30, 2)), (1, (31, 32, 33, 2)), (1, (34,)), (0, (23, 2)), (0, (20, 21, 2)),
-    ]  # fmt: skip
 
 
 def test_metrics_are_means_over_rankings_of_means_over_pairs(roles: Roles) -> None:
@@ -452,9 +369,7 @@ def test_metrics_are_means_over_rankings_of_means_over_pairs(roles: Roles) -> No
 
 
 @pytest.mark.parametrize("command", ["dpo", "rm"])
-def test_a_policy_that_is_its_reference_and_a_head_of_zeros_are_right_by_half_and_lose_log_2(
-    command: str, make_roles: Callable[..., Roles], make_double: Any
-) -> None:
+def test_a_policy_that_is_its_reference_and_a_head_of_zeros_are_right_by_half(command, make_roles, make_double):
     made = make_roles(backbone=make_double())
     made.add_scalar_role(REWARD, None, "lora.path", learns=True)
     task = PreferenceTask(plan(command), made)
@@ -507,6 +422,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 def test_log_probs_by_the_reference_are_computed_once_for_each_ranking(roles: Roles, passes: list[str | None]) -> None:
     task = PreferenceTask(plan("dpo", "rankings_per_step=1"), roles)
+    task.rehearse()
+    assert task.known == {}, "they would be those of another micro-batch, in their last bits"
+    passes.clear()
     for step in range(9):  # three passes over three rankings
         task.backward(step)
     assert passes == [None] * 3
@@ -526,16 +444,7 @@ def test_a_loss_without_a_reference_computes_none(roles: Roles, passes: list[str
     assert task.saved(1, {}, {}).tensors == {}
 
 
-def test_a_rehearsal_leaves_no_log_probs_behind(roles: Roles) -> None:
-    """They would be those of another micro-batch, in their last bits."""
-    task = PreferenceTask(plan("dpo"), roles)
-    task.rehearse()
-    assert task.known == {}
-
-
-def test_the_reference_may_be_an_adapter(
-    make_roles: Callable[..., Roles], make_double: Callable[[], Backbone], tmp_path: Path
-) -> None:
+def test_the_reference_may_be_an_adapter(make_roles, make_double, tmp_path):
     sft = make_roles(noise=0.1, backbone=make_double())
     saved = checkpoint.Checkpoint(
         step=1, adapters={POLICY: sft.weights(POLICY)}, adapter_config=sft.adapter_config(), optimizer={}, state={}
@@ -601,72 +510,54 @@ EARLIER = tuple(RankedTokens(prompt=(50 + i,), completions=((1,), (2,)), scores=
 NEW = tuple(RankedTokens(prompt=(20 + i,), completions=((1,), (2,)), scores=(1.0, 0.0)) for i in range(12))
 
 
-def at(made: PreferencePlan, step: int) -> list[RankedTokens]:
-    """The rankings of the update after `step` steps."""
-    return [*(made.train.rankings[i] for i in made.positions(step)), *made.replayed(step)]
-
-
 @pytest.mark.parametrize(
-    ("size", "fraction", "num_replayed"),
-    [(10, 0.1, 1), (10, 0.25, 2), (10, 0.35, 4), (4, 0.1, 0), (4, 0.5, 2), (4, 0.0, 0), (4, 0.9, 3), (1, 0.9, 0)],
-)
-def test_of_an_update_this_share_is_replayed_and_one_ranking_at_least_is_new(
-    size: int, fraction: float, num_replayed: int
-) -> None:
-    # Rounded to the nearest: 10 x 0.25 = 2.5 and 10 x 0.35 = 3.5 go to the even one.
-    made = plan("rm", f"rankings_per_step={size}", f"replay.fraction={fraction}", train=NEW, replay=EARLIER)
+    ("size", "fraction", "num_earlier", "num_replayed"),
+    [
+        (10, 0.1, 6, 1), (10, 0.25, 6, 2), (10, 0.35, 6, 4),  # rounded to the nearest: 2.5 and 3.5 to the even one
+        (4, 0.1, 6, 0), (4, 0.5, 6, 2), (4, 0.0, 6, 0),
+        (4, 0.9, 6, 3), (1, 0.9, 6, 0),  # one at least is new
+        (8, 0.5, 1, 4),  # they repeat where they are few
+        (4, 0.5, None, 0),  # without any all are new
+    ],
+)  # fmt: skip
+def test_of_an_update_this_share_is_replayed_and_one_ranking_at_least_is_new(size, fraction, num_earlier, num_replayed):
+    replay = None if num_earlier is None else EARLIER[:num_earlier]
+    made = plan("rm", f"rankings_per_step={size}", f"replay.fraction={fraction}", train=NEW, replay=replay)
+
+    def update(step: int) -> list[RankedTokens]:
+        return [*(made.train.rankings[i] for i in made.positions(step)), *made.replayed(step)]
+
     for step in range(5):
-        found = at(made, step)
-        assert len(found) == size
-        assert sum(r in EARLIER for r in found) == num_replayed
-        assert at(made, step) == found
+        assert [r in EARLIER for r in update(step)] == [False] * (size - num_replayed) + [True] * num_replayed
+        assert update(step) == update(step)
     assert made.num_steps == max(1, 12 // (size - num_replayed))
-
-
-def test_without_replay_all_rankings_are_new() -> None:
-    made = plan("rm", "rankings_per_step=4", "replay.fraction=0.5", train=NEW)
-    passed = [ranking for step in range(3) for ranking in at(made, step)]
-    assert set(passed) == set(NEW)
-    assert made.num_steps == 3
-
-
-def test_replayed_rankings_repeat_where_they_are_few() -> None:
-    made = plan("rm", "rankings_per_step=8", "replay.fraction=0.5", train=NEW, replay=EARLIER[:1])
-    assert [r in EARLIER for r in at(made, 0)] == [False] * 4 + [True] * 4
+    passed = [ranking for step in range(made.num_steps) for ranking in update(step) if ranking in NEW]
+    assert len(set(passed)) == len(passed) == made.num_steps * (size - num_replayed)
 
 
 # -- rehearsals --------------------------------------------------------------------------------------------------------
-def largest_part(rankings: list[RankedTokens], token_budget: int, per_step: int, *, packed: bool) -> list[RankedTokens]:
-    """The rehearsed micro-batch of a policy that learns from these rankings."""
+@pytest.mark.parametrize(
+    ("sizes", "token_budget", "per_step", "packed", "largest"),  # sizes: (prompt, completions) of each ranking
+    [
+        # A prompt of 1 with 20 and 1 against one of 50 and 2 x 4: packed 22 and 58, padded 2 x 21 and 2 x 54.
+        ([(1, 20, 1), (50, 4, 4)], 200, 1, True, [1]),
+        ([(1, 20, 1), (50, 4, 4)], 200, 1, False, [1]),
+        # Of unlike lengths or alike: packed 1 + 30 + 1 = 32 and 20 + 10 + 10 = 40; padded 2 x 31 = 62 and 2 x 30 = 60.
+        ([(1, 30, 1), (20, 10, 10)], 200, 1, True, [1]),
+        ([(1, 30, 1), (20, 10, 10)], 200, 1, False, [0]),
+        # 60, 50 and 50 tokens under a budget of 100: the second micro-batch has both of 50.
+        ([(10, 25, 25), (10, 20, 20), (10, 20, 20)], 100, 3, True, [1, 2]),
+    ],
+    ids=["a long prompt, packed", "a long prompt, padded", "packed", "padded", "two that fit together"],
+)
+def test_the_rehearsed_micro_batch_is_the_largest(sizes, token_budget, per_step, packed, largest):
+    rankings = [
+        RankedTokens(prompt=(3 + i,) * prompt, completions=tuple((2,) * n for n in sizes), scores=(1.0,) * len(sizes))
+        for i, (prompt, *sizes) in enumerate(sizes)
+    ]
     task = object.__new__(PreferenceTask)  # without a model
     forward = Forward(model=None, packed=packed, reason="")  # type: ignore[arg-type]
     task.ending, task.roles = (), SimpleNamespace(forward=forward)  # type: ignore[assignment]
     task.config = SimpleNamespace(token_budget=token_budget, rankings_per_step=per_step)
     task.plan = SimpleNamespace(train=SimpleNamespace(rankings=rankings))  # type: ignore[assignment]
-    return task.largest_part()
-
-
-def ranking(prompt: int, *completions: int, token: int = 1) -> RankedTokens:
-    return RankedTokens(
-        prompt=(token,) * prompt, completions=tuple((2,) * n for n in completions), scores=(1.0,) * len(completions)
-    )
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_long_prompt_counts(packed: bool) -> None:
-    # A prompt of 50 and 2 x 4 against one of 1 with 20 and 1: packed 58 and 22, padded 2 x 54 and 2 x 21.
-    rankings = [ranking(1, 20, 1), ranking(50, 4, 4)]
-    assert largest_part(rankings, 200, 1, packed=packed) == [rankings[1]]
-
-
-def test_completions_of_unlike_lengths_take_most_where_rows_are_padded() -> None:
-    # Packed 1 + 30 + 1 = 32 and 20 + 10 + 10 = 40; padded 2 x 31 = 62 and 2 x 30 = 60.
-    unlike, alike = ranking(1, 30, 1), ranking(20, 10, 10)
-    for packed, expected in ((True, alike), (False, unlike)):
-        assert largest_part([unlike, alike], 200, 1, packed=packed) == [expected]
-
-
-def test_two_that_fit_together_may_be_more_than_the_largest_alone() -> None:
-    # 60, 50 and 50 tokens under a budget of 100: the second micro-batch has both of 50.
-    first, *others = ranking(10, 25, 25, token=3), ranking(10, 20, 20, token=4), ranking(10, 20, 20, token=5)
-    assert largest_part([first, *others], 100, 3, packed=True) == others
+    assert task.largest_part() == [rankings[i] for i in largest]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -10,20 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from fused_engine import logprobs_of
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from real_engines import open_vllm, vllm_engine
+from slow_cases import slow
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from rlft.generation.vllm import copied_weights
 from rlft.generation.vllm.generator import VLLMGenerator, _itself
 from rlft.loop.freshness import Freshness, StaleAdapterError, limits_of
 from rlft.types import Adapter, Prompt, Sampling, UserError
-from tests.generation.vllm.test_engine import MODEL, TOLERANCE
+from tests.generation.vllm.test_generator import MODEL, TOLERANCE, Trainer
 
 TEXTS = [list(range(10, 50)), list(range(70, 85))]
-QKV, DOWN = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.{}.mlp.down_proj.weight"
+QKV = "model.layers.1.self_attn.qkv_proj.weight"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -35,29 +33,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Trainer:
-    """A base in this dtype with an adapter by PEFT, `slot` as the engine is given it."""
+class Copied(Trainer):
+    """With its clean base, and `slot` as the engine is given it."""
 
     def __init__(self, dtype: torch.dtype, **changes: Any) -> None:
-        base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).requires_grad_(False)
-        self.clean = {name: parameter.clone() for name, parameter in base.named_parameters()}
-        keys = {"r": 6, "lora_alpha": 9, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
-        self.model: Any = get_peft_model(base, LoraConfig(**keys)).eval()
-        self.slot = SimpleNamespace(backbone=SimpleNamespace(model=base))
-
-    def adapter(self, version: int, size: float = 0.1) -> Adapter:
-        """Sets random weights, and publishes them."""
-        dice = torch.Generator().manual_seed(version)
-        for name, parameter in self.model.named_parameters():
-            if "lora_A" in name or "lora_B" in name:
-                parameter.data = torch.randn(parameter.shape, generator=dice) * size
-            elif "magnitude" in name:
-                parameter.data *= 1 + 0.2 * torch.rand(parameter.shape, generator=dice).to(parameter.dtype)
-        state = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
-        return Adapter(version=version, weights=state, config=self.model.peft_config["default"].to_dict())
-
-    def score(self, sequences: Sequence[Sequence[int]], *, rounded: bool = False) -> list[list[float]]:
-        return logprobs_of(self.model, sequences)
+        super().__init__(MODEL, dtype, **changes)
+        self.base = self.model.get_base_model()
+        self.clean = {name.replace(".base_layer", ""): p.clone() for name, p in self.base.named_parameters()}
+        self.slot = SimpleNamespace(backbone=SimpleNamespace(model=self.base))
 
     def expected(self, name: str) -> Tensor:
         """What a matrix of the engine has to be, made for one matrix after the other by what PEFT says of each."""
@@ -66,7 +49,7 @@ class Trainer:
 
     @torch.no_grad()
     def _sum(self, module: str) -> Tensor:
-        layer, clean = self.model.get_base_model().get_submodule(module), self.clean[f"{module}.weight"]
+        layer, clean = self.base.get_submodule(module), self.clean[f"{module}.weight"]
         if not hasattr(layer, "lora_A"):
             return clean
         product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
@@ -92,7 +75,7 @@ class Bench:
         return found
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[slow("float32"), "bfloat16"])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     with closing(open_vllm(MODEL, vllm_engine(weights="copy"), dtype=request.param, lora_rank=600)) as generator:
         yield Bench(generator, getattr(torch, request.param))
@@ -100,7 +83,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_adapter_is_there_bit_for_bit_and_the_base_is_untouched(kind: str, bench: Bench) -> None:
-    trainer, generator = Trainer(bench.dtype, **KINDS[kind]), bench.generator
+    trainer, generator = Copied(bench.dtype, **KINDS[kind]), bench.generator
     generator.serve(trainer.slot)
     freshness = Freshness(TEXTS, limits_of(bench.dtype), 1)
     for version in (1, 2):
@@ -116,17 +99,16 @@ def test_every_kind_of_adapter_is_there_bit_for_bit_and_the_base_is_untouched(ki
         prompt = Prompt(id="p", messages=(), answer="", token_ids=tuple(TEXTS[0]))
         [group] = generator.sample([prompt], 2, [7], Sampling(max_tokens=8, temperature=1.0))
         for rollout in group.rollouts:
-            tokens = [*TEXTS[0], *rollout.completion.token_ids]
-            expected = trainer.score([tokens])[0][len(TEXTS[0]) - 1 :]
+            expected = trainer.logprobs([*TEXTS[0], *rollout.completion.token_ids])[len(TEXTS[0]) - 1 :]
             found = torch.tensor(rollout.completion.logprobs) - torch.tensor(expected)
             assert found.abs().mean() < (TOLERANCE if bench.dtype == torch.float32 else 0.1), "a prefix of before"
-    for name, parameter in trainer.model.get_base_model().named_parameters():
-        clean = trainer.clean.get(name.replace(".base_layer", ""))
-        assert clean is None or torch.equal(parameter.view(torch.uint8), clean.view(torch.uint8))
+    for name, parameter in trainer.base.named_parameters():
+        clean = trainer.clean[name.replace(".base_layer", "")]
+        assert "lora_" in name or torch.equal(parameter.view(torch.uint8), clean.view(torch.uint8))
 
 
 def test_a_publish_is_in_blocks_that_change_no_bit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(bench.dtype, use_dora=True)
+    trainer = Copied(bench.dtype, use_dora=True)
     bench.generator.serve(trainer.slot)
     for block in (1, 10**5, 10**9):
         monkeypatch.setattr(copied_weights, "COPY_BLOCK_OF_A_CPU", block)
@@ -135,9 +117,7 @@ def test_a_publish_is_in_blocks_that_change_no_bit(bench: Bench, monkeypatch: py
         assert bench.generator.loaded_adapter().faults == ()  # type: ignore[union-attr]
 
 
-def test_it_says_which_runner_schedule_and_graphs_it_has_and_what_v1_costs(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_says_which_runner_schedule_and_graphs_it_has_and_what_v1_costs(bench, monkeypatch):
     of_a_cpu = bench.generator.facts
     assert of_a_cpu.rows[0] == ("vLLM's runner", "V1", "v1.worker.cpu_model_runner.CPUModelRunner")
     assert [row[:2] for row in of_a_cpu.rows[1:]] == [("vLLM's schedule", "synchronous")]
@@ -149,38 +129,23 @@ def test_it_says_which_runner_schedule_and_graphs_it_has_and_what_v1_costs(
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
-def one_bit(held: dict[str, Tensor], trainer: Trainer) -> None:
-    held[QKV].view(torch.uint8)[5, 0] ^= 1
-
-
-def layers_exchanged(held: dict[str, Tensor], trainer: Trainer) -> None:
-    first, second = held[DOWN.format(0)], held[DOWN.format(1)]
-    kept = first.clone()
-    first.copy_(second)
-    second.copy_(kept)
-
-
-def another_scale(held: dict[str, Tensor], trainer: Trainer) -> None:
-    name = DOWN.format(2)
-    clean = trainer.clean[name].float()
-    held[name].copy_(clean + 2 * (trainer.expected(name).float() - clean))
-
-
-def not_written(held: dict[str, Tensor], trainer: Trainer) -> None:
-    held[DOWN.format(1)].copy_(trainer.clean[DOWN.format(1)])
-
-
-FAULTS: dict[str, tuple[Callable[[dict[str, Tensor], Trainer], None], str]] = {
-    "one flipped bit": (one_bit, r"1 of the 28 layers .* such as model\.layers\.1\.self_attn\.q_proj"),
-    "layers exchanged": (layers_exchanged, "2 of the 28 layers"),
-    "another scale": (another_scale, r"1 of the 28 layers .*layers\.2\.mlp\.down_proj"),
-    "one matrix not written": (not_written, r"1 of the 28 layers .*layers\.1\.mlp\.down_proj"),
-}
+Spoil = Callable[[dict[str, Tensor], Copied], Any]
+DOWN_0, DOWN_1, DOWN_2 = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(3))
+FAULTS: dict[str, tuple[Spoil, str]] = {
+    "one flipped bit": (lambda held, trainer: held[QKV].view(torch.uint8)[5, 0].bitwise_xor_(1),
+                        r"1 of the 28 layers .* such as model\.layers\.1\.self_attn\.q_proj"),
+    "layers exchanged": (lambda held, trainer: (held[DOWN_0].copy_(trainer.expected(DOWN_1)),
+                                                held[DOWN_1].copy_(trainer.expected(DOWN_0))), "2 of the 28 layers"),
+    "another scale": (lambda held, trainer: held[DOWN_2].copy_(2 * trainer.expected(DOWN_2) - trainer.clean[DOWN_2]),
+                      r"1 of the 28 layers .*layers\.2\.mlp\.down_proj"),
+    "one matrix not written": (lambda held, trainer: held[DOWN_1].copy_(trainer.clean[DOWN_1]),
+                               r"1 of the 28 layers .*layers\.1\.mlp\.down_proj"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", ["a stale copy", "a load that was lost", "another scale in the config", *FAULTS])
 def test_a_fault_is_seen_at_a_learning_rate_of_1e_6(fault: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, generator = Trainer(bench.dtype), bench.generator
+    trainer, generator = Copied(bench.dtype), bench.generator
     generator.serve(trainer.slot)
     freshness = Freshness(TEXTS, limits_of(bench.dtype), 1)
     old = trainer.adapter(4)
@@ -188,8 +153,7 @@ def test_a_fault_is_seen_at_a_learning_rate_of_1e_6(fault: str, bench: Bench, mo
     freshness.check(4, generator, trainer, old)  # type: ignore[arg-type]
     for parameter in trainer.model.parameters():
         parameter.data += 1e-6 * parameter.requires_grad
-    state = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(trainer.model).items()}
-    new, said = replace(old, version=5, weights=state), "56 of the 56 tensors .*; it still holds version 4"
+    new, said = replace(old, version=5, weights=trainer.weights()), "56 of the 56 tensors .*; it still holds version 4"
     if fault == "a stale copy":
         said = r"\d+ of the 28 layers with the policy have other weights"
         with monkeypatch.context() as patch:
@@ -197,7 +161,7 @@ def test_a_fault_is_seen_at_a_learning_rate_of_1e_6(fault: str, bench: Bench, mo
             generator.load(new)
     elif fault == "another scale in the config":
         said = "28 of the 56 tensors .* 2 times"
-        generator.load(replace(new, config={**new.config, "lora_alpha": 18}))
+        generator.load(replace(new, config={**new.config, "lora_alpha": 24}))
     elif fault != "a load that was lost":
         spoil, said = FAULTS[fault]
         generator.load(new)

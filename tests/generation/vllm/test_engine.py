@@ -1,70 +1,194 @@
-"""The real vLLM engine in this process, beside a trainer's model with the same adapters.
-
-One engine is started for the module.
-"""
+"""The keys of vLLM: when it shares the trainer's base or holds the policy, and what is refused. No vLLM is started."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
-import os
-import random
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from functools import partial
 from importlib import metadata
-from multiprocessing import resource_tracker
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import model_folders
-import numpy
-import psutil
 import pytest
 import torch
 from in_one_test import each
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
-from real_engines import open_vllm, vllm_engine
-from slow_cases import slow
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from real_engines import vllm_engine
 
-import rlft
-from rlft.config.schema import RunConfig
-from rlft.environment.conversations import Conversations
-from rlft.environment.game import Game
-from rlft.generation.decoding import _keep_most_likely
-from rlft.generation.shared_base import Rows, rows_of
-from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
-from rlft.generation.vllm import generator as vllm_generator
-from rlft.generation.vllm.generator import VLLMGenerator, _start
-from rlft.generation.vllm.guest import VLLMError, answers, of_tokens
+from rlft.config.compose import compose
+from rlft.config.resolved import resolve
+from rlft.generation.vllm import engine as vllm_module
+from rlft.generation.vllm.engine import COPIED, VLLM
 from rlft.generation.vllm.options import engine_rank
+from rlft.plan.fit import settled
 from rlft.plan.model_rules import choose_engine, why_not_on_a_gpu
-from rlft.system.crash import explains_itself
+from rlft.plan.roles import check_teacher_engine
 from rlft.system.terminal import pip_install
-from rlft.tokens.text import RunTokenizer
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
-from tests.environment.test_conversations import LIMITS
+from rlft.types import UserError
 
-MODEL = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
-HOT = Sampling(max_tokens=24, temperature=1.0)
-TOLERANCE = 1e-4
-"""Natural log. Both sides compute in float32 with other kernels; seen: 1e-5."""
+ON_CUDA: Mapping[str, Any] = {"device": "cuda:0", "itemsize": 2, "quantized": False}
 
 
-# -- without an engine -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (300, 320), (512, 512)])
+def engine(**changes: Any) -> VLLM:
+    return vllm_engine(**{"gpu_memory_utilization": 0.5, "enforce_eager": False, **changes})
+
+
+# -- when ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("keys", "base", "why"),
+    [
+        ({}, {}, None),
+        ({"share_base": True}, {"device": "cuda"}, None),
+        ({"options": {"kv_cache_dtype": "fp8"}}, {}, None),
+        ({"share_base": False}, {}, "generation.vllm.share_base is false"),
+        ({}, {"device": "cpu"}, "in its own way on cpu"),
+        ({}, {"device": "cuda:1"}, "vLLM runs on cuda:0 and the trainer on cuda:1"),
+        ({}, {"itemsize": 4}, "has 32 bits, not 16"),
+        ({}, {"quantized": True}, "the trainer's base is quantised"),
+        ({"options": {"quantization": "fp8"}}, {}, "options.quantization gives vLLM other weights"),
+        ({"options": {"cpu_offload_gb": 2}}, {}, "options.cpu_offload_gb gives vLLM other weights"),
+    ],
+)
+def test_one_copy_of_the_base_where_it_can_be(keys: dict[str, Any], base: dict[str, Any], why: str | None) -> None:
+    found = engine(**keys).base_sharing_obstacle(**{**ON_CUDA, **base})
+    assert (found is None) if why is None else (found is not None and why in found)
+    if why is not None and keys.get("share_base") is not False:
+        with pytest.raises(UserError, match=r"^share_base: .*, got true; set"):
+            engine(**keys, share_base=True).check_device(**{**ON_CUDA, **base})
+
+
+@pytest.mark.parametrize(
+    ("keys", "base", "why"),
+    [
+        ({}, {}, None),
+        ({}, {"device": "cpu", "itemsize": 4}, None),
+        ({"share_base": False}, {"itemsize": 4}, None),
+        ({"share_base": True}, {}, "share_base is true"),
+        ({}, {"device": "cuda:1"}, "vLLM runs on cuda:0 and the trainer on cuda:1"),
+        ({}, {"quantized": True}, "the trainer's base is quantised"),
+        ({"options": {"quantization": "fp8"}}, {}, "options.quantization gives vLLM other weights"),
+    ],
+)
+def test_a_copy_of_the_policy_where_it_can_be_and_auto_is_one_there(keys, base, why):
+    where, copying = {**ON_CUDA, **base}, engine(**keys, weights="copy")
+    if why is None:
+        copying.check_device(**where)
+        shares = engine(**keys | {"share_base": "auto"}, weights="copy").base_sharing_obstacle(**where)
+        assert "those of the policy" in str(shares)
+    elif keys.get("share_base") is not True:
+        with pytest.raises(UserError, match=rf"^weights: .*{why}.*, got copy; set weights=adapter"):
+            copying.check_device(**where)
+    on = {"device": where["device"], "quantized": where["quantized"]}
+    lora, dora, large = (
+        SimpleNamespace(use_dora=dora, rank=rank) for dora, rank in ((False, 8), (True, 8), (False, 513))
+    )
+    for shape, modules, fits, can in (
+        (lora, ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.fc1"], True, True),
+        (lora, ["model.layers.0.self_attn.q_proj"], False, False),
+        (dora, ["model.layers.0.self_attn.q_proj"], False, True),
+        (large, ["model.layers.0.self_attn.q_proj"], False, True),
+        (dora, ["model.layers.0.self_attn.kv_a_proj_with_mqa"], True, False),
+        (None, [], True, False),
+    ):
+        found = engine(**keys, weights="auto").settled(shape, lambda m=modules: m, lambda each, fits=fits: fits, **on)
+        assert found == engine(**keys, weights="copy" if can and why is None else "adapter")
+        assert copying.settled(shape, list, lambda each: False, **on) == copying, "what is named stays"
+
+
+def test_neither_is_one_that_runs_in_another_process_or_cannot_free_its_cache_alone(monkeypatch):
+    monkeypatch.setattr(vllm_module, "release", lambda: (0, 30))
+    assert engine().base_sharing_obstacle(**ON_CUDA) is None
+    assert "only vLLM 0.31 and later" in str(engine(sleep=True).base_sharing_obstacle(**ON_CUDA))
+    monkeypatch.setattr(vllm_module, "release", lambda: (0, 31))
+    assert engine(sleep=True).base_sharing_obstacle(**ON_CUDA) is None
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert "another process" in str(engine().base_sharing_obstacle(**ON_CUDA))
+
+
+def test_auto_chooses_vllm_only_where_it_serves_base_and_adapter_as_they_would_be_settled(monkeypatch, run_config):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    dora, large, apart, another = "lora.use_dora=true", "lora.rank=600", "cluster.engines=1", "model.device=cuda:1"
+    four_bits, fp8 = "model.quantization=4bit", "+generation.vllm.options.quantization=fp8"
+    shared, named = "generation.vllm.share_base=true", "generation=vllm"
+    cases = {
+        "as it is": {
+            (): "vllm", (apart,): "vllm", (dora,): "vllm", (large,): "vllm", (another,): "vllm",
+            (dora, apart): "transformers", (large, apart): "transformers", (dora, four_bits): "transformers",
+            (dora, fp8): "transformers", (dora, shared): "transformers", (dora, another): "transformers",
+            (four_bits,): "vllm", (four_bits, named): "vllm",
+        },
+        "merges q_proj alone": {
+            (dora,): "transformers", (dora, "lora.target_modules=[q_proj]"): "vllm", (large,): "transformers",
+        },
+        "reads no base in 4 bits": {
+            (four_bits,): "transformers", (four_bits, named): None, (four_bits, fp8): "vllm",
+            (four_bits, fp8, named): "vllm",
+        },
+    }  # fmt: skip
+    for vllm, words, chosen in ((vllm, *case) for vllm, table in cases.items() for case in table.items()):
+        monkeypatch.setattr(vllm_module, "COPIED", {"q_proj"} if vllm == "merges q_proj alone" else COPIED)
+        monkeypatch.setattr(vllm_module, "reads_bitsandbytes", lambda vllm=vllm: vllm != "reads no base in 4 bits")
+        asked = ["model.device=cuda", "model.dtype=bfloat16", *words]
+        config = run_config(*asked)
+        choose = partial(choose_engine, config.generation, config.model, config.lora, runs_here=named in words)
+        if chosen is None:
+            refusal = r"^model\.quantization: vLLM .* 0\.30\), got 4bit; add \+gen.*fp8 .*'vllm<0\.30', or"
+            with pytest.raises(UserError, match=refusal):
+                choose()
+            continue
+        assert choose(apart=apart in words)[0] == chosen, (vllm, words)
+        if vllm != "as it is" or words not in ((dora,), (dora, apart), (dora, shared)):
+            continue  # a plan takes a second
+        assert settled_engine(*asked) == chosen
+        if chosen == "transformers":
+            with pytest.raises(UserError, match=r"^lora\.(use_dora|rank): vLLM "):
+                settled_engine(*asked, named)
+
+
+def settled_engine(*words: str) -> str | None:
+    plan = resolve(compose(["+recipe=grpo_arithmetic", *words])).plan(runs_here=False)
+    return settled(plan, str(plan.engine), lambda: None).engine
+
+
+def test_a_teacher_in_4_bits_is_refused_where_vllm_has_none(monkeypatch, run_config):
+    of_teacher = ("snapshot.teacher=embedded:tiny-student", "snapshot.teacher_engine=vllm")
+    monkeypatch.setattr(vllm_module, "reads_bitsandbytes", lambda: False)
+    config = run_config(*of_teacher, "snapshot.teacher_quantization=4bit")
+    refusal = r"^snapshot\.teacher_engine: vLLM .*; use transformers, or snapshot\.teacher_q"
+    with pytest.raises(UserError, match=refusal):
+        check_teacher_engine(config, "vllm", "cuda", runs_here=True)
+    check_teacher_engine(config, "vllm", "cuda", runs_here=False)
+
+
+def test_what_the_installed_vllm_can_hold_and_its_release_are_read_without_an_import() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    assert vllm_module.reads_bitsandbytes() == ("bitsandbytes" in QUANTIZATION_METHODS)
+    found = vllm_module.release()
+    assert found is not None
+    assert (0, 27) <= found < (1, 0)
+
+
+def test_batch_invariance_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^batch_invariant: .* on CUDA only, and .* is cpu, got true; set it"):
+        engine(batch_invariant=True).check_device(**{**ON_CUDA, "device": "cpu"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((7, 5), (8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, is_=capability: is_)
+        reason = vllm_module.why_not_invariant("cuda:0")
+        assert (reason is None) == (capability >= (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "from compute capability 8.0 on, and this GPU has 7.5" in str(vllm_module.why_not_invariant("cuda:0"))
+
+
+# -- where it is installed ---------------------------------------------------------------------------------------------
+@each(("rank", "allowed"), [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (300, 320), (512, 512)])
 def test_a_rank_is_rounded_up_to_one_the_engine_takes(rank: int, allowed: int) -> None:
     assert engine_rank(rank) == allowed
-
-
-def test_a_rank_above_512_is_refused() -> None:
     with pytest.raises(UserError, match=r"^lora\.rank: .*, got 513; "):
         engine_rank(513)
 
@@ -91,9 +215,7 @@ def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypa
         ([], None, None),
     ],
 )  # fmt: skip
-def test_vllm_beside_versions_that_it_is_not_built_for_is_refused_with_those_that_fit(
-    asks: list[str], problem: str | None, remedy: str, tmp_path: Path, run_config: Callable[..., RunConfig]
-) -> None:
+def test_vllm_next_to_versions_that_it_is_not_built_for_is_refused(asks, problem, remedy, tmp_path, run_config):
     about = tmp_path / "vllm-0.99.0.dist-info" / "METADATA"
     about.parent.mkdir(exist_ok=True)
     lines = ["Metadata-Version: 2.1", "Name: vllm", "Version: 0.99.0", *(f"Requires-Dist: {ask}" for ask in asks)]
@@ -119,544 +241,3 @@ def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch()
     code += "VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options={}).missing(); "
     code += "print({'vllm', 'torch'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
-
-
-def test_whatever_vllm_raises_when_it_starts_names_the_key_and_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for error, problem in (
-        (ValueError("No available memory for the cache blocks."), "No available memory for the cache blocks, got vllm"),
-        (KeyError("layers.0.qk_norm.weight"), "KeyError: 'layers.0.qk_norm.weight' in rlft"),
-        (AssertionError(), "AssertionError in rlft"),
-        (NotImplementedError(), "NotImplementedError in rlft"),
-        (ImportError("Please install timm."), "Please install timm, got vllm"),
-        (MemoryError("out of memory here"), "out of memory here, got vllm"),
-    ):
-        monkeypatch.setattr(vllm_generator, "start", raising(error))
-        with pytest.raises(UserError) as refusal:
-            _start({"max_model_len": 8}, {"max_num_batched_tokens": 4})
-        assert str(refusal.value).startswith(f"generation.engine: vLLM could not start: {problem}"), problem
-        assert "leave out generation.vllm.options (max_num_batched_tokens), or choose" in str(refusal.value)
-    refused = UserError("generation.vllm.batch_invariant", "is off", remedy="leave it")
-    monkeypatch.setattr(vllm_generator, "start", raising(refused))
-    with pytest.raises(UserError, match="batch_invariant"):
-        _start({"max_model_len": 8}, {})
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    def start(*_: Any) -> Any:
-        raise error
-
-    return start
-
-
-def test_an_error_inside_vllm_while_it_computes_explains_itself_and_others_stay_as_they_are() -> None:
-    inside: dict[str, Any] = {"__name__": "vllm.kernels"}
-    exec("def compute(call): return call()", inside)
-    engine = SimpleNamespace(step=None, output_processor=SimpleNamespace(request_states={}))
-    engine.abort_request = lambda requests, internal: None
-
-    def compute(error: Exception, generate: Callable[..., Any]) -> None:
-        def call(*_: Any, **__: Any) -> Any:
-            return generate(raising(error))
-
-        answers(SimpleNamespace(llm_engine=engine, generate=call), of_tokens([[1, 2]]), [None], on_cpu=False)
-
-    kernel = RuntimeError("Unsupported CPU attention configuration: head_dim=16")
-    with pytest.raises(
-        VLLMError, match=r"^vLLM failed while it computed: Unsupported .*head_dim=16; choose gener"
-    ) as e:
-        compute(kernel, inside["compute"])
-    assert explains_itself(e.value)
-    with pytest.raises(VLLMError, match=r"AssertionError in vllm\.kernels, line 1; "):
-        compute(AssertionError(), inside["compute"])
-    dead = type("EngineDeadError", (Exception,), {})("the engine has died")
-    for error in (dead, torch.OutOfMemoryError("no memory"), MemoryError()):
-        with pytest.raises(type(error)):
-            compute(error, inside["compute"])
-    with pytest.raises(RuntimeError, match="of rlft's own") as e:
-        compute(RuntimeError("of rlft's own"), lambda call: call())
-    assert not isinstance(e.value, VLLMError)
-
-
-# -- with the engine -------------------------------------------------------------------------------------------------
-def process_state() -> dict[str, Any]:
-    """What the trainer relies on in its process."""
-    numbers = numpy.random.get_state()
-    return {
-        "threads": torch.get_num_threads(),
-        "set_num_threads": torch.set_num_threads,
-        "affinity": os.sched_getaffinity(0),
-        "default dtype": torch.get_default_dtype(),
-        "grad mode": torch.is_grad_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "torch random": torch.get_rng_state().tolist(),
-        "numpy random": (numbers[1].tolist(), numbers[2]),  # type: ignore[index,union-attr]  # the legacy tuple
-        "python random": random.getstate(),
-        "excepthook": sys.excepthook,
-        "signals": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
-        "children": psutil.Process().children(recursive=True),
-        "environment": {
-            name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLASHINFER_", "PYTEST"))
-        },
-    }
-
-
-def new_generator(path: Path = MODEL, **changes: Any) -> VLLMGenerator:
-    keys = vllm_engine(max_num_seqs=64, sleep=True, options={"disable_cascade_attn": True})
-    return open_vllm(path, keys, lora_rank=6, **changes)  # the rank is rounded up to 8
-
-
-class Trainer:
-    """The base with one LoRA adapter on all linear layers, as transformers and PEFT compute it."""
-
-    def __init__(self, path: Path = MODEL) -> None:
-        base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        config = LoraConfig(r=6, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
-        self.model = get_peft_model(base, config).eval()
-
-    def adapter(self, version: int) -> Adapter:
-        """Sets random weights, different for each version, and publishes them."""
-        generator = torch.Generator().manual_seed(version)
-        for name, parameter in self.model.named_parameters():
-            if "lora_" in name:
-                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-        state = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
-        return Adapter(version=version, weights=state, config=self.model.peft_config["default"].to_dict())
-
-    @torch.no_grad()
-    def score(self, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        tokens = torch.tensor([list(ids)])
-        logprobs = (self.model(tokens).logits[0, :-1] / temperature).log_softmax(-1)
-        return logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
-
-    def gap(self, groups: Sequence[Group], temperature: float) -> float:
-        """The largest difference of a sampled token's log-prob between engine and trainer."""
-        worst = 0.0
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
-            prompt, completion = rollout.prompt.token_ids, rollout.completion
-            assert len(completion.logprobs) == len(completion.token_ids) > 0
-            expected = self.score([*prompt, *completion.token_ids], temperature)[len(prompt) - 1 :]
-            worst = max(worst, *(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)))
-        return worst
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    children: set[psutil.Process]  # that other tests of this process have left, before the engine
-    generator: VLLMGenerator
-    trainer: Trainer
-    prompts: list[Prompt]
-    before: dict[str, Any]
-    after_start: dict[str, Any]
-    base_groups: list[Group]
-    base_scores: list[list[float]]
-    after_sampling: dict[str, Any]
-
-    def sample(self, n: int, sampling: Sampling = HOT) -> list[Group]:
-        """n completions of each prompt, with the seeds that are the prompt's own."""
-        return self.generator.sample(self.prompts, n, seeds(self.prompts, n), sampling)
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
-    trainer = Trainer()
-    # 40 and more tokens: at least one full block of 32 for the prefix cache.
-    prompts = [
-        Prompt(id=f"p{i}", messages=(), answer="", token_ids=tuple(10 + (7 * i + j) % 200 for j in range(40 + i)))
-        for i in range(6)
-    ]
-    resource_tracker.ensure_running()  # which workers of an environment would leave behind
-    children = set(psutil.Process().children(recursive=True))
-    before = process_state()
-    generator = new_generator()
-    after_start = process_state()
-    base_groups = generator.sample(prompts, 2, seeds(prompts, 2), HOT)
-    base_scores = generator.score([prompt.token_ids for prompt in prompts])
-    yield Bench(
-        children=children,
-        generator=generator,
-        trainer=trainer,
-        prompts=prompts,
-        before=before,
-        after_start=after_start,
-        base_groups=base_groups,
-        base_scores=base_scores,
-        after_sampling=process_state(),
-    )
-    generator.close()
-
-
-def seeds(prompts: Sequence[Prompt], n: int) -> list[int]:
-    return [1000 + n * i for i in range(len(prompts))]
-
-
-def ids(groups: Sequence[Group]) -> list[list[Sequence[int]]]:
-    return [[rollout.completion.token_ids for rollout in group.rollouts] for group in groups]
-
-
-def completions(groups: Sequence[Group]) -> list[Completion]:
-    return [rollout.completion for group in groups for rollout in group.rollouts]
-
-
-def load(bench: Bench, version: int) -> None:
-    bench.generator.load(bench.trainer.adapter(version))
-
-
-def test_the_trainers_process_is_as_it_was_before_the_engine(bench: Bench) -> None:
-    assert bench.after_start == bench.before
-    assert bench.after_sampling == bench.before
-
-
-def test_further_arguments_reach_the_engine_and_none_that_is_set_for_this_machine(bench: Bench) -> None:
-    assert bench.generator._llm.llm_engine.vllm_config.model_config.disable_cascade_attn
-    with pytest.raises(
-        UserError, match=r"^generation\.vllm\.options\.block_size: is set to 32 on this machine, got 16; "
-    ):
-        _start({"block_size": 32}, {"block_size": 16})
-
-
-def test_the_engines_layers_are_those_that_a_shared_base_is_laid_on(bench: Bench) -> None:
-    """By name, and by shape where a CPU has not packed them; no value is compared."""
-    [engine] = bench.generator._llm.apply_model(lambda model: model)
-    base = bench.trainer.model.get_base_model()
-    own = {n.replace(".base_layer.", "."): tuple(p.shape) for n, p in base.named_parameters() if "lora_" not in n}
-    theirs = {name: tuple(p.shape) for name, p in engine.named_parameters(remove_duplicate=False)}
-    assert any(".qkv_proj.base_layer." in name for name in theirs)
-    assert not any(p.is_inference() for p in engine.parameters())
-    found = rows_of(own, theirs, engine.packed_modules_mapping)
-    repacked = {name for name, rows in found.items() if rows == "repacked by the engine"}
-    assert all(name.endswith("_proj.weight") for name in repacked)
-    assert all(isinstance(found[name], Rows) for name in own.keys() - repacked), found
-    # A GPU keeps what a CPU packs: the same names, with the rows that the layers say they hold.
-    layers = dict(engine.named_modules())
-    plain = {
-        name: (layers[name.removesuffix(".weight")].output_size, layers[name.removesuffix(".weight")].input_size)
-        if 0 in shape
-        else shape
-        for name, shape in theirs.items()
-    }
-    assert all(isinstance(rows, Rows) for rows in rows_of(own, plain, engine.packed_modules_mapping).values())
-    sizes = own["model.layers.0.self_attn.q_proj.weight"][0], own["model.layers.0.self_attn.k_proj.weight"][0]
-    v = rows_of(own, plain)["model.layers.3.self_attn.v_proj.bias"]
-    assert v == Rows("model.layers.3.self_attn.qkv_proj.base_layer.bias", sum(sizes), sizes[1])
-
-
-def test_torch_can_still_be_told_how_many_threads_to_use(bench: Bench) -> None:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert torch.get_num_threads() == 1
-    torch.set_num_threads(num_threads)
-    assert torch.get_num_threads() == num_threads
-    # All of its threads, the workers of the pool too, may run on every core.
-    assert {frozenset(os.sched_getaffinity(t.id)) for t in psutil.Process().threads()} == {
-        frozenset(os.sched_getaffinity(0))
-    }
-
-
-def test_without_an_adapter_it_samples_and_scores_the_base(bench: Bench) -> None:
-    assert {rollout.policy_version for group in bench.base_groups for rollout in group.rollouts} == {None}
-    with bench.trainer.model.disable_adapter():
-        assert bench.trainer.gap(bench.base_groups, 1.0) < TOLERANCE
-        for prompt, scores in zip(bench.prompts, bench.base_scores, strict=True):
-            assert scores == pytest.approx(bench.trainer.score(prompt.token_ids), abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_sampled_logprobs_are_those_of_the_trainer_with_the_same_adapter(bench: Bench, temperature: float) -> None:
-    load(bench, 1)
-    sampling = Sampling(max_tokens=24, temperature=temperature)
-    groups = bench.sample(4, sampling)
-    assert [group.prompt for group in groups] == bench.prompts
-    assert {len(group.rollouts) for group in groups} == {4}
-    assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {1}
-    assert bench.trainer.gap(groups, temperature) < TOLERANCE
-
-
-def test_a_new_version_is_in_use_at_once_for_prompts_the_engine_has_seen(bench: Bench) -> None:
-    for version in (1, 2, 1):  # a version number that comes again, with its own weights
-        load(bench, version)
-        groups = bench.sample(2)
-        groups += bench.sample(2)  # from the prefix cache
-        assert bench.trainer.gap(groups, 1.0) < TOLERANCE
-        bench.trainer.adapter(3 - version)  # the other version would have been noticed
-        assert bench.trainer.gap(groups, 1.0) > 0.1
-
-
-def test_scores_are_the_trainers_and_follow_each_version(bench: Bench) -> None:
-    sequences = [prompt.token_ids for prompt in bench.prompts]
-    for version in (5, 6):
-        load(bench, version)
-        bench.sample(1)  # fills the prefix cache
-        for sequence, scores in zip(sequences, bench.generator.score(sequences), strict=True):
-            assert scores == pytest.approx(bench.trainer.score(sequence), abs=TOLERANCE)
-
-
-def test_the_same_seeds_give_the_same_completions_and_others_do_not(bench: Bench) -> None:
-    load(bench, 1)
-    first = bench.sample(4)
-    assert ids(bench.sample(4)) == ids(first)
-    others = bench.generator.sample(bench.prompts, 4, [seed + 10**6 for seed in seeds(bench.prompts, 4)], HOT)
-    assert all(a != b for a, b in zip(ids(first), ids(others), strict=True))
-    # Siblings differ too: four copies of one completion would teach nothing.
-    assert all(len(set(map(tuple, group))) > 1 for group in ids(first))
-
-
-def test_tokens_are_said_when_they_are_sampled(bench: Bench) -> None:
-    load(bench, 1)
-    silent = bench.sample(2)
-    said: list[tuple[int, int]] = []
-    bench.generator.token_callback = lambda row, token: said.append((row, token))
-    try:
-        groups = bench.sample(2)
-    finally:
-        bench.generator.token_callback = None
-    assert ids(groups) == ids(silent)
-    by_row = [[token for row, token in said if row == own] for own in range(2 * len(groups))]
-    assert by_row == [list(own) for group in ids(groups) for own in group]
-    assert {row for row, _ in said[:4]} == {0, 1, 2, 3}, "the first tokens of all come before the second of any"
-
-
-def test_a_completion_depends_on_its_own_seed_and_not_on_the_batch(bench: Bench) -> None:
-    load(bench, 1)
-    together = bench.sample(4)
-    for p in (0, 5):
-        for i in (0, 3):  # child i of prompt p has seed seeds[p] + i
-            alone = bench.generator.sample([bench.prompts[p]], 1, [seeds(bench.prompts, 4)[p] + i], HOT)
-            assert ids(alone)[0][0] == ids(together)[p][i]
-
-
-def test_stopped_completions_end_with_the_end_token_and_truncated_ones_do_not(bench: Bench) -> None:
-    load(bench, 9)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    end = tokenizer.eos_token_id
-    groups = bench.sample(8, Sampling(max_tokens=40, temperature=1.5))
-    completions = [rollout.completion for group in groups for rollout in group.rollouts]
-    assert {completion.finish_reason for completion in completions} == {FinishReason.stop, FinishReason.length}
-    for completion in completions:
-        stopped = completion.finish_reason == FinishReason.stop
-        assert (completion.token_ids[-1] == end) == stopped
-        assert end not in completion.token_ids[:-1]
-        assert stopped or len(completion.token_ids) == 40
-        assert len(completion.logprobs) == len(completion.token_ids)
-        assert completion.text == tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        assert tokenizer.eos_token not in completion.text
-
-
-def test_more_prompt_tokens_than_one_forward_takes_are_sampled_with_their_seeds(bench: Bench) -> None:
-    # 64 x 200 = 12,800 prompt tokens against 8,192 a forward: a prompt cut in two makes vLLM fail on CPU generators.
-    prompts = [
-        Prompt(
-            id=f"long{i}",
-            messages=(),
-            answer="",
-            token_ids=tuple(10 + (i * 31 + j * (i + 1)) % 200 for j in range(200)),
-        )
-        for i in range(64)
-    ]
-    groups = bench.generator.sample(prompts, 1, seeds(prompts, 1), Sampling(max_tokens=2, temperature=1.0))
-    assert [group.prompt.id for group in groups] == [prompt.id for prompt in prompts]
-
-
-def test_later_turns_of_conversations_are_sampled_behind_what_was_said(bench: Bench) -> None:
-    """Their log-probs are the trainer's over the whole row, and they replay."""
-    load(bench, 3)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    messages = ({"role": "user", "content": "2 + 3?"},)
-    read = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
-    prompts = [Prompt(id=str(i), messages=messages, answer="5", token_ids=tuple(read)) for i in range(2)]
-    game = Game(**LIMITS | {"turn_tokens": 6, "max_turns": 2}, factory="conversation_tools.Murmur", arguments={})
-    with closing(
-        Conversations(bench.generator, game, RunTokenizer(tokenizer), at_once=None, longest_row=200)
-    ) as conversations:
-        first, again = (conversations.sample(prompts, 3, seeds(prompts, 3), HOT) for _ in range(2))
-    assert first == again
-    spoken = [c for c in completions(first) if len(c.turns) == 2]
-    assert spoken, "some ended their first turn within six tokens"
-    for completion in spoken:
-        assert completion.mask is not None
-        expected = bench.trainer.score([*prompts[0].token_ids, *completion.token_ids])[len(read) - 1 :]
-        rows = zip(completion.logprobs, expected, completion.mask, strict=True)
-        assert max(abs(found - wanted) for found, wanted, own in rows if own) < TOLERANCE
-
-
-def test_at_temperature_0_all_siblings_are_the_most_likely_completion(bench: Bench) -> None:
-    load(bench, 1)
-    greedy = Sampling(max_tokens=8, temperature=0.0)
-    groups = bench.generator.sample(bench.prompts[:2], 3, [0, 3], greedy)
-    for group in groups:
-        row = list(group.prompt.token_ids)
-        for _ in group.rollouts[0].completion.token_ids:
-            with torch.no_grad():
-                row.append(int(bench.trainer.model(torch.tensor([row])).logits[0, -1].argmax()))
-        assert [rollout.completion for rollout in group.rollouts] == [group.rollouts[0].completion] * 3
-        assert list(group.rollouts[0].completion.token_ids) == row[len(group.prompt.token_ids) :]
-    assert bench.trainer.gap(groups, 1.0) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 0.005, "max_tokens": 8}, "not at 0.005"),
-        ({"temperature": 1.0, "max_tokens": 217}, r"p0: 40 tokens and 217 to come; .* 256 together"),
-    ],
-)
-def test_requests_the_engine_would_quietly_change_are_refused(
-    bench: Bench, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        bench.sample(1, Sampling(**changes))
-
-
-@pytest.mark.parametrize(
-    ("include", "by_token"), [slow(False, False), slow(True, False), slow(False, True), (True, True)]
-)
-def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_stops(
-    bench: Bench, include: bool, by_token: bool
-) -> None:
-    """Strings or a token out of what was sampled freely; the transformers engine's own watch says where to stop."""
-    load(bench, 1)
-    free = bench.sample(4)
-    said = [c.text for c in completions(free) if "\ufffd" not in c.text[:9]]
-    sampling = replace(
-        HOT,
-        stop=() if by_token else (said[0][4:6], said[1][3:8], said[2][6:7]),
-        stop_token_ids=(completions(free)[-1].token_ids[7],) if by_token else (),
-        include_stop_str_in_output=include,
-    )
-    assert all(sampling.stop)
-    groups = bench.sample(4, sampling)
-    tokenizer = bench.generator._tokenizer
-    decode, by_string, num_ended = plain_decoder(tokenizer), 0, 0
-    for ours, whole in zip(completions(groups), completions(free), strict=True):
-        prompt = bench.prompts[completions(groups).index(ours) // 4].token_ids
-        watch = StopStrings(sampling.stop or ["never said"], decode, [prompt])
-        tokens = enumerate(whole.token_ids, 1)
-        end = next((n for n, t in tokens if t in sampling.stop_token_ids or watch.completes(0, t)), None)
-        by_string += bool(watch.stopped)
-        num_ended += end is not None
-        assert ours.token_ids == tuple(whole.token_ids[:end])
-        assert ours.logprobs == whole.logprobs[:end]
-        assert ours.finish_reason == (whole.finish_reason if end is None else FinishReason.stop)
-        assert [ours.text] == shown_texts(tokenizer, [whole.token_ids[:end]], [end is not None], sampling)
-    assert by_string >= 3 or by_token
-    assert num_ended >= 3
-    assert bench.trainer.gap(groups, 1.0) < TOLERANCE
-
-
-def test_min_p_leaves_out_what_the_transformers_engine_leaves_out(bench: Bench) -> None:
-    load(bench, 1)
-    sampling = replace(HOT, min_p=0.3, top_p=0.8, temperature=0.7, max_tokens=8)
-    for rollout in (r for g in bench.sample(2, sampling) for r in g.rollouts):
-        ids = [*rollout.prompt.token_ids, *rollout.completion.token_ids]
-        with torch.no_grad():
-            logits = bench.trainer.model(torch.tensor([ids])).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
-        kept = _keep_most_likely(logits, sampling).log_softmax(-1)
-        expected = kept.gather(-1, torch.tensor(rollout.completion.token_ids)[:, None])[:, 0]
-        assert list(rollout.completion.logprobs) == pytest.approx(expected.tolist(), abs=TOLERANCE)
-
-
-def test_an_rslora_adapter_is_scaled_as_the_trainer_scales_it(bench: Bench) -> None:
-    adapter = bench.trainer.adapter(3)
-    bench.generator.load(Adapter(version=3, weights=adapter.weights, config={**adapter.config, "use_rslora": True}))
-    layers = [module for module in bench.trainer.model.modules() if isinstance(module, LoraLayer)]
-    before = {layer.scaling["default"] for layer in layers}
-    try:
-        for layer in layers:
-            layer.scaling["default"] = 12 / math.sqrt(6)  # alpha / sqrt(rank), not 12 / 6
-        groups = bench.sample(2)
-        assert bench.trainer.gap(groups, 1.0) < TOLERANCE
-    finally:
-        [plain] = before
-        for layer in layers:
-            layer.scaling["default"] = plain
-    assert bench.trainer.gap(groups, 1.0) > 100 * TOLERANCE
-
-
-def test_an_adapter_the_engine_cannot_hold_is_refused_and_the_old_one_stays(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load(bench, 1)
-    adapter = bench.trainer.adapter(1)
-    unfit = Adapter(version=2, weights=adapter.weights, config={**adapter.config, "use_dora": True})
-    with pytest.raises(VLLMError, match=r"^vLLM refuses the adapter: .*DoRA"):
-        bench.generator.load(unfit)
-    with monkeypatch.context() as first:
-        first.setattr(bench.generator, "_num_loads", 0)  # then the config is to blame
-        with pytest.raises(UserError, match=r"^generation\.engine: vLLM refuses the adapter: .*DoRA"):
-            bench.generator.load(unfit)
-    groups = bench.sample(1)
-    assert groups[0].rollouts[0].policy_version == 1
-    assert bench.trainer.gap(groups, 1.0) < TOLERANCE
-
-
-def test_an_interrupted_call_leaves_nothing_for_the_next_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    load(bench, 1)
-    expected = bench.sample(2)
-    engine = bench.generator._llm.llm_engine
-    steps, step = iter(range(3)), engine.step
-
-    def interrupted() -> Any:
-        if next(steps, None) is None:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        bench.generator.sample(bench.prompts[3:], 8, [1, 9, 17], HOT)
-    monkeypatch.undo()
-    assert ids(bench.sample(2)) == ids(expected)
-
-
-def test_ctrl_c_waits_for_the_end_of_the_engines_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    load(bench, 1)
-    undisturbed = bench.sample(4)
-    core = bench.generator._llm.llm_engine.engine_core.engine_core
-    update, finished_steps = core.scheduler._update_after_schedule, []
-
-    def press_ctrl_c(*args: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        update(*args)
-        finished_steps.append(True)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(core.scheduler, "_update_after_schedule", press_ctrl_c)
-            with pytest.raises(KeyboardInterrupt):
-                bench.sample(4)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert finished_steps == [True], "one step, which was not cut in the middle"
-    assert bench.sample(4) == undisturbed
-
-
-def test_closing_ends_the_engine_and_leaves_no_process_and_no_folder(bench: Bench) -> None:
-    load(bench, 1)
-    root = bench.generator._files.root
-    assert root.exists()
-    bench.generator.close()
-    bench.generator.close()
-    assert [child for child in psutil.Process().children(recursive=True) if child not in bench.children] == []
-    assert not root.exists()
-    with pytest.raises(ValueError, match="closed"):
-        bench.generator.score([[5, 6, 7]])
-
-
-# -- with another engine -----------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_a_base_whose_head_vllm_would_wrap_is_scored_and_sampled_as_by_the_trainer(tmp_path: Path) -> None:
-    """vLLM wraps the head of a Llama for LoRA unless it is given modules, and the wrapper computes no prompts."""
-    folder = model_folders.llama(tmp_path / "llama")
-    trainer = Trainer(folder)
-    modules = {name.rpartition(".")[2] for name, m in trainer.model.named_modules() if isinstance(m, LoraLayer)}
-    prompts = [Prompt(id=str(i), messages=(), answer="", token_ids=tuple(range(10 + i, 50 + 2 * i))) for i in range(3)]
-    with closing(new_generator(folder, lora_modules=modules)) as generator:
-        for version in (1, 2):
-            generator.load(trainer.adapter(version))
-            for prompt, scores in zip(prompts, generator.score([p.token_ids for p in prompts]), strict=True):
-                assert scores == pytest.approx(trainer.score(prompt.token_ids), abs=TOLERANCE)
-            groups = generator.sample(prompts, 2, seeds(prompts, 2), HOT)
-            assert trainer.gap(groups, 1.0) < TOLERANCE
-            trainer.adapter(3 - version)  # the other version would have been noticed
-            assert trainer.gap(groups, 1.0) > 0.1

@@ -24,7 +24,6 @@ from rlft.data.prompts import tokenised
 from rlft.data.shapes import drawing
 from rlft.generation.memory import Load
 from rlft.generation.vllm.images import CACHE_GB, check_tokens, image_options, read_as_the_trainer, request
-from rlft.generation.vllm.memory import CPU_BLOCK_SIZE, cpu_cache_of
 from rlft.model.backbone import load_tokenizer
 from rlft.plan.sizes import sizes_of
 from rlft.tokens.images import EXACT, picture, processor_of
@@ -106,32 +105,18 @@ def test_the_engine_reads_images_with_the_trainers_processor(tmp_path: Path) -> 
     assert type(of_vllm.image_processor) is Qwen2VLImageProcessorPil
 
 
-def test_towers_are_loaded_for_images_alone() -> None:
+def test_towers_are_loaded_for_images_alone_and_the_engine_holds_one_of_its_own() -> None:
     assert image_options(0, on_cpu=False) == {"language_model_only": True}
-    for on_cpu in (False, True):
-        options = image_options(3, on_cpu=on_cpu)
+    config = resolve(compose(["+recipe=grpo_shapes"])).config
+    model, keys = sizes_of(config.model, config.lora), vllm_engine(gpu_memory_utilization=0.01, share_base=False)
+    for device in ("cpu", "cuda"):
+        options = image_options(3, on_cpu=device == "cpu")
         assert options["limit_mm_per_prompt"] == {"image": 3, "video": 0, "audio": 0}
         assert options["mm_processor_cache_gb"] == CACHE_GB
-        assert options["skip_mm_profiling"] is on_cpu
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_engine_holds_a_tower_of_its_own(device: str) -> None:
-    config = resolve(compose(["+recipe=grpo_shapes"])).config
-    model = sizes_of(config.model, config.lora)
-    load = Load(decodings=(), max_tokens=8, max_sequence_tokens=64, device=device, device_memory=10**6)
-    with_tower = replace(load, tower=10**9)
-    keys = vllm_engine(gpu_memory_utilization=0.01, share_base=False)
-    sizes = [sum(part.bytes for part in keys.memory(model, each).parts) for each in (load, with_tower)]
-    assert sizes[1] - sizes[0] == 10**9
-
-
-def test_the_cache_has_blocks_of_the_widest_layers_keys(tmp_path: Path) -> None:
-    folder = vision_folders.folder_of(tmp_path / "gemma4", "gemma4")
-    options = {"model": str(folder), "trust_remote_code": False, "revision": None, "dtype": "float32"}
-    # Keys and values of 4 layers with 2 heads of 64; those with a window have heads of 32.
-    of_token = 2 * 4 * 2 * 64 * 4
-    assert cpu_cache_of({**options, "max_model_len": 64, "max_num_seqs": 1}) == of_token * (64 + CPU_BLOCK_SIZE)
+        assert options["skip_mm_profiling"] is (device == "cpu")
+        load = Load(decodings=(), max_tokens=8, max_sequence_tokens=64, device=device, device_memory=10**6)
+        plain, towered = (keys.memory(model, each).parts for each in (load, replace(load, tower=10**9)))
+        assert sum(part.bytes for part in towered) - sum(part.bytes for part in plain) == 10**9
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_one_test import each
 from real_engines import vllm_engine
 
 from rlft import cli
@@ -17,34 +18,23 @@ WORDS = ["train", "+recipe=grpo_arithmetic", "generation=vllm", "model.device=cp
 FREE = ("quantization", "kv_cache_dtype", "speculative_config", "max_num_batched_tokens", "attention_backend")
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "line"),
     [
-        ("+generation.vllm.options.model=x", "generation.vllm.options.model: is set by rlft, got x; set model.path"),
-        (
-            "+generation.vllm.options.max_num_seqs=3",
-            "generation.vllm.options.max_num_seqs: is set by rlft, got 3; set generation.vllm.max_num_seqs",
-        ),
-        (
-            "+generation.vllm.options.tensor_parallel_size=2",
-            "generation.vllm.options.tensor_parallel_size: would start processes that can outlive the run, got 2; "
-            "leave it out",
-        ),
-        (
-            "+generation.vllm.options.kv_cache_dtpe=fp8",
-            "generation.vllm.options.kv_cache_dtpe: vLLM's engine has no such argument, got fp8; "
-            "did you mean kv_cache_dtype?",
-        ),
-        ("generation.vllm.options=3", "generation.vllm.options: "),
-        ("generation.vllm.options=null", "generation.vllm.options: "),
+        (".model=x", ".model: is set by rlft, got x; set model.path"),
+        (".max_num_seqs=3", ".max_num_seqs: is set by rlft, got 3; set generation.vllm.max_num_seqs"),
+        (".tensor_parallel_size=2",
+         ".tensor_parallel_size: would start processes that can outlive the run, got 2; leave it out"),
+        (".kv_cache_dtpe=fp8",
+         ".kv_cache_dtpe: vLLM's engine has no such argument, got fp8; did you mean kv_cache_dtype?"),
+        ("=3", ": "),
+        ("=null", ": "),
     ],
-)
-def test_what_is_no_free_argument_is_refused_by_name(
-    words: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+)  # fmt: skip
+def test_what_is_no_free_argument_is_refused_by_name(tmp_path, monkeypatch, capsys, words, line):
     monkeypatch.chdir(tmp_path)
-    assert cli.run([*WORDS, words]) == 2
-    assert capsys.readouterr().err.startswith(f"rlft: {line}")
+    assert cli.run([*WORDS, f"{'+' * words.startswith('.')}generation.vllm.options{words}"]) == 2
+    assert capsys.readouterr().err.startswith(f"rlft: generation.vllm.options{line}")
     assert not Path("run").exists()
 
 
@@ -56,7 +46,10 @@ def test_free_arguments_are_taken_and_say_whether_they_round() -> None:
 
 
 def test_the_list_is_that_of_the_installed_vllm() -> None:
+    options.arguments.cache_clear()
+    before = "vllm" in sys.modules
     assert set(FREE) < set(options.arguments())
+    assert ("vllm" in sys.modules) == before, "nothing of it is imported"
     assert {*refused_settings("vllm"), *ROUNDING} <= set(options.arguments())
     assert not set(FREE) & {*refused_settings("vllm")}
 
@@ -70,13 +63,6 @@ def test_without_vllm_only_what_rlft_sets_is_refused(monkeypatch: pytest.MonkeyP
             options.check_options({"seed": 1})
     finally:
         options.arguments.cache_clear()
-
-
-def test_nothing_of_vllm_is_imported_for_it() -> None:
-    options.arguments.cache_clear()
-    before = "vllm" in sys.modules
-    options.arguments()
-    assert ("vllm" in sys.modules) == before
 
 
 def test_modules_whose_adapters_vllm_cannot_merge_are_named() -> None:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from in_one_test import each
-from peft import set_peft_model_state_dict
+from slow_cases import slow
 
 from rlft.generation.loaded_adapter import DOWN, PREFIX, UP
 from rlft.generation.vllm import slots
@@ -19,51 +18,41 @@ from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.generation.vllm.slots import read_slots
 from rlft.loop.freshness import Freshness, StaleAdapterError, limits_of
 from rlft.types import Adapter, Prompt, Sampling
-from tests.generation.vllm.test_engine import MODEL, Trainer, new_generator
+from tests.generation.vllm.test_generator import MODEL, Trainer, new_generator
 
 SEQUENCES = [list(range(10, 20)), list(range(70, 75))]
-LAYER = "base_model.model.model.layers"
 
 
 @dataclass
 class Bench:
     generator: VLLMGenerator
-    dtype: torch.dtype
     trainer: Trainer
     freshness: Freshness
     notes: list[str]
-    published: Adapter | None = None
-
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
-        return [self.trainer.score(ids) for ids in sequences]
+    published: Adapter
 
     def step(self) -> Adapter:
         """The next version, after a step of Adam with a learning rate of 1e-6."""
-        before = self.published
-        if before is None:
-            return self.trainer.adapter(1)
-        dice = torch.Generator().manual_seed(before.version)
-        moved = {
-            name: tensor + 1e-6 * (2 * torch.rand(tensor.shape, generator=dice).round() - 1)
-            for name, tensor in before.weights.items()
-        }
-        return replace(before, version=before.version + 1, weights=moved)
+        dice = torch.Generator().manual_seed(self.published.version)
+        for parameter in (p for p in self.trainer.model.parameters() if p.requires_grad):
+            parameter.data += 1e-6 * (2 * torch.rand(parameter.shape, generator=dice).round() - 1)
+        return replace(self.published, version=self.published.version + 1, weights=self.trainer.weights())
 
     def publish(self, loaded: Callable[[Adapter, Adapter], Adapter | None] = lambda new, old: new) -> None:
         """Publishes the next version, checks it; the engine loads what `loaded` makes of it and of the one before."""
         new = self.step()
-        old, self.published = self.published or new, new
+        old, self.published = self.published, new
         adapter = loaded(new, old)
         if adapter is not None:
             self.generator.load(adapter)
-        self.freshness.check(new.version, self.generator, self, new)
+        self.check(new)
 
-    def slot(self, part: str) -> Any:
-        [model] = self.generator._llm.apply_model(lambda model: model)
-        return model.lora_manager.modules[part]
+    def check(self, *published: Adapter, version: int | None = None) -> float | None:
+        version = published[0].version if version is None else version
+        return self.freshness.check(version, self.generator, self.trainer, *published)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[slow("float32"), "bfloat16"])
 def engine(request: pytest.FixtureRequest) -> Iterator[tuple[VLLMGenerator, torch.dtype]]:
     with closing(new_generator(dtype=request.param)) as generator:
         yield generator, getattr(torch, request.param)
@@ -71,59 +60,53 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[VLLMGenerator, torc
 
 @pytest.fixture
 def bench(engine: tuple[VLLMGenerator, torch.dtype]) -> Bench:
-    generator, dtype = engine
-    notes: list[str] = []
-    made = Bench(generator, dtype, Trainer(MODEL), Freshness(SEQUENCES, limits_of(dtype), 1, notes.append), notes)
+    (generator, dtype), trainer, notes = engine, Trainer(MODEL), list[str]()
+    freshness = Freshness(SEQUENCES, limits_of(dtype), 1, notes.append)
+    made = Bench(generator, trainer, freshness, notes, trainer.adapter(0))
     for _ in range(3):  # a healthy engine
         made.publish()
     return made
 
 
-def swapped(weights: Mapping[str, torch.Tensor], first: str, second: str) -> dict[str, torch.Tensor]:
-    """The weights with the names of two modules exchanged."""
-    names = {name: name.replace(first, "~").replace(second, first).replace("~", second) for name in weights}
-    return {names[name]: tensor for name, tensor in weights.items()}
+def swapped(new: Adapter, first: str, second: str) -> Adapter:
+    """With the names of two modules exchanged."""
+    names = {name: name.replace(first, "~").replace(second, first).replace("~", second) for name in new.weights}
+    return replace(new, weights={names[name]: tensor for name, tensor in new.weights.items()})
 
 
-def only(weights: Mapping[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in weights.items() if part in name}
+def only(adapter: Adapter, *parts: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in adapter.weights.items() if any(part in name for part in parts)}
 
 
-def without(weights: Mapping[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in weights.items() if part not in name}
+def without(adapter: Adapter, part: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in adapter.weights.items() if part not in name}
 
 
-FAULTS: Mapping[str, tuple[Callable[[Adapter, Adapter], Adapter | None], str]] = {
+def with_old(new: Adapter, old: Adapter, part: str) -> Adapter:
+    return replace(new, weights={**new.weights, **only(old, part)})
+
+
+Loaded = Callable[[Adapter, Adapter], Adapter | None]
+FAULTS: Mapping[str, tuple[Loaded, str]] = {
     "a load that was lost": (lambda new, old: None, r"56 of the 56 tensors .*; it still holds version V \("),
     "old weights": (lambda new, old: replace(old, version=new.version), "; it still holds version V "),
-    "a wrong scale": (
-        lambda new, old: replace(new, config={**new.config, "lora_alpha": 24}),
-        r"28 of the 56 tensors .*lora_B with a norm of .* instead of .*, 2 times",
-    ),
+    "a wrong scale": (lambda new, old: replace(new, config={**new.config, "lora_alpha": 24}),
+                      r"28 of the 56 tensors .*lora_B with a norm of .* instead of .*, 2 times"),
     "rsLoRA's scale": (lambda new, old: replace(new, config={**new.config, "use_rslora": True}), "28 of the 56"),
-    "layers exchanged": (
-        lambda new, old: replace(new, weights=swapped(new.weights, "layers.0.", "layers.1.")),
-        r"28 of the 56 tensors .* which is that of model\.layers\.[01]\.",
-    ),
-    "k and v exchanged": (
-        lambda new, old: replace(new, weights=swapped(new.weights, "k_proj", "v_proj")),
-        r"16 of the 56 tensors .* which is that of .*[kv]_proj",
-    ),
-    "a module left out": (
-        lambda new, old: replace(new, weights=without(new.weights, "layers.1.mlp.up_proj")),
-        r"2 of the 56 tensors .*layers\.1\.mlp\.up_proj",
-    ),
-    "one layer of the version before": (
-        lambda new, old: replace(new, weights={**new.weights, **only(old.weights, "layers.2")}),
-        r"14 of the 56 .*layers\.2.*; it still holds version V",
-    ),
-}
+    "layers exchanged": (lambda new, old: swapped(new, "layers.0.", "layers.1."),
+                         r"28 of the 56 tensors .* which is that of model\.layers\.[01]\."),
+    "k and v exchanged": (lambda new, old: swapped(new, "k_proj", "v_proj"),
+                          r"16 of the 56 tensors .* which is that of .*[kv]_proj"),
+    "a module left out": (lambda new, old: replace(new, weights=without(new, "layers.1.mlp.up_proj")),
+                          r"2 of the 56 tensors .*layers\.1\.mlp\.up_proj"),
+    "one layer of the version before": (lambda new, old: with_old(new, old, "layers.2"),
+                                        r"14 of the 56 .*layers\.2.*; it still holds version V"),
+}  # fmt: skip
 
 
 @each("fault", FAULTS)
 def test_an_engine_that_loads_something_else_is_stopped_at_a_learning_rate_of_1e_6(bench: Bench, fault: str) -> None:
     loaded, said = FAULTS[fault]
-    assert bench.published is not None
     said = said.replace("version V", "version " + str(bench.published.version))
     with pytest.raises(StaleAdapterError, match=rf"^freshness: the engine does not hold policy version \d+: .*{said}"):
         bench.publish(loaded)
@@ -133,25 +116,23 @@ def test_an_engine_that_loads_something_else_is_stopped_at_a_learning_rate_of_1e
 
 def test_log_probs_alone_do_not_see_the_version_before(bench: Bench) -> None:
     """What the comparison of bits is for; the other faults of an adapter this large show in float32."""
-    new = bench.step()
-    set_peft_model_state_dict(bench.trainer.model, dict(new.weights))
-    assert bench.freshness.check(new.version, bench.generator, bench) is not None
+    assert bench.check(version=bench.step().version) is not None
 
 
 def test_what_is_written_into_a_slot_is_seen_also_in_what_fills_up_the_rank(bench: Bench) -> None:
     """The adapter has rank 6, the slots 8."""
+    [model] = bench.generator._llm.apply_model(lambda model: model)
     for part, stacked, place in (
-        ("model.layers.0.self_attn.qkv_proj", "lora_b_stacked", (1, 0, 0, 3, 2)),
-        ("model.layers.3.mlp.down_proj", "lora_a_stacked", (0, 0, 0, 5, 0)),
-        ("model.layers.2.mlp.gate_up_proj", "lora_a_stacked", (1, 0, 0, 7, 1)),
-        ("model.layers.1.self_attn.o_proj", "lora_b_stacked", (0, 0, 0, 4, 7)),
+        ("0.self_attn.qkv_proj", "lora_b_stacked", (1, 0, 0, 3, 2)),
+        ("3.mlp.down_proj", "lora_a_stacked", (0, 0, 0, 5, 0)),
+        ("2.mlp.gate_up_proj", "lora_a_stacked", (1, 0, 0, 7, 1)),
+        ("1.self_attn.o_proj", "lora_b_stacked", (0, 0, 0, 4, 7)),
     ):
         bench.publish()
-        assert bench.published is not None
-        tensor = getattr(bench.slot(part), stacked)[place[0]]
+        tensor = getattr(model.lora_manager.modules[f"model.layers.{part}"], stacked)[place[0]]
         tensor[place[1:]] = tensor[place[1:]] * 1.01 + 1e-3
         with pytest.raises(StaleAdapterError, match=r"1 of the 56 tensors that it was given are others, such as model"):
-            bench.freshness.check(bench.published.version, bench.generator, bench, bench.published)
+            bench.check(bench.published)
 
 
 def test_a_prefix_cache_of_an_earlier_version_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +148,7 @@ def test_a_prefix_cache_of_an_earlier_version_is_seen(bench: Bench, monkeypatch:
 def test_adapters_on_some_layers_are_compared_on_these(bench: Bench) -> None:
     for names in (("q_proj",), ("v_proj", "up_proj"), ("down_proj", "o_proj", "gate_proj")):
         new = bench.step()
-        some = {name: tensor for name, tensor in new.weights.items() if any(part in name for part in names)}
-        adapter = replace(new, weights=some)
+        adapter = replace(new, weights=only(new, *names))
         bench.published = new
         bench.generator.load(adapter)
         assert bench.freshness._accept_adapter(adapter, bench.generator.loaded_adapter()) is None
@@ -178,23 +158,18 @@ def test_adapters_on_some_layers_are_compared_on_these(bench: Bench) -> None:
         )
 
 
-def test_a_vllm_that_keeps_adapters_in_another_way_is_said_once_and_judged_by_log_probs(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_that_keeps_adapters_in_another_way_is_said_once_and_judged_by_log_probs(bench, monkeypatch):
     [model] = bench.generator._llm.apply_model(lambda model: model)
     with monkeypatch.context() as patched:
         patched.delattr(model.lora_manager, "packed_modules")
         for _ in range(2):
-            new = bench.step()
-            bench.freshness.check(new.version, bench.generator, bench, new)
+            bench.check(bench.step())
     assert len(bench.notes) == 1
     assert bench.notes[0].startswith("freshness: log-probs alone prove what the engine holds")
     assert "packed_modules" in bench.notes[0]
 
 
-def test_an_engine_whose_layers_are_divided_loads_files_and_is_never_asked_for_its_model(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_whose_layers_are_divided_loads_files_and_is_never_asked_for_its_model(bench, monkeypatch):
     """Two processes; in reality each of them has a part."""
     llm, files = bench.generator._llm, bench.generator._files
     monkeypatch.setattr(llm.llm_engine.vllm_config.parallel_config, "world_size", 2)
@@ -207,17 +182,15 @@ def test_an_engine_whose_layers_are_divided_loads_files_and_is_never_asked_for_i
     assert note.endswith("vLLM divides its layers among 2 processes")
 
 
-def test_layers_that_cannot_be_read_are_said_once_and_the_others_are_compared(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_cannot_be_read_are_said_once_and_the_others_are_compared(bench, monkeypatch):
     monkeypatch.setattr("rlft.generation.vllm.generator.EXPERTS", ".mlp.")
     monkeypatch.setattr(slots, "EXPERTS", ".mlp.")
     bench.publish()
-    bench.publish(lambda new, old: replace(new, weights={**new.weights, **only(old.weights, ".mlp.")}))
+    bench.publish(lambda new, old: with_old(new, old, ".mlp."))
     [note] = bench.notes
     assert note.startswith("freshness: log-probs alone prove what the engine holds where it is not read back: tensors ")
     with pytest.raises(StaleAdapterError, match="16 of the 32 tensors"):
-        bench.publish(lambda new, old: replace(new, weights=swapped(new.weights, "k_proj", "v_proj")))
+        bench.publish(lambda new, old: swapped(new, "k_proj", "v_proj"))
 
 
 class Stacked:

@@ -5,35 +5,31 @@ One teacher is started for the module.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from fused_engine import logprobs_of
 from real_engines import open_vllm
 from transformers import AutoModelForCausalLM
 
 import rlft
-from rlft.generation.vllm import guest as vllm_guest, teacher as vllm_teacher
+from rlft.generation.vllm import teacher as vllm_teacher
 from rlft.generation.vllm.memory import TEACHER_BATCHED_TOKENS
 from rlft.generation.vllm.teacher import TeacherSettings, VLLMTeacher, _within
 from rlft.types import UserError
 
 ASSETS = Path(rlft.__file__).parent / "assets"
 SETTINGS = TeacherSettings(
-    model_path=str(ASSETS / "tiny-arithmetic"),
-    dtype="float32",
-    trust_remote_code=False,
-    quantization=None,
-    row_tokens=70,
-    gpu_memory_utilization=0.3,
-    batch_invariant=False,
-)
+    model_path=str(ASSETS / "tiny-arithmetic"), dtype="float32", trust_remote_code=False, quantization=None,
+    row_tokens=70, gpu_memory_utilization=0.3, batch_invariant=False,
+)  # fmt: skip
 ROWS = [[3 + (5 * i + j) % 200 for j in range(length)] for i, length in enumerate((2, 70, 7, 33))]
 TOLERANCE = 1e-4
 """Natural log. Both sides compute in float32 with other kernels; seen: 2e-5."""
@@ -77,16 +73,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     return opened
 
 
-def test_it_has_room_for_the_longest_row_and_the_token_after_it_and_no_prefix_cache(fake: Any) -> None:
+def test_it_has_room_for_the_longest_row_and_the_token_after_it_and_its_share_of_a_gpu(fake: Any) -> None:
     _, _, given = fake()
     assert (given["max_model_len"], given["max_num_batched_tokens"]) == (71, TEACHER_BATCHED_TOKENS)
     assert (given["enable_prefix_caching"], given["enable_chunked_prefill"]) == (False, False)
     assert "gpu_memory_utilization" not in given
     _, _, given = fake(row_tokens=2000)
     assert given["max_num_batched_tokens"] == 2001, "a row is never computed in parts on a CPU"
-
-
-def test_on_a_gpu_it_takes_its_share_and_few_tokens_at_a_time(fake: Any) -> None:
     _, _, given = fake(on_cpu=False, row_tokens=5000, gpu_memory_utilization=0.4, quantization="4bit")
     assert (given["gpu_memory_utilization"], given["quantization"]) == (0.4, "bitsandbytes")
     assert (given["max_num_batched_tokens"], given["enable_chunked_prefill"]) == (TEACHER_BATCHED_TOKENS, True)
@@ -100,12 +93,9 @@ def test_tokens_that_no_tokenizer_has_are_not_among_the_most_likely_and_others_a
     assert own.tolist() == [-9, -9]
     assert ids.tolist() == [[5, 4, 3], [5, 4, 3]]
     assert logprobs.tolist() == [[-3, -4, -5], [-3, -4, -5]]
-
-
-def test_at_most_the_whole_vocabulary_is_asked_for(fake: Any) -> None:
-    teacher, llm, _ = fake()
+    llm.asked.clear()
     [(_, ids, _)] = teacher.logprobs([[1, 2]], 5, 5)
-    assert [width for _, width in llm.asked[1:]] == [5, 8]
+    assert [width for _, width in llm.asked] == [5, 8], "at most the whole vocabulary"
     assert ids.tolist() == [[4, 3, 2, 1, 0]]
 
 
@@ -118,63 +108,30 @@ def test_most_likely_tokens_keep_their_order_where_others_stand_between() -> Non
     assert _within(ids[:, :1], logprobs[:, :1], 0, 6)[1].shape == (2, 0)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("row", [[4], list(range(71))])
-def test_rows_that_it_was_not_made_for_are_an_error(fake: Any, row: list[int]) -> None:
-    with pytest.raises(ValueError, match=rf"2 \.\. 70 tokens, not {len(row)}"):
-        fake()[0].logprobs([row], 0, 6)
-
-
-def test_a_closed_one_says_so(fake: Any) -> None:
+def test_rows_that_it_was_not_made_for_and_any_of_a_closed_one_are_an_error(fake: Any) -> None:
     teacher, _, _ = fake()
+    for row in ([4], list(range(71))):
+        with pytest.raises(ValueError, match=rf"2 \.\. 70 tokens, not {len(row)}"):
+            teacher.logprobs([row], 0, 6)
     teacher.close()
     teacher.close()
     with pytest.raises(ValueError, match="closed"):
         teacher.logprobs([[1, 2]], 0, 6)
 
 
-def test_a_teacher_with_which_vllm_does_not_start_is_refused_by_its_key(
-    fake: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(options: Any) -> Any:
-        raise ValueError("No room for a single row")
-
-    monkeypatch.setattr(vllm_teacher, "start", start)
-    with pytest.raises(
-        UserError, match=r"^snapshot\.teacher_engine: .*: No room for a single row, got vllm; make room"
-    ):
-        VLLMTeacher(SETTINGS)
-
-
-def test_the_longest_row_is_computed_before_the_first_step_and_an_engine_that_cannot_is_ended(
-    fake: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_row_is_computed_before_the_first_step_and_an_engine_that_cannot_is_ended(fake, monkeypatch):
     assert fake()[1].asked == [([[0] * 70], 0)]
 
-    def asked(self: VLLMTeacher, rows: Any, width: int) -> Any:
-        raise RuntimeError("Unsupported head size")
-
     ended: list[Any] = []
-    monkeypatch.setattr(VLLMTeacher, "_prompt_logprobs", asked)
+    monkeypatch.setattr(VLLMTeacher, "_prompt_logprobs", Mock(side_effect=RuntimeError("Unsupported head size")))
     monkeypatch.setattr(vllm_teacher, "end", lambda llm, on_cpu: ended.append(llm))
     with pytest.raises(UserError, match="Unsupported head size"):
         fake()
     assert len(ended) == 1
-
-
-def test_only_the_last_engine_that_ends_takes_what_all_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    core, kept = SimpleNamespace(cleanup_dist_env_and_memory="of all"), list[bool]()
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):
-        monkeypatch.setitem(sys.modules, name, core)
-
-    def llm() -> Any:
-        client = SimpleNamespace(shutdown=lambda: kept.append(core.cleanup_dist_env_and_memory != "of all"))
-        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
-
-    first, second = llm(), llm()
-    monkeypatch.setattr(vllm_guest, "_running", [first, second])
-    for ended in (second, first):
-        vllm_guest.end(ended, on_cpu=False)
-    assert kept == [True, False]
+    monkeypatch.setattr(vllm_teacher, "start", Mock(side_effect=ValueError("No room for a single row")))
+    refusal = r"^snapshot\.teacher_engine: .*: No room for a single row, got vllm; make room"
+    with pytest.raises(UserError, match=refusal):
+        VLLMTeacher(SETTINGS)
 
 
 # -- with the engine -------------------------------------------------------------------------------------------------
@@ -206,13 +163,10 @@ def test_the_log_probs_are_those_of_transformers(teacher: VLLMTeacher, by_transf
         assert ids.shape == most_likely.shape == (len(row) - 1, top_k)
         torch.testing.assert_close(most_likely, expected.topk(top_k, 1).values, rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(most_likely, expected.gather(1, ids), rtol=0, atol=TOLERANCE)
-
-
-def test_tokens_beyond_a_smaller_vocabulary_are_left_out(teacher: VLLMTeacher, by_transformers: Any) -> None:
     [(_, ids, most_likely)] = teacher.logprobs([ROWS[2]], 4, 20)
-    expected = by_transformers(ROWS[2])[:, :20].topk(4, 1)
-    assert torch.equal(ids, expected.indices)
-    torch.testing.assert_close(most_likely, expected.values, rtol=0, atol=TOLERANCE)
+    smaller = by_transformers(ROWS[2])[:, :20].topk(4, 1)
+    assert torch.equal(ids, smaller.indices), "tokens beyond a smaller vocabulary are left out"
+    torch.testing.assert_close(most_likely, smaller.values, rtol=0, atol=TOLERANCE)
 
 
 def test_the_same_rows_in_the_same_order_have_the_same_bits(teacher: VLLMTeacher) -> None:
@@ -226,9 +180,7 @@ def test_the_same_rows_in_the_same_order_have_the_same_bits(teacher: VLLMTeacher
 def test_the_policys_engine_works_beside_it_and_after_it(teacher: VLLMTeacher, by_transformers: Any) -> None:
     """The policy's base is another model; a second teacher ends before both."""
     row, model = ROWS[3], AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-chains", dtype=torch.float32).eval()
-    with torch.no_grad():
-        logp = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].log_softmax(-1)
-    expected = logp.gather(1, torch.tensor(row)[1:, None])[:, 0].tolist()
+    [expected] = logprobs_of(model, [row])
     generator = open_vllm(ASSETS / "tiny-chains", lora_rank=4, max_sequence_tokens=71)
     try:
         assert generator.score([row])[0] == pytest.approx(expected, abs=TOLERANCE)

@@ -58,9 +58,7 @@ def fresh(notes: list[str] | None = None) -> Freshness:
     return Freshness(TEXTS, TOLERANCE, 1, [].append if notes is None else notes.append)
 
 
-def test_its_weights_are_loaded_in_place_and_read_back_bit_for_bit(
-    engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel]
-) -> None:
+def test_its_weights_are_loaded_in_place_and_read_back_bit_for_bit(engine, make_policy):
     policy, notes = make_policy(ASSETS / "tiny-arithmetic"), list[str]()
     check_versions(engine, policy, notes)
     [model] = engine._llm.apply_model(vllm_generator._itself)
@@ -89,65 +87,36 @@ def check_versions(generator: VLLMGenerator, policy: WholeModel, notes: list[str
     assert notes == []
 
 
-def exchanged(weights: dict[str, Tensor], first: str, second: str) -> dict[str, Tensor]:
-    return {**weights, first: weights[second], second: weights[first]}
-
-
-DOWN_0, DOWN_1 = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1))
-QUERY = "model.layers.0.self_attn.q_proj.weight"
-FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
-    "one bit": (
-        lambda weights: weights | {QUERY: torch.nextafter(weights[QUERY], torch.tensor(9.0))},
-        r"1 of the 50 tensors that it was given are others, such as model\.layers\.0\.self_attn\.q_proj with",
-    ),
-    "exchanged layers": (lambda weights: exchanged(weights, DOWN_0, DOWN_1), r"2 of the 50 .*, which is that of"),
-    "a lost tensor": (
-        lambda weights: {name: weight for name, weight in weights.items() if name != "model.norm.weight"},
-        r"1 of the 50 .* model\.norm .*; it still holds version 1",
-    ),
-}
+Load = Callable[[Any, dict[str, Tensor]], None]
+QUERY, DOWN_0, DOWN_1 = (
+    f"model.layers.{name}.weight" for name in ("0.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj")
+)
+FAULTS: dict[str, tuple[Callable[[Load, Any, dict[str, Tensor]], None], str]] = {
+    "one bit": (lambda load, llm, w: load(llm, w | {QUERY: torch.nextafter(w[QUERY], torch.tensor(9.0))}),
+                r"1 of the 50 tensors .* are others, such as model\.layers\.0\.self_attn\.q_proj with"),
+    "exchanged layers": (lambda load, llm, w: load(llm, w | {DOWN_0: w[DOWN_1], DOWN_1: w[DOWN_0]}),
+                         r"2 of the 50 .*, which is that of"),
+    "a lost tensor": (lambda load, llm, w: load(llm, {k: v for k, v in w.items() if k != "model.norm.weight"}),
+                      r"1 of the 50 .* model\.norm .*; it still holds version 1"),
+    "a lost load": (lambda *_: None, r"50 of the 50 tensors .*; it still holds version 1"),
+    "a tied head that multiplies with the weights of before":
+        (lambda load, llm, w: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(w.items())}),
+         "lm_head multiplies with other weights than it holds"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_other_weights_than_were_published_are_seen(
-    fault: str, engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil, said = FAULTS[fault]
-    load: Any = whole_model.load_whole
-    monkeypatch.setattr(vllm_generator, "load_whole", lambda llm, weights: load(llm, spoil(dict(weights))))
-    check_seen(engine, make_policy, monkeypatch, said)
-
-
-def test_so_is_a_load_that_was_lost(
-    engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_generator, "load_whole", lambda llm, weights: None)
-    check_seen(engine, make_policy, monkeypatch, r"50 of the 50 tensors .*; it still holds version 1")
-
-
-def test_so_is_a_tied_head_that_multiplies_with_the_weights_of_before(
-    engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without_packing(llm: Any, weights: Any) -> None:
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-
-    monkeypatch.setattr(vllm_generator, "load_whole", without_packing)
-    check_seen(engine, make_policy, monkeypatch, "lm_head multiplies with other weights than it holds")
-
-
-def check_seen(
-    engine: VLLMGenerator, make_policy: Callable[[Path], WholeModel], patch: pytest.MonkeyPatch, said: str
-) -> None:
-    """Loads a version soundly and the next one with the fault, which the freshness check then tells."""
+def test_other_weights_than_were_published_are_seen(fault, engine, make_policy, monkeypatch):
+    """A version is loaded soundly and the next one with the fault, which the freshness check then tells."""
+    (spoil, said), load = FAULTS[fault], whole_model.load_whole
     policy, freshness = make_policy(ASSETS / "tiny-arithmetic"), fresh()
-    faulty = vllm_generator.load_whole
-    for version, load in ((1, whole_model.load_whole), (2, faulty)):
-        patch.setattr(vllm_generator, "load_whole", load)
+    for version in (1, 2):
         moved(policy, 10 + version)
         adapter: Adapter = policy.publish(version)
+        if version == 2:
+            monkeypatch.setattr(vllm_generator, "load_whole", lambda llm, weights: spoil(load, llm, dict(weights)))
         engine.load(adapter)
         if version == 1:
             assert freshness.check(version, engine, policy, adapter) is not None
-        else:
-            with pytest.raises(StaleAdapterError, match=said):
-                freshness.check(version, engine, policy, adapter)
+    with pytest.raises(StaleAdapterError, match=said):
+        freshness.check(2, engine, policy, adapter)

@@ -1,10 +1,9 @@
-"""The rehearsal takes the longest shapes, and changes nothing of the run that follows."""
+"""What every run does before its first step: the rehearsal takes the longest shapes, and changes nothing of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from rlft.logger.loggers import Loggers
 from rlft.loop.driver import RunDriver
 from rlft.model.forward import Forward
 from rlft.model.kernels.prefix_cache import PrefixCache
-from rlft.types import Batch, Outputs
 
 TINY = (
     "steps=2", "prompts_per_step=2", "group_size=3", "generation=transformers", "generation.max_tokens=20",
@@ -27,6 +25,7 @@ TINY = (
     "scoring.workers=0", "console=null", "trainer.lr=1e-3",
 )  # fmt: skip
 PROMPT = 22  # tokens of every question
+LONGEST = 2 * (PROMPT + 3 * 20)  # both groups, of the longest completions
 RECIPES = ["algorithm=grpo", "algorithm=ppo critic.kind=adapter", "algorithm=grpo algorithm.entropy_coef=0.01"]
 
 
@@ -45,56 +44,48 @@ def test_a_run_is_the_same_with_and_without_it(words: str, tmp_path: Path, monke
     assert run(tmp_path / "b", *words.split(), "lora.dropout=0.1") == rehearsed
 
 
-def test_the_first_forward_with_gradient_is_of_the_longest_rows(
-    tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, call, fill = [], Forward.__call__, PrefixCache.fill
-    filled = []
+@pytest.fixture
+def forwards(monkeypatch):
+    """(whether gradients were on, real tokens) of every forward."""
+    seen, call = [], Forward.__call__
 
-    def spy(self: Forward, batch: Batch, *args: Any, **keys: Any) -> Outputs:
-        seen.append(self.real_tokens(batch))
+    def spy(self, batch, *args, **keys):
+        seen.append((torch.is_grad_enabled(), self.real_tokens(batch)))
         return call(self, batch, *args, **keys)
 
-    def filling(self: PrefixCache) -> None:
+    monkeypatch.setattr(Forward, "__call__", spy)
+    return seen
+
+
+def test_the_first_forward_with_gradient_is_of_the_longest_rows(forwards, tmp_path, tiny_path, monkeypatch):
+    fill, filled, stages = PrefixCache.fill, [], []
+
+    def filling(self):
         fill(self)
         filled.append(sum(room.numel() for pair in self._own for room in pair))
 
-    stages = []
     monkeypatch.setattr(Loggers, "stage", lambda self, name: stages.append(name))
-    monkeypatch.setattr(Forward, "__call__", spy)
     monkeypatch.setattr(PrefixCache, "fill", filling)
-    run(tmp_path / "run")
-    assert seen[0] == max(seen)
-    assert seen[0] == 2 * (PROMPT + 3 * 20), "both groups, of the longest completions"
+    run(tmp_path / "run", "steps=1")
+    tokens = [number for _, number in forwards]
+    assert tokens[0] == max(tokens) == LONGEST
     config = AutoConfig.from_pretrained(tiny_path)
     size = config.hidden_size // config.num_attention_heads
     assert stages[: stages.index("sample")] == ["rehearse sampling", "rehearse update", "seal"]
     assert filled == [2 * config.num_hidden_layers * config.num_key_value_heads * size * (2 * 3) * 20]
 
 
-def test_a_teacher_reads_rows_as_long_as_any_with_its_hint_before_the_first_forward_with_gradient(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, call = [], Forward.__call__
-
-    def spy(self: Forward, batch: Batch, *args: Any, **keys: Any) -> Outputs:
-        seen.append((torch.is_grad_enabled(), self.real_tokens(batch)))
-        return call(self, batch, *args, **keys)
-
-    monkeypatch.setattr(Forward, "__call__", spy)
+def test_a_teacher_reads_rows_as_long_as_any_with_its_hint_before_the_first_forward_with_gradient(forwards, tmp_path):
     words = ["algorithm=opd", "snapshot.teacher=embedded:tiny-student", "snapshot.teacher_hint='It is {answer}.'"]
     run(tmp_path / "run", *words, "steps=1")
     of_the_hint = resolve(compose([*TINY, *words])).plan().teacher_row_tokens - 20 - PROMPT
     assert of_the_hint >= 5
-    longest = 2 * (PROMPT + 3 * 20)
-    assert seen[:2] == [(False, longest + 2 * of_the_hint), (True, longest)]
-    assert max(tokens for _, tokens in seen) == longest + 2 * of_the_hint
+    assert forwards[:2] == [(False, LONGEST + 2 * of_the_hint), (True, LONGEST)]
+    assert max(tokens for _, tokens in forwards) == LONGEST + 2 * of_the_hint
 
 
 @pytest.mark.parametrize("command", [slow("train"), "sft"])
-def test_an_evaluation_is_rehearsed_with_all_its_samples(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_is_rehearsed_with_all_its_samples(command, tmp_path, monkeypatch):
     rehearsed: list[tuple[int, int]] = []
     whole = TransformersGenerator.rehearse
 
