@@ -30,18 +30,14 @@ def test_what_an_engine_rounds_scales_and_fills_up_is_what_was_published(dtype: 
     assert difference(3, found, published(adapter(), found.dtype), {}) is None
     down[7, 0] = 1e-6
     text = difference(3, LoadedAdapter.of({A: down, B: up}), published(adapter(), found.dtype), {})
-    assert text is not None
-    assert text.startswith(
-        "policy version 3: 1 of the 2 tensors that it was given are others, such as layers.0.q_proj."
-    )
+    said = "policy version 3: 1 of the 2 tensors that it was given are others, such as layers.0.q_proj."
+    assert str(text).startswith(said)
 
 
 def test_any_changed_bit_changes_a_fingerprint_and_tensors_of_one_shape_have_their_own() -> None:
     dice = torch.Generator().manual_seed(0)
-    tensors = {str(i): torch.randn(5, 6, generator=dice) for i in range(4)} | {
-        "other": torch.ones(2),
-        "none": torch.ones(0),
-    }
+    tensors = {str(i): torch.randn(5, 6, generator=dice) for i in range(4)}
+    tensors |= {"other": torch.ones(2), "none": torch.ones(0)}
     found = fingerprints(tensors)
     assert list(found) == list(tensors)
     for name, tensor in tensors.items():
@@ -85,15 +81,9 @@ def test_what_is_missing_left_over_or_wrong_beside_the_tensors_is_named() -> Non
     expected = published(adapter(), "float32")
     for found, said in (
         (LoadedAdapter(tensors={}), "policy version 3: it holds no adapter"),
-        (
-            LoadedAdapter(tensors={A: expected[A]}),
-            "1 of the 2 tensors that it was given are others, such as layers.0.q_proj.lora_B, which is missing",
-        ),
+        (LoadedAdapter(tensors={A: expected[A]}), "1 of the 2 .* such as layers.0.q_proj.lora_B, which is missing"),
         (LoadedAdapter(tensors={**expected, "x": expected[A]}), "such as x, which was not published"),
         (LoadedAdapter(tensors=expected, faults=("a", "b")), "policy version 3: a; b"),
-        (
-            LoadedAdapter(tensors=published(adapter(alpha=10.0), "float32")),
-            "lora_B with a norm of .* instead of .*, 2 times",
-        ),
+        (LoadedAdapter(tensors=published(adapter(alpha=10.0), "float32")), "lora_B with a norm .* instead .*, 2 times"),
     ):
         assert re.search(said, difference(3, found, expected, {}) or "nothing is wrong")

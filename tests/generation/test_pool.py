@@ -85,9 +85,12 @@ EXPECTED = [[f"p{i} 3 {10 * i}", f"p{i} 3 {10 * i + 1}"] for i in range(7)]
 @pytest.mark.parametrize("num_engines", [1, 2, 5])
 def test_groups_come_in_the_order_of_their_prompts(num_engines: int, open_pool: Open) -> None:
     engines = [{"delay_s": 0.03 * (num_engines - i)} for i in range(num_engines)]  # the first one is the slowest
-    pool = open_pool(*engines)
+    pool, told = open_pool(*engines), list[list[list[str]]]()
+    pool.finished = lambda groups: told.append(texts(groups))
     groups = pool.sample(PROMPTS, 2, SEEDS, SAMPLING)
     assert texts(groups) == EXPECTED
+    assert sorted(told) == sorted(EXPECTED[start : start + 2] for start in (0, 2, 4, 6))
+    assert (told[0] == EXPECTED[:2]) == (num_engines == 1), "a unit is told as it finishes, whoever is slower"
     assert [group.prompt for group in groups] == PROMPTS  # with their metadata, which stays here
     assert {rollout.policy_version for group in groups for rollout in group.rollouts} == {3}
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
@@ -208,15 +211,6 @@ def test_an_engine_that_fails_is_replaced_and_no_completion_differs(fault, said,
     assert new.methods[:3] == ["started", "load", "score"]
 
 
-def test_groups_are_told_as_they_finish(open_pool: Open) -> None:
-    pool = open_pool({"delay_s": 1.0}, {})
-    told: list[list[str]] = []
-    pool.finished = lambda groups: told.append(texts(groups))
-    assert sampled(pool) == EXPECTED
-    assert told[0] == EXPECTED[2:4]  # the slow engine's unit is not waited for
-    assert sorted(told) == sorted(EXPECTED[start : start + 2] for start in (0, 2, 4, 6))
-
-
 def test_a_finished_group_forgives_failures_and_some_without_one_in_between_stop_the_run(open_pool: Open) -> None:
     sometimes = {"faults": {1: "raise"}}  # one unit each, then a failure: four units need three replacements
     pool = open_pool(sometimes, replacements=[sometimes] * 5, max_restarts=1)
@@ -240,12 +234,15 @@ def test_what_is_no_fault_of_the_engine_starts_none_again(open_pool: Open, monke
     assert pool.num_restarts == refused.num_restarts == 0
 
 
-def test_every_engine_is_checked_and_a_stale_one_is_replaced(open_pool: Open, notes: list[str]) -> None:
+def test_every_engine_is_checked_and_a_stale_one_is_replaced_once(open_pool: Open, notes: list[str]) -> None:
     pool, freshness = open_pool({}, {"stale": (3,)}, first=None), Freshness([[5, 6], [7, 8, 9]], 0.5, 1)
     assert [checked(pool, freshness, version) for version in (2, 3)] == [0.0, 0.0]
     assert [note.split(":")[0] for note in notes] == ["engine-1 is replaced"]
     assert "does not sample from policy version 3" in notes[0]
     assert launcher_of(pool).workers[2].held.version == 3
+    again = open_pool({}, {"stale": (3,)}, replacements=[{"stale": (3,)}], first=None)
+    with pytest.raises(StaleAdapterError, match=r"policy version 3: .*engine-1\.2.*stopped rather than train on stale"):
+        checked(again, Freshness([[5, 6]], 0.5, 1), 3)
 
 
 def test_every_engine_is_asked_what_it_holds_also_one_that_joins_later(open_pool: Open, notes: list[str]) -> None:
@@ -266,12 +263,6 @@ def test_every_engine_is_asked_what_it_holds_also_one_that_joins_later(open_pool
     assert happens(has_joined, within_s=60.0), "the other engine alone may sample for a while"
     assert notes[1].startswith("engine-0 is replaced: engine-0 was killed")
     assert notes[2].startswith("engine-0 is replaced: freshness: the engine does not hold policy version 3")
-
-
-def test_an_engine_that_is_stale_after_its_replacement_stops_the_run(open_pool: Open) -> None:
-    pool = open_pool({}, {"stale": (3,)}, replacements=[{"stale": (3,)}], first=None)
-    with pytest.raises(StaleAdapterError, match=r"policy version 3: .*engine-1\.2.*stopped rather than train on stale"):
-        checked(pool, Freshness([[5, 6]], 0.5, 1), 3)
 
 
 def test_an_engine_that_joins_later_is_checked_also_where_no_check_is_due(open_pool: Open) -> None:

@@ -221,7 +221,7 @@ def test_a_turn_of_a_conversation_ends_with_its_own_limit(make_generator, prompt
             assert len(ids) <= limit or rollout.completion.finish_reason is FinishReason.length
 
 
-def test_any_of_several_end_tokens_ends_a_completion(make_generator, prompts, backbone, monkeypatch):
+def test_any_of_several_end_tokens_or_none_ends_a_completion(make_generator, prompts, backbone, monkeypatch):
     generator = make_generator()
     eos = backbone.tokenizer.eos_token_id
     plain = completions(generator.sample(prompts, 4, SEEDS, HOT))
@@ -234,16 +234,11 @@ def test_any_of_several_end_tokens_ends_a_completion(make_generator, prompts, ba
         ends = [i for i, token in enumerate(whole) if token in (common, eos)]
         assert short.token_ids == (whole[: ends[0] + 1] if ends else whole)
         assert short.finish_reason == ("stop" if ends else "length")
-
-
-def test_a_model_without_an_end_token_runs_to_the_limit(make_generator, prompts, backbone, monkeypatch):
-    generator = make_generator()
     generator.tokenizer = with_attributes(backbone.tokenizer, eos_token=None)
     monkeypatch.setattr(backbone.model.generation_config, "eos_token_id", None)
     assert end_tokens(backbone.model, generator.tokenizer) == frozenset()
-    groups = generator.sample(prompts[:2], 2, [0, 10], HOT)
-    ends = {(len(r.completion.token_ids), r.completion.finish_reason) for g in groups for r in g.rollouts}
-    assert ends == {(24, "length")}
+    endless = [r.completion for g in generator.sample(prompts[:2], 2, [0, 10], HOT) for r in g.rollouts]
+    assert {(len(c.token_ids), c.finish_reason) for c in endless} == {(24, "length")}, "without any, to the limit"
 
 
 # -- the distribution ------------------------------------------------------------------------------------------------

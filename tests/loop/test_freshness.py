@@ -373,14 +373,6 @@ def test_in_bfloat16_10000_publishes_of_a_healthy_engine_raise_nothing_whatever_
         assert LIMITS_IN_16_BITS.allow(Gap.between(row, zeros))
 
 
-def test_limits_follow_from_the_dtype():
-    """float16 has three more bits than bfloat16, so that it rounds 8 times as finely."""
-    sixteen, finer = limits_of(torch.bfloat16), limits_of(torch.float16)
-    assert (sixteen.mean, sixteen.percentile_99) == (8 * finer.mean, 8 * finer.percentile_99) == (0.1, 1.5)
-    assert limits_of(torch.float16, rounds=True) == limits_of(torch.float32, rounds=True) == sixteen
-    assert limits_of(torch.float32) == LIMITS_IN_32_BITS
-
-
 def test_in_bfloat16_an_engine_with_few_tokens_to_compare_is_judged_by_their_mean():
     gaps = bfloat16_gaps(60, 0)
     assert Freshness(SEQUENCES, LIMITS_IN_16_BITS, 1).check(0, *scored(gaps)) == pytest.approx(1.56, abs=1e-9)
@@ -465,6 +457,11 @@ def test_what_is_rounded_decides_the_limits_and_how_many_tokens_are_compared(bac
         keys = SimpleNamespace(rounds=rounds, rounds_sums=sums)
         return open_freshness(settings, SimpleNamespace(prompts=prompts), base, keys, print)
 
+    # float16 has three more bits than bfloat16, so that it rounds 8 times as finely.
+    sixteen, finer = limits_of(torch.bfloat16), limits_of(torch.float16)
+    assert (sixteen.mean, sixteen.percentile_99) == (8 * finer.mean, 8 * finer.percentile_99) == (0.1, 1.5)
+    assert limits_of(torch.float16, rounds=True) == limits_of(torch.float32, rounds=True) == sixteen
+    assert limits_of(torch.float32) == LIMITS_IN_32_BITS
     assert opened(torch.float16).limits == LIMITS_IN_FLOAT16
     assert opened(torch.float16, sums=True).limits == opened(torch.bfloat16, sums=True).limits == LIMITS_IN_16_BITS
     assert opened(torch.float32, sums=True).limits == LIMITS_IN_32_BITS

@@ -219,6 +219,9 @@ def test_accuracy_pass_at_k_and_lengths_are_the_numbers_one_gets_by_hand(groups)
     # Right: 1 of 4 and 4 of 4. mean@4 = (1/4 + 1) / 2 = 5/8; the two differ by 3/4, so their standard deviation is
     # 3/4 / sqrt 2 and the standard error 3/8. pass@2 of the first: 1 - C(3,2)/C(4,2) = 1 - 3/6 = 1/2; mean 3/4,
     # error 1/4.
+    # Of 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, variance 14/3, error sqrt(14/3/4).
+    assert mean_and_error([1, 2, 3, 6]) == (3, pytest.approx(math.sqrt(14 / 12), abs=1e-12))
+    assert (mean_and_error([0.7]), mean_and_error([0.5] * 5)) == ((0.7, 0.0), (0.5, 0.0))
     values = scores(math=[[0.0, 1.0, 0.0, 0.0], [1.0] * 4])
     measured = summarise(groups, values, step=3, correct_at=1.0, num_examples=1)
     assert (measured.step, measured.accuracy, measured.accuracy_se) == (3, 5 / 8, 3 / 8)
@@ -254,13 +257,6 @@ def test_the_first_reward_decides_what_is_right_and_by_its_threshold(groups):
     assert measured.accuracy == 2 / 8
     assert measured.metrics["eval/reward/style"] == 1.0
     assert measured.metrics["eval/reward/math"] == pytest.approx(1.5 / 8)
-
-
-def test_the_standard_error_is_that_of_the_mean_over_prompts():
-    # 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, variance 14/3, error sqrt(14/3/4).
-    assert mean_and_error([1, 2, 3, 6]) == (3, pytest.approx(math.sqrt(14 / 12), abs=1e-12))
-    assert mean_and_error([0.7]) == (0.7, 0.0)
-    assert mean_and_error([0.5] * 5) == (0.5, 0.0)
 
 
 def test_the_same_prompts_and_seeds_are_drawn_at_every_step(backbone, make_prompt):

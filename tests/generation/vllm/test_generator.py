@@ -71,6 +71,8 @@ def test_whatever_vllm_raises_when_it_starts_names_the_key_and_what_it_said(monk
     monkeypatch.setattr(vllm_generator, "start", Mock(side_effect=refused))
     with pytest.raises(UserError, match="batch_invariant"):
         _start({"max_model_len": 8}, {})
+    with pytest.raises(UserError, match=r"^generation\.vllm\.options\.block_size: is set to 32 on this .*, got 16; "):
+        _start({"block_size": 32}, {"block_size": 16})
 
 
 class FakeLLM:
@@ -261,7 +263,7 @@ class Trainer:
 
 
 class Bench:
-    """An engine beside a trainer, and the process before its start, after it, and after it has sampled by the base."""
+    """An engine next to a trainer, and the process before its start, after it, and after it has sampled by the base."""
 
     def __init__(self) -> None:
         self.trainer = Trainer()
@@ -321,14 +323,9 @@ def test_the_trainers_process_is_as_it_was_before_the_engine(bench: Bench) -> No
     assert of_threads == {frozenset(os.sched_getaffinity(0))}
 
 
-def test_further_arguments_reach_the_engine_and_none_that_is_set_for_this_machine(bench: Bench) -> None:
-    assert bench.generator._llm.llm_engine.vllm_config.model_config.disable_cascade_attn
-    with pytest.raises(UserError, match=r"^generation\.vllm\.options\.block_size: is set to 32 on this .*, got 16; "):
-        _start({"block_size": 32}, {"block_size": 16})
-
-
 def test_the_engines_layers_are_those_that_a_shared_base_is_laid_on(bench: Bench) -> None:
     """By name, and by shape where a CPU has not packed them; no value is compared."""
+    assert bench.generator._llm.llm_engine.vllm_config.model_config.disable_cascade_attn, "an option reaches it"
     [engine] = bench.generator._llm.apply_model(lambda model: model)
     base = bench.trainer.model.get_base_model()
     own = {n.replace(".base_layer.", "."): tuple(p.shape) for n, p in base.named_parameters() if "lora_" not in n}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import model_folders
 import pytest
 import torch
 from real_engines import open_vllm
+from slow_cases import slow
 from torch import Tensor
 
 import rlft
@@ -26,11 +27,6 @@ ASSETS = Path(rlft.__file__).parent / "assets"
 TEXTS = [list(range(5, 30)), list(range(40, 52))]
 TOLERANCE = 1e-4
 """Nats; both sides compute in float32 with other kernels; seen: 8e-6."""
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folders.llama(tmp_path_factory.mktemp("whole") / "llama")
 
 
 @pytest.fixture(scope="module")
@@ -58,33 +54,30 @@ def fresh(notes: list[str] | None = None) -> Freshness:
     return Freshness(TEXTS, TOLERANCE, 1, [].append if notes is None else notes.append)
 
 
-def test_its_weights_are_loaded_in_place_and_read_back_bit_for_bit(engine, make_policy):
-    policy, notes = make_policy(ASSETS / "tiny-arithmetic"), list[str]()
-    check_versions(engine, policy, notes)
-    [model] = engine._llm.apply_model(vllm_generator._itself)
-    assert not hasattr(model, "lora_manager"), "no room is kept for adapters"
-
-
-@pytest.mark.slow
-def test_so_are_those_of_a_model_with_a_head_of_its_own(llama: Path, make_policy: Callable[[Path], WholeModel]) -> None:
-    with closing(open_vllm(llama, lora_rank=None)) as generator:
-        check_versions(generator, make_policy(llama), [])
-
-
-def check_versions(generator: VLLMGenerator, policy: WholeModel, notes: list[str]) -> None:
-    freshness = fresh(notes)
-    for version in (1, 2):
-        moved(policy, version)
-        adapter = policy.publish(version)
-        generator.load(adapter)
-        gap = freshness.check(version, generator, policy, adapter)
-        assert gap is not None
-        assert gap < TOLERANCE
-        found = generator.loaded_adapter()
-        assert not isinstance(found, str)
-        assert found.tensors.keys() == adapter.weights.keys()
-        assert found.unread == found.faults == ()
-    assert notes == []
+@pytest.mark.parametrize("head", ["tied", slow("of its own")])
+def test_its_weights_are_loaded_in_place_and_read_back_bit_for_bit(head, engine, make_policy, tmp_path):
+    with ExitStack() as stack:
+        if head == "tied":
+            folder, generator = ASSETS / "tiny-arithmetic", engine
+        else:
+            folder = model_folders.llama(tmp_path / "llama")
+            generator = stack.enter_context(closing(open_vllm(folder, lora_rank=None)))
+        policy, notes = make_policy(folder), list[str]()
+        freshness = fresh(notes)
+        for version in (1, 2):
+            moved(policy, version)
+            adapter = policy.publish(version)
+            generator.load(adapter)
+            gap = freshness.check(version, generator, policy, adapter)
+            assert gap is not None
+            assert gap < TOLERANCE
+            found = generator.loaded_adapter()
+            assert not isinstance(found, str)
+            assert found.tensors.keys() == adapter.weights.keys()
+            assert found.unread == found.faults == ()
+        assert notes == []
+        [model] = generator._llm.apply_model(vllm_generator._itself)
+        assert not hasattr(model, "lora_manager"), "no room is kept for adapters"
 
 
 Load = Callable[[Any, dict[str, Tensor]], None]
