@@ -50,19 +50,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(*names: str) -> dict[str, Any]:
-    """{case: what `counted` found}"""
-    with tempfile.TemporaryDirectory() as folder:
-        return {name: counted(name, Path(folder) / name) for name in names}
-
-
-def counted(name: str, folder: Path) -> dict[str, Any]:
+def counted(name: str) -> dict[str, Any]:
     """Launches of a layer and token (only of layers that are known), launches of TOKENS tokens for few and many rows,
     waits for them in several ways of sampling, and those of a publish for few and many layers; all by line."""
     fields = (LAYERED | OTHERS)[name]
-    found = of_tokens({"layers": 4 if "layer_types" in fields else 2, **fields}, folder / "few layers")
+    found = of_tokens({"layers": 4 if "layer_types" in fields else 2, **fields})
     if name in LAYERED:
-        many_layers = of_tokens({"layers": 4, **fields}, folder / "many layers", ways=False)
+        many_layers = of_tokens({"layers": 4, **fields}, ways=False)
         shallow, deep = found["launches"][0], many_layers["launches"][0]
         found["published"] = [found["published"], many_layers["published"]]
         layer = {line: (deep[line] - shallow[line]) / 2 / TOKENS for line in deep if deep[line] > shallow[line]}
@@ -70,11 +64,14 @@ def counted(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def of_tokens(fields: dict[str, Any], folder: Path, *, ways: bool = True) -> dict[str, Any]:
+def of_tokens(fields: dict[str, Any], *, ways: bool = True) -> dict[str, Any]:
     load_backbone.cache_clear()
-    folder.mkdir(parents=True)
-    fields = {"completion": 8, "prompt": 16, "vocabulary": VOCABULARY, **fields}
-    plan = planned(Case(**fields), folder)
+    with tempfile.TemporaryDirectory() as folder:
+        plan = planned(Case(**{"completion": 8, "prompt": 16, "vocabulary": VOCABULARY, **fields}), Path(folder))
+        return of_plan(plan, ways=ways)
+
+
+def of_plan(plan: Any, *, ways: bool) -> dict[str, Any]:
     with open_roles(plan.config, None) as roles:
         backbone, weights = roles.backbone, plan.config.generation.named("transformers").weights
         engine = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 64, weights=weights, ends=())

@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,16 +15,13 @@ from unittest import mock
 
 import four_bits
 import torch
-import vision_folders
 from card_decoding import LAYERED, TOKENS
-from card_peaks import CONVOLUTIONS, MOE, TOWER, WIDE, Case, planned
+from card_peaks import CONVOLUTIONS, MOE, Case, planned, planned_with_images
 from card_streams import Stream
 from pretended_card import COUNTS
 from recorded_graphs import CUDAGraph
 from torch.utils._pytree import tree_leaves
 
-from rlft.config.compose import compose
-from rlft.config.resolved import resolve
 from rlft.generation import graphs
 from rlft.generation.decoding import READ_EVERY
 from rlft.generation.graphs import MOST_WAYS, Graphs
@@ -60,7 +57,11 @@ class Model:
         folder.mkdir(parents=True)
         usual = {"completion": 40, "prompt": 16, "vocabulary": 512, "layers": 2}
         shown = fields.pop("shown", None)
-        self.plan = planned(Case(**usual | fields), folder) if shown is None else planned_with_images(shown, folder)
+        self.plan = (
+            planned(Case(**usual | fields), folder)
+            if shown is None
+            else planned_with_images(shown, folder / "model", 24)
+        )
         first = self.plan.train_prompts.prompts[:5]
         cut = [replace(p, token_ids=p.token_ids[0 if p.images else n :]) for n, p in enumerate(first)]
         self.prompts: list[Prompt] = [*cut[:4], replace(cut[4], next_turn=NextTurn(turn=1, seed=0, max_tokens=11))]
@@ -103,15 +104,18 @@ class Model:
         return [(c.token_ids, c.logprobs, str(c.finish_reason)) for c in completions]
 
 
-def main(what: str, *names: str) -> dict[str, Any]:
-    """{case: what `same` or `counted` found}"""
-    with tempfile.TemporaryDirectory() as name:
-        found = {}
-        for case in names:
-            model = Model(Path(name) / case, LAYERED[case])
-            with model.opened():
-                found[case] = {"same": same, "counted": counted}[what](model)
-        return found
+@contextmanager
+def opened(fields: dict[str, Any]) -> Iterator[Model]:
+    with tempfile.TemporaryDirectory() as folder:
+        model = Model(Path(folder) / "model", dict(fields))
+        with model.opened():
+            yield model
+
+
+def case(name: str) -> dict[str, Any]:
+    """What `same` and `counted` find of a model."""
+    with opened(LAYERED[name]) as model:
+        return {"same": same(model), "counted": counted(model)}
 
 
 def same(model: Model) -> dict[str, Any]:
@@ -151,31 +155,34 @@ def counted(model: Model) -> dict[str, Any]:
 
 
 # -- kinds of models ---------------------------------------------------------------------------------------------------
-KINDS: dict[str, dict[str, Any]] = {
-    "adapters": {},
-    "DoRA": {"words": "lora.use_dora=true"},
-    "all weights": {"words": "lora=null", "dtype": "float32"},
-    "4 bits": {"words": "model.quantization=4bit"},
-    "attention sinks": {"kind": "gpt_oss", **MOE, "head_dim": 64, "sliding_window": 128},
-    "experts": {"kind": "olmoe", **MOE},
-    "images": {"shown": "qwen2_5_vl"},
-    "a window": LAYERED["a window"],
-    "a window that some rows exceed": LAYERED["a window"] | {"sliding_window": 50},
-    "short convolutions": {"kind": "lfm2", "layers": 4, **CONVOLUTIONS},
-    "float32": {"dtype": "float32"},
-    "plain kernels": {"words": "model.kernels=plain"},
+YES = "yes", "a launch for a token of all rows"
+NOT_FLASH = "no", "its keys and values are not those of flash kernels"
+HOOKS = "no", "hooks of its modules have to run"
+MOVES = "completions move through a sliding window"
+KINDS: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
+    "adapters": ({}, YES),
+    "DoRA": ({"words": "lora.use_dora=true"}, YES),
+    "all weights": ({"words": "lora=null", "dtype": "float32"}, NOT_FLASH),
+    "4 bits": ({"words": "model.quantization=4bit"}, YES),
+    "attention sinks": ({"kind": "gpt_oss", **MOE, "head_dim": 64, "sliding_window": 128}, HOOKS),
+    "experts": ({"kind": "olmoe", **MOE}, HOOKS),
+    "images": ({"shown": "qwen2_5_vl"}, YES),
+    "a window": (LAYERED["a window"], ("no", MOVES)),
+    "a window that some rows exceed": (LAYERED["a window"] | {"sliding_window": 50}, ("for some rows", MOVES)),
+    "short convolutions": ({"kind": "lfm2", "layers": 4, **CONVOLUTIONS}, NOT_FLASH),
+    "float32": ({"dtype": "float32"}, NOT_FLASH),
+    "plain kernels": ({"words": "model.kernels=plain"}, NOT_FLASH),
 }
+"""{kind: (fields of a Case, whether it has graphs and why, as the start-up table says it)}"""
+QUICK_KINDS = "4 bits", "experts", "a window that some rows exceed", "float32"
 
 
 def kinds(*names: str) -> dict[str, Any]:
-    """{kind: [value and explanation in the start-up table, whether results are the steps', replays, problem]}"""
+    """{kind: [what the start-up table says, whether results are the steps', replays, problem, what is not covered]}"""
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            with four_bits.stand_in() if name == "4 bits" else nullcontext():
-                model = Model(Path(folder) / name, dict(KINDS[name]))
-                with model.opened():
-                    found[name] = of_a_kind(model)
+    for name in names:
+        with four_bits.stand_in() if name == "4 bits" else nullcontext(), opened(KINDS[name][0]) as model:
+            found[name] = of_a_kind(model)
     return found
 
 
@@ -188,7 +195,7 @@ def of_a_kind(model: Model) -> list[Any]:
         rows = model.sampled(engines[0], SHORT)
         replays += COUNTS.launches["graph"]
         same.append(rows == model.sampled(engines[1], SHORT))
-    return [*row, all(same), replays, engines[0]._graphs.problem, uncovered(engines[0]._graphs)]
+    return [row, all(same), replays, engines[0]._graphs.problem, uncovered(engines[0]._graphs)]
 
 
 def uncovered(graphs: Graphs) -> int:
@@ -216,43 +223,43 @@ def stand_in() -> list[list[float]]:
     return found
 
 
-def planned_with_images(kind: str, folder: Path) -> Any:
-    vision_folders.folder_of(folder / "model", kind, WIDE | {"num_attention_heads": 16}, TOWER)
-    words = [
-        "+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", f"model.path={folder}/model", "console=null",
-        "model.dtype=bfloat16", "model.device=cuda", "prompts.max_tokens=128", "prompts_per_step=8", "group_size=4",
-        "eval.every=0", "generation.max_tokens=24", "generation=transformers", "lora.dropout=0", "lora.rank=16",
-        "steps=1", "scoring.workers=0", "token_budget=4096",
-    ]  # fmt: skip
-    return resolve(compose(words)).plan()
-
-
 # -- planted faults ------------------------------------------------------------------------------------------------
-def faults() -> dict[str, Any]:
+def faults(*names: str) -> dict[str, Any]:
     """{fault: [whether results are the steps' nevertheless, what the engine says, whether streams race, whether
     the allocator believes that a capture goes on, or keeps memory for graphs that are gone]}"""
     Stream.watched = True
-    with tempfile.TemporaryDirectory() as name:
-        model = Model(Path(name) / "model", LAYERED["qwen2"])
-        with model.opened():
-            right = model.engine(records=False)
-            right.load(model.versions[1])
-            rows = model.sampled(right, SHORT)
-            return {fault: planted(model, rows, *how) for fault, how in FAULTS.items()}
+    with opened(LAYERED["qwen2"]) as model:
+        right = model.engine(records=False)
+        right.load(model.versions[1])
+        rows = model.sampled(right, SHORT)
+        return {name: planted(model, rows, FAULTS[name]) for name in names}
 
 
-def planted(
-    model: Model, right: list[Any], fault: Callable[[], Any], between: Callable[[Model, Any], None], trusts: bool
-) -> list[Any]:
-    """trusts: whether the comparison of the first replay is left out."""
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong, what happens between two versions, and what must become of it, in the words of `faults`.
+
+    trusts: whether the comparison of the first replay is left out.
+    """
+
+    fault: Callable[[], Any] = nullcontext
+    between: Callable[[Model, Any], None] = lambda model, engine: None
+    trusts: bool = False
+    same: bool = True
+    said: str | None = None
+    races: bool = False
+    left: bool = False
+
+
+def planted(model: Model, right: list[Any], fault: Fault) -> list[Any]:
     gc.collect()
     engine = model.engine()
     Stream.races.clear()
-    compared = mock.patch.object(Graphs, "_compare", trusting) if trusts else nullcontext()
-    with fault(), compared, mock.patch.object(graphs, "say") as say:
+    compared = mock.patch.object(Graphs, "_compare", trusting) if fault.trusts else nullcontext()
+    with fault.fault(), compared, mock.patch.object(graphs, "say") as say:
         engine.load(model.versions[0])
         model.sampled(engine, SHORT)
-        between(model, engine)
+        fault.between(model, engine)
         engine.load(model.versions[1])
         same, problem = model.sampled(engine, SHORT) == right, engine._graphs.problem
         assert say.call_count == (problem is not None), "it is said once"
@@ -353,9 +360,6 @@ def rescale(model: Model, engine: Any) -> None:
             model.sampled(engine, SHORT)
 
 
-def nothing(model: Model, engine: Any) -> None: ...
-
-
 def move_keys(model: Model, engine: Any) -> None:
     keys: FixedKeys = engine._graphs._keys
     kept.append(keys.own)
@@ -387,27 +391,30 @@ def move_weights(model: Model, engine: Any) -> None:
 kept: list[Any] = []
 """What was moved, else its memory would be used again."""
 
-FAULTS: dict[str, tuple[Callable[[], Any], Callable[[Model, Any], None], bool]] = {
-    "none": (nullcontext, nothing, False),
-    "a place of the host": (place_of_the_host, nothing, False),
-    "a place of the host, trusted": (place_of_the_host, nothing, True),
-    "keys that moved": (nullcontext, move_keys, False),
-    "keys that moved, unwatched": (unwatched, move_keys, False),
-    "more room": (nullcontext, more_room, False),
-    "other ways": (nullcontext, other_ways, False),
-    "weights that moved": (nullcontext, move_weights, False),
-    "copies that move": (new_copies, nothing, False),
-    "copies that move, unwatched": (lambda: unwatched(new_copies), nothing, False),
-    "another scale": (nullcontext, rescale, False),
-    "no memory": (no_memory, nothing, False),
-    "a step that waits": (waiting, nothing, False),
-    "a step that waits, torch 2.13": (partial(waiting, "2.13"), nothing, False),
-    "a step that waits, torch 2.14": (partial(waiting, "2.14"), nothing, False),
-    "a step that waits, not ended": (partial(waiting, ends=False), nothing, False),
-    "a step that waits, torch 2.13, not ended": (partial(waiting, "2.13", ends=False), nothing, False),
-    "no wait for what is read": (partial(without_a_wait, of_the_side=False), nothing, False),
-    "no wait for what is written": (partial(without_a_wait, of_the_side=True), nothing, False),
+DIFFERS = "a replay of 16 rows differs from the step that was recorded"
+WAITS = "operation not permitted when stream is capturing: _local_scalar_dense"
+FAULTS = {
+    "none": Fault(),
+    "a place of the host": Fault(place_of_the_host, said=DIFFERS),
+    "a place of the host, trusted": Fault(place_of_the_host, trusts=True, same=False),
+    "keys that moved": Fault(between=move_keys),
+    "keys that moved, unwatched": Fault(unwatched, move_keys, same=False),
+    "a step that waits": Fault(waiting, said=WAITS),
+    "no wait for what is read": Fault(partial(without_a_wait, of_the_side=False), races=True),
+    "more room": Fault(between=more_room),
+    "other ways": Fault(between=other_ways),
+    "weights that moved": Fault(between=move_weights),
+    "copies that move": Fault(new_copies),
+    "copies that move, unwatched": Fault(lambda: unwatched(new_copies), same=False),
+    "another scale": Fault(between=rescale),
+    "no memory": Fault(no_memory, said="CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "a step that waits, torch 2.13": Fault(partial(waiting, "2.13"), said=WAITS),
+    "a step that waits, torch 2.14": Fault(partial(waiting, "2.14"), said=WAITS),
+    "a step that waits, not ended": Fault(partial(waiting, ends=False), said=WAITS, left=True),
+    "a step that waits, torch 2.13, not ended": Fault(partial(waiting, "2.13", ends=False), said=WAITS, left=True),
+    "no wait for what is written": Fault(partial(without_a_wait, of_the_side=True), races=True),
 }
+QUICK_FAULTS = [*FAULTS][:7]
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -428,25 +435,23 @@ first}"""
 def memory(*names: str) -> dict[str, Any]:
     """{decodings: [{part: planned bytes}, counted bytes]} of what graphs hold after a rehearsal."""
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = Model(Path(folder) / "model", {"vocabulary": 8192, "completion": 64, "prompt": 48, "rows": (6, 4)})
+    with opened({"vocabulary": 8192, "completion": 64, "prompt": 48, "rows": (6, 4)}) as model:
         sizes, usual, _ = cast(Any, planned_here(model.plan))
-        with model.opened():
-            for name in names:
-                decodings = [
-                    Decoding(num_prompts=prompts, samples=samples, longest=tuple(range(length)), sampling=how)
-                    for prompts, samples, length, how in DECODINGS[name]
-                ]
-                demand = replace(usual, work=replace(usual.work, decodings=tuple(decodings)))
-                of_graphs = [part for part in parts(sizes, demand, 0) if part.key == "generation.transformers.graphs"]
-                assert all(part.when is When.always for part in of_graphs)
-                engine = model.engine(256)
-                engine.load(model.versions[0])
-                engine.score([[1, 2, 3, 4]])
-                gc.collect()
-                before = COUNTS.live
-                rehearse_decoding(engine, decodings, 64)
-                found[name] = [{part.name: part.bytes for part in of_graphs}, COUNTS.live - before]
-                del engine
-                gc.collect()
+        for name in names:
+            decodings = [
+                Decoding(num_prompts=prompts, samples=samples, longest=tuple(range(length)), sampling=how)
+                for prompts, samples, length, how in DECODINGS[name]
+            ]
+            demand = replace(usual, work=replace(usual.work, decodings=tuple(decodings)))
+            of_graphs = [part for part in parts(sizes, demand, 0) if part.key == "generation.transformers.graphs"]
+            assert all(part.when is When.always for part in of_graphs)
+            engine = model.engine(256)
+            engine.load(model.versions[0])
+            engine.score([[1, 2, 3, 4]])
+            gc.collect()
+            before = COUNTS.live
+            rehearse_decoding(engine, decodings, 64)
+            found[name] = [{part.name: part.bytes for part in of_graphs}, COUNTS.live - before]
+            del engine
+            gc.collect()
     return found

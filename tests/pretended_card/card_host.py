@@ -1,8 +1,8 @@
 """`rlft` in a process with the pretended card: `card_host.py <library> <a file> <launcher.py's arguments>`.
 
 Its kind is the variable RLFT_CARD of a run, cuda by default; with RLFT_COUNTED times are counts of calls. The file gets
-a line of JSON from each run at its end: its arguments, and what it did on the card. Besides the commands of rlft there
-are others (card_checks.py, card_updates.py, ..), which write what they found to a file.
+a line of JSON from each run at its end: what it did on the card. Besides the commands of rlft there is one more,
+`found <module:function> <a file> ..`, which writes what a function (of card_checks.py, card_updates.py, ..) returns.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     import card_checks
-    import card_decoding
     import card_graphs
-    import card_peaks
     import card_shared
     import card_steps
     import card_updates
@@ -41,27 +39,11 @@ def main() -> None:
 
     from rlft import cli
     from rlft.commands.doctor import command as doctor, trial
+    from rlft.system.process.child import function_of
 
+    _ = card_checks, card_graphs, card_shared, card_steps, card_updates  # imported once, not by each process
     composed_once.install()
     of_rlft = cli.main
-    others = {
-        "checks": card_checks.main,
-        "updates": card_updates.main,
-        "steps": card_steps.main,
-        "peaks": card_peaks.main,
-        "images": card_peaks.images,
-        "launches": card_peaks.launches,
-        "shared": card_shared.main,
-        "copied": card_shared.copied,
-        "trl": of_trl,
-        "decoding": card_decoding.main,
-        "widest": card_decoding.widest,
-        "graphs": card_graphs.main,
-        "graph faults": card_graphs.faults,
-        "graph memory": card_graphs.memory,
-        "graph kinds": card_graphs.kinds,
-        "graph stand-in": card_graphs.stand_in,
-    }
 
     def reported() -> None:
         kind = os.environ.get("RLFT_CARD", "cuda")
@@ -70,16 +52,15 @@ def main() -> None:
         if "RLFT_COUNTED" in os.environ:
             counted_clock.install()
         try:
-            if sys.argv[1] in others:
-                Path(sys.argv[2]).write_text(json.dumps(others[sys.argv[1]](*sys.argv[3:])))
+            if sys.argv[1] == "found":
+                _, _, function, file, *names = sys.argv
+                Path(file).write_text(json.dumps(function_of(function)(*names)))
             else:
                 of_rlft()
         finally:
             counts = pretended_card.COUNTS
-            done = {"arguments": sys.argv[1:], "launches": counts.launches, "waits": counts.waits, "peak": counts.peak}
-            line = json.dumps({**done, "uploads": counts.uploads, "tensors": counts.tensors}) + "\n"
             with Path(report).open("a") as stream:
-                stream.write(line)
+                stream.write(json.dumps({"launches": counts.launches, "tensors": counts.tensors}) + "\n")
 
     doctor.run_checks = checked_here
     trial.SCALES = dict.fromkeys(("cuda", "cpu"), trial.SCALES["cpu"])
@@ -88,16 +69,10 @@ def main() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def of_trl(*names: str) -> Any:
-    """Imports TRL only where it is asked for."""
-    import card_trl
-
-    return card_trl.main(*names)
-
-
 def checked_here(checks: Any, opens: str, settings: Any, folder: Path, tell: Any) -> Iterator[Any]:
     """The doctor's rows from this process, for those that it asks elsewhere know of no card."""
-    from rlft.commands.doctor.command import function_of, row_of
+    from rlft.commands.doctor.command import row_of
+    from rlft.system.process.child import function_of
 
     opened = function_of(opens)(settings, folder, ())
     for check in (check for check in checks if check.name not in NOT_OF_THE_CARD):

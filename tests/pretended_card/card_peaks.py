@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import four_bits
-import torch
 import vision_folders
+from card_updates import rollouts
 from pretended_card import COUNTS, KINDS
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +35,6 @@ from rlft.plan.memory_parts import parts
 from rlft.plan.sizes import on_a_gpu, sizes_of
 from rlft.trainer.optimizer import Optimizer
 from rlft.trainer.ranks import LaneShare
-from rlft.types import Completion, FinishReason, Group, Rollout, Scores
 
 HIDDEN, LAYERS, PROMPTS, GROUP = 256, 4, 8, 4
 """Sizes of the models, which are Qwen2-shaped unless a case says otherwise, and of a step."""
@@ -187,22 +185,24 @@ WIDE = {"hidden_size": HIDDEN, "intermediate_size": 768}
 TOWER = {"hidden_size": 192, "intermediate_size": 512}
 
 
+def planned_with_images(kind: str, folder: Path, completion: int) -> Any:
+    heads = {"num_attention_heads": 16} if kind == "qwen2_5_vl" else {"head_dim": 64}
+    vision_folders.folder_of(folder, kind, WIDE | heads, TOWER)
+    words = [
+        "+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", f"model.path={folder}", "model.dtype=bfloat16",
+        "model.device=cuda", "model.gradient_checkpointing=false", "prompts.max_tokens=128", "token_budget=4096",
+        f"prompts_per_step={PROMPTS}", f"group_size={GROUP}", "eval.every=0", f"generation.max_tokens={completion}",
+        "generation=transformers", "lora.dropout=0", "lora.rank=16", "console=null", "steps=1", "scoring.workers=0",
+    ]  # fmt: skip
+    return resolve(compose(words)).plan()
+
+
 def images(kind: str) -> dict[str, Any]:
     """{of an update with an image in each prompt, of reading an image: [planned bytes by part, counted bytes]}"""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        heads = {"num_attention_heads": 16} if kind == "qwen2_5_vl" else {"head_dim": 64}
-        vision_folders.folder_of(folder, kind, WIDE | heads, TOWER)
         load_backbone.cache_clear()
         case, before = Case(), COUNTS.live
-        words = [
-            "+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", f"model.path={folder}",
-            "model.dtype=bfloat16", "model.device=cuda", "prompts.max_tokens=128", f"prompts_per_step={PROMPTS}",
-            f"group_size={GROUP}", "eval.every=0", f"generation.max_tokens={case.completion}",
-            "model.gradient_checkpointing=false", "token_budget=4096", "generation=transformers",
-            "lora.dropout=0", "console=null", "steps=1", "scoring.workers=0",
-        ]  # fmt: skip
-        plan = resolve(compose(words)).plan()
+        plan = planned_with_images(kind, Path(name) / "model", case.completion)
         planned = parts_of(plan)
         with updates(plan, case) as update:
             for _ in range(2):
@@ -308,20 +308,6 @@ def hollow() -> Iterator[None]:
         yield
     finally:
         COUNTS.hollow = False
-
-
-def rollouts(plan: Any, length: int) -> tuple[list[Group], Scores]:
-    """Completions of full length."""
-    dice, groups = random.Random(3), []
-    for prompt in plan.train_prompts.prompts[: plan.config.prompts_per_step]:
-        siblings = []
-        for _ in range(plan.config.group_size):
-            ids = [dice.randrange(30, 200) for _ in range(length)]
-            completion = Completion(text="", token_ids=ids, logprobs=[-1.0] * length, finish_reason=FinishReason.length)
-            siblings.append(Rollout(prompt=prompt, completion=completion, policy_version=0))
-        groups.append(Group(prompt=prompt, rollouts=tuple(siblings)))
-    total = torch.tensor([[dice.random() for _ in group.rollouts] for group in groups])
-    return groups, Scores(total=total, by_reward={"exact_match": total}, outcome=None, steps=None)
 
 
 def launches() -> dict[str, Any]:

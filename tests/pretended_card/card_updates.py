@@ -139,19 +139,19 @@ def of_group(batch: Batch, group: int) -> Batch:
     return batch.select((batch.group_ids == group).nonzero()[:, 0])
 
 
-def rollouts(plan: Any) -> tuple[list[Group], Scores]:
-    """Made-up completions of the first prompts, each of whose tokens is the end of a scored step."""
+def rollouts(plan: Any, length: int | None = None) -> tuple[list[Group], Scores]:
+    """Made-up completions of a step's prompts, all of this length or of several; each has a scored step."""
     dice, groups, steps = random.Random(3), [], []
-    for prompt in plan.train_prompts.prompts[:PROMPTS]:
+    for prompt in plan.train_prompts.prompts[: plan.config.prompts_per_step]:
         siblings = []
-        for i in range(GROUP):
-            ids = [dice.randrange(30, 200) for _ in range(dice.randrange(2, 8) if i else 8)]
+        for i in range(plan.config.group_size):
+            ids = [dice.randrange(30, 200) for _ in range(length or (dice.randrange(2, 8) if i else 8))]
             logprobs = [-dice.uniform(1, 4) for _ in ids]
             completion = Completion(text="", token_ids=ids, logprobs=logprobs, finish_reason=FinishReason.stop)
             siblings.append(Rollout(prompt=prompt, completion=completion, policy_version=0))
         groups.append(Group(prompt=prompt, rollouts=tuple(siblings)))
         steps.append([StepScores(values=(dice.random(),), ends=(0,)) for _ in siblings])
-    total = torch.tensor([[dice.random() for _ in range(GROUP)] for _ in groups])
+    total = torch.tensor([[dice.random() for _ in group.rollouts] for group in groups])
     halves = {"exact_match": total / 2, "format": total.flip(1) / 2}
     scored = plan.algorithm.needs_steps
     return groups, Scores(

@@ -30,6 +30,12 @@ class OnCard:
         assert ends is None or done.code == ends, f"{' '.join(arguments)}: {done.err}"
         return done
 
+    def found(self, function: str, *names: str, **variables: str) -> Any:
+        """What a function of these files, `module:name`, returns for these names in a process on the card."""
+        file = self.report.with_name("found.json")
+        self.run("found", function, str(file), *names, cwd=file.parent, **variables)
+        return json.loads(file.read_text())
+
     def counts(self) -> dict[str, Any]:
         """What the last command did on the card."""
         return self._lines()[-1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from run_folders import KILLED, checkpoints, metrics
-from slow_cases import slow_but
+from slow_cases import slow, slow_but
 
 SMALL = "lora.rank=4 lora.dropout=0 model.dtype=float32 console=null eval.every=0 trainer.eps=1e-2"
 OF_SUMS = "data.size=16 data.held_out_size=4"
@@ -77,8 +77,9 @@ STAGES = {"train": {"sample", "score", "credit", "inspect", "update", "publish"}
 BEFORE_A_STEP: list[set[str]] = [set(), {"log"}, {"log", "checkpoint"}]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("command", TIMED)
+@pytest.mark.parametrize(
+    ("command", "device"), [("train", "cuda"), slow("train", "cpu"), slow("dpo", "cuda"), slow("dpo", "cpu")]
+)
 def test_the_times_of_a_step_add_up_to_that_of_the_loop(
     on_card, half: str, tmp_path: Path, command: str, device: str
 ) -> None:
@@ -94,8 +95,8 @@ def test_the_times_of_a_step_add_up_to_that_of_the_loop(
 
 WHOLE_STEP = (
     f"train +recipe=grpo_arithmetic {DATA} generation=transformers generation.max_tokens=8 lora.rank=4"
-    " prompts_per_step=2 group_size=3 steps=7 checkpoint.every=0 eval.every=0 console=null model.device=cuda"
-    " model.dtype=bfloat16 algorithm.entropy_coef=0.01 minibatches=1 epochs=1 hydra.run.dir=run"
+    " prompts_per_step=2 group_size=3 steps=6 checkpoint.every=0 eval.every=0 console=null model.device=cuda"
+    " model.dtype=bfloat16 algorithm.entropy_coef=0.01 minibatches=1 epochs=1"
 )
 MOST = {"waits": 8, "uploads": 16, "launches": 130}
 """Of a step without fixed tokens to compare; launches are those outside of sampling and updates, for two layers."""
@@ -103,9 +104,8 @@ MOST = {"waits": 8, "uploads": 16, "launches": 130}
 
 def test_a_step_waits_and_uploads_a_few_times(on_card, half: str, tmp_path: Path) -> None:
     """Of completions of eight tokens, which the host reads at once."""
-    on_card.run("steps", "found.json", *WHOLE_STEP.split(), half, cwd=tmp_path)
-    steps = json.loads((tmp_path / "found.json").read_text())[1:-1]
-    for step in steps:  # 3 to 6
+    steps = on_card.found("card_steps:main", *WHOLE_STEP.split(), half, f"hydra.run.dir={tmp_path / 'run'}")[1:-1]
+    for step in steps:
         counted = {kind: {(stage, line): n for stage in step for line, n in step[stage][kind].items()} for kind in MOST}
         assert not any(stage == "" for lines in counted.values() for stage, _ in lines), "nothing is done in no stage"
         elsewhere = {place: n for place, n in counted["launches"].items() if place[0] not in ("sample", "update")}
@@ -124,20 +124,23 @@ OF_OTHER_KINDS = {
 RECOMPUTED = "model.gradient_checkpointing=true"
 
 
-@pytest.mark.parametrize("kind", slow_but("mps", OTHER_KINDS))
+@pytest.mark.parametrize(
+    ("kind", "commands"),
+    [("mps", ["train"]), slow("mps", ["sft"]), *(slow(k, OF_OTHER_KINDS) for k in ("rocm", "xpu"))],
+)
 def test_cards_of_other_kinds_have_the_numbers_of_the_cpu_by_torchs_own_operators(
-    on_card, half: str, tmp_path: Path, kind: str
+    on_card, half: str, tmp_path: Path, kind: str, commands: list[str]
 ) -> None:
     """An op in float64 raises on `mps`; what is dropped is dropped again where activations are recomputed.
 
     On CUDA rows are packed in another order, and so a kind that torch calls so drops other numbers than the CPU.
     """
     dropout = f"lora.dropout={0.0 if kind == 'rocm' else 0.3}"
-    for command, words in OF_OTHER_KINDS.items():
+    for command in commands:
         found = []
         for device in ("cpu", OTHER_KINDS[kind]):
             places = (half, f"hydra.run.dir={command}_{device}", f"model.device={device}", dropout, RECOMPUTED)
-            on_card.run(*words.split(), *places, cwd=tmp_path, RLFT_CARD=kind)
+            on_card.run(*OF_OTHER_KINDS[command].split(), *places, cwd=tmp_path, RLFT_CARD=kind)
             found += metrics(tmp_path / f"{command}_{device}")
         host, card = found
         assert host.keys() == card.keys()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
 
-import card_updates
 import pytest
+from card_updates import CASES, QUICK
+from slow_cases import slow
 
 MOST_WAITS, MOST_UPLOADS = 3, 3
 OF_TRANSFORMERS = {"plain kernels": 2}
@@ -20,19 +19,12 @@ SLACK = 1.25
 """In 16 bits the card, which rounds less often, may be so much farther from float32 than the CPU is."""
 
 
-@pytest.fixture(scope="session", params=["quick", pytest.param("all others", marks=pytest.mark.slow)])
-def updates(request: pytest.FixtureRequest, on_card, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """{case: what `card_updates` found}."""
-    quick = card_updates.QUICK
-    names = quick if request.param == "quick" else [name for name in card_updates.CASES if name not in quick]
-    folder = tmp_path_factory.mktemp("updates")
-    on_card.run("updates", "found.json", *names, cwd=folder)
-    return json.loads((folder / "found.json").read_text())
-
-
-def test_gradients_and_metrics_are_those_of_the_cpu(updates: dict[str, Any]) -> None:
+@pytest.mark.parametrize("names", [QUICK, slow([name for name in CASES if name not in QUICK])], ids=["quick", "others"])
+def test_numbers_are_those_of_the_cpu_with_few_waits_and_uploads_for_any_number_of_micro_batches(
+    on_card, names: list[str]
+) -> None:
     wrong = []
-    for name, found in updates.items():
+    for name, found in on_card.found("card_updates:main", *names).items():
         host, card = found["metrics"]
         assert host.keys() == card.keys()
         assert all(map(math.isfinite, card.values())), name
@@ -42,20 +34,12 @@ def test_gradients_and_metrics_are_those_of_the_cpu(updates: dict[str, Any]) -> 
         else:
             of_host, of_card = found["to_truth"]
             wrong += [(name, of_host, of_card)] if of_card > SLACK * of_host else []
+        for number, counts in found["counts"].items():
+            most_waits = MOST_WAITS + OF_TRANSFORMERS.get(name, 0) * int(number)
+            if sum(counts["waits"].values()) > most_waits or sum(counts["uploads"].values()) > MOST_UPLOADS:
+                wrong.append((name, number, counts["waits"], counts["uploads"]))
     assert not wrong
 
 
 def near(one: float, other: float) -> bool:
     return abs(one - other) <= ROUNDINGS * max(1.0, abs(one))
-
-
-def test_an_update_waits_and_uploads_a_few_times_whatever_the_number_of_micro_batches(updates: dict[str, Any]) -> None:
-    wrong = []
-    for name, found in updates.items():
-        for number, counts in found["counts"].items():
-            waits, uploads = counts["waits"], counts["uploads"]
-            allowed = MOST_WAITS + OF_TRANSFORMERS.get(name, 0) * int(number)
-            if sum(waits.values()) > allowed or sum(uploads.values()) > MOST_UPLOADS:
-                lines = [f"{count} x {line}" for line, count in (*waits.items(), *uploads.items())]
-                wrong.append("\n    ".join([f"{name}, {number} micro-batches:", *lines]))
-    assert not wrong, "\n".join(wrong)

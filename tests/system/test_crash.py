@@ -88,32 +88,32 @@ def test_a_second_start_keeps_what_the_first_left(failing: Failing) -> None:
     assert "error 1" in kept
 
 
-def test_an_error_of_the_system_says_what_to_look_at(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
-    failing(lambda: OSError(errno.EMFILE, "Too many open files", "here/metrics.jsonl"))
-    assert cli.run(["sft", "demonstrations.path=embedded:arithmetic-demonstrations", "hydra.run.dir=here"]) == 1
+SFT = "sft demonstrations.path=embedded:arithmetic-demonstrations"
+FREE = " free; free some space there, then resume with: rlft resume here\n"
+TOLD: list[tuple[str, Callable[[], BaseException], int, str, str]] = [
+    (SFT, lambda: OSError(errno.EMFILE, "Too many open files", "here/metrics.jsonl"), 1,
+     "stopped: OSError: [Errno 24] Too many open files: 'here/metrics.jsonl'; ",
+     "; check the file, disk or connection that it names\n"),
+    ("train", lambda: Exception("No space left on device (os error 28)"), 1,  # as tokenizers says it
+     "stopped: the disk is full (No space left on device): here has ", FREE),
+    ("train", lambda: UserError("data.path", "is gone", remedy="put it back"), 2,
+     "data.path: is gone; ", "put it back\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "make_error", "code", "begins", "ends"), TOLD, ids=["system", "disk", "own words"])
+def test_errors_of_the_system_say_what_to_look_at_and_some_explain_themselves(
+    words: str, make_error: Callable[[], BaseException], code: int, begins: str, ends: str, failing: Failing,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    failing(make_error)
+    assert cli.run([*words.split(), "hydra.run.dir=here"]) == code
     told = capsys.readouterr().err
-    assert told.startswith("rlft: stopped: OSError: [Errno 24] Too many open files: 'here/metrics.jsonl'; ")
-    assert "; check the file, disk or connection that it names" in told
-    assert told.count("\n") == 1
-
-
-def test_a_full_disk_that_a_library_met_is_told_as_one(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
-    failing(lambda: Exception("No space left on device (os error 28)"))  # as tokenizers says it
-    assert cli.run(["train", "hydra.run.dir=here"]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("rlft: stopped: the disk is full (No space left on device): here has ")
-    assert told.endswith(" free; free some space there, then resume with: rlft resume here\n")
-    assert run_status.read(Path("here")) == (Status.stopped, told.strip().removeprefix("rlft: stopped: "))
-    assert not Path("here/error.txt").exists()
-
-
-def test_errors_that_explain_themselves_are_left_as_they_are(
-    failing: Failing, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failing(lambda: UserError("data.path", "is gone", remedy="put it back"))
-    assert cli.run(["train", "hydra.run.dir=here"]) == 2
-    assert capsys.readouterr().err == "rlft: data.path: is gone; put it back\n"
-    assert not Path("here/error.txt").exists()
+    assert (told.startswith(f"rlft: {begins}"), told.count("\n")) == (True, 1), told
+    assert told.endswith(ends) or (begins.startswith("stopped: OSError") and ends.strip() in told), told
+    assert Path("here/error.txt").exists() == begins.startswith("stopped: OSError")
+    if ends == FREE:
+        assert run_status.read(Path("here")) == (Status.stopped, told.strip().removeprefix("rlft: stopped: "))
 
 
 def test_each_job_of_a_sweep_keeps_its_own(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:

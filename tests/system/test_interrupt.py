@@ -1,15 +1,19 @@
-"""Signals that are held back while code runs whose state an exception would break."""
+"""Signals: what they end and in which words, and code that holds back those that would break its state."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
 import pytest
 from in_one_test import each
+from run_processes import environment
+from slow_cases import slow_but
 
 from rlft.system import interrupt
 from rlft.system.interrupt import Deferred, Interrupt, OnSignal, Order, StepAbandoned
@@ -149,3 +153,85 @@ def test_without_a_signal_a_trial_fails_once() -> None:
     with pytest.raises(OSError, match="no such program"):
         trial()
     assert calls == ["called"]
+
+
+# -- processes that get one --------------------------------------------------------------------------------------------
+SWALLOWED = """
+import os, signal, time
+from rlft.system import interrupt
+def press():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        pass  # as a library might, and a destructor does
+"""
+# A signal comes when the command line is about to be imported: the first thing that takes any time.
+STARTING = """
+import os, signal, sys
+class Arrives:
+    def find_spec(self, name, path=None, target=None):
+        if name == "rlft.cli":
+            os.kill(os.getpid(), signal.SIGNAL)
+sys.meta_path.insert(0, Arrives())
+sys.argv = ["rlft", "--version"]
+from rlft import main
+main()
+"""
+HEARD = "import signal\nsignal.signal(signal.SIGNAL, signal.SIG_DFL)\n"  # whatever the suite was started by: nohup
+IGNORED = "import signal\nsignal.signal(signal.SIGNAL, signal.SIG_IGN)\n"
+WRITTEN, BEGUN = (f"rlft: interrupted: nothing was {what}\n" for what in ("written", "begun"))
+PROGRAMS: dict[str, tuple[str, int, str, str]] = {
+    "a command whose library swallows it": (
+        f"{SWALLOWED}with interrupt.ends_promptly('nothing was written'):\n    press(); time.sleep(600)",
+        130, "", WRITTEN,
+    ),
+    "a run whose library swallows a second one": (
+        SWALLOWED + """
+with interrupt.ends_promptly('nothing was written'), interrupt.Interrupt(lambda text: None) as pressed:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert pressed.requested
+    press(); time.sleep(600)""", 130, "", WRITTEN,
+    ),
+    "in its own hands": (
+        SWALLOWED + """
+with interrupt.ends_promptly(''), interrupt.handled_inside():
+    press(); time.sleep(interrupt.GRACE_S + 0.5)
+print('alive')""", 0, "alive\n", "",
+    ),
+    # As `timeout` sends SIGTERM, systemd SIGTERM and SIGHUP, and a shell whose connection drops SIGHUP.
+    "one order that is sent twice is not a second one": ("""
+import os, signal, time
+from rlft.system import interrupt
+with interrupt.Interrupt(print) as pressed:
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    time.sleep(0.5)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("a second one")
+try:
+    with interrupt.ends_promptly("kept"):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            print("cleaned up")
+except interrupt.Terminated:
+    pass
+""", 0, "interrupted: ending before a step is begun; once more stops at once\na second one\ncleaned up\n", ""),
+    **{f"{name} at the very start": ((HEARD + STARTING).replace("SIGNAL", name), 130, "", BEGUN)
+       for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")},
+    **{f"{name}, ignored as by nohup": ((IGNORED + STARTING).replace("SIGNAL", name), 0, "rlft", "")
+       for name in ("SIGHUP", "SIGUSR1", "SIGUSR2")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*slow_but(*list(PROGRAMS)[:1], list(PROGRAMS)[:2]), *list(PROGRAMS)[2:]])
+def test_a_process_ends_by_a_signal_or_goes_on(name: str) -> None:
+    code, *expected, said = PROGRAMS[name]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment({}), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert [done.returncode, done.stdout[: len(expected[1])], done.stderr] == [*expected, said]

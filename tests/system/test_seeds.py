@@ -12,15 +12,9 @@ def test_equal_arguments_give_equal_numbers_on_every_machine():
 
 def test_seed_step_and_purpose_all_matter():
     asked = list(itertools.product(range(20), range(20), ("sample", "evaluate", "dropout", "minibatches")))
-    assert len({derive(*arguments) for arguments in asked}) == len(asked)
-
-
-def test_numbers_fit_every_generator():
-    assert all(0 <= derive(seed, 1, "sample") < 2**48 for seed in range(1000))
-
-
-def test_numbers_run_together_are_not_confused():
-    assert derive(1, 11, "sample") != derive(11, 1, "sample")
+    numbers = {derive(*arguments) for arguments in asked}
+    assert len(numbers) == len(asked), "such as 1, 11 and 11, 1"
+    assert all(0 <= number < 2**48 for number in numbers), "they fit every generator"
 
 
 def test_prompts_are_spaced_by_the_group_size_so_that_no_two_completions_share_a_seed():

@@ -8,40 +8,26 @@ from pathlib import Path
 
 import pytest
 from run_folders import tiny
-from run_processes import Nursery
+from warm_python import WarmPython
+
+from rlft import cli
+from rlft.system.process import launcher
+from rlft.system.process.launcher import LocalProcesses
 
 
 @pytest.fixture(scope="session")
-def quiet(forks: Nursery) -> Nursery:
-    """Where runs go undisturbed."""
-    return forks
+def undisturbed_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of the run that these words give, with every checkpoint; the same words run once.
 
-
-@pytest.fixture(scope="session")
-def rough() -> Iterator[Nursery]:
-    """Where runs are killed and resumed."""
-    nursery = Nursery(hash_seed=2)
-    yield nursery
-    nursery.close()
-
-
-@pytest.fixture(scope="session")
-def two_steps() -> tuple[str, ...]:
-    """Two steps, each saved, and enough held-out completions to tell the runs of a sweep apart."""
-    keys = tiny("steps=2", "checkpoint.every=1", "data.held_out_size=16", "eval.num_prompts=16", "eval.num_samples=2")
-    return tuple(key for key in keys[1:] if not key.startswith("eval.every="))
-
-
-@pytest.fixture(scope="session")
-def undisturbed_of(quiet: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of the run that these words give, with every checkpoint; the same words run once."""
+    It is made in this process, whose hashes are not those of `forks`, where runs are killed and resumed.
+    """
 
     @functools.cache
     def folder(*words: str) -> Path:
-        place = tmp_path_factory.mktemp("undisturbed")
+        run = tmp_path_factory.mktemp("undisturbed") / "run"
         keep = () if words[0] == "sample" else ("checkpoint.every=1", "checkpoint.keep=99")
-        quiet.run(*words, *keep, "hydra.run.dir=run", cwd=place, ends=0)
-        return place / "run"
+        assert cli.run([*words, *keep, f"hydra.run.dir={run}"]) == 0
+        return run
 
     return folder
 
@@ -50,6 +36,19 @@ def undisturbed_of(quiet: Nursery, tmp_path_factory: pytest.TempPathFactory) -> 
 def undisturbed(undisturbed_of: Callable[..., Path]) -> Path:
     """The run of TINY, with every checkpoint."""
     return undisturbed_of(*tiny())
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    warm = WarmPython()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture
+def warm_workers(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and engines of runs in this process are forked from one that has imported torch."""
+    monkeypatch.setattr(launcher, "LocalProcesses", functools.partial(LocalProcesses, start=warm_python.start))
 
 
 VARIED = """

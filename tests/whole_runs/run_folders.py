@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from run_processes import Nursery
+from rlft import cli
 
 KILLED = -9
 MEASURED = ("time/", "memory/")
@@ -48,6 +49,14 @@ def tiny(*keys: str) -> tuple[str, ...]:
     return "train", *(key for key in TINY if not key.startswith(given)), *keys
 
 
+CONVERSATIONS = tiny(
+    "generation.transformers.batch_size=4", "environment=game", "environment.workers=1", "environment.turn_tokens=8",
+    "environment.factory=conversation_tools.Letters",
+)  # fmt: skip
+"""Engines in other processes have the workers of their own environment beside them."""
+_SWEPT = tiny("steps=2", "data.held_out_size=16", "eval.num_prompts=16", "eval.num_samples=2")
+SWEPT = tuple(key for key in _SWEPT if not key.startswith("eval.every="))
+"""Of two steps, and enough held-out completions to tell the runs of a sweep apart."""
 RANKS = tiny(
     "steps=2", "cluster.lanes=4", "checkpoint.on_signal=now", "dynamic_sampling.max_rounds=1", "minibatches=3",
     "eval.every=0", "curriculum.running=true",
@@ -153,7 +162,11 @@ def learned(folder: Path) -> bool:
     return sum(norm > 0 for norm in norms) >= len(norms) - 1 and len(set(weights)) >= len(weights) - 1
 
 
-def check_resumed(nursery: Nursery, place: Path, undisturbed: Path) -> None:
-    """Resumed to its end, the run there is the undisturbed one."""
-    nursery.run("resume", "run", cwd=place, ends=0)
-    check_same(place / "run", undisturbed)
+def check_goes_on(place: Path, words: Sequence[str], halt: int, steps: int, *resumed: str) -> Path:
+    """In this process: a run that ends after `halt` steps and goes on is that of all steps, whose folder is given."""
+    whole, halted = place / "whole", place / "halted"
+    assert cli.run([*words, f"steps={steps}", f"hydra.run.dir={whole}"]) == 0
+    assert cli.run([*words, f"steps={halt}", f"hydra.run.dir={halted}"]) == 0
+    assert cli.run(["resume", str(halted), f"steps={steps}", *resumed]) == 0
+    check_same(halted, whole)
+    return whole

@@ -70,6 +70,7 @@ class Disturbed:
 
 # Four buckets of 1 MiB hold the weights: one is killed in the middle of a publish, one while it samples.
 @pytest.mark.parametrize(("publish", "unit"), [((2, 1), None), slow(None, 11)], ids=["in a publish", "sampling"])
+@pytest.mark.usefixtures("warm_workers")
 def test_an_engine_in_another_process_that_is_killed_changes_no_bit(
     publish: tuple[int, int] | None, unit: int | None, by_one_process: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -120,16 +121,13 @@ def test_a_sequence_classifier_scores_it_since_it_stands_on_no_base(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     classifier = classifier_folder(tmp_path / "classifier")
-    words = ("+recipe=grpo_arithmetic", *ALL_WEIGHTS, "reward=learned", f"reward.learned.path={classifier}", "steps=1")
-    assert cli.run(["plan", "train", *words, "--json"]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory"]["as_planned"]
-    [counted] = [part["bytes"] for part in memory if part["part"] == "learned rewards"]
-    size = (classifier / "model.safetensors").stat().st_size
-    assert counted == size
-    of_sft = ("+recipe=sft_arithmetic", "lora=null", *words[-3:-1], "model.device=cpu", "--json")
-    assert cli.run(["plan", "sft", *of_sft]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory"]["as_planned"]
-    assert [part["bytes"] for part in memory if part["part"] == "learned rewards"] == [size]
+    learned = ("reward=learned", f"reward.learned.path={classifier}")
+    words = ("+recipe=grpo_arithmetic", *ALL_WEIGHTS, *learned, "steps=1")
+    for planned in (("train", *words), ("sft", "+recipe=sft_arithmetic", "lora=null", *learned, "model.device=cpu")):
+        assert cli.run(["plan", *planned, "--json"]) == 0
+        memory = json.loads(capsys.readouterr().out)["memory"]["as_planned"]
+        counted = [part["bytes"] for part in memory if part["part"] == "learned rewards"]
+        assert counted == [(classifier / "model.safetensors").stat().st_size]
     folder = tmp_path / "run"
     assert cli.run(["train", *words, "eval.every=1", f"hydra.run.dir={folder}"]) == 0
     [step] = metrics(folder)

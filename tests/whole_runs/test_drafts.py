@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from run_folders import chain, check_same, metrics, rollouts, tiny
-from test_engines_apart import CONVERSATIONS
+from run_folders import CONVERSATIONS, chain, check_same, metrics, rollouts, tiny
+from slow_cases import slow
 
 from rlft import cli
 
@@ -30,30 +30,28 @@ def said(folder: Path) -> list[tuple[str, Sequence[int], Sequence[float]]]:
     "words",
     [
         ("dynamic_sampling.max_rounds=1",),
-        pytest.param(("overlap.lag=1", "algorithm.mismatch=token_truncate"), marks=pytest.mark.slow),
-        pytest.param(CONVERSATIONS, marks=pytest.mark.slow),
+        slow(("overlap.lag=1", "algorithm.mismatch=token_truncate")),
+        slow(tuple(word for word in CONVERSATIONS if word.startswith("environment"))),
     ],
     ids=["plain", "sampled ahead", "conversations"],
 )
 def test_a_run_with_drafts_says_the_same_and_resumes_exactly(tmp_path: Path, words: tuple[str, ...]) -> None:
-    plain = trained(tmp_path / "plain", *words, "steps=4")
-    drafted = trained(tmp_path / "drafted", *words, *DRAFTS, "steps=4", "eval.every=1")
+    plain = trained(tmp_path / "plain", *words, "steps=3")
+    drafted = trained(tmp_path / "drafted", *words, *DRAFTS, "steps=3", "eval.every=1")
     for one, other in zip(said(plain), said(drafted), strict=True):
         assert one[:2] == other[:2]
         assert one[2] == pytest.approx(other[2], abs=1e-5, rel=1e-5)
     assert said(plain) != said(drafted), "the last bits follow the width of a pass"
     numbers = [(line["drafts/accepted_share"], line["drafts/tokens_per_pass"]) for line in metrics(drafted)[1:]]
-    assert len(numbers) == 3, "before the first step there is nothing to draft from"
+    assert len(numbers) == 2, "before the first step there is nothing to draft from"
     assert all(0 < share < 1 < tokens for share, tokens in numbers)
     halted = trained(tmp_path / "halted", *words, *DRAFTS, "steps=2", "eval.every=1")
-    assert cli.run(["resume", str(halted), "steps=4"]) == 0
+    assert cli.run(["resume", str(halted), "steps=3"]) == 0
     assert metrics(halted) == metrics(drafted)
     assert rollouts(halted) == rollouts(drafted)
     assert chain(halted) == chain(drafted)
-    assert cli.run(["resume", str(halted / "checkpoints" / "step_000002"), f"hydra.run.dir={tmp_path / 'fork'}"]) == 0
-    check_same(tmp_path / "fork", halted)
     # With a lag this one holds completions that were sampled ahead.
     assert cli.run(["resume", str(drafted / "checkpoints" / "step_000002"), f"hydra.run.dir={tmp_path / 'ahead'}"]) == 0
     check_same(tmp_path / "ahead", drafted)
-    other = trained(tmp_path / "other", *words, *DRAFTS, "steps=4", "eval.every=0")
+    other = trained(tmp_path / "other", *words, *DRAFTS, "steps=3", "eval.every=0")
     assert rollouts(other) == rollouts(drafted), "training does not depend on evaluations"

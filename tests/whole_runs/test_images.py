@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import vision_folders
-from run_folders import IMAGES, check_same, learned
+from run_folders import IMAGES, check_goes_on, check_same, learned
 from slow_cases import slow
 
 from rlft import cli
@@ -41,15 +41,11 @@ def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
 def test_models_that_read_images_both_ways_learn_and_resume(kind: str, tmp_path: Path) -> None:
     model = vision_folders.folder_of(tmp_path / kind, kind)
     words = (*WORDS, f"model.path={model}", "prompts.max_tokens=128", *REPETITION)
-    whole, halted = tmp_path / "whole", tmp_path / "halted"
-    assert cli.run([*words, "steps=3", f"hydra.run.dir={whole}"]) == 0
-    assert learned(whole)
-    assert cli.run([*words, "steps=2", f"hydra.run.dir={halted}"]) == 0
-    assert cli.run(["resume", str(halted), "steps=3"]) == 0
-    check_same(halted, whole)
+    assert learned(check_goes_on(tmp_path, words, 2, 3))
 
 
 @pytest.mark.parametrize("kind", [None, slow("qwen3_vl"), slow("gemma3")])
+@pytest.mark.usefixtures("warm_workers")
 def test_ranks_and_engines_in_other_processes_give_the_same_run(kind: str | None, tmp_path: Path) -> None:
     """Ranks get the vectors of images that rank 0 has read, engines read them again."""
     words = (*WORDS, "steps=2", "cluster.lanes=2")

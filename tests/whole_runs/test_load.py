@@ -92,12 +92,10 @@ def test_memory_and_open_files_of_every_process_stay_flat_and_no_temporary_file_
     with rater() as url:
         rewards = ["reward=[exact_match,code,http]", f"reward.http.url={url}", "reward.code.tests_field=tests"]
         rewards += ["reward.code.program_in=text", "reward.code.seconds=20", "console=null"]
-        variables = {
-            "TMPDIR": str(temporary),
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),
-            "OMP_NUM_THREADS": "1",
-        }
-        run = start_fresh(*small(tmp_path, url, *rewards), cwd=tmp_path, variables=variables)
+        variables = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")}
+        run = start_fresh(
+            *small(tmp_path, url, *rewards), cwd=tmp_path, variables={**variables, "OMP_NUM_THREADS": "1"}
+        )
         found, roles = watched(run, tmp_path)
     assert found.keys() >= {MAIN, WORKER}
     assert SANDBOX in roles
@@ -183,17 +181,20 @@ LONG = {
 QUICK_S = 8.0
 
 
+def group_of(text: str) -> Group:
+    prompt = Prompt(id="p", messages=({"role": "user", "content": "What is 1 + 1?"},), answer="2")
+    said = Completion(text=text, token_ids=(1,), logprobs=(-1.0,), finish_reason=FinishReason.length)
+    return Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),))
+
+
 @pytest.mark.parametrize(
     "name", ["exact_match", "math", *map(slow, ["format", "length", "cosine", "repetition", "equations"])]
 )
 def test_completions_of_a_megabyte_are_scored_within_seconds(name: str) -> None:
     reward = load(list(specs(compose([f"reward=[{name}]"])["reward"]).values()))[name]
     assert not isinstance(reward, Failure)
-    prompt = Prompt(id="p", messages=({"role": "user", "content": "What is 1 + 1?"},), answer="2")
     for kind, text in LONG.items():
-        said = Completion(text=text, token_ids=(1,), logprobs=(-1.0,), finish_reason=FinishReason.length)
-        group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),))
-        outcome = score(reward, group, QUICK_S, [0, 0])
+        outcome = score(reward, group_of(text), QUICK_S, [0, 0])
         assert not isinstance(outcome, Failure), f"{kind}: {outcome.problem[:200]}"
 
 
@@ -201,10 +202,7 @@ def test_an_error_that_quotes_its_completion_is_told_in_few_words() -> None:
     def raising(group: Group) -> list[float]:
         raise ValueError(group.rollouts[0].completion.text)
 
-    said = Completion(text="x" * 10**7, token_ids=(1,), logprobs=(-1.0,), finish_reason=FinishReason.stop)
-    prompt = Prompt(id="p", messages=(), answer="")
-    group = Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),))
-    failure = score(Loaded(reward=raising, scores_steps=False), group, QUICK_S, [0, 0])
+    failure = score(Loaded(reward=raising, scores_steps=False), group_of("x" * 10**7), QUICK_S, [0, 0])
     assert isinstance(failure, Failure)
     assert len(failure.problem) == MAX_PROBLEM
     assert len(failure.traceback) < MAX_TRACEBACK + 100

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from run_folders import check_same, metrics
+from run_folders import SWEPT, check_same, metrics
 from run_processes import Nursery
 
 CHOSEN = ("sweep=optuna", "sweep.trials=3", "sweep.seeds=2", "sweep.pruner=median", "sweep.startup=1", "sweep.seed=22",
@@ -33,21 +33,19 @@ def all_steps(sweep: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(
-    two_steps: tuple[str, ...], quiet: Nursery, rough: Nursery, tmp_path: Path
-) -> None:
+def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(forks: Nursery, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    words = ("train", "-m", *two_steps, "eval.every=1", *SPACE, *CHOSEN)
-    done = quiet.run(*words, cwd=whole)
+    words = ("train", "-m", *SWEPT[1:], "checkpoint.every=1", "eval.every=1", *SPACE, *CHOSEN)
+    done = forks.run(*words, cwd=whole)
     assert done.code == 0, done.err
     assert "sweep of 3 trials, best accuracy first" in done.out
 
     kill = {"at": "rlft.loop.session:Session.sample", "call": 2, "do": "kill"}  # in trial 0, with its first step saved
-    assert rough.run(*words, cwd=killed, events=[kill]).code == -9
+    assert forks.run(*words, cwd=killed, events=[kill]).code == -9
     assert steps_done(killed / "sweep") == [1, 0, 0]
     ctrl_c = {"at": "rlft.trainer.optimizer:Optimizer.update", "call": 4, "do": "interrupt"}  # in trial 1's first step
-    done = rough.run("resume", "sweep", cwd=killed, events=[ctrl_c])
+    done = forks.run("resume", "sweep", cwd=killed, events=[ctrl_c])
     assert done.code == 130, done.err
     assert "sweep of 3 trials, 0 done" in done.err
     assert "resume the sweep with: rlft resume sweep" in done.err
@@ -56,7 +54,7 @@ def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(
     saved = all_steps(killed / "sweep")
     seen = tmp_path / "seen"
     look = {"at": "rlft.loop.session:Session.sample", "do": "note", "to": str(seen)}
-    done = rough.run("resume", "sweep", cwd=killed, events=[look])
+    done = forks.run("resume", "sweep", cwd=killed, events=[look])
     assert done.code == 0, done.err
     assert table(killed / "sweep") == table(whole / "sweep")
     sampled = len(seen.read_text().splitlines()) if seen.exists() else 0
@@ -74,16 +72,16 @@ def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(
         else:
             assert json.loads((whole / runs[0] / "status.json").read_text())["error"] == "PrunedError"
 
-    done = rough.run("resume", "sweep", cwd=killed)
+    done = forks.run("resume", "sweep", cwd=killed)
     assert (done.code, "sweep.trials: the sweep has all its trials, got 3" in done.err) == (2, True), done.err
-    done = rough.run("resume", "sweep", "trainer.lr=1e-3", cwd=killed)
+    done = forks.run("resume", "sweep", "trainer.lr=1e-3", cwd=killed)
     assert (done.code, "trainer.lr: cannot change when a sweep is resumed" in done.err) == (2, True), done.err
     others = [word.replace("1e-3,1e-1", "1e-4,1e-1") for word in words]
-    done = rough.run(*others, cwd=killed)
+    done = forks.run(*others, cwd=killed)
     assert done.code == 2
     assert "trainer.lr: differs from that of the sweep in sweep, interval(1e-3,1e-1)" in done.err
 
-    done = rough.run("resume", "sweep", "sweep.trials=5", "cluster.jobs=2", cwd=killed)
+    done = forks.run("resume", "sweep", "sweep.trials=5", "cluster.jobs=2", cwd=killed)
     assert done.code == 0, done.err
     longer = {row["trial"]: row for row in table(killed / "sweep")}
     assert sorted(longer) == ["0", "1", "2", "3", "4"]
@@ -93,11 +91,11 @@ def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(
 
 
 @pytest.mark.slow
-def test_a_study_of_preferences_looks_for_the_lowest_loss(quiet: Nursery, tmp_path: Path) -> None:
+def test_a_study_of_preferences_looks_for_the_lowest_loss(forks: Nursery, tmp_path: Path) -> None:
     keys = ("preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "steps=2", "eval.every=2",
             "rankings_per_step=4", "eval.num_rankings=8", "lora.rank=2", "model.device=cpu")  # fmt: skip
     chosen = ("sweep=optuna", "sweep.sampler=grid", "sweep.metric=eval/loss", "hydra.sweep.dir=sweep")
-    done = quiet.run("dpo", "-m", *keys, "trainer.lr=1e-6,1e-2", *chosen, cwd=tmp_path)
+    done = forks.run("dpo", "-m", *keys, "trainer.lr=1e-6,1e-2", *chosen, cwd=tmp_path)
     assert done.code == 0, done.err
     rows = table(tmp_path / "sweep")
     for row in rows:

@@ -8,28 +8,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_folders import check_same, learned, metrics
+from run_folders import SWEPT, check_same, learned, metrics
 from run_processes import Ended, Nursery
 
 RATES, SEEDS = ("0.001", "0.003"), ("0", "1")
 JOBS = [(rate, seed) for rate in RATES for seed in SEEDS]  # in Hydra's order
-SWEEP = (f"trainer.lr={','.join(RATES)}", f"seed={','.join(SEEDS)}", "hydra.sweep.dir=sweep")
+SWEEP = (
+    "train", "-m", *SWEPT[1:], "checkpoint.every=1", f"trainer.lr={','.join(RATES)}", f"seed={','.join(SEEDS)}",
+    "hydra.sweep.dir=sweep",
+)  # fmt: skip
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
 BASE = "transformers:AutoModelForCausalLM.from_pretrained"
 
 
-@pytest.fixture(scope="module")
-def alone(two_steps: tuple[str, ...], quiet: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Gives the folder of a job that was run by itself in a process of its own."""
-    place = tmp_path_factory.mktemp("alone")
+@pytest.fixture
+def alone(undisturbed_of: Callable[..., Path]) -> Callable[[int], Path]:
+    """Gives the folder of a job that was run by itself."""
 
     def folder(number: int) -> Path:
-        if not (place / str(number)).exists():
-            rate, seed = JOBS[number]
-            job = (f"trainer.lr={rate}", f"seed={seed}", f"hydra.run.dir={number}")
-            quiet.run("train", *two_steps, *job, cwd=place, ends=0)
-        assert learned(place / str(number))
-        return place / str(number)
+        rate, seed = JOBS[number]
+        run = undisturbed_of(*SWEPT, f"trainer.lr={rate}", f"seed={seed}")
+        assert learned(run)
+        return run
 
     return folder
 
@@ -53,38 +53,18 @@ def check_table(folder: Path, done: Ended) -> None:
     assert "written to sweep/sweep.csv" in done.out
 
 
-@pytest.mark.slow
-def test_jobs_share_one_base_in_one_process_and_each_is_as_if_alone(
-    two_steps: tuple[str, ...], alone: Callable[..., Path], rough: Nursery, tmp_path: Path
-) -> None:
-    seen = tmp_path / "seen"
-    look = {"at": BASE, "do": "note", "to": str(seen)}
-    done = rough.run("train", "-m", *two_steps, *SWEEP, cwd=tmp_path, events=[look])
-    assert done.code == 0, done.err
-    assert len(seen.read_text().splitlines()) == 1, "the base was loaded once"
-    folders = [tmp_path / "sweep" / str(number) for number in range(len(JOBS))]
-    for number, folder in enumerate(folders):
-        check_same(folder, alone(number))
-    check_table(tmp_path / "sweep", done)
-    assert len({accuracy(folder) for folder in folders}) > 1, "the order is one by accuracy, not by number"
-
-
-def accuracy(folder: Path) -> float:
-    return json.loads((folder / "eval.jsonl").read_text().splitlines()[-1])["accuracy"]
-
-
 def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is_repeated(
-    two_steps: tuple[str, ...], alone: Callable[..., Path], rough: Nursery, tmp_path: Path
+    alone: Callable[[int], Path], forks: Nursery, tmp_path: Path
 ) -> None:
-    words, sweep = ("train", "-m", *two_steps, *SWEEP), tmp_path / "sweep"
+    sweep = tmp_path / "sweep"
     kill = {"at": "rlft.loop.session:Session.sample", "call": 4, "do": "kill"}  # in job 1, with its first step saved
-    assert rough.run(*words, cwd=tmp_path, events=[kill]).code == -9
+    assert forks.run(*SWEEP, cwd=tmp_path, events=[kill]).code == -9
     assert steps_done(sweep) == [2, 1]
     first = (sweep / "0" / "metrics.jsonl").read_bytes()
 
     fail = {"at": UPDATE, "call": 2, "do": "fail"}  # job 1 lacks one, so: in job 2's first step
     ctrl_c = {"at": UPDATE, "call": 3, "do": "interrupt"}  # in job 3's first step
-    done = rough.run(*words, cwd=tmp_path, events=[fail, ctrl_c])
+    done = forks.run(*SWEEP, cwd=tmp_path, events=[fail, ctrl_c])
     assert done.code == 130, done.err
     failure = "job 2 failed: RuntimeError: this failure was planted; its traceback is in sweep/2/error.txt"
     assert failure in done.err
@@ -92,14 +72,15 @@ def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is
     assert "sweep of 4 jobs" in done.out, "the table is told whatever became of the jobs"
     assert steps_done(sweep) == [2, 2, 0, 1]
 
-    seen = tmp_path / "seen"
+    seen, loaded = tmp_path / "seen", tmp_path / "loaded"
     look = {"at": "rlft.loop.session:Session.sample", "do": "note", "to": str(seen)}
-    done = rough.run(*words, cwd=tmp_path, events=[look])
+    done = forks.run(*SWEEP, cwd=tmp_path, events=[look, {"at": BASE, "do": "note", "to": str(loaded)}])
     assert done.code == 0, done.err
     assert [f"job {n} is finished already: sweep/{n}" in done.out for n in range(4)] == [True, True, False, False]
     assert len(seen.read_text().splitlines()) == 2 + 1, "both steps of job 2, and the one that job 3 lacked"
+    assert len(loaded.read_text().splitlines()) == 1, "the jobs share one base"
     assert (sweep / "0" / "metrics.jsonl").read_bytes() == first, "times included: nothing was done again"
-    for number in (1, 2, 3):  # what was killed, failed and was interrupted; job 0 has not changed
+    for number in range(len(JOBS)):
         check_same(sweep / str(number), alone(number))
     check_table(sweep, done)
 

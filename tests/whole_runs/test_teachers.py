@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import check_same, learned, metrics
+from run_folders import check_goes_on, check_same, learned, metrics
 from slow_cases import slow
 
 from rlft import cli
@@ -107,15 +107,11 @@ def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(
     """No reward counts. At the first step the policy is the base: with the same prompt both agree to rounding."""
     hint = 'snapshot.teacher_hint="The answer is {answer}."'
     words = (*OPD, *beside, "snapshot.teacher=base", "prompts.max_tokens=64", "token_budget=1024", "lora.dropout=0.1")
-    run, halted, bare = (tmp_path / name for name in ("run", "halted", "bare"))
-    assert cli.run([*words, hint, "steps=2", f"hydra.run.dir={run}"]) == 0
-    assert cli.run([*words, hint, "steps=1", f"hydra.run.dir={halted}"]) == 0
-    assert cli.run(["resume", str(halted), "steps=2"]) == 0
-    check_same(halted, run)
+    run = check_goes_on(tmp_path, (*words, hint), 1, 2)
     assert learned(run)
     assert all(step["kl/teacher"] > 1e-4 for step in metrics(run))
-    assert cli.run([*words, "algorithm.reward_coef=1", "steps=1", f"hydra.run.dir={bare}"]) == 0
-    assert metrics(bare)[0]["kl/teacher"] < 1e-10
+    assert cli.run([*words, "algorithm.reward_coef=1", "steps=1", f"hydra.run.dir={tmp_path / 'bare'}"]) == 0
+    assert metrics(tmp_path / "bare")[0]["kl/teacher"] < 1e-10
 
 
 def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path) -> None:
@@ -168,12 +164,8 @@ def test_a_run_with_a_teacher_in_vllm_resumes_as_the_same_run_and_learns_what_a_
         *OPD, "snapshot.teacher=embedded:tiny-arithmetic", "model.path=embedded:tiny-student", "token_budget=512",
         "algorithm.teacher_in=loss", "algorithm.top_k=4", "algorithm.reward_coef=1.0", "prompts.max_tokens=48",
     )  # fmt: skip
-    vllm = "snapshot.teacher_engine=vllm"
-    run, halted, loaded = (tmp_path / name for name in ("run", "halted", "loaded"))
-    assert cli.run([*words, vllm, "steps=2", f"hydra.run.dir={run}"]) == 0
-    assert cli.run([*words, vllm, "steps=1", f"hydra.run.dir={halted}"]) == 0
-    assert cli.run(["resume", str(halted), "steps=2", "snapshot.teacher_gpu_memory_utilization=0.2"]) == 0
-    check_same(halted, run)
+    again = "snapshot.teacher_gpu_memory_utilization=0.2"
+    run, loaded = check_goes_on(tmp_path, (*words, "snapshot.teacher_engine=vllm"), 1, 2, again), tmp_path / "loaded"
     assert cli.run([*words, "steps=1", f"hydra.run.dir={loaded}"]) == 0
     (first, _), [same] = metrics(run), metrics(loaded)
     assert first.keys() == same.keys()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from in_one_test import each
+from slow_cases import slow_but
 
 from rlft.system import interrupt
 from rlft.system.sandbox import bubblewrap
@@ -68,36 +70,7 @@ def test_the_isolation_that_is_active_is_found_by_trying_it():
     assert what.startswith("isolated by bubblewrap ")
 
 
-@pytest.mark.parametrize("isolation", POSSIBLE)
-def test_a_script_reads_stdin_and_prints(isolation):
-    result = ran("print(int(input()) + 1)", isolation, stdin="41\n")
-    assert (result.stdout, result.exit_code, result.reason) == ("42\n", 0, Reason.exited)
-
-
-@pytest.mark.parametrize("isolation", POSSIBLE)
-def test_a_script_has_the_standard_library_and_its_arguments_but_not_our_packages(isolation):
-    script = "import sys, json, decimal, ctypes\nprint(sys.argv[1:])\nimport psutil"
-    result = ran(script, isolation, ["a b", "c"])
-    assert result.stdout == "['a b', 'c']\n"
-    assert result.exit_code == 1
-
-
-def test_exit_codes_and_signals_are_told():
-    assert ran("raise SystemExit(3)").exit_code == 3
-    # bubblewrap gives 128 + the signal's number, as a shell does.
-    assert ran("import os; os.abort()").exit_code == 128 + signal.SIGABRT
-
-
-@pytest.mark.parametrize("isolation", ISOLATED)
-@pytest.mark.parametrize("target", ["os.getppid()", "1", "-1", "0"])
-def test_a_script_that_kills_its_parent_or_all_it_sees_hurts_only_itself(target, isolation):
-    ran(f"import os, signal\nos.kill({target}, signal.SIGKILL)\nprint('alive')", isolation)
-    assert ran("print('fine')", isolation).stdout == "fine\n"
-
-
-@pytest.mark.parametrize("isolation", ISOLATED)
-def test_only_the_temporary_folder_can_be_written_to(isolation):
-    script = """
+WRITABLE = """
 import os
 def writable(folder):
     try:
@@ -109,15 +82,63 @@ folders = ["/", *("/" + name for name in os.listdir("/"))]
 folders += [f"{path}/{name}" for path in folders[1:] for name in os.listdir(path)]
 print([path for path in folders if writable(path)])
 """
-    assert ran(script, isolation).stdout == "['/tmp']\n"
+PRIVILEGES = """
+import ctypes, os
+print(os.getuid() == 0, os.getgroups() == [0])
+print(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))  # PR_GET_NO_NEW_PRIVS
+print(ctypes.CDLL(None).mount(b"none", b"/tmp", b"tmpfs", 0, None))
+"""
+FILES = """
+import os
+print(os.listdir("."))
+try:
+    for i in range(8):
+        open(f"/tmp/{i}", "wb").write(bytes(2**20))
+except OSError as error:
+    print(i, error.strerror)
+"""
+MEMORY = "try:\n    print(len(bytearray(int(input()))))\nexcept MemoryError:\n    print('too much')"
+VISIBLE = """
+import os
+names = {*os.listdir("/"), *os.listdir("/dev")}
+print(*sorted(name for name in names if not name.startswith("lib")))
+"""
+LIBRARY = "import sys, json, decimal, ctypes\nprint(sys.argv[1:])\nimport psutil"
+FULL = "print('x' * (2 ** 20 - 1 + int(input())))"
+SCRIPTS = [
+    # script, isolations, what is said to it or its limits, what it prints, exit code, reason
+    ("print(int(input()) + 1)", POSSIBLE, {"stdin": "41\n"}, "42\n", 0, Reason.exited),
+    # The standard library and its arguments, but not our packages.
+    (LIBRARY, POSSIBLE, {"arguments": ["a b", "c"]}, "['a b', 'c']\n", 1, Reason.exited),
+    ("raise SystemExit(3)", [ACTIVE], {}, "", 3, Reason.exited),
+    # bubblewrap gives 128 + the signal's number, as a shell does.
+    ("import os; os.abort()", [ACTIVE], {}, "", 128 + signal.SIGABRT, Reason.exited),
+    (WRITABLE, ISOLATED, {}, "['/tmp']\n", 0, Reason.exited),
+    (VISIBLE, ISOLATED, {}, "bin dev files null python tmp urandom usr zero\n", 0, Reason.exited),
+    (PRIVILEGES, ISOLATED, {}, "False False\n1\n-1\n", 0, Reason.exited),
+    (FILES, ISOLATED, {}, "[]\n4 No space left on device\n", 0, Reason.exited),
+    (FILES, ISOLATED, {}, "[]\n4 No space left on device\n", 0, Reason.exited),  # which was empty again
+    (MEMORY, POSSIBLE, {"stdin": str(10 * 2**30)}, "too much\n", 0, Reason.exited),
+    # 300 MiB do not fit into 256 MiB, and do into 512 MiB.
+    (MEMORY, POSSIBLE, {"stdin": str(300 * MEBI)}, "too much\n", 0, Reason.exited),
+    (MEMORY, POSSIBLE, {"stdin": str(300 * MEBI), "memory_bytes": 512 * MEBI}, f"{300 * MEBI}\n", 0, Reason.exited),
+    (FULL, [ACTIVE], {"stdin": "0"}, "x" * (MEBI - 1) + "\n", 0, Reason.exited),
+    (FULL, [ACTIVE], {"stdin": "1"}, "x" * MEBI, None, Reason.output),
+]  # fmt: skip
+
+
+@each(("script", "isolations", "given", "printed", "exit_code", "reason"), SCRIPTS)
+def test_what_a_script_sees_may_do_and_leaves(script, isolations, given, printed, exit_code, reason):
+    for isolation in isolations:
+        result = ran(script, isolation, **given)
+        assert (result.stdout, result.exit_code, result.reason) == (printed, exit_code, reason), isolation
 
 
 @pytest.mark.parametrize("isolation", ISOLATED)
-def test_nothing_but_python_and_the_systems_libraries_can_be_seen(isolation):
-    result = ran("import os; print(*sorted(os.listdir('/')), *os.listdir('/dev'), sep=' ')", isolation)
-    seen = set(result.stdout.split())
-    expected = {"bin", "dev", "files", "python", "tmp", "usr", "null", "urandom", "zero"}
-    assert {name for name in seen if not name.startswith("lib")} == expected
+def test_a_script_that_kills_its_parent_or_all_it_sees_hurts_only_itself(isolation):
+    for target in ("os.getppid()", "1", "-1", "0"):
+        ran(f"import os, signal\nos.kill({target}, signal.SIGKILL)\nprint('alive')", isolation)
+    assert ran("print('fine')", isolation).stdout == "fine\n"
 
 
 @pytest.mark.parametrize("isolation", ISOLATED)
@@ -143,17 +164,6 @@ def test_the_environment_is_empty(isolation, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "the secret")
     names = ran("import os; print(*sorted(os.environ))", isolation).stdout.split()
     assert set(names) <= {"HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PWD"}
-
-
-@pytest.mark.parametrize("isolation", ISOLATED)
-def test_a_script_has_no_privileges(isolation):
-    script = """
-import ctypes, os
-print(os.getuid() == 0, os.getgroups() == [0])
-print(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))  # PR_GET_NO_NEW_PRIVS
-print(ctypes.CDLL(None).mount(b"none", b"/tmp", b"tmpfs", 0, None))
-"""
-    assert ran(script, isolation).stdout == "False False\n1\n-1\n"
 
 
 FORKS = """
@@ -198,15 +208,6 @@ def test_a_fork_bomb_ends_with_its_deadline(token):
     assert die_out(token)
 
 
-@pytest.mark.parametrize("isolation", POSSIBLE)
-def test_memory_is_limited(isolation):
-    script = "try:\n    print(len(bytearray(int(input()))))\nexcept MemoryError:\n    print('too much')"
-    assert ran(script, isolation, stdin=str(10 * 2**30)).stdout == "too much\n"
-    # 300 MiB do not fit into 256 MiB, and do into 512 MiB.
-    assert ran(script, isolation, stdin=str(300 * MEBI)).stdout == "too much\n"
-    assert ran(script, isolation, stdin=str(300 * MEBI), memory_bytes=512 * MEBI).stdout == f"{300 * MEBI}\n"
-
-
 def test_no_program_holds_more_shared_memory_than_all_its_limits_together():
     script = """
 import ctypes, sys
@@ -236,17 +237,11 @@ def test_endless_output_is_cut_off(isolation, token):
     assert die_out(token)
 
 
-def test_output_of_just_the_limit_is_no_fault():
-    script = "print('x' * (2 ** 20 - 1 + int(input())))"
-    assert ran(script, stdin="0").reason is Reason.exited
-    assert ran(script, stdin="1").reason is Reason.output
-
-
 def test_endless_complaints_go_nowhere():
     assert ran("import sys\nwhile True: sys.stderr.write('x' * 1000)", seconds=0.5).reason is Reason.deadline
 
 
-@pytest.mark.parametrize("isolation", POSSIBLE)
+@pytest.mark.parametrize("isolation", slow_but(ACTIVE, POSSIBLE))
 @pytest.mark.parametrize("script", ["import time; time.sleep(1e9)", "while True: pass", "import os; os.close(1)\nX"])
 def test_a_script_that_never_ends_is_ended(script, isolation, token):
     script = script.replace("X", "while True: pass")
@@ -256,7 +251,7 @@ def test_a_script_that_never_ends_is_ended(script, isolation, token):
     assert die_out(token)
 
 
-@pytest.mark.parametrize("isolation", POSSIBLE)
+@pytest.mark.parametrize("isolation", slow_but(ACTIVE, POSSIBLE))
 def test_cpu_time_is_limited(isolation):
     result = ran("while True: pass", isolation, cpu_seconds=1)
     assert result.reason is Reason.exited
@@ -312,28 +307,6 @@ run({{"script.py": script}}, ["script.py", "{token}"], limits, Isolation.{isolat
         process.wait()
 
 
-@pytest.mark.parametrize("isolation", ISOLATED)
-def test_a_script_dies_with_a_caller_that_is_killed(isolation, token, tmp_path):
-    with killed_caller(isolation, token, tmp_path):
-        pass
-    assert die_out(token)
-
-
-@pytest.mark.parametrize("isolation", ISOLATED)
-def test_the_temporary_folder_is_limited_in_all_and_empty_each_time(isolation):
-    script = """
-import os
-print(os.listdir("."))
-try:
-    for i in range(8):
-        open(f"/tmp/{i}", "wb").write(bytes(2**20))
-except OSError as error:
-    print(i, error.strerror)
-"""
-    for _ in range(2):
-        assert ran(script, isolation).stdout == "[]\n4 No space left on device\n"
-
-
 def test_nothing_is_left_in_the_hosts_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(bubblewrap.tempfile, "tempdir", str(tmp_path))
     for isolation in POSSIBLE:
@@ -346,6 +319,7 @@ def test_a_killed_caller_leaves_nothing_that_the_next_start_does_not_remove(isol
     with killed_caller(isolation, token, tmp_path):
         # A script's files are in its sandbox's own memory; in a folder only where nothing isolates it.
         assert len(list(tmp_path.iterdir())) == (isolation is Isolation.none)
+    assert isolation is Isolation.none or die_out(token), "the script dies with its caller"
     assert len(list(tmp_path.iterdir())) == (isolation is Isolation.none)
     monkeypatch.setattr(bubblewrap.tempfile, "tempdir", str(tmp_path))
     available.cache_clear()
@@ -408,16 +382,17 @@ def test_a_trial_that_a_signal_to_the_job_may_have_ended_is_repeated(monkeypatch
     assert available()[0] is not Isolation.none
 
 
+FORBIDDEN = "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+
+
 @pytest.mark.usefixtures("fresh_look")
-def test_without_bubblewrap_nothing_isolates(monkeypatch):
+def test_without_bubblewrap_or_with_one_that_may_do_nothing_nothing_isolates(monkeypatch, tmp_path):
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: None)
     assert available() == (Isolation.none, "bubblewrap is not installed")
-
-
-@pytest.mark.usefixtures("fresh_look")
-def test_a_bubblewrap_that_may_do_nothing_does_not_isolate(monkeypatch, tmp_path):
+    assert Isolation.none.sentence.startswith("NOT isolated: programs run with this user's rights")
+    available.cache_clear()
     forbidden = tmp_path / "bwrap"
-    forbidden.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    forbidden.write_text(FORBIDDEN)
     forbidden.chmod(0o755)
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda name: str(forbidden))
     isolation, why = available()
@@ -440,7 +415,3 @@ def test_a_setuid_bubblewrap_is_asked_for_no_capabilities(monkeypatch, tmp_path)
     assert "--cap-add" in bubblewrap.prefix(Isolation.user, {}, LIMITS)
     program.chmod(0o4755)
     assert "--cap-add" not in bubblewrap.prefix(Isolation.user, {}, LIMITS)
-
-
-def test_the_sentence_for_no_isolation_says_so():
-    assert Isolation.none.sentence.startswith("NOT isolated: programs run with this user's rights")

@@ -73,19 +73,6 @@ def test_subclasses_arrive_as_what_they_are_made_of():
     ]
 
 
-def test_containers_of_the_programs_own_keep_their_methods():
-    program = """
-from collections import namedtuple
-__name__ = "program"
-class Stack(list):
-    push, size = list.append, list.__len__
-Point = namedtuple("Point", "x y")
-def point(): return Point(1, 2)
-"""
-    test = "stack = Stack()\nstack.push(3)\nassert stack.size() == 1 and stack.pop() == 3"
-    assert verdicts(program, test, "assert point() == (1, 2)") == [PASSED, PASSED]
-
-
 CHAMELEON = """
 class Chameleon:
     def __eq__(self, other): return True
@@ -125,14 +112,15 @@ def test_an_object_answers_no_operator(test):
     assert verdicts(CHAMELEON, test) == [FAILED]
 
 
-def test_objects_of_the_program_are_not_compared_with_each_other():
-    # The program chooses which objects it gives out, and could always give the same.
-    program = "class Colour: pass\nRED = BLUE = Colour()\ndef f(): return RED"
-    assert verdicts(program, "assert f() == RED", "assert f() == BLUE") == [FAILED, FAILED]
-
-
-def test_classes_instances_and_iterators_stay_with_the_program():
-    program = """
+CONTAINERS = """
+from collections import namedtuple
+__name__ = "program"
+class Stack(list):
+    push, size = list.append, list.__len__
+Point = namedtuple("Point", "x y")
+def point(): return Point(1, 2)
+"""
+INSTANCES = """
 class Counter:
     step = 2
     def __init__(self, start=0): self.value = start
@@ -144,18 +132,14 @@ def count():
         yield n
         n += 1
 """
-    test = """
+COUNTS = """
 counter = Counter(start=1)
 assert counter.add().add(times=2).value == 7
 assert counter.same(counter) and Counter.step == 2
 numbers = count()
 assert [next(numbers) for _ in range(3)] == [0, 1, 2]
 """
-    assert verdicts(program, test) == [PASSED]
-
-
-def test_iterators_give_their_items_and_contain_nothing():
-    program = """
+ITERATORS = """
 import itertools
 def squares(n): return (i * i for i in range(n))
 def doubled(xs): return map(lambda x: 2 * x, xs)
@@ -168,68 +152,19 @@ def broken():
     yield 1
     raise ValueError("so")
 """
-    right = [
-        "assert list(squares(3)) == [0, 1, 4]", "assert sum(doubled([1, 2])) == 6",
-        "assert sorted(squares(3), reverse=True) == [4, 1, 0]", "assert next(hostile()) == 1",
-        "x = broken()\nassert next(x) == 1\ntry:\n    next(x)\nexcept ValueError:\n    pass",
-    ]  # fmt: skip
-    wrong = ["assert 7 in everything()", "assert squares(3) != [0, 1, 4]", "assert not squares(0)", "len(squares(2))"]
-    assert verdicts(program, *right) == [PASSED] * len(right)
-    assert verdicts(program, *wrong) == [FAILED] * len(wrong)
-
-
-def test_a_stop_iteration_out_of_a_call_ends_no_loop_of_the_tests():
-    program = "def f(x): raise StopIteration"
-    assert verdicts(program, "assert all(map(f, [1, 2, 3]))", "assert not list(map(f, [1]))") == [FAILED, FAILED]
-
-
-def test_modules_are_the_tests_own_without_an_import_too():
-    program = """
+MATH = """
 class math:
     isclose = staticmethod(lambda *a, **k: True)
     inf = pi = 0
 def area(r): return 0.0
 """
-    assert verdicts(program, "assert math.isclose(area(2), 12.566)", "assert area(1) == math.pi") == [FAILED, FAILED]
-    right = "import math\ndef area(r): return math.pi * r * r"
-    assert verdicts(right, "assert math.isclose(area(2), 12.566, rel_tol=1e-4)") == [PASSED]
-    assert verdicts("def token(x): return x", "assert token(3) == 3") == [PASSED]
-
-
-def test_values_of_the_program_are_copies():
-    program = "LIMIT = 3\ndef clear(items): items.clear(); return items"
-    assert verdicts(program, "x = [1]\nassert clear(x) == [] and x == [1] and LIMIT == 3") == [PASSED]
-
-
-def test_exceptions_arrive_by_their_builtin_names():
-    program = """
+RAISES = """
 class Odd(Exception): pass
 def f(x):
     raise {1: ValueError, 2: Odd, 3: KeyError}[x]("so")
 """
-    test = "try:\n    f(X)\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'so'"
-    assert verdicts(program, test.replace("X", "1")) == [PASSED]
-    assert verdicts(program, test.replace("X", "2")) == [FAILED]
-    assert verdicts(program, test.replace("X", "3")) == [FAILED]
-
-
-def test_a_test_that_calls_nothing_of_the_program_is_not_passed():
-    assert verdicts("def f(): return 1", "assert 1 == 1", "try:\n    g()\nexcept NameError:\n    pass") == [FAILED] * 2
-
-
-def test_builtins_are_the_tests_own():
-    program = "def abs(x): return 0.0\ndef all(x): return True\nlen = abs\ndef f(x): return [9.0]"
-    assert verdicts(program, "assert abs(f(1)[0] - 1.0) < 1e-6", "assert all(y < 5 for y in f(1))") == [FAILED] * 2
-
-
-def test_what_the_tests_define_goes_before_the_program():
-    program = "def expected(x): return f(x)\ndef f(x): return 7"
-    assert verdicts(program, "def expected(x):\n    return 8\nassert f(1) == expected(1)") == [FAILED]
-
-
-def test_names_that_the_tests_bind_anywhere_are_not_asked_for():
-    program = "def f(x): return x\nx = y = z = limit = 99"
-    test = """
+CATCHES = "try:\n    f(X)\n    assert False\nexcept ValueError as error:\n    assert str(error) == 'so'"
+BINDS = """
 import math as y
 def helper(x, *, limit=3):
     global z
@@ -239,12 +174,66 @@ assert f(helper(2)) == 3 and z == [0, 1]
 for x in [1]: pass
 assert f(x) == 1
 """
-    assert missing_names(test) == (set(), {"f"})
-    assert verdicts(program, test) == [PASSED]
+# What it is about; a program; tests that pass, and tests that fail.
+SEAMS = {
+    "containers of the program's own keep their methods": (
+        CONTAINERS,
+        ["s = Stack()\ns.push(3)\nassert s.size() == 1 and s.pop() == 3", "assert point() == (1, 2)"], [],
+    ),
+    # The program chooses which objects it gives out, and could always give the same.
+    "its objects are not compared with each other": (
+        "class Colour: pass\nRED = BLUE = Colour()\ndef f(): return RED", [],
+        ["assert f() == RED", "assert f() == BLUE"],
+    ),
+    "classes, instances and iterators stay with it": (INSTANCES, [COUNTS], []),
+    "iterators give their items and contain nothing": (
+        ITERATORS,
+        ["assert list(squares(3)) == [0, 1, 4]", "assert sum(doubled([1, 2])) == 6", "assert next(hostile()) == 1",
+         "assert sorted(squares(3), reverse=True) == [4, 1, 0]",
+         "x = broken()\nassert next(x) == 1\ntry:\n    next(x)\nexcept ValueError:\n    pass"],
+        ["assert 7 in everything()", "assert squares(3) != [0, 1, 4]", "assert not squares(0)", "len(squares(2))"],
+    ),
+    "a StopIteration out of a call ends no loop of the tests": (
+        "def f(x): raise StopIteration", [], ["assert all(map(f, [1, 2, 3]))", "assert not list(map(f, [1]))"],
+    ),
+    "modules are the tests' own without an import too": (
+        MATH, [], ["assert math.isclose(area(2), 12.566)", "assert area(1) == math.pi"],
+    ),
+    "modules that are right": (
+        "import math\ndef area(r): return math.pi * r * r", ["assert math.isclose(area(2), 12.566, rel_tol=1e-4)"], [],
+    ),
+    "a function named as a module": ("def token(x): return x", ["assert token(3) == 3"], []),
+    "its values are copies": (
+        "LIMIT = 3\ndef clear(items): items.clear(); return items",
+        ["x = [1]\nassert clear(x) == [] and x == [1] and LIMIT == 3"], [],
+    ),
+    "exceptions arrive by their builtin names": (
+        RAISES, [CATCHES.replace("X", "1")], [CATCHES.replace("X", "2"), CATCHES.replace("X", "3")],
+    ),
+    "a test that calls nothing of it is not passed": (
+        "def f(): return 1", [], ["assert 1 == 1", "try:\n    g()\nexcept NameError:\n    pass"],
+    ),
+    "builtins are the tests' own": (
+        "def abs(x): return 0.0\ndef all(x): return True\nlen = abs\ndef f(x): return [9.0]", [],
+        ["assert abs(f(1)[0] - 1.0) < 1e-6", "assert all(y < 5 for y in f(1))"],
+    ),
+    "what the tests define goes before it": (
+        "def expected(x): return f(x)\ndef f(x): return 7", [],
+        ["def expected(x):\n    return 8\nassert f(1) == expected(1)"],
+    ),
+    "names that the tests bind anywhere are not asked for": ("def f(x): return x\nx = y = z = limit = 99", [BINDS], []),
+    "functions cannot be handed to it": ("def f(g): return 1", [], ["assert f(lambda: 0) == 1"]),
+}  # fmt: skip
 
 
-def test_functions_cannot_be_handed_to_the_program():
-    assert verdicts("def f(g): return 1", "assert f(lambda: 0) == 1") == [FAILED]
+@each("name", SEAMS)
+def test_the_program_gives_values_and_no_verdicts(name):
+    program, right, wrong = SEAMS[name]
+    assert verdicts(program, *right, *wrong) == [PASSED] * len(right) + [FAILED] * len(wrong)
+
+
+def test_names_that_are_bound_are_not_missing():
+    assert missing_names(BINDS) == (set(), {"f"})
 
 
 @each("reply", ["", "[]\n", "1\n", '["value"', '["error", 1, 2]\n', '["value", ["list", 3]]\n', "{" * 9])
