@@ -56,6 +56,17 @@ SPLIT = ("ppo_ptx", "opd in the loss", "plain kernels", "bfloat16")
 """Those of them that are also split into several micro-batches."""
 
 
+ROUNDINGS = 2**9 * 2.0**-23
+"""Float32 sums of some hundred numbers in another order, one after the other, are off by so much of the whole."""
+
+
+def far(host: dict[str, float], card: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """The metrics that differ by more than roundings."""
+    assert host.keys() == card.keys()
+    pairs = {name: (host[name], card[name]) for name in host}
+    return {name: (a, b) for name, (a, b) in pairs.items() if not abs(a - b) <= ROUNDINGS * max(1.0, abs(a))}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Done:
     """An update: its metrics, the gradient `[n]` of all that learns, and what it did on the card."""

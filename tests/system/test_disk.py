@@ -39,11 +39,9 @@ def test_it_says_folder_bytes_needed_bytes_free_and_what_to_do(free: SimpleNames
         "the disk is full (No space left on device): run/checkpoints/step_000002 has 4.1 MB free;"
         " free some space there, then repeat the command"
     )
-
-
-def test_a_disk_without_inodes_is_told_as_one(free: SimpleNamespace) -> None:
     free.f_favail = 0
     assert failed(OSError(errno.ENOSPC, "x")).startswith("the disk has room for no more files (inodes) (No space left")
+    assert [size_text(n) for n in (1, 1000, 1001)] == ["1 kB", "1 kB", "2 kB"], "rounded up"
 
 
 @pytest.mark.parametrize("code", [*disk.FAILING, errno.ENOENT, errno.EXDEV, errno.EMFILE])
@@ -103,7 +101,3 @@ def test_a_name_that_cannot_be_written_is_a_mistake_and_a_full_disk_is_none() ->
             raise OSError(errno.EACCES, "x")
     with pytest.raises(DiskError), blame_key("out"), writing(Path("x")):
         raise OSError(errno.ENOSPC, "x")
-
-
-def test_sizes_are_rounded_up() -> None:
-    assert [size_text(n) for n in (1, 1000, 1001)] == ["1 kB", "1 kB", "2 kB"]

@@ -37,13 +37,13 @@ def interrupted(places: list[str], deliver: bool) -> None:
     places.append("after the end")
 
 
-@pytest.mark.parametrize(("deliver", "places"), [(True, []), (False, ["the end"])])
-def test_a_signal_waits_until_it_is_delivered_and_until_the_end_at_the_latest(deliver: bool, places: list[str]) -> None:
-    reached: list[str] = []
-    with pytest.raises(KeyboardInterrupt):
-        interrupted(reached, deliver)
-    assert reached == ["after the signal", *places]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_a_signal_waits_until_it_is_delivered_and_until_the_end_at_the_latest() -> None:
+    for deliver, places in ((True, []), (False, ["the end"])):
+        reached: list[str] = []
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(reached, deliver)
+        assert reached == ["after the signal", *places]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_without_a_signal_nothing_is_raised_and_ignored_signals_stay_ignored() -> None:

@@ -41,12 +41,11 @@ def test_a_line_now_and_then_says_how_much_is_done_and_how_long_it_still_takes(
     ]
 
 
-def test_of_what_has_no_known_end_the_number_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_what_has_no_known_end_the_number_is_said_and_of_what_takes_few_seconds_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     list(with_progress(range(4 * CHECKED), "data.path: reading x", None, lambda item: 2, clock_of(11.0)))
     assert capsys.readouterr().err.splitlines()[-1] == "data.path: reading x: row 1,024"
-
-
-def test_what_takes_a_few_seconds_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(list(with_progress(range(4 * CHECKED), "x", 4 * CHECKED, clock=clock_of(EVERY_S / 5)))) == 4 * CHECKED
     assert capsys.readouterr().err == ""
 

@@ -39,38 +39,32 @@ def test_calls_are_answered_in_order_and_errors_come_back(worker: ProcessWorker,
     check_answers(worker, launcher)
 
 
-def test_a_worker_has_the_threads_and_the_environment_of_its_spec(worker: ProcessWorker) -> None:
+def test_a_worker_has_the_threads_and_the_environment_of_its_spec_and_a_log(worker: ProcessWorker) -> None:
     facts = worker.call("facts").result(ANSWER_S)
     assert facts.pop("gpus") == os.environ.get("CUDA_VISIBLE_DEVICES")
     assert facts == {"pid": worker.pid, "group": worker.pid, "threads": "3", "extra": "yes"}
-
-
-def test_its_output_is_in_the_runs_folder(worker: ProcessWorker, launcher: LocalProcesses) -> None:
-    worker.call("add", 0).result(ANSWER_S)
     assert worker.log.parent.name == "cluster"
     assert happens(lambda: "a calculator is made" in worker.log.read_text(), within_s=60)
 
 
-def test_a_busy_worker_does_not_hold_up_who_calls_it(worker: ProcessWorker, tmp_path: Path) -> None:
-    busy = worker.call("wait_for", tmp_path / "goes_on")
+def test_a_busy_worker_or_a_cancelled_call_does_not_hold_up_others(worker: ProcessWorker, tmp_path: Path) -> None:
+    busy, cancelled = worker.call("wait_for", tmp_path / "goes_on"), worker.call("sleep", 600)
     futures = [worker.call("length", b"x" * 10_000_000) for _ in range(3)]
     assert not busy.done()
+    assert cancelled.cancel()
     (tmp_path / "goes_on").touch()
     assert [future.result(ANSWER_S) for future in futures] == [10_000_000] * 3
     assert busy.result(ANSWER_S) is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_worker_survives_signals_to_the_whole_job(number: signal.Signals, worker: ProcessWorker) -> None:
-    os.kill(worker.pid, number)
-    assert worker.call("length", "abc").result(ANSWER_S) == 3
+def test_a_worker_survives_signals_to_the_whole_job(worker: ProcessWorker) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(worker.pid, number)
+        assert worker.call("length", "abc").result(ANSWER_S) == 3
 
 
-def test_an_object_that_cannot_be_made_fails_every_call(launcher: LocalProcesses) -> None:
+def test_what_cannot_be_made_fails_every_call_and_a_dead_worker_says_how_it_ended(launcher: LocalProcesses) -> None:
     check_what_cannot_be_made(launcher)
-
-
-def test_a_dead_worker_says_how_it_ended_and_what_it_said_last(launcher: LocalProcesses) -> None:
     check_death(launcher, "was killed by SIGKILL")
 
 
@@ -99,12 +93,6 @@ def test_a_call_of_a_dead_worker_ends_though_its_child_holds_the_connection(laun
         assert happens(lambda: not any("calculator-5" in thread.name for thread in threading.enumerate()), within_s=60)
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-def test_a_call_that_is_cancelled_does_not_hold_up_the_others(worker: ProcessWorker) -> None:
-    cancelled, other = worker.call("sleep", 0.1), worker.call("length", "abc")
-    assert cancelled.cancel()
-    assert other.result(ANSWER_S) == 3
 
 
 def test_a_worker_outlives_the_thread_that_asked_for_it(launcher: LocalProcesses) -> None:

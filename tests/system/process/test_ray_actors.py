@@ -53,16 +53,14 @@ def test_calls_are_answered_in_order_on_another_machine(worker: RayWorker, launc
 
 
 @pytest.mark.slow
-def test_a_log_comes_over_from_another_machine(worker: RayWorker) -> None:
+def test_a_log_comes_over_and_an_object_that_cannot_be_made_fails_every_call(
+    worker: RayWorker, launcher: RayActors
+) -> None:
     worker.call("add", 0).result(ANSWER_S)
     assert worker.place is not None
     assert "other machine" in worker.place.log
     assert happens(lambda: "a calculator is made" in worker.log.read_text(), within_s=60)
     assert "other machine" not in str(worker.log)
-
-
-@pytest.mark.slow
-def test_an_object_that_cannot_be_made_fails_every_call(launcher: RayActors) -> None:
     check_what_cannot_be_made(launcher)
 
 
@@ -93,28 +91,28 @@ def test_a_worker_that_finds_no_room_says_what_it_waits_for(launcher: RayActors)
 
 
 @pytest.mark.slow
-def test_a_cluster_of_another_ray_is_refused(cluster: Any, launcher: RayActors) -> None:
+def test_a_cluster_of_another_ray_or_with_another_token_is_refused(
+    cluster: Any, launcher: RayActors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
     key, space = b"CLUSTER_METADATA", b"cluster"
     before = _internal_kv_get(key, namespace=space)
     assert before is not None
+    other, no_cluster = (
+        {**json.loads(before), "ray_version": "2.1.0"},
+        r"cluster\.address: Ray cannot join a cluster there",
+    )
     try:
-        _internal_kv_put(key, json.dumps({**json.loads(before), "ray_version": "2.1.0"}), True, namespace=space)
-        with pytest.raises(
-            UserError, match=r"cluster\.address: Ray cannot join a cluster there \(RuntimeError: .*Ray: 2\.1\.0"
-        ) as caught:
+        _internal_kv_put(key, json.dumps(other), True, namespace=space)
+        with pytest.raises(UserError, match=rf"{no_cluster} \(RuntimeError: .*Ray: 2\.1\.0") as caught:
             ray_actors.check_joinable(cluster.address)
     finally:
         _internal_kv_put(key, before, True, namespace=space)
     assert caught.value.got == cluster.address
     assert "with the Ray and Python of this process" in caught.value.remedy
-
-
-@pytest.mark.slow
-def test_a_cluster_with_another_token_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "9876543210" * 4)
-    with pytest.raises(UserError, match=r"cluster\.address: Ray cannot join a cluster there \(.*token") as caught:
+    with pytest.raises(UserError, match=rf"{no_cluster} \(.*token") as caught:
         ray_actors.check_joinable(cluster.address)
     assert "RAY_AUTH_TOKEN" in caught.value.remedy
 
@@ -122,6 +120,7 @@ def test_a_cluster_with_another_token_is_refused(cluster: Any, monkeypatch: pyte
 @pytest.mark.slow
 def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayActors, worker: RayWorker) -> None:
     """Of the two GPUs of a machine, as Ray sees it, the run computes on the second."""
+    assert ray_actors.reserve("0", launcher.node) is None, "a machine without GPUs for the cluster keeps its own"
     worker.call("facts").result(ANSWER_S)
     assert worker.place is not None
     node = worker.place.node
@@ -137,11 +136,6 @@ def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayAc
         ray_actors.reserve("GPU-8a", node, 12.0)
     holders.append(ray_actors.reserve("0", node))
     assert holders[1] is not None
-
-
-@pytest.mark.slow
-def test_a_machine_without_gpus_for_the_cluster_keeps_its_own(launcher: RayActors) -> None:
-    assert ray_actors.reserve("0", launcher.node) is None
 
 
 def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:

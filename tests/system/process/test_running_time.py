@@ -11,18 +11,13 @@ from rlft.system.process import running_time
 from rlft.system.process.running_time import OutOfProcessorTime, within, within_processor_time
 
 
-def test_what_comes_back_in_time_is_returned_or_raised() -> None:
+def test_what_comes_back_in_time_is_returned_or_raised_and_what_does_not_is_left_alone() -> None:
     assert within(60.0, max, 1, 2) == 2
     with pytest.raises(ZeroDivisionError):
         within(60.0, lambda: 1 / 0)
-
-
-def test_a_call_that_does_not_come_back_is_left_alone() -> None:
     released = threading.Event()
-    begun = time.monotonic()
     with pytest.raises(TimeoutError, match=r"^no answer in 0\.2 s$"):
         within(0.2, released.wait, 60)
-    assert time.monotonic() - begun < 30
     released.set()
 
 
