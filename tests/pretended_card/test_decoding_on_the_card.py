@@ -1,4 +1,4 @@
-"""Decoding and publishing on the pretended card: few launches a layer, hardly any waits; in CUDA graphs the same bits."""
+"""Decoding and publishing on the pretended card: few launches, hardly any waits, and in CUDA graphs the same bits."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
@@ -25,91 +24,69 @@ ISOLATED = [Isolation.root, Isolation.user] if os.geteuid() == 0 else [Isolation
 SECRET = "a word that only the host knows"
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """What a script does, and the bars that stop it, any one of them where there are several.
-
-    anywhere: whether it gets out on every kernel without its bars; else it is enough that the kernel is reached, which
-        some systems tell to refuse such calls: the filter's own answer is that there is no such call.
-    """
-
-    code: str
-    bars: tuple[str, ...]
-    anywhere: bool = True
-
-
 ATTEMPTS = {
     # -- the network
-    "reach a port of the host": Attempt(
-        'socket.create_connection(("127.0.0.1", goal["port"]), timeout=5)', ("network", "filter")
-    ),
-    "reach a socket of the host by its abstract name": Attempt(
-        'socket.socket(socket.AF_UNIX).connect("\\0" + goal["name"])', ("network", "filter")
-    ),
-    "send a datagram to the host": Attempt(
-        'socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("192.0.2.1", 9))', ("network", "filter")
-    ),
-    "listen on a port": Attempt("socket.create_server(('127.0.0.1', 0))", ("filter",)),
-    "talk to the kernel by netlink": Attempt("socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)", ("filter",)),
+    "reach a port of the host": (
+        'socket.create_connection(("127.0.0.1", goal["port"]), timeout=5)', "network or filter"),
+    "reach a socket of the host by its abstract name": (
+        'socket.socket(socket.AF_UNIX).connect("\\0" + goal["name"])', "network or filter"),
+    "send a datagram to the host": (
+        'socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("192.0.2.1", 9))', "network or filter"),
+    "listen on a port": ("socket.create_server(('127.0.0.1', 0))", "filter"),
+    "talk to the kernel by netlink": ("socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)", "filter"),
     # -- files
-    "read the users": Attempt('Path("/etc/passwd").read_bytes()', ("etc",)),
-    "read a file of the home folder": Attempt('Path(goal["secret"]).read_text()', ("home",)),
-    "list the home folder": Attempt('os.listdir(os.path.dirname(goal["secret"]))', ("home",)),
-    "write to the root folder": Attempt('Path("/new").touch()', ("read-only root",)),
-    "write into its own script": Attempt(
-        'os.chmod("/files/script.py", 0o600); open("/files/script.py", "a")', ("read-only root",)
-    ),
-    "open a device of the host": Attempt('open("/dev/full")', ("devices",)),
-    "keep files in shared memory": Attempt('Path("/dev/shm/new").touch()', ("shared memory",)),
-    "write more than the temporary folder holds": Attempt(
-        '[Path(f"big{i}").write_bytes(bytes(2**20)) for i in range(6)]', ("file space",)
-    ),
-    "make files without end": Attempt('[Path(f"many{i}").touch() for i in range(2000)]', ("number of files",)),
+    "read the users": ('Path("/etc/passwd").read_bytes()', "etc"),
+    "read a file of the home folder": ('Path(goal["secret"]).read_text()', "home"),
+    "list the home folder": ('os.listdir(os.path.dirname(goal["secret"]))', "home"),
+    "write to the root folder": ('Path("/new").touch()', "read-only root"),
+    "write into its own script": (
+        'os.chmod("/files/script.py", 0o600); open("/files/script.py", "a")', "read-only root"),
+    "open a device of the host": ('open("/dev/full")', "devices"),
+    "keep files in shared memory": ('Path("/dev/shm/new").touch()', "shared memory"),
+    "write more than the temporary folder holds": (
+        '[Path(f"big{i}").write_bytes(bytes(2**20)) for i in range(6)]', "file space"),
+    "make files without end": ('[Path(f"many{i}").touch() for i in range(2000)]', "number of files"),
     # -- other processes
-    "kill a process of the host": Attempt('os.kill(goal["victim"], signal.SIGKILL)', ("process namespace",)),
-    "read the command line of a process of the host": Attempt(
-        'assert b"sleep" in Path(f"/proc/{goal[\'victim\']}/cmdline").read_bytes()', ("proc",)
-    ),
-    "read the environment": Attempt('os.environ["RLFT_SECRET"]', ("environment",)),
-    "trace a process": Attempt("call(libc.ptrace, 0, 0, 0, 0)", ("filter",)),
-    "read another process's memory": Attempt("call(libc.process_vm_readv, os.getpid(), 0, 0, 0, 0, 0)", ("filter",)),
-    "attach shared memory of the host": Attempt('call(libc.shmget, goal["key"], 0, 0)', ("IPC namespace", "filter")),
+    "kill a process of the host": ('os.kill(goal["victim"], signal.SIGKILL)', "process namespace"),
+    "read the command line of a process of the host": (
+        'assert b"sleep" in Path(f"/proc/{goal[\'victim\']}/cmdline").read_bytes()', "proc"),
+    "read the environment": ('os.environ["RLFT_SECRET"]', "environment"),
+    "trace a process": ("call(libc.ptrace, 0, 0, 0, 0)", "filter"),
+    "read another process's memory": ("call(libc.process_vm_readv, os.getpid(), 0, 0, 0, 0, 0)", "filter"),
+    "attach shared memory of the host": ('call(libc.shmget, goal["key"], 0, 0)', "IPC namespace or filter"),
     # -- privileges
-    "make a user namespace": Attempt("call(libc.unshare, 0x10000000)", ("filter",)),
-    "fork into a user namespace": Attempt(
-        "pid = call(libc.syscall, CLONE, 0x10000011, 0, 0, 0, 0)\nif pid == 0: os._exit(0)", ("filter",)
-    ),
-    "mount a file system": Attempt('call(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None)', ("capabilities", "filter")),
-    "make a mount namespace": Attempt("call(libc.unshare, 0x20000)", ("capabilities", "filter")),
-    "rename the machine": Attempt('call(libc.sethostname, b"other", 5)', ("capabilities", "filter")),
-    "change the root folder": Attempt('call(libc.chroot, b"/tmp")', ("root privilege", "filter")),
-    "keep a key in the kernel": Attempt(
-        'call(libc.syscall, ADD_KEY, b"user", b"rlft", b"x", 1, -1)', ("filter",), anywhere=False
-    ),
-    "load a BPF program": Attempt("call(libc.syscall, BPF, 0, 0, 0)", ("filter",), anywhere=False),
-    "watch the processor's counters": Attempt(
-        "call(libc.syscall, PERF_EVENT_OPEN, 0, 0, 0, 0, 0)", ("filter",), anywhere=False
-    ),
-    "handle its own page faults": Attempt("call(libc.syscall, USERFAULTFD, 1)", ("filter",), anywhere=False),
-    "make system calls by io_uring": Attempt("call(libc.syscall, 425, 1, 0)", ("filter",), anywhere=False),
-    "change its personality": Attempt("call(libc.personality, 0x0040000)", ("filter",)),
+    "make a user namespace": ("call(libc.unshare, 0x10000000)", "filter"),
+    "fork into a user namespace": (
+        "pid = call(libc.syscall, CLONE, 0x10000011, 0, 0, 0, 0)\nif pid == 0: os._exit(0)", "filter"),
+    "mount a file system": ('call(libc.mount, b"none", b"/tmp", b"tmpfs", 0, None)', "capabilities or filter"),
+    "make a mount namespace": ("call(libc.unshare, 0x20000)", "capabilities or filter"),
+    "rename the machine": ('call(libc.sethostname, b"other", 5)', "capabilities or filter"),
+    "change the root folder": ('call(libc.chroot, b"/tmp")', "root privilege or filter"),
+    "keep a key in the kernel": ('call(libc.syscall, ADD_KEY, b"user", b"rlft", b"x", 1, -1)', "filter or an error"),
+    "load a BPF program": ("call(libc.syscall, BPF, 0, 0, 0)", "filter or an error"),
+    "watch the processor's counters": ("call(libc.syscall, PERF_EVENT_OPEN, 0, 0, 0, 0, 0)", "filter or an error"),
+    "handle its own page faults": ("call(libc.syscall, USERFAULTFD, 1)", "filter or an error"),
+    "make system calls by io_uring": ("call(libc.syscall, 425, 1, 0)", "filter or an error"),
+    "change its personality": ("call(libc.personality, 0x0040000)", "filter"),
     # -- memory that no limit counts, and limits
-    "hold detached shared memory": Attempt("call(libc.shmget, 0, 2**20, 0o1600)", ("filter",)),
-    "hold memory in memfds": Attempt('os.memfd_create("memory")', ("filter",)),
-    "hold memory in descriptors in flight": Attempt(
-        "here, there = socket.socketpair(); socket.send_fds(here, [b'x'], [0])", ("filter",)
-    ),
-    "hold memory in message queues": Attempt("call(libc.msgget, 0, 0o1600)", ("filter",)),
-    "hold memory in semaphores": Attempt("call(libc.semget, 0, 100, 0o1600)", ("filter",)),
-    "hold memory in large pipes": Attempt("fcntl.fcntl(os.pipe()[1], 1031, 2**20)", ("filter",)),
-    "pin pages in a pipe": Attempt("call(libc.vmsplice, os.pipe()[1], 0, 0, 0)", ("filter",)),
-    "watch files": Attempt("call(libc.inotify_init)", ("filter",)),
-    "take more memory than its limit": Attempt("bytearray(300 * 2**20)", ("memory",)),
-    "open more files than its limit": Attempt("files = [open('/dev/null') for _ in range(100)]", ("open files",)),
-    "fork without end": Attempt(
-        "for _ in range(40):\n    if os.fork() == 0: time.sleep(5); os._exit(0)", ("processes",)
-    ),
-}
+    "hold detached shared memory": ("call(libc.shmget, 0, 2**20, 0o1600)", "filter"),
+    "hold memory in memfds": ('os.memfd_create("memory")', "filter"),
+    "hold memory in descriptors in flight": (
+        "here, there = socket.socketpair(); socket.send_fds(here, [b'x'], [0])", "filter"),
+    "hold memory in message queues": ("call(libc.msgget, 0, 0o1600)", "filter"),
+    "hold memory in semaphores": ("call(libc.semget, 0, 100, 0o1600)", "filter"),
+    "hold memory in large pipes": ("fcntl.fcntl(os.pipe()[1], 1031, 2**20)", "filter"),
+    "pin pages in a pipe": ("call(libc.vmsplice, os.pipe()[1], 0, 0, 0)", "filter"),
+    "watch files": ("call(libc.inotify_init)", "filter"),
+    "take more memory than its limit": ("bytearray(300 * 2**20)", "memory"),
+    "open more files than its limit": ("files = [open('/dev/null') for _ in range(100)]", "open files"),
+    "fork without end": ("for _ in range(40):\n    if os.fork() == 0: time.sleep(5); os._exit(0)", "processes"),
+}  # fmt: skip
+"""{attempt: (what a script does, the bars that stop it, any one of them)}
+
+Without its bars it gets out, or with `an error` at least reaches the kernel: some systems tell it to refuse such calls,
+while the filter's own answer is that there is no such call.
+"""
 
 PREAMBLE = """
 import ctypes, errno, fcntl, json, os, platform, signal, socket, sys, time
@@ -255,7 +232,7 @@ REMOVE: dict[str, Callable[[pytest.MonkeyPatch, dict], None]] = {
 
 def answers(names, goal, isolation, limits=LIMITS) -> dict[str, str]:
     """What became of the attempts, in one sandbox: `out`, or the error that stopped them."""
-    script = PREAMBLE + "".join(f"attempt({name!r}, {ATTEMPTS[name].code!r})\n" for name in names)
+    script = PREAMBLE + "".join(f"attempt({name!r}, {ATTEMPTS[name][0]!r})\n" for name in names)
     result = bubblewrap.run({"script.py": script}, ["script.py", json.dumps(goal)], limits, isolation)
     return dict(json.loads(line) for line in result.stdout.splitlines())
 
@@ -278,7 +255,7 @@ def test_no_attempt_gets_out(isolation, goal, monkeypatch):
 
 def test_namespaces_and_limits_hold_without_the_filter(goal, monkeypatch):
     monkeypatch.setattr(bubblewrap, "system_call_filter", lambda: None)
-    names = [name for name, attempt in ATTEMPTS.items() if attempt.bars != ("filter",)]
+    names = [name for name, (_, bars) in ATTEMPTS.items() if bars not in ("filter", "filter or an error")]
     found = answers(names, goal[0], ISOLATED[0])
     assert list(found) == names
     assert [name for name, answer in found.items() if answer == "out"] == []
@@ -287,17 +264,16 @@ def test_namespaces_and_limits_hold_without_the_filter(goal, monkeypatch):
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_each_attempt_gets_out_where_its_bars_are_missing(name, goal, monkeypatch):
     words, victim = goal
-    attempt = ATTEMPTS[name]
-    for bar in attempt.bars:
-        REMOVE[bar](monkeypatch, words)
-    if "victim" in attempt.code:  # its own, for it may be killed
+    code, bars = ATTEMPTS[name]
+    *_, last = all_bars = bars.split(" or ")
+    for bar in all_bars:
+        if bar != "an error":
+            REMOVE[bar](monkeypatch, words)
+    if "victim" in code:  # its own, for it may be killed
         with subprocess.Popen(["sleep", "60"]) as own:
             found = answers([name], words | {"victim": own.pid}, Isolation.user)
             own.kill()
     else:
         found = answers([name], words, Isolation.user if name != "fork without end" else ISOLATED[0])
-    if attempt.anywhere:
-        assert found == {name: "out"}
-    else:
-        assert found[name] != "ENOSYS"
+    assert found[name] == "out" or (last == "an error" and found[name] != "ENOSYS")
     assert victim.poll() is None
