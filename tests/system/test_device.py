@@ -46,8 +46,9 @@ def test_a_device_that_is_not_there_is_refused(name, monkeypatch):
 
 def test_auto_is_a_cuda_device_where_there_is_one_and_the_dtype_that_a_device_computes_fast(monkeypatch):
     for is_there, kind in ((False, "cpu"), (True, "cuda")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=is_there: answer)
-        assert resolve_device("auto").type == kind
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.cuda, "is_available", lambda answer=is_there: answer)
+            assert resolve_device("auto").type == kind
     monkeypatch.setattr(torch.version, "hip", None)
     assert {name: type_of(name) for name in KINDS if type_of(name) != name} == {"rocm": "cuda"}
     dtypes = {"cpu": torch.float32, "cuda": torch.bfloat16, "xpu": torch.bfloat16, "mps": torch.float32}

@@ -54,9 +54,6 @@ CONVERSATIONS = tiny(
     "environment.factory=conversation_tools.Letters",
 )  # fmt: skip
 """Engines in other processes have the workers of their own environment beside them."""
-_SWEPT = tiny("steps=2", "data.held_out_size=16", "eval.num_prompts=16", "eval.num_samples=2")
-SWEPT = tuple(key for key in _SWEPT if not key.startswith("eval.every="))
-"""Of two steps, and enough held-out completions to tell the runs of a sweep apart."""
 RANKS = tiny(
     "steps=2", "cluster.lanes=4", "checkpoint.on_signal=now", "dynamic_sampling.max_rounds=1", "minibatches=3",
     "eval.every=0", "curriculum.running=true",

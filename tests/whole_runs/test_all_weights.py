@@ -133,17 +133,15 @@ def test_a_sequence_classifier_scores_it_since_it_stands_on_no_base(
     [step] = metrics(folder)
     assert step["reward/std"] > 0
     assert step["policy/grad_norm"] > 0
-    [before, after] = [
-        json.loads(line)["eval/reward/learned"] for line in (folder / "eval.jsonl").read_text().splitlines()
-    ]
-    assert before != after
+    before, after = map(json.loads, whole_lines(folder / "eval.jsonl"))
+    assert before["eval/reward/learned"] != after["eval/reward/learned"]
 
 
 def test_its_checkpoint_is_evaluated_as_it_evaluated_itself_and_named_by_other_runs(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     one_step = ("+recipe=grpo_arithmetic", *ALL_WEIGHTS, "steps=1", "eval.every=1")
     assert cli.run(["train", *one_step, f"hydra.run.dir={folder}"]) == 0
-    own = json.loads((folder / "eval.jsonl").read_text().splitlines()[-1])
+    own = json.loads(whole_lines(folder / "eval.jsonl")[-1])
     assert cli.run(["eval", f"run={folder}"]) == 0
     [file] = (folder / "evaluations").iterdir()
     again = json.loads(file.read_text().splitlines()[0])
@@ -152,7 +150,7 @@ def test_its_checkpoint_is_evaluated_as_it_evaluated_itself_and_named_by_other_r
     assert {key: again[key] for key in names} == {key: own[key] for key in names}
     # Another run that trains all weights goes on from it: its base is this run's policy.
     assert cli.run(["train", *one_step, f"model.path={folder}", f"hydra.run.dir={tmp_path / 'next'}"]) == 0
-    began = json.loads((tmp_path / "next" / "eval.jsonl").read_text().splitlines()[0])
+    began = json.loads(whole_lines(tmp_path / "next" / "eval.jsonl")[0])
     assert {key: began[key] for key in names} == {key: own[key] for key in names}
     assert cli.run(["export", f"run={folder}", f"out={tmp_path / 'exported'}"]) == 0
     saved = folder / "checkpoints" / "step_000001" / "model" / "model.safetensors"

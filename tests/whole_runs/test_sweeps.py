@@ -8,14 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_folders import SWEPT, check_same, learned, metrics
+from run_folders import check_same, learned, metrics, tiny
 from run_processes import Ended, Nursery
+
+
+def two_steps(prompts: int) -> tuple[str, ...]:
+    """Evaluated before the first and after the last one on so many prompts."""
+    keys = tiny("steps=2", "data.held_out_size=16", f"eval.num_prompts={prompts}", "eval.num_samples=2")
+    return tuple(key for key in keys if not key.startswith("eval.every="))
+
 
 # -- a grid of values --------------------------------------------------------------------------------------------------
 RATES, SEEDS = ("0.001", "0.003"), ("0", "1")
 JOBS = [(rate, seed) for rate in RATES for seed in SEEDS]  # in Hydra's order
 SWEEP = (
-    "train", "-m", *SWEPT[1:], "checkpoint.every=1", f"trainer.lr={','.join(RATES)}", f"seed={','.join(SEEDS)}",
+    "train", "-m", *two_steps(4)[1:], "checkpoint.every=1", f"trainer.lr={','.join(RATES)}", f"seed={','.join(SEEDS)}",
     "hydra.sweep.dir=sweep",
 )  # fmt: skip
 UPDATE = "rlft.trainer.optimizer:Optimizer.update"
@@ -28,7 +35,7 @@ def alone(undisturbed_of: Callable[..., Path]) -> Callable[[int], Path]:
 
     def folder(number: int) -> Path:
         rate, seed = JOBS[number]
-        run = undisturbed_of(*SWEPT, f"trainer.lr={rate}", f"seed={seed}")
+        run = undisturbed_of(*two_steps(4), f"trainer.lr={rate}", f"seed={seed}")
         assert learned(run)
         return run
 
@@ -117,7 +124,7 @@ def all_steps(sweep: Path) -> int:
 def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(forks: Nursery, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    words = ("train", "-m", *SWEPT[1:], "checkpoint.every=1", "eval.every=1", *SPACE, *CHOSEN)
+    words = ("train", "-m", *two_steps(16)[1:], "checkpoint.every=1", "eval.every=1", *SPACE, *CHOSEN)
     done = forks.run(*words, cwd=whole)
     assert done.code == 0, done.err
     assert "sweep of 3 trials, best accuracy first" in done.out

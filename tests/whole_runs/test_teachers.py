@@ -59,8 +59,8 @@ def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_thoug
     there = shutil.copytree(teacher, tmp_path / "there")
     words = (*OPD, f"snapshot.teacher={there}", "algorithm.reward_coef=0.5", "lora.dropout=0.1")
     run, halted = tmp_path / "run", tmp_path / "halted"
-    assert cli.run([*words, "steps=2", f"hydra.run.dir={run}"]) == 0
-    assert cli.run([*words, "steps=1", f"hydra.run.dir={halted}"]) == 0
+    for folder, steps in ((run, 2), (halted, 1)):
+        assert cli.run([*words, f"steps={steps}", f"hydra.run.dir={folder}"]) == 0
     moved = there.rename(tmp_path / "moved")
     assert cli.run(["resume", str(halted), "steps=2", f"snapshot.teacher={moved}"]) == 0
     check_same(halted, run)

@@ -66,10 +66,8 @@ def test_an_evaluation_ends_where_the_template_ends_a_turn(
 def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
     said: list[str] = []
     for style in ("chat", "raw"):
-        plain = {
-            **compose([f"model.path={base}", *KEYS, "generation.temperature=0", f"prompts.style={style}"]),
-            "environment": None,
-        }
+        words = [f"model.path={base}", *KEYS, "generation.temperature=0", f"prompts.style={style}"]
+        plain = {**compose(words), "environment": None}
         with chat.open_talk(chat.read(plain, True), None, True, said.append) as talk:
             completion = talk.ask("What is 12 + 30?").completion
             assert (completion.token_ids[-1] == END) == (completion.finish_reason == "stop") == (style == "chat")
@@ -89,17 +87,11 @@ def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
 
 
 def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base: Path, tiny_path: Path) -> None:
-    plan = resolve(compose([f"model.path={base}", *KEYS])).plan()
-    assert plan.end_rows() == [
-        ("end-of-turn token", "<|im_end|>", "learned and sampled, token 2; <|endoftext|> would end it too")
-    ]
-    [note] = [note for note in plan.notes if "end-of-turn token" in note]
-    assert note.startswith(
-        "the end-of-turn token is <|im_end|>, as the chat template has it, while the tokenizer's end token is"
-    )
-    usual = resolve(compose([f"model.path={tiny_path}", *KEYS])).plan()
-    assert usual.end_rows() == [("end-of-turn token", "<|im_end|>", "learned and sampled, token 2")]
-    assert not [note for note in usual.notes if "end-of-turn token" in note]
+    said = "the end-of-turn token is <|im_end|>, as the chat template has it, while the tokenizer's end token is"
+    for model, more, notes in ((base, "; <|endoftext|> would end it too", [said]), (tiny_path, "", [])):
+        plan = resolve(compose([f"model.path={model}", *KEYS])).plan()
+        assert plan.end_rows() == [("end-of-turn token", "<|im_end|>", f"learned and sampled, token 2{more}")]
+        assert [note[: len(said)] for note in plan.notes if "end-of-turn token" in note] == notes
     with pytest.raises(UserError, match=r"^generation\.stop: holds the special token .*leave it out, since every"):
         resolve(compose([f"model.path={base}", *KEYS, "generation.stop=['<|im_end|>']"])).plan()
 

@@ -29,10 +29,6 @@ def noted(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def completions(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
-
-
 def adapter_folders(pid: int) -> list[Path]:
     return list(memory_folder().glob(f"{PREFIX}{pid}-*"))
 
@@ -65,20 +61,14 @@ def test_a_run_with_vllm_trains_and_leaves_no_process(undisturbed: tuple[Path, S
 
 
 @pytest.mark.slow
-def test_a_run_with_vllm_that_is_killed_leaves_no_process_and_resumed_it_is_the_same_run(
-    keys: list[str], undisturbed: tuple[Path, Started], tmp_path: Path
+@pytest.mark.parametrize("trained", ["an adapter", "all weights"])
+def test_a_run_with_vllm_that_is_killed_in_its_second_step_leaves_no_process_and_resumed_it_is_the_same_run(
+    trained: str, keys: list[str], undisturbed: tuple[Path, Started], tmp_path: Path
 ) -> None:
-    check_killed(keys, *undisturbed, tmp_path)
-
-
-@pytest.mark.slow
-def test_so_is_one_that_trains_all_weights(keys: list[str], tmp_path: Path) -> None:
-    of_all = [*(key for key in keys if not key.startswith("lora.")), "lora=null", "trainer.lr=1e-4"]
-    check_killed(of_all, tmp_path, start(tmp_path, "whole", "train", *of_all, "hydra.run.dir=undisturbed"), tmp_path)
-
-
-def check_killed(keys: list[str], place: Path, whole: Started, tmp_path: Path) -> None:
-    """A run is killed in its second step and resumed; `whole` is the same run, undisturbed, in `place`."""
+    place, whole = undisturbed
+    if trained == "all weights":
+        keys = [*(key for key in keys if not key.startswith("lora.")), "lora=null", "trainer.lr=1e-4"]
+        place, whole = tmp_path, start(tmp_path, "whole", "train", *keys, "hydra.run.dir=undisturbed")
     assert whole.wait().code == 0, whole.wait().err
     # The first call is the check of decoding.
     kill = {"at": SAMPLE, "call": 3, "do": "kill", "when": "after"}
@@ -98,7 +88,8 @@ def check_killed(keys: list[str], place: Path, whole: Started, tmp_path: Path) -
     assert seeds[0] != seeds[1]
     assert [line["argument"] for line in noted(tmp_path / "resumed")] == [checked, *seeds[1:]]
     for step in (1, 2):
-        expected, found = completions(place / "undisturbed", step), completions(tmp_path / "run", step)
+        name = f"rollouts/step_{step:06d}.jsonl"
+        expected, found = noted(place / "undisturbed" / name), noted(tmp_path / "run" / name)
         assert [line["policy_version"] for line in found] == [step - 1] * 12
         for one, other in zip(expected, found, strict=True):
             for name in ("prompt_id", "index", "policy_version", "token_ids", "reward", "finish_reason"):

@@ -18,7 +18,7 @@ from run_processes import happens, is_alive
 
 from rlft.config.trainer import ClusterConfig
 from rlft.system.process.launcher import LocalProcesses, ProcessWorker, open_launcher
-from rlft.system.process.worker import WorkerError, last_lines
+from rlft.system.process.worker import WorkerError
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +138,3 @@ def test_ray_without_an_address_is_this_machine(tmp_path: Path, monkeypatch: pyt
     assert ClusterConfig(kind="ray").joined_address == "10.0.0.1:6379"
     assert ClusterConfig(kind="ray", address="auto").joined_address == "auto"
     assert not ClusterConfig().is_joined
-
-
-def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
-    log = tmp_path / "engine-0.log"
-    assert last_lines(log) == ""
-    log.write_text("".join(f"line {i}\n" for i in range(20)))
-    assert last_lines(log, 2) == "line 18\nline 19"

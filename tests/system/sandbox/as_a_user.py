@@ -2,7 +2,7 @@
 
     python as_a_user.py <a Python that all users can run>
 
-The first line is about this machine, with every attempt of test_escapes.py. Then the sandbox's own filter is put on
+The first line is about this machine, with every attempt of test_launch.py. Then the sandbox's own filter is put on
 this process, so that the kernel makes it no namespaces, and the second line says what becomes of that.
 """
 
@@ -20,7 +20,7 @@ import yaml
 sys.path.append(str(Path(__file__).parents[2] / "helpers"))
 
 from reward_groups import make_group
-from test_escapes import ATTEMPTS, answers
+from test_launch import ATTEMPTS, answers
 
 from rlft.config.instantiate import convert
 from rlft.reward import code

@@ -1,4 +1,4 @@
-"""Scripts and their limits, isolated and not. What tries to get out is in test_escapes.py."""
+"""Scripts and their limits, isolated and not. What tries to get out is in test_launch.py."""
 
 import contextlib
 import os

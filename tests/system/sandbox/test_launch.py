@@ -1,4 +1,4 @@
-"""Attempts to get out of the code sandbox, one by one, and what stops each: seen to succeed where just that is missing.
+"""Attempts to get out of the code sandbox, and what stops each: seen to succeed where just that is missing.
 
 All of them run in one sandbox, which stops every one. Then each runs in a sandbox without its bars, and gets out.
 """
