@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 from in_one_test import each
 from run_processes import environment
-from slow_cases import slow_but
+from slow_cases import slow
 
 from rlft.system import interrupt
 from rlft.system.interrupt import Deferred, Interrupt, OnSignal, Order, StepAbandoned
@@ -228,7 +228,7 @@ except interrupt.Terminated:
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*slow_but(*list(PROGRAMS)[:1], list(PROGRAMS)[:2]), *list(PROGRAMS)[2:]])
+@pytest.mark.parametrize("name", [slow(name) if name.startswith("a run") else name for name in PROGRAMS])
 def test_a_process_ends_by_a_signal_or_goes_on(name: str) -> None:
     code, *expected, said = PROGRAMS[name]
     done = subprocess.run(
