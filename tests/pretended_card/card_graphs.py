@@ -17,9 +17,8 @@ import four_bits
 import torch
 from card_decoding import LAYERED, TOKENS
 from card_peaks import CONVOLUTIONS, MOE, Case, planned, planned_with_images
-from card_streams import Stream
 from pretended_card import COUNTS
-from recorded_graphs import CUDAGraph
+from recorded_graphs import CUDAGraph, Stream
 from torch.utils._pytree import tree_leaves
 
 from rlft.generation import graphs

@@ -31,7 +31,6 @@ def main() -> None:
     import card_checks
     import card_graphs
     import card_shared
-    import card_steps
     import card_updates
     import composed_once
     import counted_clock
@@ -41,7 +40,7 @@ def main() -> None:
     from rlft.commands.doctor import command as doctor, trial
     from rlft.system.process.child import function_of
 
-    _ = card_checks, card_graphs, card_shared, card_steps, card_updates  # imported once, not by each process
+    _ = card_checks, card_graphs, card_shared, card_updates  # imported once, not by each process
     composed_once.install()
     of_rlft = cli.main
 

@@ -1,10 +1,11 @@
-"""Updates of every family on the pretended card and on the CPU, from the same rollouts, without a run around them."""
+"""Updates of every family on the pretended card and on the CPU, from the same rollouts; and whole steps there."""
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 from pretended_card import COUNTS
 from torch import Tensor
 
+from rlft import cli
 from rlft.batch import collate
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
+from rlft.loop.metrics import Clock
 from rlft.loop.parts import load_teacher, open_roles, open_trainer
 from rlft.model.roles import Roles
 from rlft.plan.train_plan import TrainPlan
@@ -168,3 +171,35 @@ def rollouts(plan: Any, length: int | None = None) -> tuple[list[Group], Scores]
     return groups, Scores(
         total=total, by_reward=halves, outcome=total if scored else None, steps=steps if scored else None
     )
+
+
+def of_whole_steps(*words: str) -> list[dict[str, Any]]:
+    """Of each step but the first, what was done since the one before: {stage: its counts}; "" has what no stage has."""
+    steps: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
+    enter, end_step = Clock.__call__, Clock.end_step
+
+    def take(stage: str) -> None:
+        counts = {"waits": COUNTS.waits, "uploads": COUNTS.uploads, "launches": COUNTS.launches}
+        for kind, counter in counts.items():
+            found.setdefault(stage, {k: type(counter)() for k in counts})[kind].update(counter)
+        COUNTS.clear()
+
+    @contextmanager
+    def counted(clock: Clock, stage: str) -> Iterator[None]:
+        take("")
+        with enter(clock, stage):
+            yield
+        take(stage)
+
+    def ended(clock: Clock) -> dict[str, float]:
+        nonlocal found
+        take("")
+        steps.append(found)
+        found = {}
+        return end_step(clock)
+
+    Clock.__call__, Clock.end_step = counted, ended  # type: ignore[method-assign,assignment]
+    code = cli.run(list(words))
+    assert code == 0, f"exit {code}"
+    return steps[2:]

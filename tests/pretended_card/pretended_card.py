@@ -26,13 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import card_streams
 import flash_stand_in
 import recorded_graphs
 import torch
 import torch.distributed
-from card_streams import Stream
-from recorded_graphs import recorded, refuse
+from recorded_graphs import Stream, recorded, refuse
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -92,7 +90,7 @@ class Counts:
 
     def wait(self, name: str) -> None:
         refuse(f"{name} @ {line()}")
-        card_streams.host_waits()
+        recorded_graphs.host_waits()
         self.waits[f"{name} @ {line()}"] += 1
 
     def upload(self, name: str) -> None:
@@ -615,7 +613,7 @@ def install(
         "device_count": lambda: len(visible()),
         **dict.fromkeys(("memory_allocated", "memory_reserved", "current_allocated_memory"), lambda *_: COUNTS.live),
         **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda *_: COUNTS.peak),
-        "stream": card_streams.entered,
+        "stream": recorded_graphs.entered,
         "current_stream": lambda *_: Stream.current,
         "default_stream": lambda *_: first,
         "_lazy_init": lambda *_: None,

@@ -100,7 +100,9 @@ MOST = {"waits": 8, "uploads": 16, "launches": 130}
 
 def test_a_step_waits_and_uploads_a_few_times(on_card, half: str, tmp_path: Path) -> None:
     """Of completions of eight tokens, which the host reads at once."""
-    steps = on_card.found("card_steps:main", *WHOLE_STEP.split(), half, f"hydra.run.dir={tmp_path / 'run'}")[1:-1]
+    steps = on_card.found(
+        "card_updates:of_whole_steps", *WHOLE_STEP.split(), half, f"hydra.run.dir={tmp_path / 'run'}"
+    )[1:-1]
     for step in steps:
         counted = {kind: {(stage, line): n for stage in step for line, n in step[stage][kind].items()} for kind in MOST}
         assert not any(stage == "" for lines in counted.values() for stage, _ in lines), "nothing is done in no stage"
