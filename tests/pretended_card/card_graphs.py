@@ -397,23 +397,23 @@ FAULTS = {
     "a place of the host": Fault(place_of_the_host, said=DIFFERS),
     "a place of the host, trusted": Fault(place_of_the_host, trusts=True, same=False),
     "keys that moved": Fault(between=move_keys),
-    "keys that moved, unwatched": Fault(unwatched, move_keys, same=False),
     "a step that waits": Fault(waiting, said=WAITS),
     "no wait for what is read": Fault(partial(without_a_wait, of_the_side=False), races=True),
     "more room": Fault(between=more_room),
     "other ways": Fault(between=other_ways),
+    "no memory": Fault(no_memory, said="CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "keys that moved, unwatched": Fault(unwatched, move_keys, same=False),
     "weights that moved": Fault(between=move_weights),
     "copies that move": Fault(new_copies),
     "copies that move, unwatched": Fault(lambda: unwatched(new_copies), same=False),
     "another scale": Fault(between=rescale),
-    "no memory": Fault(no_memory, said="CUDA out of memory. Tried to allocate 2.00 GiB."),
     "a step that waits, torch 2.13": Fault(partial(waiting, "2.13"), said=WAITS),
     "a step that waits, torch 2.14": Fault(partial(waiting, "2.14"), said=WAITS),
     "a step that waits, not ended": Fault(partial(waiting, ends=False), said=WAITS, left=True),
     "a step that waits, torch 2.13, not ended": Fault(partial(waiting, "2.13", ends=False), said=WAITS, left=True),
     "no wait for what is written": Fault(partial(without_a_wait, of_the_side=True), races=True),
 }
-QUICK_FAULTS = [*FAULTS][:7]
+QUICK_FAULTS = [*FAULTS][:9]
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

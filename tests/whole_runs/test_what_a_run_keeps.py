@@ -29,7 +29,7 @@ from rlft.tokens import text
 
 # -- weights for decoding that were measured ---------------------------------------------------------------------------
 WORDS = ["+recipe=grpo_arithmetic", "generation=transformers", f"{WEIGHTS}=fastest", "resume=auto",
-         "prompts_per_step=4", "group_size=16", "data.size=16", "data.held_out_size=8", "eval.every=0",
+         "prompts_per_step=4", "group_size=6", "data.size=16", "data.held_out_size=8", "eval.every=0",
          "generation.max_tokens=12", "checkpoint.every=1", "trainer.schedule=constant"]  # fmt: skip
 
 
