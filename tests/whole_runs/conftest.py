@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from run_folders import tiny
-from warm_python import WarmPython
+from warm_python import WarmProcesses
 
 from rlft import cli
 from rlft.system.process import launcher
-from rlft.system.process.launcher import LocalProcesses
 
 
 @pytest.fixture(scope="session")
@@ -38,17 +37,10 @@ def undisturbed(undisturbed_of: Callable[..., Path]) -> Path:
     return undisturbed_of(*tiny())
 
 
-@pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
-    warm = WarmPython()
-    yield warm
-    warm.close()
-
-
 @pytest.fixture
-def warm_workers(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks and engines of runs in this process are forked from one that has imported torch."""
-    monkeypatch.setattr(launcher, "LocalProcesses", functools.partial(LocalProcesses, start=warm_python.start))
+    monkeypatch.setattr(launcher, "LocalProcesses", WarmProcesses)
 
 
 VARIED = """
