@@ -454,7 +454,7 @@ CASES = {
             stopped(3, GIVEN_UP, EVALUATED, 1, "terminate"),
         ],
         every=0,
-        last=Hit(events=pressed(SAVED, 1, "terminate"), ends=finished(HEARD)),  # while the last step is saved
+        last=Hit(events=pressed(SAVED, 1, "terminate"), ends=finished(HEARD_BEFORE)),  # while the last is saved
     ),
     "SIGTERM: the step gets the seconds it is allowed and no more": Case(
         words=tiny(),
@@ -474,12 +474,13 @@ CASES = {
         moves=whatever,
     ),
     "its processes end with it, however it ends": Case(
-        words=RANKS,
+        words=tiny("steps=3", "minibatches=3", "eval.every=0"),
         hits=[
-            stopped_at_once(0, [GIVEN_UP], *pressed(UPDATE, 1), *pressed(UPDATE, 2)),
+            killed("rlft.loop.session:Session.begin", 1, "after"),
+            stopped_at_once(0, [HEARD], *pressed(UPDATE, 1), *pressed(UPDATE, 2)).told(*TWO_WORKERS, workers=2),
             failing(UPDATE).told(*TWO_WORKERS, workers=2),
             failing("rlft.reward.workers.pool:WorkerPool.run", 2).told(*TWO_WORKERS, workers=2),
-            stopped(1, GIVEN_UP, UPDATE, 1, "terminate").told(*TWO_WORKERS, workers=2),
+            stopped(2, HEARD, UPDATE, 1, "terminate").told(*TWO_WORKERS, workers=2),
         ],
         last=to_the_end().told(*TWO_WORKERS, workers=2),
     ),
