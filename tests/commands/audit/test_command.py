@@ -63,13 +63,8 @@ def test_a_resumed_run_has_the_same_chain(honest: Path, copies: Callable[[], Pat
 
 @pytest.mark.slow
 def test_a_forks_chain_goes_on_from_the_other_runs(honest: Path, tmp_path: Path) -> None:
-    words = [
-        "trainer.lr=0.01",
-        "algorithm.kl_coef=0.1",
-        "snapshot.reference=base",
-        f"hydra.run.dir={tmp_path / 'fork'}",
-    ]
-    assert cli.run(["resume", str(saved(honest, 2)), *words]) == 0
+    words = ("trainer.lr=0.01", "algorithm.kl_coef=0.1", "snapshot.reference=base")
+    assert cli.run(["resume", str(saved(honest, 2)), *words, f"hydra.run.dir={tmp_path / 'fork'}"]) == 0
     parent, own = (lines_of(place / "chain.jsonl") for place in (honest, tmp_path / "fork"))
     assert own[:3] == parent[:3]
     assert own[3]["previous"] == parent[2]["digest"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import random
 import re
 from pathlib import Path
@@ -11,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_studies import ALGORITHM, RANK, RATE, STEPS, FakeRuns, accuracy, do_all, keys, make_and_do, make_study
+from audited_runs import write
+from fake_studies import keys, make_and_do, make_study
+from in_one_test import each
 
 from rlft.commands.sweep import page
 from rlft.commands.sweep.checks import Checked
@@ -21,8 +22,6 @@ from rlft.commands.sweep.space import Space, read_space
 from rlft.commands.sweep.study import Trial
 from rlft.config.overrides import parse
 from rlft.runs import run_status
-
-SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
 
 
 def test_a_studys_results_are_a_table_a_file_and_a_picture(
@@ -48,30 +47,20 @@ def test_a_studys_results_are_a_table_a_file_and_a_picture(
     assert f"written to {tmp_path / 'sweep.csv'}" in out.replace("\n", "")
 
 
-def test_a_study_of_a_loss_ranks_its_lowest_value_first(tmp_path: Path) -> None:
-    study = make_study(tmp_path, keys(trials=3), lower=True)
-    do_all(study, FakeRuns())
-    values = [row.value for row in study.trials.rows()]
-    assert values == sorted(value for value in values if value is not None)
-    # the made-up loss is the accuracy with the other sign
-    assert values[0] == -max(accuracy(row.params, STEPS, 0) for row in study.trials.rows())
-
-
 def test_a_study_without_trials_leaves_nothing(tmp_path: Path) -> None:
     study = make_study(tmp_path, keys(trials=1))
     study.show()
     assert not (tmp_path / "sweep.csv").exists()
 
 
-def test_what_the_table_says_of_a_trial() -> None:
-    row = Trial(number=3, params={}, state="pruned", value=0.2, why="median at step 4")
-    assert page.state_of(row) == "pruned: median at step 4"
-    assert page.state_of(Trial(number=0, params={}, state="complete", value=0.5)) == ""
-
-
-def test_names_of_trials_have_numbers_of_four_digits() -> None:
-    params = {"trainer.lr": 0.000123456, "lora.rank": "4", "algorithm": "grpo"}
-    assert SPACE.name(params) == "trainer.lr=0.0001235, lora.rank=4, algorithm=grpo"
+def test_a_studys_title_names_no_best_trial_where_none_has_a_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = make_and_do(tmp_path, keys(trials=1))
+    alone = [Trial(number=0, params=study.trials.rows()[0].params, state="failed", value=None, why="broken")]
+    monkeypatch.setattr(type(study.trials), "rows", lambda self: alone)
+    study.show()
+    assert capsys.readouterr().out.splitlines()[0] == "sweep of 1 trial"
 
 
 HEADERS = ["job", "keys", "before", "accuracy", "reward", "seconds"]
@@ -85,15 +74,15 @@ def space_of(*words: str) -> Space:
 def finished(tmp_path: Path) -> Any:
     """Writes what a job leaves in its folder: an evaluation before and after, and the last step's metrics."""
 
-    def write(number: int, accuracy: float, sweep: Path = tmp_path) -> None:
+    def finish(number: int, accuracy: float, sweep: Path = tmp_path) -> None:
         folder = sweep / str(number)
         folder.mkdir()
         evaluations = [{"step": step, "accuracy": accuracy * step / 4, "accuracy_se": 0.0625} for step in (0, 4)]
-        (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+        write(folder / "eval.jsonl", evaluations)
         run_status.write(folder, 4, run_status.Status.finished)
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward/mean": 0.5, "time/step": 1234.56}) + "\n")
+        write(folder / "metrics.jsonl", [{"step": 4, "reward/mean": 0.5, "time/step": 1234.56}])
 
-    return write
+    return finish
 
 
 def printed(tmp_path: Path, space: Space, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -121,12 +110,6 @@ def test_headers_and_numbers_are_whole_at_80_columns(
     assert text.count("trainer.lr=0.0001,lora.target_modules=[q_proj,k_proj,v_proj]") == 1, "no value is lost"
 
 
-def test_jobs_are_named_by_whole_keys() -> None:
-    space = space_of("trainer.lr=1e-3,1e-4", "lora.rank=8,16")
-    assert [space.name(params) for params in space.combinations()][3] == "trainer.lr=0.0001, lora.rank=16"
-    assert space_of().name({}) == "recipe=grpo_arithmetic, steps=4"
-
-
 def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path: Path, finished: Any) -> None:
     for number in range(2):
         finished(number, accuracy=0.5)
@@ -136,38 +119,26 @@ def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path: Path, finished
     assert found == [("exact_match", "0.5"), ("math", "0.5")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("evaluation", "title"),
     [
-        ({"accuracy": 0.5}, "sweep of 2 jobs, best held-out accuracy first"),
-        ({"eval/loss": 0.5}, "sweep of 2 jobs, lowest held-out loss first"),
-        (None, "sweep of 2 jobs, highest reward first"),
+        ({"accuracy": 0.5}, "best held-out accuracy first"),
+        ({"eval/loss": 0.5}, "lowest held-out loss first"),
+        (None, "highest reward first"),
     ],
 )
 def test_the_title_names_only_what_was_measured(
     evaluation: dict[str, float] | None, title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number in range(2):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward/mean": 0.5}) + "\n")
-        run_status.write(tmp_path / str(number), 4, run_status.Status.finished)
-        if evaluation is not None and number:  # one job that was measured is enough
-            (tmp_path / "1" / "eval.jsonl").write_text(json.dumps({"step": 4, **evaluation}) + "\n")
+    for job in "01":
+        (tmp_path / job).mkdir(exist_ok=True)
+        write(tmp_path / job / "metrics.jsonl", [{"step": 4, "reward/mean": 0.5}])
+        run_status.write(tmp_path / job, 4, run_status.Status.finished)
+    write(tmp_path / "1" / "eval.jsonl", [{"step": 4, **evaluation}] if evaluation else [])  # one job is enough
     lines = printed(tmp_path, space_of("seed=0,1"), capsys)
-    assert lines[0] == title
-    assert [row["job"] for row in rows(tmp_path, space_of("seed=0,1"), {})] == (
-        [0, 1] if evaluation is None else [1, 0]
-    )
-
-
-def test_a_studys_title_names_no_best_trial_where_none_has_a_value(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study = make_and_do(tmp_path, keys(trials=1))
-    alone = [Trial(number=0, params=study.trials.rows()[0].params, state="failed", value=None, why="broken")]
-    monkeypatch.setattr(type(study.trials), "rows", lambda self: alone)
-    study.show()
-    assert capsys.readouterr().out.splitlines()[0] == "sweep of 1 trial"
+    assert lines[0] == f"sweep of 2 jobs, {title}"
+    order = [row["job"] for row in rows(tmp_path, space_of("seed=0,1"), {})]
+    assert order == ([0, 1] if evaluation is None else [1, 0])
 
 
 def test_only_finished_jobs_are_ranked_and_the_others_say_why_they_are_not(

@@ -32,6 +32,8 @@ from fake_studies import (
     states,
     write,
 )
+from in_one_test import each
+from slow_cases import slow
 
 from rlft.commands.sweep import page, study as studies
 from rlft.commands.sweep.driver import Ending, How
@@ -100,7 +102,9 @@ def test_a_slow_starter_that_is_the_best_in_the_end_is_not_pruned_by_early_steps
     assert set(study.trials.reported(5)) == {1, 2, 3, 4, 5, 10, 15}
 
 
-def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_far(tmp_path: Path) -> None:
+def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_far(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ranks = Choice(key="lora.rank", values=tuple("abcdef"))
     curves = {name: [0.3, 0.5, 0.6] for name in "ab"}
     curves["c"] = [0.9, 0.2, 0.7]  # falls back within the run, and recovers
@@ -115,6 +119,7 @@ def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_fa
     why = {str(row.params["lora.rank"]): row.why for row in study.trials.rows()}
     # At step 1 the complete a, b and c have 0.3, 0.3 and 0.9; at step 3 0.6, 0.6 and 0.7.
     assert (why["d"], why["e"]) == ("median at step 3", "median at step 1")
+    assert "trial 3 is pruned by median at step 3" in capsys.readouterr().err
     assert [seed for trial, seed in runs.ran if trial == 3] == [0], "it has no second run"
 
 
@@ -128,21 +133,6 @@ def test_a_trial_is_pruned_after_a_later_seed_by_the_mean_so_far(tmp_path: Path)
 
 
 LAST = {"lora.rank": "16", "algorithm": "gspo"}
-
-
-def test_a_pruned_trial_ends_at_its_evaluation_and_has_no_further_seeds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study, runs = make_study(tmp_path, keys(trials=12, seeds=2, pruner="median", startup=2)), FakeRuns()
-    do_all(study, runs)
-    pruned = [row for row in study.trials.rows() if row.state == "pruned"]
-    assert len(pruned) >= 3
-    for row in pruned:
-        point = max(study.trials.reported(row.number))
-        assert point < STEPS, "in these runs whoever lags behind does from the first step on"
-        assert row.why == f"median at step {point}"
-        assert [seed for trial, seed in runs.ran if trial == row.number] == [0]
-    assert f"trial {pruned[0].number} is pruned by median at step" in capsys.readouterr().err
 
 
 def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(tmp_path: Path) -> None:
@@ -159,16 +149,15 @@ def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(
     assert study.trials.rows()[-1].number == 1
 
 
-def crash(study: Study, **more: Any) -> FakeRuns:
-    """Resumes a study whose trial 1 crashes before step 5, or before another with `at`."""
-    at, error = more.get("at", 5), more.get("error", Killed())
+def crash(study: Study, at: int = 5, error: BaseException | None = None) -> FakeRuns:
+    """Resumes a study whose trial 1 crashes before this step."""
 
     def before(run: TrialRun, step: int) -> None:
         if (run.trial.number, step) == (1, at):
-            raise error
+            raise error or Killed
 
     runs = FakeRuns(before=before)
-    with contextlib.suppress(type(error)):
+    with contextlib.suppress(Killed if error is None else type(error)):
         do_all(study, runs)
     return runs
 
@@ -191,11 +180,18 @@ def test_a_trial_whose_process_dies_ever_later_goes_on(tmp_path: Path) -> None:
     assert states(make_and_do(tmp_path, keys(trials=2))) == ["complete"] * 2
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), DiskError(errno.ENOSPC, None)])
-def test_an_attempt_that_a_signal_or_the_disk_ends_is_no_crash(error: BaseException, tmp_path: Path) -> None:
+@each("error", [KeyboardInterrupt(), DiskError(errno.ENOSPC, None), None])
+def test_an_attempt_that_a_signal_or_the_disk_ends_is_no_crash(error: BaseException | None, tmp_path: Path) -> None:
+    """However often it comes; None: a signal between two seeds, of which the first is there from the second time on."""
+    folder = tmp_path / type(error).__name__
     for _ in range(5):
-        crash(make_study(tmp_path, keys(trials=2)), error=error)
-    assert states(make_and_do(tmp_path, keys(trials=2))) == ["complete"] * 2
+        study, runs = make_study(folder, keys(trials=2, seeds=2)), FakeRuns()
+        if error is not None:
+            crash(study, error=error)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                do_all(study, runs, lambda runs=runs: len(runs.ran) == 1)
+    assert states(make_and_do(folder, keys(trials=2, seeds=2))) == ["complete"] * 2
 
 
 def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -> None:
@@ -238,23 +234,15 @@ def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_o
     assert again.is_done(), "a signal in the last step of all is too late for the sweep, too"
 
 
-def test_a_signal_between_two_seeds_is_no_crash_of_the_trial(tmp_path: Path) -> None:
-    for _ in range(4):  # each time its first run is there already, so that there is no progress
-        study, runs = make_study(tmp_path, keys(trials=1, seeds=2)), FakeRuns()
-        with pytest.raises(KeyboardInterrupt):
-            do_all(study, runs, lambda runs=runs: len(runs.ran) == 1)
-    assert states(make_and_do(tmp_path, keys(trials=1, seeds=2))) == ["complete"]
-
-
-CASES = {
+CASES = {  # of which `make test` has the last two
     "tpe with hyperband": (keys(trials=9, pruner="hyperband"), (RATE, RANK)),
-    "tpe with median and seeds": (keys(trials=6, pruner="median", startup=2, seeds=2), (RATE, ALGORITHM)),
     "tpe whose values repeat": (keys(trials=7, startup=1, pruner="median"), (RANK, ALGORITHM)),
+    "tpe with median and seeds": (keys(trials=6, pruner="median", startup=2, seeds=2), (RATE, ALGORITHM)),
     "a grid": (keys(trials=4, sampler="grid", pruner="median", startup=1), (RANK, ALGORITHM)),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*map(slow, list(CASES)[:2]), *list(CASES)[2:]])
 def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,10 +287,12 @@ def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) ->
     assert len(pruned) >= 5
     # rungs at 1 and 3 steps; one at 9 is the end
     assert {max(study.trials.reported(row.number)) for row in pruned} <= {1, 3}
+    made = pruner(keys(pruner="hyperband", seeds=3), 2, STEPS)
+    assert isinstance(made, optuna.pruners.HyperbandPruner)
+    assert (made._min_resource, made._max_resource) == (2, 3 * STEPS), "the steps of all runs, from the evaluation on"
 
 
 SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
-WHOLE = Space(fixed=(), varied=(Interval(key="lora.rank", low=4, high=64, whole=True, log=False),))
 
 
 def done(trials: Trials, number: int) -> list[dict[str, object]]:
@@ -320,12 +310,6 @@ def test_the_same_seed_draws_the_same_trials_and_another_seed_others(tmp_path: P
     assert first == again != other
 
 
-def test_a_trial_is_drawn_as_if_the_process_had_never_ended(tmp_path: Path) -> None:
-    """Each with a generator of its own: a study that is opened anew before each trial draws the same."""
-    whole = done(make_trials(tmp_path / "whole", keys(), SPACE), 10)
-    assert [done(make_trials(tmp_path / "parts", keys(), SPACE), 1)[0] for _ in range(10)] == whole
-
-
 def test_values_are_drawn_near_those_that_did_well(tmp_path: Path) -> None:
     """The best rate is 1e-3, in the middle of three decades: half a decade around it is a third of what random has."""
     near = {}
@@ -335,26 +319,23 @@ def test_values_are_drawn_near_those_that_did_well(tmp_path: Path) -> None:
     assert near["tpe"] > 1.5 * near["random"]
 
 
+ALL_FOUR = [("4", "grpo"), ("4", "gspo"), ("16", "grpo"), ("16", "gspo")]
+
+
 def test_a_grid_has_each_combination_once_in_the_order_of_a_plain_sweep(tmp_path: Path) -> None:
-    grid = Space(fixed=(), varied=(RANK, ALGORITHM))
-    found = done(make_trials(tmp_path, keys(sampler="grid"), grid), 4)
-    assert [(params["lora.rank"], params["algorithm"]) for params in found] == [
-        ("4", "grpo"), ("4", "gspo"), ("16", "grpo"), ("16", "gspo"),
-    ]  # fmt: skip
+    found = done(make_trials(tmp_path, keys(sampler="grid"), Space(fixed=(), varied=(RANK, ALGORITHM))), 4)
+    assert [(params["lora.rank"], params["algorithm"]) for params in found] == ALL_FOUR
 
 
-@pytest.mark.parametrize(("trials", "ran", "told"), [(4, 4, "4 trials, one for each combination"), (3, 3, "3 trials")])
-def test_no_combination_is_tried_twice_where_there_are_trials_for_all(
-    trials: int, ran: int, told: str, tmp_path: Path
-) -> None:
-    study, runs = make_study(tmp_path, keys(trials=trials), RANK, ALGORITHM), FakeRuns()
+@each(("trials", "told"), [(4, "4 trials, one for each combination"), (3, "3 trials")])
+def test_no_combination_is_tried_twice_where_there_are_trials_for_all(trials: int, told: str, tmp_path: Path) -> None:
+    folder = tmp_path / str(trials)
+    study, runs = make_study(folder, keys(trials=trials), RANK, ALGORITHM), FakeRuns()
     assert study.beginning[0].startswith(f"sweep of {told}, 0 done;")
     do_all(study, runs)
-    assert len(runs.ran) == ran
-    more = make_and_do(tmp_path, keys(trials=20), RANK, ALGORITHM)
-    assert {(row.params["lora.rank"], row.params["algorithm"]) for row in more.trials.rows()} == {
-        ("4", "grpo"), ("4", "gspo"), ("16", "grpo"), ("16", "gspo"),
-    }  # fmt: skip
+    assert len(runs.ran) == trials
+    more = make_and_do(folder, keys(trials=20), RANK, ALGORITHM)
+    assert {(row.params["lora.rank"], row.params["algorithm"]) for row in more.trials.rows()} == {*ALL_FOUR}
 
 
 def test_a_trial_of_an_older_study_that_has_the_result_of_another_is_no_setting_of_its_own(
@@ -376,7 +357,8 @@ def test_a_trial_of_an_older_study_that_has_the_result_of_another_is_no_setting_
 
 
 def test_an_interval_of_whole_numbers_has_whole_numbers(tmp_path: Path) -> None:
-    values = [params["lora.rank"] for params in done(make_trials(tmp_path, keys(), WHOLE), 6)]
+    whole = Space(fixed=(), varied=(Interval(key="lora.rank", low=4, high=64, whole=True, log=False),))
+    values = [params["lora.rank"] for params in done(make_trials(tmp_path, keys(), whole), 6)]
     assert all(isinstance(value, int) and 4 <= value <= 64 for value in values)
     assert len(set(values)) > 3
 
@@ -466,21 +448,13 @@ def test_the_journal_holds_what_was_kept_last_and_optunas_own_reader_reads_it(tm
     assert all(json.loads(entry) for entry in before.splitlines())
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda text: text[:-20], lambda text: text + "{}\n", lambda text: "\x00\x01\n"],
-    ids=["a torn line", "a line that is no record", "no text"],
-)  # fmt: skip
+@each("damage", [lambda text: text[:-20], lambda text: text + "{}\n", lambda text: "\x00\x01\n"])
 def test_a_journal_that_is_damaged_is_refused(damage: Callable[[str], str], tmp_path: Path) -> None:
-    done(make_trials(tmp_path, keys(), SPACE), 2)
+    """By a torn line, a line that is no record, or something that is no text."""
     file = tmp_path / JOURNAL
+    file.unlink(missing_ok=True)
+    done(make_trials(tmp_path, keys(), SPACE), 2)
     file.write_text(damage(file.read_text()))
-    with pytest.raises(
-        UserError, match=rf"^hydra.sweep.dir: optuna.log in that folder is damaged \(\w+\), got {tmp_path};"
-    ):
+    said = rf"^hydra.sweep.dir: optuna.log in that folder is damaged \(\w+\), got {tmp_path};"
+    with pytest.raises(UserError, match=said):
         make_trials(tmp_path, keys(), SPACE)
-
-
-def test_hyperband_counts_the_steps_of_all_runs_from_the_first_evaluation_on() -> None:
-    made = pruner(keys(pruner="hyperband", seeds=3), 2, STEPS)
-    assert isinstance(made, optuna.pruners.HyperbandPruner)
-    assert (made._min_resource, made._max_resource) == (2, 3 * STEPS)
