@@ -33,6 +33,8 @@ SHARED = ("torch",)
 QUICK_TESTS = (
     "tests/test_library_versions.py",
     "tests/config/test_compose.py",
+    "tests/config/test_instantiate.py",
+    "tests/config/test_schema.py",
     "tests/data/test_hub.py",
     # What rlft replaces in transformers' models, with the kernels that it takes for this release:
     "tests/generation/test_transformers.py::test_logprobs_are_those_of_a_plain_forward_at_this_temperature",

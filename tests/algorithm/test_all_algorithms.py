@@ -1,6 +1,6 @@
-"""What holds for every algorithm that configs/algorithm/ has, as it is and with every term of the loss at work."""
+"""What holds for all algorithms, of every module: as their YAMLs have them, and with every term of the loss at work."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from slow_cases import slow_but
 
 import rlft
 from rlft.config import catalog
-from rlft.types import LossScale, Outputs, UserError
+from rlft.types import Batch, LossScale, Outputs, UserError
 
 nan, inf = float("nan"), float("inf")
 
@@ -82,6 +82,7 @@ def test_each_differs_from_its_base_in_these_keys_only(make, name, base, keys):
 
 
 IN_REWARD, BY_STEPS = {"kl_coef": 0.1, "kl_in": "reward"}, {"supervision": "process"}
+EXACT = {"kl_coef": 0.1, "kl_estimator": "exact"}
 
 
 @each(
@@ -102,6 +103,11 @@ IN_REWARD, BY_STEPS = {"kl_coef": 0.1, "kl_in": "reward"}, {"supervision": "proc
           for name, size in (("rloo", 2), ("reinforce_pp", 1), ("kimi", 2), ("ppo", 1), ("opd", 1))),
         ("opd", {"teacher_in": "loss", "top_k": 5}, {"teacher_top_k": 5, "needs_old_in_credit": False}),
         ("opd", {"reward_coef": 0.1}, {"min_group_size": 2}),
+        ("grpo", {"kl_coef": 0.5, "kl_to": "old"}, {"needs_reference": False, "needs_old_in_credit": False}),
+        ("grpo", {"kl_estimator": "exact"}, {"exact_kl_to": None, "reference_field": "reference_logprobs"}),
+        ("grpo", EXACT, {"exact_kl_to": "reference", "reference_field": None}),
+        ("grpo", EXACT | {"kl_to": "old"}, {"exact_kl_to": "old", "reference_field": "reference_logprobs"}),
+        ("grpo", EXACT | {"kl_in": "reward"}, {"exact_kl_to": None, "reference_field": "reference_kl"}),
         ("opd", BY_STEPS, {"needs_steps": False}),
         ("opd", BY_STEPS | {"reward_coef": 1.0}, {"needs_steps": True}),
     ],
@@ -117,6 +123,7 @@ def test_it_asks_only_for_what_its_keys_use(make, name, keys, said):
         ("grpo", {}, "loss", "advantages", "advantages is None"),
         ("grpo", {"kl_coef": 0.1}, "loss", "reference_logprobs", "reference_logprobs is None"),
         ("grpo", {"entropy_coef": 0.1}, "loss", "entropy", "entropy is None"),
+        ("grpo", EXACT, "loss", "kl", "kl is None, but kl_estimator=exact needs it"),
         ("grpo", IN_REWARD, "credit", "old_logprobs", "old_logprobs is None"),
         ("grpo_process", {}, "credit", "token_rewards", "token_rewards is None, but supervision=process"),
         *(("gdpo", {}, ask, "each_reward", "each_reward is None, but reward_aggregation=normalize_then_sum needs it")
@@ -144,22 +151,15 @@ def test_a_missing_tensor_is_named(make, full_step, scale_of, name, keys, ask, l
     [
         ("grpo", {"kl_to": "old", "kl_in": "reward"}, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
         ("grpo", {"kl_to": "old", "kl_estimator": "k2"}, "kl_estimator", r".*, got k2; use .*=auto"),
-        ("grpo", {"kl_coef": 0.1, "kl_controller": "adaptive"}, "kl_target", r".*adaptive.*; set"),
-        ("grpo", {"kl_controller": "proportional", "kl_target": 0.1}, "kl_coef", r".*, got 0\.0; start"),
+
         ("cispo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=cispo.*, got 7\.0; use .*null"),
         ("sapo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=sapo.*, got 7\.0; use .*null"),
         ("ppo", {"dual_clip": 1.1}, "dual_clip", r".* = 1\.2, got 1\.1; use 3"),
         ("kimi", {"mismatch_low": 1.5}, "mismatch_low", r".*, got 1\.5 \.\. 2; use"),
         ("kimi", {"mismatch": "token_mask"}, "mismatch", ".* whole completion"),
         ("kimi", {"baseline": "soft", "tau": 0.0}, "tau", r".*, got 0\.0; use"),
-        ("grpo", {"credit_span": "turn"}, "credit_span",
-         r".*outcome has one score.*; use algorithm\.supervision=process"),
         ("grpo", {"mismatch_high": 0.9}, "mismatch_low", r".*, got 0\.5 \.\. 0\.9; use"),
         ("grpo_process", IN_REWARD, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
-        *(("gmpo", {"ratio": level}, "ratio", rf".*mean itself, got {level}; use algorithm\.ratio=token")
-          for level in ("sequence", "sequence_token")),
-        ("gdpo", BY_STEPS, "supervision", r".* whole completions, got process; use algorithm\.super"),
-        ("gdpo", IN_REWARD, "kl_in", r".* no one score .*, got reward; use algorithm\.kl_in=l"),
         ("opd", {"divergence": "forward"}, "divergence", ".*only the reverse KL can be estimated"),
         ("opd", {"teacher_in": "loss", "divergence": "jensen_shannon", "jsd_beta": 0.0}, "jsd_beta",
          ".*the divergence is 0 there"),
@@ -168,16 +168,15 @@ def test_a_missing_tensor_is_named(make, full_step, scale_of, name, keys, ask, l
         ("opd", IN_REWARD, "kl_in", r".*algorithm\.reward_coef=0 leaves out"),
     ],
 )  # fmt: skip
-def test_contradictions_are_refused_with_key_value_and_remedy(make, name, keys, key, said):
+def test_contradictions_that_are_not_in_the_table_of_refusals_are_refused(make, name, keys, key, said):
     with pytest.raises(UserError, match=rf"^algorithm\.{key}: {said}"):
         make(name, **keys)
 
 
-@each("name", NAMES)
-def test_load_algorithm_builds_it_with_overrides_and_without_a_warning(make, name):
-    loaded = rlft.load_algorithm(name, entropy_coef=0.5)
-    assert loaded == make(name, entropy_coef=0.5) != make(name)
-    assert loaded.warnings == make(name).warnings == ()
+def test_no_yaml_has_a_warning_and_load_algorithm_builds_one_with_overrides(make):
+    assert [name for name in NAMES if make(name, entropy_coef=0.5).warnings] == []
+    for name in ("gspo_token", "ppo_ptx"):
+        assert rlft.load_algorithm(name, entropy_coef=0.5) == make(name, entropy_coef=0.5) != make(name)
 
 
 def test_together_they_reach_every_branch_that_the_properties_below_are_about(made, full_step, scale_of):
@@ -488,3 +487,75 @@ def test_it_reads_only_what_it_says_it_needs(make, full_step, scale_of, name):
     assert algorithm.needs_old_in_credit is (name == "opd")
     assert algorithm.needs_teacher is (name == "opd")
     assert algorithm.teacher_top_k == 0
+
+
+# -- completions of several turns: what an environment put between the tokens is no part of any formula ----------------
+def wide(values, mask, holes, junk):
+    """`[B, T]` with `holes[b, t]` columns put in before token t, filled with junk; padded on the right alike."""
+    width = mask.shape[1] + int(holes.sum(1).max())
+    rows = torch.full((len(mask), width), junk, dtype=values.dtype)
+    position = torch.arange(mask.shape[1]) + holes.cumsum(1)
+    return rows.scatter(1, position, values), position
+
+
+def with_holes(outputs, batch, seed):
+    """The same tokens with an environment's between them; its log-probs, values and rewards are no numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = batch.loss_mask
+    holes = torch.randint(0, 3, mask.shape, generator=generator) * mask.cumsum(1).bool()
+    more = {}
+    for field in fields(Batch):
+        value = getattr(batch, field.name)
+        if value is not None and value.shape == mask.shape:
+            junk = {torch.bool: False, torch.int64: 7}.get(value.dtype, nan)
+            more[field.name], position = wide(value, mask, holes, junk)
+    more["attention_mask"] = torch.ones_like(more["loss_mask"])
+    return replace(batch, **more), position
+
+
+def widened(outputs, position, width):
+    """The outputs as they stand there; junk between them, which gets no gradient."""
+
+    def put(values, junk):
+        rows = torch.full((len(values), width), junk, dtype=values.dtype)
+        return rows.scatter(1, position, values.detach()).requires_grad_()
+
+    return Outputs(
+        logprobs=put(outputs.logprobs, inf), entropy=put(outputs.entropy, nan), values=put(outputs.values, -inf)
+    )
+
+
+ALL_TERMS = {**EXTRAS["all terms"], "off_policy_limit": 0.3}
+OF_TURNS = [(name, extra) for name in NAMES for extra in ({}, ALL_TERMS)]
+OF_TURNS += [(name, {"credit_span": "turn"}) for name in ("grpo_process", "ppo", "a2c")]
+
+
+@each(("name", "extra"), OF_TURNS)
+def test_holes_change_no_advantage_no_loss_no_metric_and_no_gradient(
+    make, full_step, scale_of, loss_of, close, name, extra
+):
+    refused = ("mismatch", "off_policy_limit") if name == "kimi" else ()
+    keys = {key: value for key, value in extra.items() if key not in refused}
+    if extra and name in ("gspo", "gmpo"):  # which refuse the weights of single tokens
+        keys["mismatch"] = "sequence_mask"
+    algorithm = make(name, **keys)
+    outputs, batch = full_step()
+    holed, position = with_holes(outputs, batch, seed=1)
+    assert (holed.loss_mask.int().diff(dim=1) == 1).sum() > len(holed.loss_mask), "some rows have several turns"
+    there = widened(outputs, position, holed.loss_mask.shape[1])
+
+    assert torch.equal(algorithm.zero_gradient_rows(holed), algorithm.zero_gradient_rows(batch))
+    holed, batch = algorithm.credit(holed), algorithm.credit(batch)
+    scale = scale_of(batch)
+    assert scale_of(holed) == scale
+    close(holed.advantages.gather(1, position)[batch.loss_mask], batch.advantages[batch.loss_mask])
+    assert (holed.advantages[~holed.loss_mask] == 0).all()
+    loss, gradients = loss_of(algorithm, outputs, batch, scale)
+    same, there_gradients = loss_of(algorithm, there, holed, scale)
+    close(same.total, loss.total)
+    assert same.metrics.keys() == loss.metrics.keys()
+    for metric, value in loss.metrics.items():
+        close(same.metrics[metric], value.double())
+    for found, gradient in zip(there_gradients, gradients, strict=True):
+        close(found.gather(1, position)[batch.loss_mask], gradient[batch.loss_mask])
+        assert (found[~holed.loss_mask] == 0).all(), "exactly"

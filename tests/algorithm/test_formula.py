@@ -103,15 +103,11 @@ def keys_of(algorithm: Any) -> dict[str, Any]:
 
 
 def stated(algorithm: Any) -> Formula:
-    loss = formula_of(type(algorithm), keys_of(algorithm))
-    assert loss is not None
-    return loss
+    return formula_of(type(algorithm), keys_of(algorithm))
 
 
 def docstring_of(module: str) -> str:
-    docstring = import_module(f"rlft.algorithm.{module}").__doc__
-    assert docstring is not None
-    return docstring
+    return import_module(f"rlft.algorithm.{module}").__doc__
 
 
 def lines_of(algorithm: Any) -> dict[str, tuple[bool, str]]:
@@ -138,14 +134,8 @@ class Written(dict[str, Any]):
         mask = self.mask = batch.loss_mask
 
         def kept(tensor: Tensor | None) -> Tensor:
-            assert tensor is not None
             return torch.where(mask, tensor, 0.0)
 
-        assert batch.truncated is not None
-        assert batch.each_reward is not None
-        assert batch.each_weight is not None
-        assert outputs.top_k_logprobs is not None
-        assert batch.teacher_top_k_logprobs is not None
         symbols = {
             "lp": kept(outputs.logprobs), "H": kept(outputs.entropy), "V": kept(outputs.values),
             "lp_old": kept(batch.old_logprobs), "lp_ref": kept(batch.reference_logprobs),
@@ -192,7 +182,6 @@ class Written(dict[str, Any]):
         if x.shape[1] == 1:
             return torch.ones_like(x, dtype=torch.bool), ids
         assert x is self["step"]
-        assert self.batch.step_ends is not None
         return self.batch.step_ends, ids
 
     def _of_groups(self, x: Tensor, function: Any, everything: bool = False) -> Tensor:
@@ -233,7 +222,6 @@ class Written(dict[str, Any]):
 
     def _turns(self, row: int) -> list[list[int]]:
         """The tokens of each turn of a row."""
-        assert self.batch.turn_ends is not None
         turns: list[list[int]] = [[]]
         for token in self._tokens(row):
             turns[-1].append(token)
@@ -443,7 +431,6 @@ def test_what_a_docstring_does_not_define_is_that_of_the_next_and_of_the_nearest
         "B.\n\n    L = never\n    a = near + far\n    near = 1\n    far = 2    if key_that_is_not_there=1\n    x = 3\n"
     )
     loss = formula(["A.\n\n    L = a + x\n    near = 4\n    far: explained\n", base], {})
-    assert loss is not None
     assert (loss.lines, dict(loss.symbols)) == (
         ("L = a + x", "near = 4", "a = near + far", "x = 3"),
         {"far": "explained"},
@@ -458,7 +445,6 @@ def test_conditions_read_words_as_yaml_writes_them():
         ({"x": 2, "y": False, "z": "k3"}, "L = a + c"),
     ):
         loss = formula([doc], keys)
-        assert loss is not None
         assert loss.lines == (line,)
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import typing
 from collections.abc import Iterator
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,25 +73,18 @@ def test_a_choice_of_a_group_is_recognised(group: str, capsys: pytest.CaptureFix
     ("words", "meant"),
     [
         ("train trainer.optimizer=adam", "adamw"),
-        ("train model.dtype=float61", "float16"),
         ("train model.dtype=fp16", "float16"),
-        ("train model.device=gpu", "cuda"),
         ("train model.device=cdua:0", "cuda"),
         ("train generation.engine=vlm", "vllm"),
         ("train model.path=embedded:tiny-arithmatic", "embedded:tiny-arithmetic"),
         ("train snapshot.reference=bsae", "base"),
-        ("train --cfg jobs", "job"),
-        ("runs {folder} status=kiled", "killed"),
         ("runs {folder} sort=lost", "loss"),
         ("diff {folder} {folder} at=comon", "common"),
         ("trian", "rlft train"),
-        ("algorithms gpro", "grpo"),
         ("models llamma", "llama"),
     ],
 )
-def test_a_choice_elsewhere_is_recognised(
-    words: str, meant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_choice_elsewhere_is_recognised(words, meant, tmp_path, capsys) -> None:
     capsys.readouterr()
     assert cli.run(words.format(folder=tmp_path).split()) == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err

@@ -15,9 +15,7 @@ from rlft.config.model import check_local, looks_local, resolve_path
 from rlft.types import UserError
 
 
-def test_a_recipes_folder_that_nothing_brings_is_refused_with_the_page_that_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipes_folder_that_nothing_brings_is_refused_with_the_page_that_makes_it(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     repository = Path(__file__).parents[2]
     texts = {file.name: yaml.safe_load(file.read_text()) for file in (repository / "recipes").glob("*.yaml")}

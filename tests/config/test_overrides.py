@@ -27,9 +27,7 @@ def test_a_command_that_only_reads_runs_takes_quotes_after_run_and_leaves_those_
     assert folders == ["runs/first try", "'a'", "run='b'"]
 
 
-def test_runs_of_one_name_that_begin_in_one_second_have_a_folder_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_one_name_that_begin_in_one_second_have_a_folder_each(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     class Noon(datetime):

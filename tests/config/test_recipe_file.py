@@ -164,22 +164,13 @@ def test_a_file_named_like_a_recipe_is_told_from_it(workplace: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "plan train", "reward try", "eval", "sample", "doctor"])
-def test_every_command_that_takes_a_recipe_takes_a_file(
-    command: str, workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_that_takes_a_recipe_takes_a_file(command, workplace, capsys) -> None:
     (workplace / "qa").mkdir()
     written(workplace / "qa" / "run.yaml", "scoring.timeout: -1\n")
     assert cli.run([*command.split(), "qa/run.yaml"]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("rlft: scoring.timeout: must be")
     assert "(qa/run.yaml, line 1)" in shown
-
-
-@pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
-def test_a_file_is_for_each_command_that_has_its_keys(command: str, workplace: Path) -> None:
-    group = "demonstrations" if command == "sft" else "preferences"
-    written(workplace / "run.yaml", f"{group}.path: embedded:arithmetic-{group}\nsteps: 7\n")
-    assert composed("run.yaml", command=command)["steps"] == 7
 
 
 OWN_WORDS = {
@@ -191,9 +182,7 @@ OWN_WORDS = {
 
 @pytest.mark.parametrize("form", ["sections", "dotted"])
 @pytest.mark.parametrize("command", OWN_WORDS)
-def test_keys_of_other_commands_are_left_out_of_a_file_and_said(
-    command: str, form: str, workplace: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_of_other_commands_are_left_out_of_a_file_and_said(command, form, workplace, caplog, capsys) -> None:
     """One file serves train and this command: it has each key of train, with another value where it is a number."""
     keys = {key: value for key, value in flat(composed("+recipe=ppo_arithmetic")) if key != "command"}
     keys |= {key: value + 1 for key, value in keys.items() if type(value) is int}
@@ -225,9 +214,7 @@ def test_keys_of_other_commands_are_left_out_of_a_file_and_said(
     assert "lorra" in refused
 
 
-def test_keys_that_are_left_out_of_a_file_that_another_builds_on_are_said_once(
-    workplace: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_that_are_left_out_of_a_file_that_another_builds_on_are_said_once(workplace, caplog) -> None:
     written(workplace / "below.yaml", "group_size: 2\ndata.path: rows.jsonl\n")
     written(workplace / "above.yaml", "defaults: [below]\nalgorithm.gamma: 1\n")
     for _ in range(2):  # jobs of a sweep
@@ -246,7 +233,8 @@ def flat(config: Any, section: str = "") -> list[tuple[str, Any]]:
 def test_a_sweep_over_files_has_a_job_for_each(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         written(workplace / f"{name}.yaml", f"steps: 1\nprompts_per_step: 1\ngroup_size: 2\nseed: {ord(name)}\n")
-    common = ["generation.max_tokens=2", "eval.every=0", "hydra.sweep.dir=s", "reward=[exact_match]"]
+    common = ["generation=scripted", "generation.scripted.answers={*: [yes]}", "generation.max_tokens=2", "lora.rank=2"]
+    common += ["data.size=8", "data.held_out_size=4", "eval.every=0", "hydra.sweep.dir=s", "scoring.workers=0"]
     assert cli.run(["train", "-m", "+recipe=a.yaml,b.yaml", *common]) == 0, capsys.readouterr().err
     configs = [yaml.safe_load((workplace / "s" / str(job) / "config.yaml").read_text()) for job in range(2)]
     assert [(config["name"], config["seed"]) for config in configs] == [("a", 97), ("b", 98)]
@@ -279,9 +267,7 @@ def test_a_path_to_a_file_of_data_chooses_the_source_where_a_command_has_none_ot
     assert not composed(*OWN_WORDS["sft"], command="sft").get("data")
 
 
-def test_a_path_that_is_no_files_or_contradicts_the_choice_is_refused(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_that_is_no_files_or_contradicts_the_choice_is_refused(workplace, capsys) -> None:
     for words in (["data.path=openai/gsm8k"], ["data=arithmetic", "data.path=rows.csv"]):
         assert cli.run(["train", *words]) == 2
         assert "it belongs to data=gsm8k and data=hub and data=jsonl" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from in_one_test import each
+from slow_cases import slow
 
 from rlft.config import command as commands, resolved
 from rlft.config.compose import compose
@@ -70,9 +71,7 @@ def test_supervised_commands_have_a_budget_without_groups() -> None:
         (["reward=format", "reward.format.pattern='a\\nb'"], []),  # a regular expression reads it
     ],
 )
-def test_a_text_that_holds_the_letters_of_a_line_break_is_warned_of(
-    caplog: pytest.LogCaptureFixture, words: list[str], named: list[str]
-) -> None:
+def test_a_text_that_holds_the_letters_of_a_line_break_is_warned_of(caplog, words, named) -> None:
     caplog.clear()
     resolved._warn_of_escape.cache_clear()
     with caplog.at_level(logging.WARNING):
@@ -83,8 +82,9 @@ def test_a_text_that_holds_the_letters_of_a_line_break_is_warned_of(
     assert all("not a line break or tab" in message for message in messages)
 
 
-def test_auto_is_never_refused_by_its_own_rule(tmp_path: Path) -> None:
-    """Limits on both sides of the budgets that `auto` starts from, for each command that has one: 125 configs."""
+@pytest.mark.parametrize("draws", [5, slow(25)])
+def test_auto_is_never_refused_by_its_own_rule(draws: int, tmp_path: Path) -> None:
+    """Limits on both sides of the budgets that `auto` starts from, for each of five commands that have one."""
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "1?", "chosen": "1", "rejected": "2"}\n')
     texts = tmp_path / "texts.jsonl"
@@ -107,7 +107,7 @@ def test_auto_is_never_refused_by_its_own_rule(tmp_path: Path) -> None:
         ]
         keys = [key for key in wide if key[0] in plain]
         rng = random.Random(command)
-        for _ in range(25):
+        for _ in range(draws):
             for *section, name in keys:
                 (plain[section[0]] if section else plain)[name] = rng.choice(limits)
             resolve(plain, command)

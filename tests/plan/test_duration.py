@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -13,20 +13,19 @@ from typing import Any, cast
 import pytest
 import roofline as script
 from in_one_test import each
+from plans import counted, planned
 from slow_cases import slow
 
 from rlft.commands.doctor.work import SIZES, Size
 from rlft.commands.plan import time_rows
 from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
-from rlft.generation.decoding import READ_EVERY
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes
-from rlft.plan.cards import CARDS, NAMES, Machine
+from rlft.plan.cards import CARDS, Machine
 from rlft.plan.demand import Demand, EngineWork, Networks, Rows
 from rlft.plan.duration import (
     FACTOR,
-    SHORT,
     UNMEASURED,
     Duration,
     StepWork,
@@ -37,9 +36,8 @@ from rlft.plan.duration import (
     network_of,
     seconds_by_stage,
 )
-from rlft.plan.roofline import READING, SMALL as SMALL_KERNELS, Kernel, Network, Work, sampling, seconds_of, update
-from rlft.plan.run_plan import Plan, Schedule
-from rlft.plan.sizes import sizes_of
+from rlft.plan.roofline import Network, Work, seconds_of, update
+from rlft.plan.run_plan import Schedule
 from rlft.runs.forecast import Forecast, Price
 from rlft.system import machine as rates
 
@@ -65,103 +63,64 @@ def demand_of(at_once: int = 256) -> Demand:
     return replace(demand, engine=cast(Engine, engine))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Median seconds of a step whose completions have the same length, from a table of benchmarks/performance.md."""
-
-    name: str
-    rows: tuple[int, int, int, int]  # prompts, completions of each, tokens of a prompt and of a completion
-    sample: float
-    update: float
-    step: float
-    budget: int = 1536
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        return {"sample": self.sample, "update": self.update, "step": self.step}
-
-    @property
-    def estimated(self) -> dict[str, float]:
-        prompts, group, prompt, completion = self.rows
-        work = Work(prompts=prompts, group=group, prompt=prompt, completion=completion, budget=self.budget)
-        network = script.network(SIZED["17m"], itemsize=4)
-        stages = seconds_by_stage(StepWork(trained=work, is_sampled=True), network, XEON, demand_of())
-        step = sum(stages[name] for name in ("sample", "update", "publish"))
-        return {"sample": stages["sample"], "update": stages["update"], "step": step}
+def seconds_of_stages(prompts: int, group: int, prompt: int, completion: int, budget: int = 1536) -> dict[str, float]:
+    """By the estimate, of the 17m model on the Xeon."""
+    work = Work(prompts=prompts, group=group, prompt=prompt, completion=completion, budget=budget)
+    network = script.network(SIZED["17m"], itemsize=4)
+    stages = seconds_by_stage(StepWork(trained=work, is_sampled=True), network, XEON, demand_of())
+    step = sum(stages[name] for name in ("sample", "update", "publish"))
+    return {"sample": stages["sample"], "update": stages["update"], "step": step}
 
 
-STEPS = [
-    Measured("384 + 64", (8, 8, 384, 64), 2.24, 3.01, 5.48),
-    Measured("128 + 128", (8, 8, 128, 128), 3.46, 3.59, 7.19),
-    Measured("64 + 512", (8, 8, 64, 512), 17.79, 17.56, 35.51, budget=4096),
-    Measured("128 + 128, G 32", (8, 32, 128, 128), 9.25, 15.79, 25.21, budget=4096),
-    Measured("128 + 64, G 2", (8, 2, 128, 64), 1.13, 0.90, 2.18),
-    Measured("128 + 64", (8, 8, 128, 64), 1.68, 2.23, 4.07),
-    Measured("128 + 64, G 32", (8, 32, 128, 64), 4.14, 7.35, 11.66, budget=2176),
-    Measured("128 + 64, G 64", (8, 64, 128, 64), 8.04, 14.68, 22.89, budget=4096),
-    Measured("64 + 64", (8, 8, 64, 64), 1.87, 2.14, 4.17),
-    Measured("256 + 64", (8, 8, 256, 64), 2.05, 2.63, 4.84),
-    Measured("512 + 64", (8, 8, 512, 64), 2.68, 3.67, 6.54),
-    Measured("1024 + 64", (8, 8, 1024, 64), 4.09, 6.50, 10.75),
-    Measured("2048 + 64", (8, 8, 2048, 64), 6.71, 13.40, 20.29, budget=2560),
-    Measured("128 + 16", (8, 8, 128, 16), 0.50, 0.90, 1.55),
-    Measured("128 + 32", (8, 8, 128, 32), 0.89, 1.29, 2.33),
-    Measured("128 + 256", (8, 8, 128, 256), 7.52, 7.84, 15.51, budget=2176),
-]
-
-PASSES = [  # forward and backward: card, model, prompts, tokens of a prompt and of a completion, seconds
-    ("H100", "0.5B", 4, 128, 128, 0.168),
-    ("H100", "0.5B", 8, 512, 256, 0.181),
-    ("H100", "0.5B", 32, 128, 128, 0.291),
-    ("H100", "1.5B", 2, 512, 768, 0.282),
-    ("H200", "0.5B", 4, 128, 128, 0.172),
-    ("H200", "0.5B", 8, 512, 256, 0.220),
-    ("H200", "0.5B", 32, 128, 128, 0.334),
-]
+# Median seconds of a step whose completions have the same length, from a table of benchmarks/performance.md, by name:
+# sampling, update and the whole step; prompts, completions of each, tokens of a prompt and of a completion, and budget.
+STEPS = {
+    "384 + 64": ((2.24, 3.01, 5.48), (8, 8, 384, 64)),
+    "128 + 128": ((3.46, 3.59, 7.19), (8, 8, 128, 128)),
+    "64 + 512": ((17.79, 17.56, 35.51), (8, 8, 64, 512, 4096)),
+    "128 + 128, G 32": ((9.25, 15.79, 25.21), (8, 32, 128, 128, 4096)),
+    "128 + 64, G 2": ((1.13, 0.90, 2.18), (8, 2, 128, 64)),
+    "128 + 64": ((1.68, 2.23, 4.07), (8, 8, 128, 64)),
+    "128 + 64, G 32": ((4.14, 7.35, 11.66), (8, 32, 128, 64, 2176)),
+    "128 + 64, G 64": ((8.04, 14.68, 22.89), (8, 64, 128, 64, 4096)),
+    "64 + 64": ((1.87, 2.14, 4.17), (8, 8, 64, 64)),
+    "256 + 64": ((2.05, 2.63, 4.84), (8, 8, 256, 64)),
+    "512 + 64": ((2.68, 3.67, 6.54), (8, 8, 512, 64)),
+    "1024 + 64": ((4.09, 6.50, 10.75), (8, 8, 1024, 64)),
+    "2048 + 64": ((6.71, 13.40, 20.29), (8, 8, 2048, 64, 2560)),
+    "128 + 16": ((0.50, 0.90, 1.55), (8, 8, 128, 16)),
+    "128 + 32": ((0.89, 1.29, 2.33), (8, 8, 128, 32)),
+    "128 + 256": ((7.52, 7.84, 15.51), (8, 8, 128, 256, 2176)),
+}
 
 
-@dataclass(frozen=True)
-class Run:
-    """Seconds of the steps of a run whose completions ended where they liked: the least and the most."""
-
-    name: str
-    device: Machine
-    model: str
-    rows: tuple[int, int, int, int]  # as of Measured, with generation.max_tokens
-    least: float
-    most: float
-
-    @property
-    def step(self) -> Forecast:
-        prompts, group, prompt, completion = self.rows
-        work = Work(prompts=prompts, group=group, prompt=prompt, completion=completion, budget=1536)
-        schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
-        network = script.network(SIZED[self.model], itemsize=4)
-        step_work = StepWork(trained=work, is_sampled=True)
-        return estimate(step_work, network, self.device, demand_of(), schedule, "").step
+def step_of(device: Machine, model: str, prompts: int, group: int, prompt: int, completion: int) -> Forecast:
+    """Of a run whose completions end where they like, of at most so many tokens."""
+    work = Work(prompts=prompts, group=group, prompt=prompt, completion=completion, budget=1536)
+    schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
+    network, step_work = script.network(SIZED[model], itemsize=4), StepWork(trained=work, is_sampled=True)
+    return estimate(step_work, network, device, demand_of(), schedule, "").step
 
 
-RUNS = [
-    Run("embedded model, 8 x 8 (Xeon)", XEON, "embedded", (8, 8, 32, 48), 0.25, 0.35),
-    Run("grpo_arithmetic (EPYC)", EPYC, "embedded", (32, 8, 32, 48), 0.7, 0.7),
-    Run("grpo_smollm2_sums, alone (EPYC)", EPYC, "SmolLM2", (16, 8, 53, 16), 13.0, 20.0),
-    Run("grpo_smollm2_sums, median concurrently with other work", EPYC, "SmolLM2", (16, 8, 53, 16), 54.0, 54.0),
-    Run("grpo_smollm2_sums, one thread", ONE_THREAD, "SmolLM2", (16, 8, 53, 16), 18.4, 29.0),
-]
+RUNS = {  # the least and the most seconds of its steps, and arguments of `step_of`
+    "embedded model, 8 x 8 (Xeon)": (0.25, 0.35, (XEON, "embedded", 8, 8, 32, 48)),
+    "grpo_arithmetic (EPYC)": (0.7, 0.7, (EPYC, "embedded", 32, 8, 32, 48)),
+    "grpo_smollm2_sums, alone (EPYC)": (13.0, 20.0, (EPYC, "SmolLM2", 16, 8, 53, 16)),
+    "grpo_smollm2_sums, median concurrently with other work": (54.0, 54.0, (EPYC, "SmolLM2", 16, 8, 53, 16)),
+    "grpo_smollm2_sums, one thread": (18.4, 29.0, (ONE_THREAD, "SmolLM2", 16, 8, 53, 16)),
+}
 
 
 def table() -> list[str]:
     """The lines of docs/benchmarks/performance.md."""
     lines = []
-    for case in STEPS:
-        estimated = case.estimated
-        cells = [f"{case.seconds[name]:.2f} / {estimated[name]:.2f}" for name in estimated]
-        lines.append(f"| {case.name} | {' | '.join(cells)} | {case.step / estimated['step']:.2f} |")
-    for run in RUNS:
-        measured = f"{run.least:g} to {run.most:g}" if run.least < run.most else f"{run.least:g}"
-        lines.append(
-            f"| {run.name} | {measured} | {run.step.seconds:.3g} ({run.step.low:.3g} to {run.step.high:.3g}) |"
-        )
+    for name, (measured, rows) in STEPS.items():
+        estimated = seconds_of_stages(*rows)
+        cells = [f"{seconds:.2f} / {stage:.2f}" for seconds, stage in zip(measured, estimated.values(), strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {measured[2] / estimated['step']:.2f} |")
+    for name, (least, most, run) in RUNS.items():
+        step, range_of = step_of(*run), f"{least:g} to {most:g}" if least < most else f"{least:g}"
+        lines.append(f"| {name} | {range_of} | {step.seconds:.3g} ({step.low:.3g} to {step.high:.3g}) |")
     return lines
 
 
@@ -172,31 +131,14 @@ def test_the_page_has_each_comparison() -> None:
 
 
 def test_the_factor_covers_each_stage_that_was_measured() -> None:
-    for case in STEPS:
-        estimated = case.estimated
-        wrong = {name: case.seconds[name] / estimated[name] for name in estimated}
-        assert all(1 / FACTOR <= ratio <= FACTOR for ratio in wrong.values()), (case.name, wrong)
-    ratios: dict[str, list[float]] = {}
-    for card, name, prompts, prompt, completion, seconds in PASSES:
-        work = Work(prompts=prompts, group=8, prompt=prompt, completion=completion, budget=10**6)
-        ratio = seconds / seconds_of(update(script.MODELS[name], work), CARDS[card])
-        assert 1 / FACTOR <= ratio <= FACTOR, (card, name, prompts, ratio)
-        ratios.setdefault(card, []).append(ratio)
-    assert {card: f"{min(found):.2f} to {max(found):.2f}" for card, found in ratios.items()} == {
-        "H100": "1.00 to 1.14", "H200": "1.02 to 1.48",
-    }, "docs/benchmarks/performance.md says these"  # fmt: skip
-    assert {card for card, machine in CARDS.items() if machine.is_compared} == ratios.keys()
+    for name, (measured, rows) in STEPS.items():
+        for seconds, stage in zip(measured, seconds_of_stages(*rows).values(), strict=True):
+            assert 1 / FACTOR <= seconds / stage <= FACTOR, name
 
 
 def test_the_interval_covers_runs_whose_completions_end_where_they_like() -> None:
-    for run in RUNS:
-        assert run.step.low <= run.least <= run.most <= run.step.high, (run.name, run.step)
-
-
-def planned(*words: str, command: str = "train") -> tuple[Plan, ModelSizes, Demand]:
-    plan = resolve(compose_run([*words, "model.device=cpu"], None, command).plain, command).plan(runs_here=False)
-    model = sizes_of(plan.config.model, plan.config.lora)
-    return plan, model, plan.demand(model, False)
+    for name, (least, most, run) in RUNS.items():
+        assert step_of(*run).low <= least <= most <= step_of(*run).high, name
 
 
 def seconds_of_recorded_steps(name: str) -> Iterator[float]:
@@ -213,10 +155,9 @@ OF_CHAINS = ("cispo", "dapo", "dr_grpo", "gdpo", "gmpo", "grpo_process", "gspo",
 @pytest.mark.parametrize("name", ["grpo", *map(slow, OF_CHAINS)])
 def test_the_interval_covers_the_recorded_runs_of_every_algorithm(name: str) -> None:
     words = ("data=chains", "epochs=1", "minibatches=4", "model.path=embedded:tiny-chains", "generation=transformers")
-    plan, model, demand = planned(f"+recipe={name}_arithmetic", *words, "generation.max_tokens=64")
+    plan = planned(f"+recipe={name}_arithmetic", *words, "generation.max_tokens=64", "model.device=cpu")
+    model, demand = counted(plan)
     work, network = plan.step_work(), network_of(model, whole=False)
-    assert work is not None
-    assert network is not None
     step = estimate(work, network, ONE_THREAD, demand, plan.schedule, "").step
     recorded = list(seconds_of_recorded_steps(name))
     assert len(recorded) == 5
@@ -224,7 +165,7 @@ def test_the_interval_covers_the_recorded_runs_of_every_algorithm(name: str) -> 
 
 
 # -- what a run computes -----------------------------------------------------------------------------------------------
-SMALL = ("data.size=200", "data.held_out_size=40", "generation=transformers")
+SMALL = ("data.size=200", "data.held_out_size=40", "generation=transformers", "model.device=cpu")
 EXACT = ("snapshot.reference=base", "algorithm.kl_coef=0.1", "algorithm.kl_estimator=exact")
 
 
@@ -242,39 +183,13 @@ EXACT = ("snapshot.reference=base", "algorithm.kl_coef=0.1", "algorithm.kl_estim
     ],
 )
 def test_a_step_has_the_passes_of_its_roles(words: Sequence[str], epochs: int, critics: int, forwards: int) -> None:
-    work = planned(*words, *SMALL)[0].step_work()
-    assert work is not None
+    work = planned(*words, *SMALL).step_work()
     assert (work.epochs, work.critics, work.forwards) == (epochs, critics, forwards)
     assert work.anchors == ("algorithm.kl_estimator=exact" in words and "algorithm.kl_in=reward" not in words)
     assert work.scorers == 0
     assert work.is_sampled
     assert (work.trained.prompts, work.trained.group, work.trained.completion) == (32, 8, 48)
-    assert work.sampled is not None
     assert (work.sampled.prompts, work.sampled.group) == (40, 4)
-
-
-@each(
-    ("command", "recipe", "trained", "reads", "samples"),
-    [
-        ("sft", "sft_arithmetic", (32, 1), True, True),
-        ("dpo", "dpo_arithmetic", (32, 2), True, False),
-        ("rm", "rm_arithmetic", (32, 2), True, False),
-    ],
-)
-def test_supervised_runs_learn_rows_of_known_lengths(
-    command: str, recipe: str, trained: tuple[int, int], reads: bool, samples: bool
-) -> None:
-    plan, model, demand = planned(f"+recipe={recipe}", command=command)
-    work = plan.step_work()
-    assert work is not None
-    assert (work.trained.prompts, work.trained.group) == trained
-    assert (work.read is not None, work.sampled is not None, work.is_sampled) == (reads, samples, False)
-    assert work.shorter(SHORT).trained == work.trained
-    assert 10 < work.trained.prompt + work.trained.completion < 100
-    estimated = duration_of(plan, model, demand, plan.schedule, absent=False)
-    assert isinstance(estimated, Duration)
-    assert set(estimated.stages) == {"update", "evaluate", "checkpoint"}
-    assert (estimated.completion_tokens is not None) == samples
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -333,11 +248,6 @@ def test_a_gpus_engine_is_less_certain_than_its_updates() -> None:
 
 
 # -- machines and models -----------------------------------------------------------------------------------------------
-def test_cards_are_known_by_their_whole_names() -> None:
-    assert set(NAMES.values()) == set(CARDS)
-    for name in ("NVIDIA A10G", "NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD Instinct MI300X", "H100",
-                 "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB", "mps", ""):  # fmt: skip
-        assert name not in NAMES
 
 
 @each(
@@ -349,9 +259,7 @@ def test_cards_are_known_by_their_whole_names() -> None:
         ("NVIDIA A10G", "bfloat16", "unknown card: NVIDIA A10G"),
     ],
 )
-def test_a_gpu_is_judged_by_its_name_and_dtype(
-    name: str, dtype: str, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_judged_by_its_name_and_dtype(name, dtype, expected, monkeypatch) -> None:
     import torch
 
     monkeypatch.setattr("rlft.plan.duration.resolve_device", lambda name: torch.device("cuda"))
@@ -404,82 +312,46 @@ def test_only_models_of_attention_and_gated_mlps_are_known() -> None:
 
     found = network(linear)
     assert found == replace(script.MODELS["0.5B"], rank=16.0)
-    assert found is not None
     assert found.linear == linear
     whole = network(linear, whole=True)
-    assert whole is not None
     assert whole.rank == 0
     assert network(int(0.9 * linear)) is None  # others have fewer, such as experts, which are no linear layers
     assert network(0) is None
 
 
+GAME = "environment=game reward=null environment.factory=rlft.environment.oracle_game.OracleGame"
+TEACHER = "algorithm=opd snapshot.teacher=embedded:tiny-chains"
+TEXT = "algorithm=ppo_ptx critic.kind=adapter pretrain.path=embedded:arithmetic-text"
+
+
 @each(
-    ("changes", "why"),
+    ("words", "changes", "why"),
     [
-        ({"environment": object()}, "how many turns"),
-        ({"packed": False}, "padded rows"),
-        ({"plain": True}, "padded rows"),
-        ({"quantized": True}, "quantised"),
-        ({"teacher": object()}, "teacher"),
-        ({"pretrain_text": object()}, "pretraining text"),
-        ({"cluster": SimpleNamespace(engines=2, ranks=1)}, "several processes"),
-        ({"cluster": SimpleNamespace(engines=0, ranks=2)}, "several processes"),
-        ({"in_graphs": None}, "no figures for vLLM on a CPU"),
-        ({"in_graphs": True}, "no figures for vLLM on a CPU"),
-        ({"in_graphs": None, "device": "cuda"}, "no figures for vLLM on a GPU"),
-        ({"work": None}, "does not say"),
-        ({"absent": True}, "unknown card: the GPU is not here"),
+        (GAME, {}, "how many turns"),
+        ("model.kernels=plain", {}, "padded rows"),
+        ("", {"padded": "why"}, "padded rows"),
+        ("", {"base_bytes": 1}, "quantised"),
+        (TEACHER, {}, "teacher"),
+        (TEXT, {}, "pretraining text"),
+        ("cluster.engines=1", {}, "several processes"),
+        ("cluster.ranks=2 cluster.lanes=2", {}, "several processes"),
+        ("generation=vllm", {}, "no figures for vLLM on a CPU"),
+        ("", {}, "unknown card: the GPU is not here"),
     ],
 )
-def test_what_is_not_known_is_said(changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each change of a run that is known makes it one that is not."""
+def test_what_is_not_known_is_said(words: str, changes: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these makes of a run that is known one that is not."""
     monkeypatch.setattr("rlft.plan.duration.machine_of", lambda settings: (XEON, "words"))
-    known = {
-        "environment": None, "cluster": SimpleNamespace(engines=0, ranks=1), "packed": True, "plain": False,
-        "quantized": False, "teacher": None, "pretrain_text": None, "in_graphs": False, "device": "cpu",
-        "work": StepWork(trained=ROWS, is_sampled=True), "absent": False,
-    }  # fmt: skip
-
-    def found(**values: Any) -> Duration | str:
-        names = ("environment", "cluster")
-        config = SimpleNamespace(model=None, **{name: values[name] for name in names})
-        plan = SimpleNamespace(config=config, pretrain_text=values["pretrain_text"], step_work=lambda: values["work"])
-        sizes = {name: values[name] for name in ("packed", "plain", "quantized")}
-        config_of_model = SimpleNamespace(
-            hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384
-        )
-        config_of_model.get_text_config = lambda: config_of_model
-        model = SimpleNamespace(
-            config=config_of_model, hidden=128, vocabulary=272, itemsize=4, linear=NETWORK.linear, lora=100, **sizes
-        )
-        engine = SimpleNamespace(at_once=256, in_graphs=values["in_graphs"], title="vLLM", on_trainers_base=False)
-        fields = {"engine": engine, "teacher": values["teacher"], "device": values["device"]}
-        demand = replace(demand_of(), **fields)
-        schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
-        return duration_of(*cast(Any, (plan, model, demand, schedule)), absent=values["absent"])
-
-    assert isinstance(found(**known), Duration)
-    said = found(**known | changes)
+    known = planned("+recipe=grpo_arithmetic", *SMALL)
+    assert isinstance(duration_of(known, *counted(known), known.schedule, absent=False), Duration)
+    plan = planned("+recipe=grpo_arithmetic", *SMALL, *words.split(), runs_here=False)
+    model, demand = counted(plan)
+    said = duration_of(plan, replace(model, **changes), demand, plan.schedule, absent=not words)
     assert isinstance(said, str)
     assert why in said
 
 
 # -- the transformers engine in CUDA graphs ----------------------------------------------------------------------------
-def test_in_graphs_the_host_launches_once_a_token_and_reads_once_in_eight() -> None:
-    network, rows = script.MODELS["0.5B"], Work(prompts=2, group=4, prompt=16, completion=64, budget=96)
-    eager, graphs = (list(sampling(network, rows, in_graphs=each, by_vllm=False)) for each in (False, True))
-
-    def launches(kernels: list[Kernel]) -> float:
-        return sum(kernel.number for kernel in kernels if kernel.launch is None and kernel.name != "prompts")
-
-    layer = 5 + SMALL_KERNELS  # products, attention, and what is between them
-    assert launches(eager) == 64 * (24 * layer + 1 + 4)
-    assert launches(graphs) == 64
-    [reads] = [kernel for kernel in graphs if kernel.name == "reads"]
-    assert (reads.number, reads.least) == (64 / READ_EVERY, READ_EVERY * READING)
-    names = {kernel.name for kernel in graphs}
-    assert names - {"graphs", "reads"} == {kernel.name for kernel in eager}
-    assert sum(k.number for k in graphs if k.name not in ("graphs", "reads")) == sum(k.number for k in eager)
 
 
 def test_the_estimate_differs_by_whether_the_transformers_engine_decodes_in_graphs() -> None:

@@ -207,9 +207,7 @@ def base(model_config: Callable[..., ModelConfig]) -> ModelConfig:
 
 
 @each("form", FORMS)
-def test_each_change_changes_its_part_and_no_other_in_every_form(
-    form: str, make: Callable[[str], Path], base: ModelConfig, tensors: Tensors
-) -> None:
+def test_each_change_changes_its_part_and_no_other_in_every_form(form, make, base, tensors) -> None:
     folder = make(form)
     before = parts_of(folder, base)
     original = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -226,9 +224,7 @@ def test_each_change_changes_its_part_and_no_other_in_every_form(
 
 
 @each("seed", range(12))
-def test_changes_together_change_their_parts(
-    seed: int, make: Callable[[str], Path], base: ModelConfig, tensors: Tensors
-) -> None:
+def test_changes_together_change_their_parts(seed, make, base, tensors) -> None:
     draw = random.Random(seed)
     form = draw.choice(sorted(FORMS))
     folder = make(form)
@@ -242,9 +238,7 @@ def test_changes_together_change_their_parts(
     assert apart(before, parts_of(folder, base)) == {OTHERS[name][1] for name in names}, names
 
 
-def test_equal_tensors_are_equal_in_any_safetensors_files(
-    make: Callable[[str], Path], base: ModelConfig, tensors: Tensors
-) -> None:
+def test_equal_tensors_are_equal_in_any_safetensors_files(make, base, tensors) -> None:
     folder = make("single")
     before = parts_of(folder, base)
     for shards in (1, 2, 5, len(tensors)):
@@ -278,9 +272,7 @@ def test_a_bin_is_the_same_under_another_name(make: Callable[[str], Path], base:
 
 
 # -- large weights -----------------------------------------------------------------------------------------------------
-def test_of_large_weights_every_tensor_is_read_at_its_ends_and_between(
-    tensors: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_large_weights_every_tensor_is_read_at_its_ends_and_between(tensors, tmp_path, monkeypatch) -> None:
     """Blocks of 64 bytes, 2 of each of 30 tensors: a change of a whole tensor is seen, of any."""
     monkeypatch.setattr(identity, "WHOLE", 1000)
     monkeypatch.setattr(identity, "BLOCK", 64)
@@ -355,13 +347,7 @@ def push(hub: Path, folder: Path, commit: str, without: tuple[str, ...] = ()) ->
 
 
 @each("form", FORMS)
-def test_a_hub_id_is_told_by_what_is_in_its_commit(
-    form: str,
-    make: Callable[[str], Path],
-    base: ModelConfig,
-    tensors: Tensors,
-    hub: Path,
-) -> None:
+def test_a_hub_id_is_told_by_what_is_in_its_commit(form, make, base, tensors, hub) -> None:
     shutil.rmtree(hub, ignore_errors=True)
     folder = make(form)
     local = parts_of(folder, base)
@@ -399,9 +385,7 @@ def test_what_the_cache_lacks_is_told_by_the_commit(make: Callable[[str], Path],
     assert apart(before, parts_of(folder, base)) == {"commit"}, "which nothing proves to be the same"
 
 
-def test_a_run_names_the_commit_that_it_began_with(
-    make: Callable[[str], Path], hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_names_the_commit_that_it_began_with(make, hub, tmp_path, monkeypatch) -> None:
     folder = make("single")
     push(hub, folder, COMMITS[0])
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from in_one_test import each
+from plans import bytes_by_part, bytes_of, counted, planned
 from slow_cases import slow
 from torch import nn
 
@@ -33,12 +35,12 @@ from rlft.plan.memory_parts import (
     largest_micro_batch,
     longest_rows,
     memory_shortfall,
-    parts,
     teacher_memory,
     teacher_pass_bytes,
 )
 from rlft.plan.roles import check_teacher_engine, missing_engine
 from rlft.plan.sizes import sizes_of
+from rlft.plan.train_plan import roles_text
 from rlft.system.terminal import pip_install
 from rlft.types import UserError
 
@@ -47,10 +49,6 @@ DEMAND = Demand(
     rows=Rows(prompt_tokens=10, completion_tokens=20, group=3, number=12, in_update=12),
     token_budget=100, recompute=False, device="cpu",
 )  # fmt: skip
-
-
-def by_name(found: list[MemoryPart]) -> dict[str, int]:
-    return {part.name: part.bytes for part in found}
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
@@ -116,40 +114,12 @@ HEADED = 1 + 272 / (4 * 1536)  # with 272 tokens' numbers of the head next to th
     ],
 )
 def test_a_key_moves_its_part(override, part, factor):
-    found = []
-    for words in ("", override):
-        plan = resolve(compose(["+recipe=grpo_arithmetic", "generation=transformers", *words.split()])).plan()
-        model = sizes_of(plan.config.model, plan.config.lora)
-        found.append(by_name(parts(model, plan.demand(model, recompute=False), 0)).get(part, 0))
-    before, after = found
+    words = ("+recipe=grpo_arithmetic", "generation=transformers")
+    before, after = (bytes_of(*words, *more).get(part, 0) for more in ([], override.split()))
     assert before > 0
     assert after != before
     if factor is not None:
         assert after == pytest.approx(factor * before, rel=1e-3)
-
-
-def test_of_a_whole_model_muon_keeps_one_average_of_matrices_and_adamw_two_of_embeddings_and_norms():
-    words = ["+recipe=sft_arithmetic", "lora=null", "eval.every=0"]
-    plans = [resolve(compose([*words, *more], command="sft")).plan() for more in ([], ["trainer.optimizer=muon"])]
-    model = sizes_of(plans[0].config.model, None)
-    weights = dict(load_backbone(plans[0].config.model).model.named_parameters())
-    embeddings = weights["model.embed_tokens.weight"].numel()
-    others = embeddings + sum(p.numel() for name, p in weights.items() if "norm" in name or name.endswith("bias"))
-    assert model.matrices == model.parameters - others > 0
-    adamw, muon = (plan.demand(model, False) for plan in plans)
-    learned = [by_name(parts(model, demand, 0))["optimizer and gradients"] for demand in (adamw, muon)]
-    assert learned == [12 * model.parameters, 8 * model.matrices + 12 * others]
-    saved = [plan.disk_bytes(model)["checkpoints"] for plan in plans]
-    assert saved[0] - saved[1] == 4 * model.matrices * (plans[0].config.checkpoint.keep + 1)
-
-
-def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it():
-    plan = resolve(compose(["+recipe=sft_arithmetic", "lora=null", "eval.every=0"], command="sft")).plan()
-    model = sizes_of(plan.config.model, None)
-    plain, recomputed = (by_name(parts(model, plan.demand(model, on), 0)) for on in (False, True))
-    assert recomputed["activations"] < 0.5 * plain["activations"]
-    assert plain["optimizer and gradients"] == 3 * 4 * model.parameters
-    assert plain["adapters"] == 0
 
 
 @pytest.mark.parametrize(
@@ -158,26 +128,27 @@ def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it():
     [("base", 0, 1, False), ("embedded:tiny-student", None, 1, True)],
 )
 def test_a_teacher_is_counted_as_what_it_is(teacher, role, adapters, own, model_config):
-    plan = resolve(
-        compose(["+recipe=grpo_arithmetic", "algorithm=opd", "algorithm.reward_coef=1", f"snapshot.teacher={teacher}"])
-    ).plan()
-    model = sizes_of(plan.config.model, plan.config.lora)
+    plan = planned("+recipe=grpo_arithmetic", "algorithm=opd", "algorithm.reward_coef=1", f"snapshot.teacher={teacher}")
+    model, demand = counted(plan)
     weights = sizes_of(model_config(path="embedded:tiny-student"), None).parameters
-    demand = plan.demand(model, recompute=False)
     assert demand.networks.adapters == adapters
-    counted = by_name(parts(model, demand, 0))
-    assert counted.get("teacher", 0) == (4 * weights if own else 0)
-    assert ("teacher's pass" in counted) == own
+    found = bytes_by_part(model, demand)
+    assert found.get("teacher", 0) == (4 * weights if own else 0)
+    assert ("teacher's pass" in found) == own
     assert plan.parameters(model)["teacher (does not learn)"] == (weights if own else role)
 
 
+def of_two(words, *others):
+    """(sizes, demand of the first, parts of the first and of the second, names of those that differ)."""
+    (sizes, demand), (_, other) = (counted(planned(*words, more)) for more in others)
+    first, second = bytes_by_part(sizes, demand), bytes_by_part(sizes, other)
+    return sizes, demand, first, second, {name for name in first if first[name] != second[name]}
+
+
 def test_a_teachers_most_likely_tokens_are_counted_in_the_batch_and_in_a_second_pass_through_the_head():
-    words = ["algorithm=opd", "snapshot.teacher=base", "snapshot.teacher_hint=x", "data.size=64", "algorithm.top_k=16"]
-    plans = [resolve(compose([*words, f"algorithm.teacher_in={place}"])).plan() for place in ("loss", "advantage")]
-    sizes = sizes_of(plans[0].config.model, plans[0].config.lora)
-    demands = [plan.demand(sizes, False) for plan in plans]
-    more, less = (by_name(parts(sizes, demand, 0)) for demand in demands)
-    demand = demands[0]
+    words = ("algorithm=opd", "snapshot.teacher=base", "snapshot.teacher_hint=x", "data.size=64", "algorithm.top_k=16")
+    in_loss, in_advantage = (f"algorithm.teacher_in={place}" for place in ("loss", "advantage"))
+    sizes, demand, more, less, changed = of_two(words, in_loss, in_advantage)
     shape = demand.rows.number, demand.rows.tokens, 16
     ids, logprobs = torch.zeros(shape, dtype=torch.int64, device="meta"), torch.zeros(shape, device="meta")
     assert more["batch"] - less["batch"] == ids.nbytes + logprobs.nbytes
@@ -185,7 +156,7 @@ def test_a_teachers_most_likely_tokens_are_counted_in_the_batch_and_in_a_second_
     logits = logit_rows(sizes.vocabulary, "cpu", predicted) * sizes.vocabulary * 4
     view = predicted // demand.rows.completion_tokens * shape[1] * 16 * 4
     assert more["LM head"] - less["LM head"] == 3 * logits + TOP_K_FIELDS * view
-    assert {name for name in more if more[name] != less[name]} == {"batch", "LM head"}
+    assert changed == {"batch", "LM head"}
 
 
 @pytest.mark.parametrize("top_k", [4, 16])
@@ -203,16 +174,14 @@ def test_what_is_counted_of_a_second_pass_through_the_head_is_what_is_alive_at_m
 
 
 def test_an_exact_kl_is_counted_in_the_heads_chunks_and_by_the_other_policys_hidden_states():
-    words = ["+recipe=grpo_arithmetic", "snapshot.reference=base", "algorithm.kl_coef=0.1"]
-    plans = [resolve(compose([*words, f"algorithm.kl_estimator={kind}"])).plan() for kind in ("exact", "k3")]
-    sizes = sizes_of(plans[0].config.model, plans[0].config.lora)
-    demands = [plan.demand(sizes, False) for plan in plans]
-    more, less = (by_name(parts(sizes, demand, 0)) for demand in demands)
-    _, predicted = largest_micro_batch(demands[0], packed=True)
+    words = ("+recipe=grpo_arithmetic", "snapshot.reference=base", "algorithm.kl_coef=0.1")
+    exact, k3 = (f"algorithm.kl_estimator={kind}" for kind in ("exact", "k3"))
+    sizes, demand, more, less, changed = of_two(words, exact, k3)
+    _, predicted = largest_micro_batch(demand, packed=True)
     logits = logit_rows(sizes.vocabulary, "cpu", predicted) * sizes.vocabulary * 4
     states = torch.zeros(predicted, sizes.hidden, device="meta")
     assert more["LM head"] - less["LM head"] == (KL_LOGITS - 1) * logits + states.nbytes
-    assert {name for name in more if more[name] != less[name]} == {"LM head"}
+    assert changed == {"LM head"}
 
 
 @each(("dtype", "anchor_is_first"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)])
@@ -257,27 +226,20 @@ IN_VLLM = TeacherDemand(
 BY_TRANSFORMERS = replace(IN_VLLM, engine=GENERATION.named("transformers"), section="transformers")
 
 
-def taken_by(teacher: TeacherDemand, device: str, device_memory: int = 0, *, libraries: bool = True) -> EngineMemory:
-    return teacher.engine.teacher_memory(teacher.model, load_of(teacher, device, device_memory, libraries=libraries))
-
-
-def load_of(teacher: TeacherDemand, device: str, device_memory: int, *, libraries: bool = True) -> TeacherLoad:
+def load_of(teacher: TeacherDemand, device: str, device_memory: int = 0, *, libraries: bool = True) -> TeacherLoad:
     return TeacherLoad(
         row_tokens=teacher.row_tokens, device=device, device_memory=device_memory, share=teacher.share,
         libraries=libraries,
     )  # fmt: skip
 
 
+def taken_by(teacher: TeacherDemand, *load: Any, **keys: Any) -> EngineMemory:
+    return teacher.engine.teacher_memory(teacher.model, load_of(teacher, *load, **keys))
+
+
 # Weights; 1,024 tokens x (3 x 18,944 + 3 x 3,584) x 2 bytes; logits of 32 rows twice in float32; the keys and values of
 # 1,023 tokens and the one that is sampled, 28,672 elements of 2 bytes each.
 LEAST = 15_200_000_000 + 1024 * 67584 * 2 + 2 * 32 * 152064 * 4 + 1024 * 28672 * 2
-
-
-def test_by_transformers_it_is_its_weights() -> None:
-    [part] = taken_by(BY_TRANSFORMERS, "cuda", 80 * GIB).parts
-    assert (part.name, part.bytes, part.when, part.key) == (
-        "teacher", 15_200_000_000, When.always, "snapshot.teacher",
-    )  # fmt: skip
 
 
 def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_update_not_with_it() -> None:
@@ -292,7 +254,6 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     )  # fmt: skip
     [row] = [row for row in OF_AN_UPDATE if row.name == "teacher's pass"]
     part = row.part(Run(MODEL, demand))
-    assert part is not None
     assert (part.bytes, part.when) == (1100 * 67_584 * 2 + 384 * 152_064 * 8, When.annotating)
     padded = replace(BY_TRANSFORMERS, model=replace(MODEL, padded="why"))
     of_rows = teacher_pass_bytes(Run(MODEL, replace(demand, token_budget=2000, teacher=padded)))
@@ -319,16 +280,14 @@ def test_on_a_gpu_it_is_its_share_and_the_log_probs_of_a_forwards_tokens_beside_
 
 def test_a_share_in_which_vllm_does_not_start_is_told_and_so_is_one_in_which_it_does() -> None:
     """0.3 of 24 GiB are 7.73 GB; weights and the rest are 15.44 GB, of 25.77 GB the share 0.599."""
-    taken = taken_by(IN_VLLM, "cuda", 24 * GIB)
+    taken, load = taken_by(IN_VLLM, "cuda", 24 * GIB), load_of(IN_VLLM, "cuda", 24 * GIB)
     assert taken.lacks == LEAST - int(0.3 * 24 * GIB)
     assert taken.parts[0].bytes == LEAST
-    assert [other.share for other in IN_VLLM.other_shares(load_of(IN_VLLM, "cuda", 24 * GIB), 0)] == [0.6]
     assert taken_by(replace(IN_VLLM, share=0.6), "cuda", 24 * GIB).lacks == 0
     # With room for 16 GiB of 24 a share of 0.8 goes down to 0.66; with 12 there is none that is large enough.
-    assert [
-        other.share for other in replace(IN_VLLM, share=0.8).other_shares(load_of(IN_VLLM, "cuda", 24 * GIB), 16 * GIB)
-    ] == [0.66]
-    assert list(replace(IN_VLLM, share=0.8).other_shares(load_of(IN_VLLM, "cuda", 24 * GIB), 12 * GIB)) == []
+    for share, room, others in ((0.3, 0, [0.6]), (0.8, 16, [0.66]), (0.8, 12, [])):
+        teacher = replace(IN_VLLM, share=share)
+        assert [other.share for other in teacher.other_shares(load, room * GIB)] == others
 
 
 def test_on_a_cpu_it_is_weights_and_cache_and_libraries_that_are_counted_once() -> None:
@@ -341,36 +300,31 @@ def test_on_a_cpu_it_is_weights_and_cache_and_libraries_that_are_counted_once() 
 
 @pytest.fixture(scope="module")
 def plan():
-    words = ["+recipe=grpo_arithmetic", "algorithm=opd", "snapshot.teacher=embedded:tiny-chains"]
-    words += ["snapshot.teacher_engine=vllm", "snapshot.teacher_gpu_memory_utilization=0.2"]
-    return resolve(compose(words)).plan()
+    words = ("+recipe=grpo_arithmetic", "algorithm=opd", "snapshot.teacher=embedded:tiny-chains")
+    return planned(*words, "snapshot.teacher_engine=vllm", "snapshot.teacher_gpu_memory_utilization=0.2")
 
 
 def test_a_run_counts_both_and_says_which_share_of_the_teacher_fits(plan) -> None:
     """On a GPU of 2 GiB, a thousandth of which is less than the 3.3 MB of the teacher's weights."""
-    model = sizes_of(plan.config.model, plan.config.lora)
-    demand = replace(plan.demand(model, recompute=False), device="cuda", device_memory=2 * GIB)
-    assert demand.teacher is not None
+    assert roles_text(plan).endswith("; teacher = embedded:tiny-chains in vLLM")
+    model, demand = counted(plan)
+    demand = replace(demand, device="cuda", device_memory=2 * GIB)
     assert demand.teacher.row_tokens == plan.config.prompts.max_tokens + plan.config.generation.max_tokens
-    taken = {part.name: part.bytes for part in parts(model, demand, 0)}
-    assert taken["teacher in vLLM"] == int(0.2 * 2 * GIB)
+    assert bytes_by_part(model, demand)["teacher in vLLM"] == int(0.2 * 2 * GIB)
     assert memory_shortfall(model, demand) == 0
     tight = replace(demand, teacher=replace(demand.teacher, share=0.001))
     assert memory_shortfall(model, tight) == teacher_memory(tight).lacks > 0
     ways = {key: value for remedy in remedies(model, tight, 0, 2 * GIB) for key, value in remedy.changes.items()}
-    assert (
-        memory_shortfall(model, replace(tight, teacher=replace(demand.teacher, share=float(ways[TEACHER_SHARE])))) == 0
-    )
+    fitting = replace(demand.teacher, share=float(ways[TEACHER_SHARE]))
+    assert memory_shortfall(model, replace(tight, teacher=fitting)) == 0
 
 
 def test_shares_of_both_engines_that_are_more_than_a_gpu_are_refused(run_config) -> None:
     """0.3, as the teacher has by default, and 0.75 are 1.05."""
     words = ("algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm")
     config = run_config(*words, "generation.vllm.gpu_memory_utilization=0.75")
-    said = (
-        r"^snapshot\.teacher_gpu_memory_utilization: with generation\.vllm\.gpu_memory_utilization=0\.75 .*, got 0\.3; "
-    )
-    with pytest.raises(UserError, match=said):
+    key = r"^snapshot\.teacher_gpu_memory_utilization"
+    with pytest.raises(UserError, match=rf"{key}: with generation\.vllm\.gpu_memory_utilization=0\.75 .*, got 0\.3; "):
         check_teacher_engine(config, "vllm", "cuda:0", runs_here=False)
     for engine, device in (("transformers", "cuda:0"), ("vllm", "cpu")):
         check_teacher_engine(config, engine, device, runs_here=False)
@@ -381,30 +335,16 @@ def test_a_plan_notes_a_missing_engine_that_a_run_is_refused_for(run_config, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert missing_engine(run_config(), runs_here=True) is None
     config = run_config("algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm")
-    note = missing_engine(config, runs_here=False)
-    assert note is not None
-    assert note.startswith(
-        "vLLM is not installed here, and the teacher needs it where the run is: " + pip_install("rlft[vllm]")
-    )
-    assert note.endswith("or use snapshot.teacher_engine=transformers")
-
-
-def test_the_start_up_table_says_what_computes_the_teacher(plan) -> None:
-    from rlft.plan.train_plan import roles_text
-
-    assert roles_text(plan).endswith("; teacher = embedded:tiny-chains in vLLM")
+    said = missing_engine(config, runs_here=False)
+    where = "vLLM is not installed here, and the teacher needs it where the run is: "
+    assert said.startswith(where + pip_install("rlft[vllm]"))
+    assert said.endswith("or use snapshot.teacher_engine=transformers")
 
 
 def test_a_plan_counts_a_teachers_own_dtype() -> None:
     """Two bytes of four a weight in bfloat16."""
-    words = ["+recipe=grpo_arithmetic", "algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "model.dtype=float32"]
-
-    def teacher(*more: str) -> ModelSizes:
-        plan = resolve(compose([*words, "data.size=64", *more])).plan(runs_here=False)
-        demand = plan.demand(sizes_of(plan.config.model, plan.config.lora), recompute=False)
-        assert demand.teacher is not None
-        return demand.teacher.model
-
-    whole, rounded = teacher(), teacher("snapshot.teacher_dtype=bfloat16")
+    words = ("+recipe=grpo_arithmetic", "algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "model.dtype=float32")
+    plans = [planned(*words, "data.size=64", *more) for more in ([], ["snapshot.teacher_dtype=bfloat16"])]
+    whole, rounded = (counted(plan)[1].teacher.model for plan in plans)
     assert whole.base_bytes == 4 * whole.parameters
     assert rounded.base_bytes == 2 * whole.parameters

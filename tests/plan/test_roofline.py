@@ -1,4 +1,4 @@
-"""The model of a step on a GPU: a sum that can be worked out by hand, and its tables."""
+"""The model of a step on a GPU: a sum worked out by hand, what was measured on cards, and what the host launches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import roofline
 
 from rlft.commands.doctor.work import Size
-from rlft.plan.cards import Machine
-from rlft.plan.roofline import Work, seconds_of, update
+from rlft.generation.decoding import READ_EVERY
+from rlft.plan.cards import CARDS, Machine
+from rlft.plan.duration import FACTOR
+from rlft.plan.roofline import READING, SMALL, Kernel, Work, sampling, seconds_of, update
 
 NETWORK = roofline.network(Size(hidden=4, layers=1, heads=2, key_heads=1, intermediate=8, vocabulary=10))
 WORK = Work(prompts=1, group=2, prompt=3, completion=2, budget=100)
@@ -41,3 +43,44 @@ def test_an_update_is_the_sum_that_is_worked_out_by_hand() -> None:
     # A host that computes by itself launches before each kernel.
     found = seconds_of(kernels, replace(slow, launch=1.0, is_host=True))
     assert found == seconds_of(kernels, slow) + 91 + 2 + 3 + 12
+
+
+PASSES = [  # forward and backward: card, model, prompts, tokens of a prompt and of a completion, seconds
+    ("H100", "0.5B", 4, 128, 128, 0.168),
+    ("H100", "0.5B", 8, 512, 256, 0.181),
+    ("H100", "0.5B", 32, 128, 128, 0.291),
+    ("H100", "1.5B", 2, 512, 768, 0.282),
+    ("H200", "0.5B", 4, 128, 128, 0.172),
+    ("H200", "0.5B", 8, 512, 256, 0.220),
+    ("H200", "0.5B", 32, 128, 128, 0.334),
+]
+
+
+def test_the_factor_covers_each_pass_that_was_measured_on_a_card() -> None:
+    ratios: dict[str, list[float]] = {}
+    for card, name, prompts, prompt, completion, seconds in PASSES:
+        work = Work(prompts=prompts, group=8, prompt=prompt, completion=completion, budget=10**6)
+        ratio = seconds / seconds_of(update(roofline.MODELS[name], work), CARDS[card])
+        assert 1 / FACTOR <= ratio <= FACTOR, (card, name, prompts, ratio)
+        ratios.setdefault(card, []).append(ratio)
+    assert {card: f"{min(found):.2f} to {max(found):.2f}" for card, found in ratios.items()} == {
+        "H100": "1.00 to 1.14", "H200": "1.02 to 1.48",
+    }, "docs/benchmarks/performance.md says these"  # fmt: skip
+    assert {card for card, machine in CARDS.items() if machine.is_compared} == ratios.keys()
+
+
+def test_in_graphs_the_host_launches_once_a_token_and_reads_once_in_eight() -> None:
+    network, rows = roofline.MODELS["0.5B"], Work(prompts=2, group=4, prompt=16, completion=64, budget=96)
+    eager, graphs = (list(sampling(network, rows, in_graphs=each, by_vllm=False)) for each in (False, True))
+
+    def launches(kernels: list[Kernel]) -> float:
+        return sum(kernel.number for kernel in kernels if kernel.launch is None and kernel.name != "prompts")
+
+    layer = 5 + SMALL  # products, attention, and what is between them
+    assert launches(eager) == 64 * (24 * layer + 1 + 4)
+    assert launches(graphs) == 64
+    [reads] = [kernel for kernel in graphs if kernel.name == "reads"]
+    assert (reads.number, reads.least) == (64 / READ_EVERY, READ_EVERY * READING)
+    names = {kernel.name for kernel in graphs}
+    assert names - {"graphs", "reads"} == {kernel.name for kernel in eager}
+    assert sum(k.number for k in graphs if k.name not in ("graphs", "reads")) == sum(k.number for k in eager)

@@ -1,4 +1,4 @@
-"""The connections between ranks that are threads of one process."""
+"""The connections between ranks that are threads of one process, and batches for them to train on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import met_ranks
 import pytest
+import torch
 from met_ranks import meeting
 
 from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
+from rlft.types import Batch
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +32,20 @@ def met(store: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., li
             return stack.enter_context(met_ranks.met(where))
 
         yield meet
+
+
+@pytest.fixture
+def batches(make_batch: Callable[..., Batch]) -> list[Batch]:
+    """Of three steps: four groups of three completions of unlike lengths; the rewards of one group are equal."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens() -> list[int]:
+        number = int(torch.randint(1, 9, (), generator=generator))
+        return torch.randint(5, 60, (number,), generator=generator).tolist()
+
+    made = []
+    for _ in range(3):
+        prompts = [tokens() for _ in range(4)]
+        rows = [(group, prompts[group], tokens()) for group in range(4) for _ in range(3)]
+        made.append(make_batch(rows, rewards=[1, 0, 0.5, 2, 2, 2, 0, 0, 1, 1, 0, 1]))
+    return made

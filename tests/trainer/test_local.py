@@ -60,8 +60,7 @@ def rollouts() -> Rollouts:
         for ids in ((20, 2), (22, 2))
     ]
     group = Group(
-        prompt=prompt,
-        rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in completions),
+        prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in completions)
     )
     right = torch.tensor([[1.0, 0.0]])
     return Rollouts(groups=[group], scores=Scores(total=right, by_reward={"math": right}), num_sampled=2)

@@ -32,7 +32,7 @@ from rlft.trainer.ranked_trainer import RankedTrainer, RankError, Trainer
 from rlft.trainer.ranks import Exchange, LaneShare
 from rlft.types import Batch, Rollouts, Scores, UserError
 
-LANES, STEPS = 4, 3
+LANES = 4
 LANES_OF_ALL_WEIGHTS = 6
 COMMON = (
     "model.device=cpu", "prompts_per_step=4", "group_size=3", "generation.max_tokens=9", "trainer.lr=0.01",
@@ -105,53 +105,16 @@ class Texts:
 
 
 @pytest.fixture
-def batches(make_batch: Callable[..., Batch]) -> list[Batch]:
-    """One a step: four groups of three completions of unlike lengths; the rewards of one group are equal."""
-    generator = torch.Generator().manual_seed(5)
-
-    def tokens(most: int) -> list[int]:
-        return torch.randint(
-            5, 60, (int(torch.randint(1, most, (), generator=generator)),), generator=generator
-        ).tolist()
-
-    made = []
-    for _ in range(STEPS):
-        prompts = [tokens(9) for _ in range(4)]
-        rows = [(group, prompts[group], tokens(9)) for group in range(4) for _ in range(3)]
-        made.append(make_batch(rows, rewards=[1, 0, 0.5, 2, 2, 2, 0, 0, 1, 1, 0, 1]))
-    return made
-
-
-@pytest.fixture
 def texts(make_batch: Callable[..., Batch]) -> Texts:
     rows = [(i, [7 + i], list(range(20, 24 + 3 * i))) for i in range(6)]
     whole = make_batch(rows)
     return Texts([whole.select(torch.tensor(chosen)) for chosen in ([0, 1, 5], [2, 3], [4, 0, 2])])
 
 
-def top_k_of(config: RunConfig) -> int:
-    """Of how many of its most likely tokens a teacher is asked."""
-    keys = config.algorithm
-    return keys["top_k"] if keys.get("teacher_in") == "loss" else 0
-
-
-def lanes_of(config: RunConfig) -> int:
-    return LANES_OF_ALL_WEIGHTS if config.lora is None else LANES
-
-
 def keys_of(case: str) -> tuple[str, ...]:
     if case in CASES:
         return (*COMMON, *CASES[case][1])
     return (*(key for key in COMMON if not key.startswith("lora.")), "lora=null", *OF_ALL_WEIGHTS[case][1])
-
-
-def specs_of(config: RunConfig, ranks: int) -> list[WorkerSpec]:
-    arguments = {"config": config, "needs_old": True, "teacher_top_k": top_k_of(config), "lanes": lanes_of(config)}
-    factory = "rlft.loop.workers:RankWorker"
-    return [
-        WorkerSpec(name=f"rank-{rank}", factory=factory, arguments=arguments | {"rank": rank})
-        for rank in range(1, ranks)
-    ]
 
 
 def train(trainer: Trainer, local: LocalTrainer, case: str, batches: list[Batch], first: int = 0) -> Trained:
@@ -206,17 +169,21 @@ class Bench:
     ) -> Iterator[tuple[Trainer, LocalTrainer]]:
         """A trainer of so many ranks, and rank 0's own. launcher: starts the ranks, instead of processes."""
         config, started_by = self.run_config(*keys_of(case), *keys), launcher or self.launcher
-        alike = {"needs_old": True, "teacher_top_k": top_k_of(config)}
+        lanes = LANES if case in CASES else LANES_OF_ALL_WEIGHTS
+        alike = {"needs_old": True, "teacher_top_k": IN_LOSS["top_k"] if "in the loss" in case else 0}
         with deterministic_on_cpu(torch.device("cpu")), opened_trainer(config, **alike) as local:
             local.text = self.texts.batch
             if ranks == 1:
-                local.share = LaneShare(lanes=lanes_of(config))
+                local.share = LaneShare(lanes=lanes)
                 yield local, local
                 return
-            specs = specs_of(config, ranks)
+            factory, given = "rlft.loop.workers:RankWorker", {"config": config, "lanes": lanes, **alike}
+            specs = [
+                WorkerSpec(name=f"rank-{rank}", factory=factory, arguments=given | {"rank": rank})
+                for rank in range(1, ranks)
+            ]
             workers = [started_by.start(spec) for spec in specs]
-            limits = {"timeout": timeout, "note": print, "again": AGAIN}
-            limits |= {"lanes": lanes_of(config), "sequence": sequence}
+            limits = {"timeout": timeout, "note": print, "again": AGAIN, "lanes": lanes, "sequence": sequence}
             try:
                 yield RankedTrainer(local, started_by, specs, workers, **limits), local
             finally:
@@ -231,24 +198,23 @@ class Bench:
         assert all(step["kl/teacher"] > 1e-4 for step in trained.metrics if case.startswith("opd"))
         return trained
 
-    def check(self, case: str, *keys: str, ranks: int = 2, timeout: float = 60.0, before: Callable[[], None]) -> None:
-        """So many ranks leave what one process leaves, if that happens once they are there."""
+    def check(
+        self, case: str, *keys: str, ranks: int = 2, timeout: float = 60.0, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """So many ranks leave what one process leaves, if `before` is called once they are there."""
         expected = self.alone(case)
         with self.opened(case, *keys, ranks=ranks, timeout=timeout) as (trainer, local):
             if keys:
                 held = [p.untyped_storage().data_ptr() for p in local.roles.backbone.model.parameters() if p.dim() > 1]
                 assert len(set(held)) < len(held), "layers lie in buffers"
-            before()
+            if before is not None:
+                before()
             assert_same(train(trainer, local, case, self.batches), expected)
 
 
 @pytest.fixture
 def bench(run_config: Callable[..., RunConfig], batches: list[Batch], texts: Texts, launcher: WarmProcesses) -> Bench:
     return Bench(run_config, batches, texts, launcher)
-
-
-def nothing() -> None:
-    """Happens where nothing is to happen."""
 
 
 @pytest.mark.parametrize(
@@ -260,10 +226,8 @@ def nothing() -> None:
         slow("opd, the base with a hint", SHARDED, 2),
     ],
 )
-def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(
-    case: str, keys: tuple[str, ...], ranks: int, bench: Bench
-) -> None:
-    bench.check(case, *keys, ranks=ranks, before=nothing)
+def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(case, keys, ranks, bench) -> None:
+    bench.check(case, *keys, ranks=ranks)
 
 
 # -- all weights -------------------------------------------------------------------------------------------------------
@@ -273,15 +237,13 @@ def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(
      slow(MUON_OF_ALL, 3)],
 )  # fmt: skip
 def test_ranks_that_train_all_weights_give_the_bits_of_one(case: str, ranks: int, bench: Bench) -> None:
-    bench.check(case, ranks=ranks, before=nothing)
+    bench.check(case, ranks=ranks)
 
 
 @pytest.mark.parametrize(
     ("case", "ranks"), [(GRPO_OF_ALL, (2, 3)), slow(PPO_OF_ALL, (3, 1)), slow(GRPO_OF_ALL, (1, 2))]
 )
-def test_all_weights_go_on_from_a_checkpoint_with_other_ranks(
-    case: str, ranks: tuple[int, int], bench: Bench, tmp_path: Path
-) -> None:
+def test_all_weights_go_on_from_a_checkpoint_with_other_ranks(case, ranks, bench, tmp_path) -> None:
     expected = bench.alone(case)
     with bench.opened(case, ranks=ranks[0]) as (trainer, local):
         begun = train(trainer, local, case, bench.batches[:2])
@@ -300,9 +262,7 @@ def test_all_weights_go_on_from_a_checkpoint_with_other_ranks(
 
 @pytest.mark.parametrize("point", [point if point == "reduce" else slow(point) for point in
                                    ("annotate", "update", "reduce", "checkpoint")])  # fmt: skip
-def test_a_rank_that_dies_ends_a_run_that_trains_all_weights(
-    point: str, bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_rank_that_dies_ends_a_run_that_trains_all_weights(point, bench, monkeypatch, tmp_path) -> None:
     text = (
         r"^the run ends, because with lora=null no copy of all weights is kept from which a step could be done again; "
         r"resume from the newest checkpoint with: rlft resume some/run; .*was killed by SIGKILL.*; its log is "
@@ -363,9 +323,7 @@ def test_the_bits_depend_on_who_shares_tokens_and_not_on_the_number_of_ranks(cas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [(), SHARDED], ids=["a whole base", "a divided base"])
-def test_a_rank_that_dies_while_tokens_are_exchanged_costs_no_step_and_no_bit(
-    keys: tuple[str, ...], bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_dies_while_tokens_are_exchanged_costs_no_step_and_no_bit(keys, bench, monkeypatch, capsys) -> None:
     with bench.opened(GRPO, ranks=2, sequence=2) as opened:
         expected = train(*opened, GRPO, bench.batches)
     with bench.opened(GRPO, *keys, ranks=2, sequence=2) as opened:
@@ -411,13 +369,7 @@ POINTS = {
     ]
     + [slow("update", signal.SIGSTOP), slow("layer backward", signal.SIGSTOP)],
 )
-def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(
-    point: str,
-    number: signal.Signals,
-    bench: Bench,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(point, number, bench, monkeypatch, capsys) -> None:
     started, is_stopped = bench.launcher.started, number == signal.SIGSTOP
 
     def fails() -> None:
@@ -432,9 +384,7 @@ def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(
 
 
 @pytest.mark.slow
-def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(bench, monkeypatch, capsys) -> None:
     """The connection of the exchange is lost long before."""
     call = ProcessWorker.call
 
@@ -521,9 +471,7 @@ class Failing:
         (UserError("model.path", "is not there", remedy="copy it"), UserError, r"^model\.path: is not there; copy it"),
     ],
 )
-def test_ranks_that_fail_again_and_again_stop_the_run(
-    raised: Exception | None, error: type[Exception], text: str, bench: Bench, tmp_path: Path
-) -> None:
+def test_ranks_that_fail_again_and_again_stop_the_run(raised, error, text, bench, tmp_path) -> None:
     failing = Failing(tmp_path, raised)
     with bench.opened(GRPO, ranks=2, launcher=failing) as (trainer, _), pytest.raises(error, match=text):
         trainer.annotate(bench.batches[0], torch.zeros(12, dtype=torch.bool))

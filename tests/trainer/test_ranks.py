@@ -20,19 +20,6 @@ from rlft.trainer import ranks
 from rlft.trainer.ranks import Exchange, LaneShare, RanksError, sent, shapes_of, take_over
 
 
-def test_what_one_rank_has_arrives_at_the_others(store: Any) -> None:
-    with met(meeting(store, "arrives", 3)) as exchanges:
-        for root in range(3):
-            tensors = [torch.full((1000,), float(rank)) for rank in range(3)]
-            sent = [
-                in_background(lambda e=e, t=t, root=root: e.broadcast(t, root))
-                for e, t in zip(exchanges, tensors, strict=True)
-            ]
-            for future in sent:
-                future.result(120)
-            assert all(torch.equal(tensor, torch.full((1000,), float(root))) for tensor in tensors)
-
-
 def test_every_rank_hears_the_numbers_of_all(store: Any) -> None:
     with met(meeting(store, "numbers", 3)) as exchanges:
         heard = [in_background(lambda e=e, n=n: e.numbers(n)) for n, e in enumerate(exchanges, start=-1)]
@@ -90,10 +77,7 @@ def test_a_rank_that_takes_no_part_is_waited_for_until_the_limit(store: Any) -> 
 
 def test_ranks_that_share_tokens_are_named_where_one_is_late(store: Any) -> None:
     limit = r"^rank 3 waited 1 s \(cluster\.timeout\) to share tokens among ranks 2 to 3$"
-    with (
-        met(meeting(store, "late", 4, timeout=1.0, sequence=2)) as exchanges,
-        pytest.raises(RanksError, match=limit),
-    ):
+    with met(meeting(store, "late", 4, timeout=1.0, sequence=2)) as exchanges, pytest.raises(RanksError, match=limit):
         exchanges[3].add_up(torch.zeros(3))
 
 
@@ -160,9 +144,7 @@ def test_who_knows_that_a_rank_is_gone_need_not_wait(store: Any) -> None:
 # -- how ranks come to one state ---------------------------------------------------------------------------------------
 
 
-def test_tensors_are_taken_over_in_their_places_however_they_lie_and_count_as_written(
-    met: Callable[..., list[Exchange]],
-) -> None:
+def test_tensors_are_taken_over_in_their_places_however_they_lie_and_count_as_written(met) -> None:
     """The second one's columns lie one after the other; a publish tells by the count what has been written into."""
     held = [{"a": torch.full((3,), 1.0 + rank), "b": torch.arange(6.0).view(2, 3).T * (1 + rank)} for rank in range(3)]
     expected = {name: tensor.clone() for name, tensor in held[0].items()}

@@ -1,11 +1,23 @@
+"""A step's updates: one gradient however it is computed, whom it moves, its lanes, and what it counts."""
+
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
+from itertools import product
+from pathlib import Path
 
 import half_model
 import pytest
 import torch
+from in_one_test import each
+from met_ranks import together
+from slow_cases import slow_but
+from torch import Tensor
+from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, MistralConfig
 
 import rlft
@@ -20,11 +32,22 @@ from rlft.model.forward import Forward, padded_forward
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.roles import POLICY
 from rlft.train import train
+from rlft.trainer import update
 from rlft.trainer.local import LocalTrainer
-from rlft.trainer.optimizer import NonFiniteGradientError, Optimizer
-from rlft.trainer.ranks import LaneShare
-from rlft.trainer.update import LaneGradients, backward, loss_scale, minibatches
-from rlft.types import LossScale
+from rlft.trainer.optimizer import Optimizer
+from rlft.trainer.ranks import Exchange, LaneShare
+from rlft.trainer.update import (
+    Costs,
+    LaneGradients,
+    assign,
+    backward,
+    balance,
+    costs_of,
+    divide,
+    loss_scale,
+    minibatches,
+)
+from rlft.types import Batch, LossScale
 
 model_config, backbone = half_model.model_config, half_model.backbone
 
@@ -142,13 +165,8 @@ def test_every_token_budget_gives_the_gradient_and_the_loss_of_the_whole_batch(
     scale = LossScale(num_tokens=24, num_sequences=9, max_completion_tokens=9)
     outputs = padded_forward(double.model, batch, 0.8, algorithm.needs_entropy)
     loss = algorithm.loss(outputs, batch, scale)
-    expected = dict(
-        zip(
-            [name for name, _ in roles.named_parameters()],
-            torch.autograd.grad(loss.total, [p for _, p in roles.named_parameters()]),
-            strict=True,
-        )
-    )
+    gradients = torch.autograd.grad(loss.total, [p for _, p in roles.named_parameters()])
+    expected = by_name(roles, POLICY, gradients)
     for budget in BUDGETS:
         run = session(roles, algorithm, token_budget=budget)
         metrics = run.learn(batch, algorithm.zero_gradient_rows(batch), 0)
@@ -220,8 +238,12 @@ def test_there_are_epochs_times_minibatches_updates_each_at_its_rate(
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3, 6])
 def test_every_epoch_deals_each_group_whole_to_exactly_one_minibatch(num_minibatches, make_batch):
     batch = make_batch([(group, [3], [4]) for group in (4, 4, 7, 7, 1, 1, 0, 0, 9, 9, 5, 5)])
-    dealt = minibatches(batch, 3, num_minibatches, seed=0)
+    dealt, others = (minibatches(batch, 3, num_minibatches, seed) for seed in (0, 1))
     assert len(dealt) == 3 * num_minibatches
+    if num_minibatches > 1:
+        first, second, other = (torch.cat(parts[:1]).tolist() for parts in (dealt, dealt[num_minibatches:], others))
+        assert first != second, "epochs differ"
+        assert first != other, "seeds differ"
     for epoch in range(3):
         parts = dealt[epoch * num_minibatches : (epoch + 1) * num_minibatches]
         assert sorted(torch.cat(parts).tolist()) == list(range(12))
@@ -230,87 +252,22 @@ def test_every_epoch_deals_each_group_whole_to_exactly_one_minibatch(num_minibat
         assert {len(rows) for rows in parts} == {12 // num_minibatches}
 
 
-def test_the_deal_depends_on_the_seed_alone_and_differs_between_epochs(make_batch):
-    batch = make_batch([(b // 2, [3], [4]) for b in range(40)])
-
-    def deal(seed):
-        torch.manual_seed(torch.seed())
-        return [rows.tolist() for rows in minibatches(batch, 2, 4, seed)]
-
-    assert deal(0) == deal(0)
-    assert deal(0) != deal(1)
-    assert deal(0)[:4] != deal(0)[4:]
-
-
 def test_each_update_is_divided_by_the_sizes_of_its_own_minibatch(session, make_roles, batch, monkeypatch):
     algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
-    batch = algorithm.credit(batch)
-    scales, loss = [], type(algorithm).loss
+    scales, loss = {}, type(algorithm).loss
 
     def spy(self, outputs, part, scale):
-        scales.append((part.group_ids.unique().tolist(), scale))
+        scales[tuple(part.group_ids.unique().tolist())] = scale
         return loss(self, outputs, part, scale)
 
     monkeypatch.setattr(type(algorithm), "loss", spy)
-    session(roles, algorithm, minibatches=3).learn(batch, NOBODY, 0)
-    tokens = {0: 3 + 3 + 2, 1: 2 + 4 + 1, 2: 7 + 2 + 0}
-    assert sorted(groups for groups, _ in scales) == [[0], [1], [2]]
-    for (group,), scale in scales:
-        assert scale == LossScale(num_tokens=tokens[group], num_sequences=3, max_completion_tokens=9)
+    session(roles, algorithm, minibatches=3).learn(algorithm.credit(batch), NOBODY, 0)
+    tokens = {(0,): 3 + 3 + 2, (1,): 2 + 4 + 1, (2,): 7 + 2 + 0}
+    assert {group: scale.num_tokens for group, scale in scales.items()} == tokens
+    assert {(scale.num_sequences, scale.max_completion_tokens) for scale in scales.values()} == {(3, 9)}
 
 
 # -- what may and may not change ---------------------------------------------------------------------------------------
-def test_an_update_moves_the_policy_and_nothing_else(session, make_roles, batch, backbone):
-    algorithm = rlft.load_algorithm("grpo", kl_coef=0.01)
-    roles = make_roles(noise=0.02, reference="copy")
-    roles.load_sampler(roles.publish(0))
-    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    run = session(roles, algorithm, Optimizer)
-    before = {name: p.clone() for name, p in roles.model.named_parameters()}
-    metrics = run.learn(batch, NOBODY, 0)
-    mine = {name for name, _ in roles.named_parameters()}
-    for name, parameter in roles.model.named_parameters():
-        assert torch.equal(parameter, before[name]) == (name not in mine)
-        assert parameter.grad is None
-    assert math.isfinite(metrics["policy/grad_norm"])
-    assert metrics["policy/grad_norm"] > 0
-
-
-def test_a_gradient_that_is_not_a_number_stops_before_it_reaches_weights_or_moments(session, make_roles, batch):
-    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02)
-    batch = algorithm.credit(batch)
-    run = session(roles, algorithm, Optimizer)
-    run.learn(batch, NOBODY, 0)
-    weights, moments = roles.weights("policy"), run.optimizer.state()
-    poisoned = batch.advantages.clone()
-    poisoned[0, 4] = math.nan
-    with pytest.raises(NonFiniteGradientError, match="policy/grad_norm is nan"):
-        run.learn(replace(batch, advantages=poisoned), NOBODY, 1)
-    assert all(torch.equal(w, weights[n]) for n, w in roles.weights("policy").items())
-    assert all(torch.equal(m, moments[n]) for n, m in run.optimizer.state().items())
-
-
-def test_gradients_are_looked_after_in_every_micro_batch(session, make_roles, batch, monkeypatch):
-    algorithm, roles = rlft.load_algorithm("grpo"), make_roles()
-    calls = []
-    check = roles.check_gradients
-    monkeypatch.setattr(roles, "check_gradients", lambda: calls.append(check()))
-    session(roles, algorithm, token_budget=1).learn(algorithm.credit(batch), NOBODY, 0)
-    assert len(calls) == 9
-
-
-def test_a_forward_that_lost_the_policy_is_noticed(session, make_roles, batch, monkeypatch):
-    algorithm, roles = rlft.load_algorithm("grpo"), make_roles(noise=0.02, reference="copy")
-    batch = algorithm.credit(batch)
-    outputs = roles.outputs
-
-    def with_the_wrong_adapter(*args, **keys):
-        roles.tuner.set_adapter("reference")
-        return outputs(*args, **keys)
-
-    monkeypatch.setattr(roles, "outputs", with_the_wrong_adapter)
-    with pytest.raises(AssertionError, match="no gradient reached"):
-        session(roles, algorithm).learn(batch, NOBODY, 0)
 
 
 def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, batch):
@@ -361,6 +318,21 @@ def weights_of(roles):
 
 def equal(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(("role", "forward"), [(POLICY, "outputs"), (CRITIC, "values")])
+def test_a_forward_by_the_wrong_adapter_is_noticed(role, forward, session, make_roles, batch, monkeypatch):
+    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
+    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
+    right = getattr(roles, forward)
+
+    def wrong(*args, **keys):
+        roles.tuner.set_adapter(CRITIC if role == POLICY else POLICY)
+        return right(*args, **keys)
+
+    monkeypatch.setattr(roles, forward, wrong)
+    with pytest.raises(AssertionError, match=f"no gradient reached 28 parameters of {role}"):
+        session(roles, algorithm).learn(batch, NOBODY, 0)
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
@@ -523,27 +495,30 @@ def test_moments_are_forgotten_before_the_first_update_of_every_so_many_steps(se
                 assert {int(t) for name, t in optimizer.state().items() if name.startswith("step/")} == {count}
 
 
+SMALL = ("model.device=cpu", "eval.every=0", "console=null", "scoring.workers=0")
+
+
+def trained(folder, *words):
+    """What trains in a run with these words."""
+    plan = resolve(compose([*SMALL, *words])).plan()
+    (folder / "config.yaml").touch()
+    with Engines() as engines, open_session(plan, folder, engines, lambda text: None) as session:
+        return train(session)
+
+
 def test_a_controller_of_the_kl_coefficient_rests_while_the_policy_does(tmp_path):
     # A resting policy has KL 0, which would halve the coefficient in each of its steps. The target is out of reach, so
     # of three steps, two of them the critic's, one halves it: 8 to 4, not to 1.
-    settings = [
+    words = [
         "algorithm=ppo_penalty", "algorithm.kl_coef=8", "algorithm.kl_target=1e6", "epochs=2", "critic.kind=adapter",
         "critic.warmup_steps=2", "steps=3", "prompts_per_step=2", "group_size=2", "generation=scripted",
-        "generation.scripted.answers={*: [yes, no]}", "model.device=cpu", "model.dtype=float32", "lora.rank=2",
-        "eval.every=0", "console=null", "scoring.workers=0",
+        "generation.scripted.answers={*: [yes, no]}", "model.dtype=float32", "lora.rank=2",
     ]  # fmt: skip
-    plan = resolve(compose(settings)).plan()
-    (tmp_path / "config.yaml").touch()
-    with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
-        assert train(session).algorithm.state() == {"kl_coef": 4.0}
+    assert trained(tmp_path, *words).algorithm.state() == {"kl_coef": 4.0}
 
 
 def test_the_first_update_of_a_step_is_on_the_samplers_sums_and_the_second_is_not(tmp_path, monkeypatch):
-    settings = [
-        "+recipe=grpo_arithmetic", "model.device=cpu", "generation=transformers", "steps=2", "minibatches=2",
-        "prompts_per_step=4", "group_size=4", "eval.every=0", "console=null", "scoring.workers=0", "data.size=16",
-    ]  # fmt: skip
-    borrowed, plain = [], LoraLinear.operands
+    borrowed, plain, step = [set()], LoraLinear.operands, Optimizer.update
 
     def seen(self, x):
         found = plain(self, x)
@@ -552,13 +527,9 @@ def test_the_first_update_of_a_step_is_on_the_samplers_sums_and_the_second_is_no
         return found
 
     monkeypatch.setattr(LoraLinear, "operands", seen)
-    step = Optimizer.update
     monkeypatch.setattr(Optimizer, "update", lambda self, lr: (borrowed.append(set()), step(self, lr))[1])
-    plan = resolve(compose(settings)).plan()
-    (tmp_path / "config.yaml").touch()
-    with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:
-        borrowed.append(set())
-        train(session)
+    small = ["steps=2", "minibatches=2", "prompts_per_step=4", "group_size=4", "data.size=16"]
+    trained(tmp_path, "+recipe=grpo_arithmetic", "generation=transformers", *small)
     # The second set begins after the first optimizer step, the third after the publish that follows the second.
     assert borrowed[:4] == [{True}, {False}, {True}, {False}]
 
@@ -593,23 +564,9 @@ def test_values_are_normalised_by_the_steps_returns_before_its_first_update_and_
     assert roles.critic.statistics.num_steps == 2
 
 
-def test_a_critics_forward_by_the_wrong_adapter_is_noticed(session, make_roles, batch, monkeypatch):
-    algorithm, roles = rlft.load_algorithm("ppo"), with_critic(make_roles, kind=CriticKind.adapter)
-    batch = algorithm.credit(roles.annotate(batch, NOBODY, needs_old=True))
-    values = roles.values
-
-    def by_the_policy(micro, layout=None):
-        roles.tuner.set_adapter(POLICY)
-        return values(micro)
-
-    monkeypatch.setattr(roles, "values", by_the_policy)
-    with pytest.raises(AssertionError, match="no gradient reached 28 parameters of critic"):
-        session(roles, algorithm).learn(batch, NOBODY, 0)
-
-
 # -- lanes -------------------------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize("num_lanes", [2, 3, 16])
+@pytest.mark.parametrize("num_lanes", slow_but(3, (2, 3, 16)))
 @pytest.mark.parametrize("kind", [CriticKind.none, *KINDS])
 def test_lanes_give_the_gradients_and_metrics_of_the_whole_batch(
     kind, num_lanes, session, make_roles, make_double, batch
@@ -659,6 +616,148 @@ def test_nothing_is_left_of_an_update_that_is_broken_off(session, make_roles, ba
         run.learn(batch, NOBODY, 0)
     assert all(p.grad is None for _, p in roles.named_parameters())
     assert not roles.model.training
+
+
+# -- which rows are in which lane: balanced, whole where it can be, and a function of the batch alone ------------------
+RECORDED = json.loads(Path(__file__).with_name("row_lengths.json").read_text())
+"""{what: [[tokens of a prompt, [tokens of each of its completions]], ..]}: steps of recipes on the embedded model, and
+lengths of a log-normal distribution with a median of 245 and a longest one of 6,000 tokens."""
+
+
+def recorded(name: str) -> Costs:
+    """A token costs 1 here, and a pair of tokens nothing."""
+    groups = RECORDED[name]
+    return Costs(
+        rows=[float(length) for _, lengths in groups for length in lengths],
+        prompts=[float(prompt) for prompt, lengths in groups for _ in lengths],
+        groups=[group for group, (_, lengths) in enumerate(groups) for _ in lengths],
+    )
+
+
+def cost_of(costs: Costs, rows: list[int]) -> float:
+    """By its meaning: each prompt once, each row once."""
+    prompts = {costs.groups[row]: costs.prompts[row] for row in rows}
+    return sum(prompts.values()) + sum(costs.rows[row] for row in rows)
+
+
+@pytest.mark.parametrize("num_lanes", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", RECORDED)
+def test_lanes_of_recorded_lengths_are_within_a_tenth_of_the_best(name: str, num_lanes: int) -> None:
+    """No assignment is better than the mean, or than the most expensive row by itself."""
+    costs = recorded(name)
+    lanes, totals = assign(costs, num_lanes)
+    assert sorted(row for lane in lanes for row in lane) == list(range(len(costs.rows)))
+    assert totals == pytest.approx([cost_of(costs, lane) for lane in lanes])
+    costliest_row = max(row + prompt for row, prompt in zip(costs.rows, costs.prompts, strict=True))
+    assert max(totals) <= 1.1 * max(cost_of(costs, list(range(len(costs.rows)))) / num_lanes, costliest_row)
+
+
+@each("seed", range(20))
+def test_few_rows_are_within_a_tenth_of_the_best_of_all_assignments(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(1, 30, (7,), generator=generator).tolist()
+    prompts = torch.randint(0, 12, (3,), generator=generator).tolist()
+    groups = [0, 0, 0, 1, 1, 2, 2]
+    costs = Costs(rows=rows, prompts=[prompts[group] for group in groups], groups=groups)
+    best = min(
+        max(cost_of(costs, [row for row in range(7) if lanes[row] == lane]) for lane in range(3))
+        for lanes in product(range(3), repeat=7)
+    )
+    assert max(assign(costs, 3)[1]) <= 1.1 * best
+
+
+def test_lanes_of_few_groups() -> None:
+    # Eight equal groups on four lanes stay whole, two each, no prompt twice: 2 x (9 + 4 x 5).
+    costs = Costs(rows=[5.0] * 32, prompts=[9.0] * 32, groups=[row // 4 for row in range(32)])
+    lanes, totals = assign(costs, 4)
+    assert totals == [58.0] * 4
+    assert all(len({costs.groups[row] for row in lane}) == 2 for lane in lanes)
+    # One long group is shared out.
+    lanes, totals = assign(Costs(rows=[10.0] * 8, prompts=[1.0] * 8, groups=[0] * 8), 4)
+    assert ([len(lane) for lane in lanes], totals) == ([2, 2, 2, 2], [21.0] * 4)
+    # There may be fewer rows than lanes.
+    lanes, totals = assign(Costs(rows=[3.0, 2.0], prompts=[1.0, 1.0], groups=[0, 1]), 4)
+    assert (sorted(map(len, lanes)), sorted(totals)) == ([0, 0, 1, 1], [0.0, 0.0, 3.0, 4.0])
+    assert assign(Costs(rows=[], prompts=[], groups=[]), 3) == ([[], [], []], [0.0] * 3)
+
+
+@pytest.fixture
+def four_rows(make_batch: Callable[..., Batch]) -> Batch:
+    return make_batch([(0, [5] * 4, [6] * 8), (0, [5] * 4, [6] * 2), (1, [7] * 9, [8] * 3), (1, [7] * 9, [8])])
+
+
+def test_costs_are_tokens_and_the_pairs_that_attend_to_each_other(four_rows: Batch) -> None:
+    costs = costs_of(four_rows, torch.tensor([0, 2]), shared_prompts=True)
+    # 8 tokens, each with 4 before them and half of 8 beside them: 8 x (4 + 4) pairs; 6,144 pairs cost as a token.
+    assert costs.rows == pytest.approx([8 + 64 / 6144, 3 + 3 * (9 + 1.5) / 6144])
+    assert costs.prompts == pytest.approx([4 + 8 / 6144, 9 + 40.5 / 6144])
+    assert costs.groups == [0, 1]
+    padded = costs_of(four_rows, torch.arange(4), shared_prompts=False)
+    assert padded.rows == pytest.approx([12 + 72 / 6144, 6 + 18 / 6144, 12 + 72 / 6144, 10 + 50 / 6144])
+    assert padded.prompts == [0.0] * 4
+
+
+def test_rows_of_a_lane_are_in_the_order_of_the_batch(four_rows: Batch) -> None:
+    lanes, _ = divide(four_rows, torch.tensor([3, 1, 2]), 2, shared_prompts=True)
+    assert sorted(torch.cat(lanes).tolist()) == [1, 2, 3]
+    assert [rows.tolist() for rows in lanes] == [[3, 2], [1]]  # in the order in which they are given
+    assert all(rows.dtype == torch.int64 for rows in lanes)
+
+
+def test_the_balance_is_the_share_of_time_in_which_lanes_work() -> None:
+    assert balance([[4.0, 2.0], [1.0, 3.0]]) == pytest.approx((3 + 2) / (4 + 3))
+    assert balance([[0.0, 0.0]]) == 1.0
+
+
+# -- the sum of lanes' gradients ---------------------------------------------------------------------------------------
+LANES = 6
+SHAPES = ((7, 3), (), (40,), (2, 2, 2))
+SILENT = 1
+"""A lane without rows."""
+
+
+def gradient_of(lane: int) -> list[Tensor | None]:
+    """Numbers of unlike sizes, of which the sum depends on the order; lane 4 has none for the third parameter. The
+    columns of the first one lie one after the other, as after a transposition."""
+    random = torch.Generator().manual_seed(lane)
+    made = [torch.randn(shape, generator=random) * 10.0**lane for shape in SHAPES]
+    made[0] = made[0].T.contiguous().T
+    return [None if (lane, number) == (4, 2) else tensor for number, tensor in enumerate(made)]
+
+
+def sum_of_lanes() -> list[Tensor]:
+    """One lane after the other."""
+    lanes = [gradient_of(lane) for lane in range(LANES) if lane != SILENT]
+    return [reduce(torch.add, [t for t in tensors if t is not None]) for tensors in zip(*lanes, strict=True)]
+
+
+def added_up(share: LaneShare) -> tuple[list[Tensor], list[Tensor | None]]:
+    """(the sum on this rank, the tensors of its first lane)."""
+    learns, own = [Parameter(torch.zeros(shape)) for shape in SHAPES], []
+    lanes = LaneGradients(learns, share)
+    for lane in (lane for lane in share.mine if lane != SILENT):
+        for parameter, gradient in zip(learns, gradient_of(lane), strict=True):
+            parameter.grad = gradient
+        own = own or [parameter.grad for parameter in learns]
+        lanes.set_aside(lane)
+    lanes.add_up([lane for lane in range(LANES) if lane != SILENT])
+    return [parameter.grad for parameter in learns if parameter.grad is not None], own
+
+
+@pytest.mark.parametrize("size", [20, 52, 10**9])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_the_sum_is_that_of_the_lanes_in_their_order(ranks, size, met, monkeypatch) -> None:
+    """Buckets of 5 numbers, of 13, and of all 70."""
+    monkeypatch.setattr(update, "BUCKET", size)
+    exchanges: Sequence[Exchange | None] = met(ranks) if ranks > 1 else [None]
+    shares = [LaneShare(lanes=LANES, rank=rank, ranks=ranks, exchange=e) for rank, e in enumerate(exchanges)]
+    for found, own in together([lambda share=share: added_up(share) for share in shares]):
+        assert all(torch.equal(a, b) for a, b in zip(found, sum_of_lanes(), strict=True))
+        assert [tensor.is_contiguous() for tensor in found] == [True] * len(SHAPES)
+        # Where the first lane of a rank has a gradient that lies in a row, the sum takes its place.
+        places = [(a.data_ptr(), b.data_ptr()) for a, b in zip(found[1:], own[1:], strict=False) if b is not None]
+        assert all(a == b for a, b in places)
+        assert bool(places) == bool(own)
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------

@@ -62,11 +62,6 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_whose_ratio_exploded():
     assert at(1000.0, 2.0, dual_clip=3.0)[:2] == (-2.56, 0.0)  # says nothing about good tokens
 
 
-def test_at_ratio_1_the_gradient_is_the_advantage():
-    for a in (-1.5, 0.0, 2.5):
-        assert at(1.0, a)[:2] == (-a, -a)
-
-
 # Ratios below, inside and above 0.75 .. 1.5, once for a good token and once for a bad one; then without an advantage.
 RATIO = torch.tensor([[0.5, 1.25, 4.0, 0.5, 1.25, 4.0, 4.0]], dtype=torch.float64)
 ADVANTAGES = torch.tensor([[2.0, 2.0, 2.0, -1.0, -1.0, -1.0, 0.0]], dtype=torch.float64)
@@ -146,7 +141,6 @@ def value_loss_at(value, target, old, clip, scale):
     loss.sum().backward()
     assert targets.grad is None
     assert olds is None or olds.grad is None
-    assert values.grad is not None
     return loss.item(), values.grad.item(), binds.item()
 
 
@@ -178,7 +172,6 @@ def test_token_ratio_is_finite_with_finite_gradient_at_any_distance():
     r = token_ratio(new, OLD)
     close(r.detach(), [[math.exp(20), math.exp(-20), 1.0]])
     r.sum().backward()
-    assert new.grad is not None
     assert new.grad.isfinite().all()
 
 

@@ -90,9 +90,7 @@ def test_texts_that_are_the_same_for_all_rows_are_left_out_where_they_say_the_an
         ("def f(a):\n    return a", ["def g(a):\n    return 2 * a"], "def f(a):\n    return None and a"),
     ],
 )
-def test_a_wrong_answer_has_nothing_in_common_with_the_gold_where_there_is_one(
-    gold: str, rows: list[str], wrong: str
-) -> None:
+def test_a_wrong_answer_has_nothing_in_common_with_the_gold_where_there_is_one(gold, rows, wrong) -> None:
     assert another_answer([gold], rows) == wrong
 
 

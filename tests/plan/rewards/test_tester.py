@@ -1,4 +1,4 @@
-"""Faulty rewards are found and named, sound ones are not, and verdicts are functions of the scores."""
+"""Faulty rewards are found and named, and sound ones are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from rlft.config.instantiate import from_mapping
 from rlft.config.resolved import with_token_budget
 from rlft.config.schema import RunConfig
 from rlft.plan.rewards import tester
-from rlft.plan.rewards.attacks import Family
 from rlft.plan.rewards.tester import (
     RewardTester,
     Writer,
@@ -32,7 +31,7 @@ from rlft.plan.rewards.tester import (
     tried_completions,
     try_rewards,
 )
-from rlft.plan.rewards.verdicts import ScoredText, Tried, summary_of, verdicts_on
+from rlft.plan.rewards.verdicts import Tried, summary_of, verdicts_on
 from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.system.terminal import CheckRow, Status
 from rlft.tokens.plain import PlainText
@@ -98,39 +97,32 @@ def test_a_sound_reward_has_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OWN = [
-    (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=boxed", "reward.exact_match.which=last"),
-    (NUMBERS, "reward=[exact_match,format,length,repetition,overlong]"),
-    (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=pattern",
-     "reward.exact_match.pattern='(?m)^Answer: (-?[0-9]+)$'"),
-    (NUMBERS[:1], "reward=[math,format]"),
-    (CHOICES, "reward=[choice]"),
-    (NUMBERS, "reward=[exact_match,format,language]", "reward.language.target=en", "reward.language.min_words=3"),
-]  # fmt: skip
+    (NUMBERS, "exact_match reward.exact_match.answer_in=boxed reward.exact_match.which=last"),
+    (NUMBERS, "[exact_match,format,length,repetition,overlong]"),
+    (NUMBERS[:1], "[math,format]"),
+    (CHOICES, "choice"),
+]
 MORE_OWN = [
-    (NUMBERS, "reward=[exact_match]", "reward.exact_match.answer_in=hashes"),
-    (NAMES, "reward=[exact_match]", "reward.exact_match.answer_in=text"),
-    (NUMBERS, "reward=[exact_match,format,length]", "reward.format.mode=soft", "reward.length.mode=target",
-     "reward.length.target=100"),
-    (NUMBERS, "reward=[cosine]"),
-    (NUMBERS, "reward=[equations]"),
-    (FORMULAS, "reward=[math]", "reward.math.answer_in=boxed"),
-    (NAMES, "reward=[math]", "reward.math.answer_in=text"),
-    (FORMULAS, "reward=[exact_match]"),
-    (CHOICES, "reward=[choice]", "reward.choice.answer_in=text"),
+    (NUMBERS, "exact_match reward.exact_match.answer_in=pattern"
+              " reward.exact_match.pattern='(?m)^Answer:\\s(-?[0-9]+)$'"),
+    (NUMBERS, "[exact_match,format,language] reward.language.target=en reward.language.min_words=3"),
+    (NUMBERS, "exact_match reward.exact_match.answer_in=hashes"),
+    (NAMES, "exact_match reward.exact_match.answer_in=text"),
+    (NUMBERS, "[exact_match,format,length] reward.format.mode=soft reward.length.mode=target reward.length.target=100"),
+    (NUMBERS, "cosine"),
+    (NUMBERS, "equations"),
+    (FORMULAS, "math reward.math.answer_in=boxed"),
+    (NAMES, "math reward.math.answer_in=text"),
+    (FORMULAS, "exact_match"),
+    (CHOICES, "choice reward.choice.answer_in=text"),
 ]  # fmt: skip
 
 
-@each("case", OWN, ids=[" ".join(words) for _, *words in OWN])
-def test_our_own_rewards_have_no_fault(case: Any) -> None:
-    prompts, *words = case
-    assert faults(tried(configured(*words), prompts)) == []
-
-
-@pytest.mark.slow
-@each("case", MORE_OWN)
-def test_our_own_rewards_have_no_fault_wherever_they_look_for_the_answer(case: Any) -> None:
-    prompts, *words = case
-    assert faults(tried(configured(*words), prompts)) == []
+@pytest.mark.parametrize("cases", [OWN, slow(MORE_OWN)], ids=["as they are", "wherever they look for the answer"])
+def test_our_own_rewards_have_no_fault(cases: Any) -> None:
+    assert {words: faults(tried(configured(*f"reward={words}".split()), prompts)) for prompts, words in cases} == {
+        words: [] for _, words in cases
+    }
 
 
 LIMITS = {
@@ -160,10 +152,8 @@ def test_what_keys_and_weights_allow_is_said(name: str) -> None:
 def test_the_cheapest_text_is_the_shortest_with_the_full_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     digits = faulty_rewards.reward(lambda text, gold, question: float(any(c.isdigit() for c in text)))
     cheapest = tried(mine(monkeypatch, digits), NUMBERS).cheapest
-    assert cheapest is not None
     assert len(cheapest.text) == 1
     sound = tried(configured("reward=[exact_match,format]"), NUMBERS)
-    assert sound.cheapest is not None
     assert sound.cheapest.text == "<think>-</think><answer>41</answer>"
     assert summary_of(sound)[1].endswith("being right is worth 1, the form 0.2")
 
@@ -178,10 +168,9 @@ def test_a_reward_that_reads_one_word_of_an_answer_is_wrong(number: int, monkeyp
     names = (NAMES[0], prompt("b", "Whose machine is it?", "Alan Mathison Turing"))
     kind = ("first", "middle", "last")[number]
     found = tried(mine(monkeypatch, faulty_rewards.reward(score)), names)
-    rows = [row for row in faults(found) if row.status is Status.wrong]
+    rows = faults(found)
     assert [row for row in rows if f"its {kind} word alone" in row.value], rows
     alone = tried(mine(monkeypatch, faulty_rewards.reward(score)), names[1:]).cheapest
-    assert alone is not None
     assert not alone.gives_gold
 
 
@@ -231,9 +220,7 @@ def test_verdicts_are_made_of_what_was_tried_however_soon_the_time_is_over(monke
 
 
 @each("size", [1, 8])  # 8: the group of the run, and no completion alone
-def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(size, monkeypatch) -> None:
     def hang(group: Group) -> list[float]:
         while len(group.rollouts) >= size:
             time.sleep(0.01)
@@ -245,9 +232,7 @@ def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(
     assert "longer than scoring.timeout" in rows["mine: seconds"].value
 
 
-def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_one_that_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_one_that_fails(monkeypatch) -> None:
     def relative(group: Group) -> list[float]:
         scores = faulty_rewards.RIGHT(group)
         return [(score - fmean(scores)) / stdev(scores) for score in scores]  # of one score there is no deviation
@@ -331,75 +316,6 @@ def test_special_tokens_that_a_tokenizer_cannot_read_as_text_are_left_out(monkey
     assert "characters that are not seen" in kinds
 
 
-def text(family: Family, kind: str, score: float, *, prompt: str = "a", seconds: float = 0.001) -> ScoredText:
-    return ScoredText(family=family, kind=kind, form="alone", prompt=prompt, gold="41", text=kind, tokens=len(kind),
-                      scores={"mine": score}, seconds={"mine": seconds})  # fmt: skip
-
-
-def verdicts(*texts: ScoredText, **keys: Any) -> dict[str, CheckRow]:
-    ordinary = [text(Family.gold, "alone", 1.0), text(Family.wrong, "alone", 0.0)]
-    of_forms = {"weights": {"mine": 1.0}, "form": "alone", "forms": {"mine": "alone"}}
-    given = Tried(**{"texts": (*ordinary, *texts), **of_forms, **keys})
-    return {row.name.removeprefix("mine: "): row for row in verdicts_on(given, completions_per_step=100, workers=2)}
-
-
-@each(
-    ("family", "score", "status"),
-    [
-        (Family.wrong, 0.5, Status.wrong),  # half of what being right is worth
-        (Family.wrong, 0.49, None),
-        (Family.nothing, 0.5, Status.wrong),
-        (Family.endless, 0.0, None),
-        (Family.reasoning, 1.0, Status.wrong),
-        (Family.gold, 1.1, Status.wrong),  # more than the plain right answer
-    ],
-)
-def test_a_text_is_accepted_from_half_of_what_being_right_is_worth(
-    family: Family, score: float, status: Status | None
-) -> None:
-    rows = verdicts(text(family, "some kind", score))
-    found = [
-        row.status
-        for row in rows.values()
-        if row.value.partition("; such as ")[0] == f"accepted: some kind{' (1.1)' * (score > 1)}"
-    ]
-    assert found == ([] if status is None else [status])
-
-
-@each(
-    ("first", "last", "is_fault"),
-    [(1.0, 1.0, True), (1.0, 0.0, True), (0.0, 1.0, False), (0.0, 0.0, False)],
-)
-def test_of_two_answers_only_the_last_may_count(first: float, last: float, is_fault: bool) -> None:
-    both = (text(Family.two, "gold, then a wrong one", first), text(Family.two, "a wrong one, then gold", last))
-    assert (Family.two in verdicts(*both)) is is_fault
-
-
-def test_a_reward_that_need_not_read_the_answer_has_limits_where_it_pays_for_texts_without_one() -> None:
-    language = {"mine": 1.0, "second": 0.2}
-    said = text(Family.names, "as a verdict", 0.0)
-    more = replace(said, scores={"mine": 0.0, "second": 1.0})
-    answers = [replace(text(family, "alone", score), scores={"mine": score, "second": 0.5})
-               for family, score in ((Family.gold, 1.0), (Family.wrong, 0.0))]  # fmt: skip
-    found = Tried(texts=(*answers, more), weights=language, form="alone", forms=dict.fromkeys(language, "alone"))
-    rows = rows_of(found)
-    row = rows["second: the reward named"]
-    assert (row.status, row.value.partition("; such as ")[0]) == (
-        Status.limit,
-        "rewarded as much as an answer, or more: as a verdict (1)",
-    )
-    assert rows["weights"].status is Status.ok
-
-
-def test_seconds_are_those_of_a_step_and_their_percentiles() -> None:
-    # 98 texts of 0.1 s and two more of 0.001 s: 100 completions on two workers take about 50 x 0.098 = 4.9 s.
-    row = verdicts(*(text(Family.names, f"kind {k}", 0.0, seconds=0.1) for k in range(98)))["seconds"]
-    assert row.status is Status.ok
-    assert row.value == "p50 0.1 s, p99 0.1 s for a completion, about 4.9 s for a step"
-    slow = verdicts(*(text(Family.names, f"kind {k}", 0.0, seconds=0.5) for k in range(98)))["seconds"]
-    assert slow.status is Status.slow
-
-
 # -- the brief of rlft plan --------------------------------------------------------------------------------------------
 SHORT_WRITER = replace(WRITER, sampling=Sampling(max_tokens=64, temperature=1.0))
 PROMPTS = (prompt("a", "a?", "12"), prompt("b", "b?", "7"))
@@ -443,17 +359,15 @@ def test_a_wrong_answer_is_another_prompts_or_made_up():
     [
         ("always_right", "reward.mine gave all of these 1: it may read something that they do not have"),
         slow("contrary", "reward.mine gives a wrong answer more than the reference, in both forms"),
-        slow("broken", "reward.mine failed: "),
+        slow("broken", "reward.mine failed: .*no such thing"),
     ],
 )
 def test_rewards_that_cannot_teach_raise_one_and_hide_no_other(function, doubt):
-    mine = f"+reward.mine={{_target_: naughty.{function}, weight: 1.0}}"
-    trials = scores_of("reward=[exact_match]", mine)
+    trials = scores_of("reward=[exact_match]", f"+reward.mine={{_target_: naughty.{function}, weight: 1.0}}")
     [told] = doubts(trials)
-    assert told.startswith(doubt)
+    assert re.match(doubt, told)
     assert all(t.score is not None for t in trials if t.reward == "exact_match")
     if function == "broken":
-        assert "no such thing" in told
         assert {t.score for t in trials if t.reward == "mine"} == {None}
 
 

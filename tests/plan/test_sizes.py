@@ -9,11 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from plans import planned
 from slow_cases import slow
 
 from rlft import cli
-from rlft.config.compose import compose
-from rlft.config.resolved import resolve
 from rlft.plan.sizes import note_of_disk
 from rlft.system.disk import size_text
 
@@ -33,7 +32,7 @@ def on_disk(folder: Path) -> int:
 )
 def test_a_run_writes_no_more_than_was_said_and_checkpoints_nearly_as_much(words: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    said = resolve({**compose([*SMALL, *words]), "token_budget": 512}).plan().disk_bytes()
+    said = planned(*SMALL, *words, "token_budget=512").disk_bytes()
     assert cli.run(["train", *SMALL, *words, "checkpoint.keep=9", f"hydra.run.dir={folder}"]) == 0
     kept = on_disk(folder / "checkpoints")  # three; checkpoint.keep=2 and one that is being written are as many
     assert 0.75 * said["checkpoints"] < kept < said["checkpoints"]
@@ -48,37 +47,31 @@ def test_a_run_writes_no_more_than_was_said_and_checkpoints_nearly_as_much(words
     assert 3 * 14 * 64 < (folder / "chain.jsonl").stat().st_size < said["chain"]
 
 
-def test_the_plan_lists_what_each_part_takes_and_what_lowers_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_lists_what_each_part_takes_and_what_lowers_it(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [*(word for word in SMALL if not word.startswith("steps=")), "steps=400", "checkpoint.keep=5"]
-    said = resolve({**compose(words), "token_budget": 512}).plan().disk_bytes()
-    assert cli.run(["plan", *words, "token_budget=512", "--json"]) == 0
+    words = [word for word in SMALL if not word.startswith("steps=")]
+    words += ["steps=400", "checkpoint.keep=5", "token_budget=512"]
+    said = planned(*words).disk_bytes()
+    assert cli.run(["plan", *words, "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["disk"]
     assert {part["part"]: part["bytes"] for part in listed} == said
     assert listed[0]["lowered_by"] == "lower checkpoint.keep"
-    assert cli.run(["plan", *words, "token_budget=512"]) == 0
+    assert cli.run(["plan", *words]) == 0
     page = [line.split()[:3] for line in capsys.readouterr().out.partition("Disk, at most")[2].splitlines()]
     for name, size in {**said, "together": sum(said.values())}.items():
         assert [name, *size_text(size).split()] in page
 
 
 def test_only_checkpoints_and_rollouts_that_stay_are_counted() -> None:
-    def parts(*words: str) -> dict[str, int]:
-        return resolve({**compose([*SMALL, *words]), "token_budget": 512}).plan().disk_bytes()
+    def size(part: str, *words: str) -> int:
+        return planned(*SMALL, "token_budget=512", *words).disk_bytes()[part]
 
-    one = parts("checkpoint.every=0")["checkpoints"]
+    one = size("checkpoints", "checkpoint.every=0")
     # every=1 of 30 steps: keep=4 and the next one
-    assert parts("steps=30", "checkpoint.keep=4")["checkpoints"] == 5 * one
-    rollouts = parts("steps=1")["rollouts"]
-    assert parts("steps=30")["rollouts"] == 30 * rollouts
-    assert parts("steps=30", "rollouts.every=7")["rollouts"] == 4 * rollouts
-    assert parts("steps=30", "rollouts.keep=2")["rollouts"] == 3 * rollouts
-    assert parts("rollouts.every=0")["rollouts"] == 0
-    plain = {**compose(["n=4", "num_prompts=3", "data.size=16"], command="sample"), "token_budget": 512}
-    four = resolve(plain).plan().disk_bytes()["samples"]
-    assert resolve({**plain, "max_per_prompt": 1}).plan().disk_bytes()["samples"] == four // 4
+    assert size("checkpoints", "steps=30", "checkpoint.keep=4") == 5 * one
+    rollouts = size("rollouts") // 3
+    for words, kept in (("", 30), ("rollouts.every=7", 4), ("rollouts.keep=2", 3), ("rollouts.every=0", 0)):
+        assert size("rollouts", "steps=30", *words.split()) == kept * rollouts
 
 
 def test_what_is_there_already_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +86,8 @@ def test_what_is_there_already_is_not_needed_again(tmp_path: Path, monkeypatch: 
     assert note_of_disk({"checkpoints": 9000, "metrics": 0}, tmp_path) is None
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
-def test_run_and_plan_say_it_before_weights_are_loaded(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("command", ["train", slow("plan")])
+def test_run_and_plan_say_it_before_weights_are_loaded(command, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     space = SimpleNamespace(f_bavail=9, f_frsize=4096, f_files=0, f_favail=0)

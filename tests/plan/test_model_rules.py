@@ -1,16 +1,23 @@
-"""`algorithm.mismatch: auto`: what it is for each algorithm, engine and dtype, and that the start-up table says it."""
+"""What the machine, the engine and the model's own config settle: `algorithm.mismatch: auto`, and shared tokens."""
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from attention_families import EXPERTS, LATENT, SIZES
+from in_one_test import each
+from transformers import AutoConfig
 
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import build, resolve, with_token_budget
-from rlft.plan.model_rules import resolve_mismatch
+from rlft.plan.model_rules import check_shared_tokens, resolve_mismatch
+from rlft.types import UserError
 
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"]}
 TRUNCATED_BY_TOKEN = ["grpo", "dapo", "cispo", "sapo", "rloo", "reinforce", "ppo", "a2c", "opd"]
 OF_COMPLETIONS = {"gspo": "sequence_truncate", "gmpo": "sequence_truncate", "kimi": "off"}
 
@@ -29,7 +36,7 @@ def test_each_algorithm_corrects_what_vllm_rounds_in_16_bits_by_token_where_it_c
         assert mode_of([f"algorithm={name}"], "vllm") == mode, name
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "engine", "itemsize", "mode"),
     [
         ([], "vllm", 4, "off"),  # float32 on both sides
@@ -56,18 +63,30 @@ def test_auto_depends_on_engine_dtype_and_sampling(words, engine, itemsize, mode
 def test_the_plan_of_a_16_bit_run_has_the_row_and_that_of_a_float32_run_has_none(monkeypatch: Any) -> None:
     monkeypatch.setattr("rlft.plan.model_rules.choose_engine", lambda *_, **__: ("vllm", "as asked"))
     words = ["generation=vllm", "model.device=cpu", "data.size=16", "data.held_out_size=8"]
-    rows = {}
-    for dtype in ("float32", "bfloat16"):
+    why = "engine and trainer compute log-probs in 16 bits or fewer, each with its own roundings"
+    for dtype, rows in (("float32", []), ("bfloat16", [("mismatch", "token_truncate", why)])):
         plan = resolve(compose([*words, f"model.dtype={dtype}"])).plan(runs_here=False)
-        rows[dtype] = plan._mismatch_rows()
-        assert plan.algorithm.corrects_mismatch == (dtype == "bfloat16")
-    assert rows == {
-        "float32": [],
-        "bfloat16": [
-            (
-                "mismatch",
-                "token_truncate",
-                "engine and trainer compute log-probs in 16 bits or fewer, each with its own roundings",
-            )
-        ],
-    }
+        assert plan._mismatch_rows() == rows
+        assert plan.algorithm.corrects_mismatch == bool(rows)
+
+
+@each(
+    ("kind", "fields", "problem"),
+    [
+        ("lfm2", {**CONVOLUTIONS, "hidden_size": 36, "num_attention_heads": 6},
+         "of a lfm2 (6 heads, 2 of keys and 36 channels), got 4; use one of 1, 2, 6"),
+        ("lfm2", CONVOLUTIONS, None),
+        ("mamba2", {"num_heads": 8, "head_dim": 8}, "a mamba2 has recurrent layers whose heads ranks cannot divide"),
+        ("bloom", {"n_head": 4}, "divides packed rows, and BloomForCausalLM has an attention of its own"),
+        ("qwen2", {"num_attention_heads": 6, "hidden_size": 36},
+         "of a qwen2 (6 heads, 2 of keys), got 4; use one of 1, 2, 6"),
+        ("deepseek_v3", LATENT, None),
+        ("gemma2", {}, None),
+        ("gpt_oss", EXPERTS, None),
+    ],
+)  # fmt: skip
+def test_tokens_are_shared_where_layers_need_nothing_else_of_each_other(kind, fields, problem) -> None:
+    config = resolve(compose(["+recipe=grpo_arithmetic", "cluster.ranks=4", "cluster.sequence_ranks=4"])).config
+    model = AutoConfig.for_model(kind, **SIZES | fields)
+    with nullcontext() if problem is None else pytest.raises(UserError, match=re.escape(problem)):
+        check_shared_tokens(config, model)
