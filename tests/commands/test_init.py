@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from in_one_test import each
+from slow_cases import slow
 
 from rlft import cli
 from rlft.commands.init import EXAMPLE
@@ -28,12 +29,15 @@ def commands_of(printed: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in printed.partition("Next\n")[2].splitlines() if not line.startswith("  #")]
 
 
-def test_the_three_commands_run_as_printed_and_the_reward_rises(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("more", [["steps=1"], slow([])], ids=["a step", "whole"])
+def test_the_three_commands_run_as_printed_and_the_reward_rises(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["init", "my qa"]) == 0
     commands = commands_of(capsys.readouterr().out)
     assert commands == [["reward", "try", "my qa/run.yaml"], ["plan", "my qa/run.yaml"], ["train", "my qa/run.yaml"]]
     for words in commands:
-        assert cli.run(words) == 0, capsys.readouterr()
+        assert cli.run([*words, *(more if words[0] == "train" else [])]) == 0, capsys.readouterr()
     told = capsys.readouterr().err
     assert "lack fields" not in told
     assert "nothing is learned" not in told
@@ -41,7 +45,7 @@ def test_the_three_commands_run_as_printed_and_the_reward_rises(capsys: pytest.C
     [file] = Path("runs/my qa").glob("*/metrics.jsonl")
     rewards = [json.loads(line)["reward/mean"] for line in file.read_text().splitlines()]
     # 1.2 is the best of close and 0.2 x tagged. Seeds 0, 1 and 2 went from 0.66, 0.75 and 0.69 to 1.16 and more.
-    assert sum(rewards[-3:]) / 3 > max(1.0, sum(rewards[:3]) / 3 + 0.2)
+    assert more or sum(rewards[-3:]) / 3 > max(1.0, sum(rewards[:3]) / 3 + 0.2)
     assert len((Path("my qa") / "data.jsonl").read_text().splitlines()) == 12
 
 
@@ -79,7 +83,7 @@ REFUSED = [
 ]
 
 
-@each(("typed", "fragment"), REFUSED, ids=[typed for typed, _ in REFUSED])
+@each(("typed", "fragment"), REFUSED)
 def test_what_is_refused_writes_nothing(typed: str, fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("full").mkdir(exist_ok=True)
     Path("full/.kept").touch()
@@ -89,9 +93,5 @@ def test_what_is_refused_writes_nothing(typed: str, fragment: str, capsys: pytes
     assert told.startswith(("rlft: init: ", "rlft: translate: "))
     assert fragment in told
     assert {str(path) for path in Path().rglob("*")} == {"full", "full/.kept", "file"}
-
-
-def test_a_folder_that_cannot_be_made_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("file").touch()
-    assert cli.run(["init", "file/qa"]) == 1
+    assert cli.run(["init", "file/qa"]) == 1, "it cannot be made"
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import pickle
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from in_one_test import each
+from slow_cases import slow
 from transformers import PreTrainedModel
 
 from rlft import cli
@@ -43,16 +45,14 @@ def test_what_can_be_done_with_a_finished_run(command: str, schedule: str | None
     assert after_the_end(commands.named(command), schedule, RUN, 5) == remedy
 
 
-@pytest.mark.parametrize(
+NOT_WRITTEN = "hydra.run.dir: cannot be written"
+
+
+@each(
     ("place", "code", "line", "exit_code"),
     [
-        (
-            "pathlib.Path.rename",
-            errno.EXDEV,
-            "hydra.run.dir: cannot be written (Invalid cross-device link), got run;",
-            2,
-        ),
-        ("pathlib.Path.touch", errno.EROFS, "hydra.run.dir: cannot be written (Read-only file system), got run;", 2),
+        ("pathlib.Path.rename", errno.EXDEV, f"{NOT_WRITTEN} (Invalid cross-device link), got run;", 2),
+        ("pathlib.Path.touch", errno.EROFS, f"{NOT_WRITTEN} (Read-only file system), got run;", 2),
         ("pathlib.Path.touch", errno.ENOSPC, "stopped: the disk is full (No space left on device): ", 1),
         ("os.fsync", errno.EIO, "stopped: the disk failed (Input/output error): ", 1),
     ],
@@ -65,14 +65,17 @@ def test_what_a_run_cannot_do_in_its_folder_is_known_before_it_begins(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(place, refuse)
-    assert cli.run(["train", "+recipe=grpo_arithmetic", "hydra.run.dir=run"]) == exit_code
+    shutil.rmtree("run", ignore_errors=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr(place, refuse)
+        assert cli.run(["train", "+recipe=grpo_arithmetic", "hydra.run.dir=run"]) == exit_code
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"rlft: {line}")
     assert list(tmp_path.rglob("*")) in ([], [tmp_path / "run"])
 
 
 SHORT = ["hydra.run.dir=run", "resume=auto", "eval.every=0", "trainer.schedule=constant"]
+SMALL = ["prompts_per_step=2", "group_size=2", "generation.max_tokens=8", "minibatches=1", "data.size=64"]
 ROWS = {  # {command: rows that the config decides, that the plan adds, and that the loaded model adds}
     "train": (["model", "algorithm", "completions a step", "updates a step"], ["prompts", "total"], ["trainable"]),
     "sft": (["model", "a step"], ["demonstrations", "total"], ["trainable", "kernels"]),
@@ -81,13 +84,14 @@ ROWS = {  # {command: rows that the config decides, that the plan adds, and that
 }
 
 
-@pytest.mark.parametrize("command", ROWS)
+@pytest.mark.parametrize("command", ["train", *map(slow, ("sft", "rm", "dpo"))])
 def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shown(*words: str) -> list[str]:
         """The names of all rows up to the first note, evaluation or step."""
-        cli.run([command, f"+recipe={'grpo' if command == 'train' else command}_arithmetic", *SHORT, *words])
+        recipe, more = ("grpo", SMALL) if command == "train" else (command, [])
+        cli.run([command, f"+recipe={recipe}_arithmetic", *SHORT, *more, *words])
         title, *lines = capsys.readouterr().out.splitlines()
         assert title.endswith("_arithmetic in run")
         table = itertools.takewhile(lambda line: not line.startswith(("note: ", "step ")), lines)

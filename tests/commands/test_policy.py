@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from in_one_test import each
 from safetensors.torch import load_file
+from slow_cases import slow
 
 from rlft import cli
 from rlft.config.compose import compose
@@ -33,7 +32,7 @@ USES = {
     "export": "export run=run out=out",
     "export of the adapter": "export run=run out=out as=adapter",
     "chat": "chat run=run",
-    "serve": "serve run=run serve.port={port}",
+    "serve": "serve run=run serve.port=0",
     "sample": "sample run=run hydra.run.dir=samples",
     "lora.path": f"train {' '.join(SMALL)} model.path=base hydra.run.dir=new lora.path=run",
     "reference": f"train {' '.join(SMALL)} model.path=base hydra.run.dir=new algorithm.kl_coef=0.1 "
@@ -111,14 +110,6 @@ def place(
     return fresh
 
 
-def refusal_of(use: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    code = cli.run(USES[use].format(port=port).split())
-    return code, capsys.readouterr().err
-
-
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing loads weights."""
@@ -131,23 +122,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 QUICK = [(use, [*CHANGES][n % 5]) for n, use in enumerate(USES)]
-ALL = [(use, change) for use in USES for change in CHANGES]
-
-
-def check(use: str, change: str, place: Callable[[], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    folder = place()
-    CHANGES[change](folder / "base")
-    if use in NOTED and change in ("template", "ends"):
-        plan = resolve(with_named_runs(compose(USES[use].split()[1:]))).plan()
-        start = f"{key_of(use)}: the base of its run had other {PARTS[change]} ("
-        assert any(note.startswith(start) for note in plan.notes), plan.notes
-    else:
-        code, told = refusal_of(use, capsys)
-        assert code == 2, told
-        [line] = [line for line in told.splitlines() if line.startswith("rlft: ")]
-        assert line.startswith(f"rlft: {key_of(use)}: "), line
-        assert f" {PARTS[change]} (" in line
-        assert all(f" {PARTS[part]} (" not in line for part in CHANGES if part != change), line
+OTHERS = [(use, change) for use in USES for change in CHANGES if (use, change) not in QUICK]
 
 
 def key_of(use: str) -> str:
@@ -155,24 +130,21 @@ def key_of(use: str) -> str:
     return {**others, "sample": "adapter"}.get(use, "model.path")
 
 
-@each("use, change", QUICK)
+@pytest.mark.parametrize("cases", [QUICK, slow(OTHERS)], ids=["each once", "all"])
 def test_every_use_of_a_run_names_what_differs_in_its_base(
-    use: str,
-    change: str,
-    place: Callable[[], Path],
-    capsys: pytest.CaptureFixture[str],
-    unloaded: None,
+    cases: Sequence[tuple[str, str]], place: Callable[[], Path], capsys: pytest.CaptureFixture[str], unloaded: None
 ) -> None:
-    check(use, change, place, capsys)
-
-
-@pytest.mark.slow
-@each("use, change", [case for case in ALL if case not in QUICK])
-def test_every_use_of_a_run_names_every_difference(
-    use: str,
-    change: str,
-    place: Callable[[], Path],
-    capsys: pytest.CaptureFixture[str],
-    unloaded: None,
-) -> None:
-    check(use, change, place, capsys)
+    for use, change in cases:
+        folder = place()
+        CHANGES[change](folder / "base")
+        if use in NOTED and change in ("template", "ends"):
+            plan = resolve(with_named_runs(compose(USES[use].split()[1:]))).plan()
+            start = f"{key_of(use)}: the base of its run had other {PARTS[change]} ("
+            assert any(note.startswith(start) for note in plan.notes), (use, plan.notes)
+            continue
+        code, told = cli.run(USES[use].split()), capsys.readouterr().err
+        assert code == 2, (use, change, told)
+        [line] = [line for line in told.splitlines() if line.startswith("rlft: ")]
+        assert line.startswith(f"rlft: {key_of(use)}: "), (use, line)
+        assert [part for part in CHANGES if f" {PARTS[part]} (" in line] == [change], (use, line)
+        assert not (folder / "out").exists()
