@@ -51,7 +51,7 @@ def kept_bytes(forward: Callable[[], Tensor], weights: set[int]) -> int:
 
 @pytest.mark.parametrize("choice", KernelChoice)
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
-@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("use_dora", slow_but(False, [False, True]))
 @pytest.mark.parametrize("dropout", slow_but(0.1, [0.0, 0.1]))
 def test_the_count_is_what_the_forward_keeps(choice, dtype, use_dora, dropout, make_roles, make_batch, model_config):
     plain = choice is KernelChoice.plain

@@ -330,11 +330,12 @@ def forced_logprobs(kind: str, model: Any, ids: list[int], experts_TLK: Tensor) 
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kinds", [ONCE, slow(WEIGHTS.keys() - ONCE)], ids=["four", "all others"])
 def test_a_replay_gives_the_log_probs_of_transformers_with_forced_experts_in_every_form_of_router(
-    mixture, random_moe, make_batch
+    kinds, mixture, random_moe, make_batch
 ) -> None:
     batch = make_batch(ROWS)
-    for kind in WEIGHTS:
+    for kind in kinds:
         roles = mixture(kind)
         rows = imposed(roles, batch)
         with torch.no_grad(), roles.using(None):

@@ -14,6 +14,7 @@ import torch
 from family_models import tiny_config
 from in_one_test import each
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from slow_cases import slow
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlft.config.compose import compose
@@ -70,7 +71,7 @@ def logprobs_of_rows(model):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", [{}, *KINDS], ids=str)
+@pytest.mark.parametrize("kind", [slow({}), slow(KINDS[0]), *DORA], ids=str)
 def test_logprobs_and_gradients_and_merged_weights_are_those_of_peft(kind, double, make_roles, make_batch, written):
     backbone, model = double
     roles = make_roles(backbone=backbone, noise=0.05, **kind)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from in_one_test import each
 from safetensors.torch import save_file
+from slow_cases import slow_but
 
 from rlft.config.model import CriticKind, LoraSettings, Old
 from rlft.model import forward, roles as roles_module
@@ -192,7 +193,7 @@ def test_a_role_acts_inside_its_context_and_the_policy_after_it(role, make_roles
     assert torch.equal(other, base) == (role != "sampler")
 
 
-@pytest.mark.parametrize("token_budget", [1, 7, 12])
+@pytest.mark.parametrize("token_budget", slow_but(7, [1, 7, 12]))
 def test_annotate_keeps_to_the_token_budget_and_to_its_numbers(
     token_budget, make_roles, batch, nobody, backbone, entering
 ):
