@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from in_one_test import each
-from run_processes import Nursery
 
 from rlft import cli
 from rlft.commands import reward
@@ -54,11 +54,7 @@ def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(capsys: pyt
     assert last == f"all rows: rlft {' '.join(WORDS)} --all"
     assert cli.run([*WORDS, "--all"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    for words in (
-        "cheapest text ok",
-        "being right is worth 1, the form 0.2",
-        "p99",
-    ):
+    for words in ("cheapest text ok", "being right is worth 1, the form 0.2", "p99"):
         assert words in told
     assert " 0 wrong" not in told
     assert told.startswith(f"{verdict} {accepted} {cheapest} ")
@@ -115,18 +111,21 @@ def test_more_rows_than_the_data_have_are_all_of_them_and_servers_are_asked_once
     assert asked == [prompts[0].id]
 
 
-@each("words", [["reward", "try", "rows=1"], ["plan"]], ids=["try", "plan"])
+@each("words", [["reward", "try", "rows=1"], ["plan"]])
 def test_json_is_alone_on_standard_output_whatever_a_reward_prints(
-    words: list[str], tmp_path: Path, forks: Nursery
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "reward").mkdir(exist_ok=True)
     (tmp_path / "reward" / "loud.yaml").write_text("loud:\n  _target_: loud.Loud\n  weight: 1.0\n")
     (tmp_path / "loud.py").write_text(PRINTING)
-    words = [*words, "--json", "+recipe=grpo_arithmetic", "--config-dir", str(tmp_path), "reward=[loud]"]
-    done = forks.run(*words, cwd=tmp_path)
-    assert json.loads(done.out)["rows" if words[0] == "reward" else "rewards"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sys.modules.pop("loud", None)
+    cli.run([*words, "--json", "+recipe=grpo_arithmetic", "--config-dir", str(tmp_path), "reward=[loud]"])
+    out, err = capfd.readouterr()
+    assert json.loads(out)["rows" if words[0] == "reward" else "rewards"]
     for printed in ("imported", "built", "called"):
-        assert printed in done.err
+        assert printed in err
 
 
 def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_command_gives(

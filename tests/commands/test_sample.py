@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from audited_runs import lines_of
 from in_one_test import each
 from slow_cases import slow
 
@@ -17,7 +20,7 @@ from rlft import cli
 from rlft.commands import sample
 from rlft.commands.sample import kept_indices
 from rlft.config.compose import compose
-from rlft.config.resolved import build
+from rlft.config.resolved import build, resolve
 from rlft.config.schema import SampleConfig
 from rlft.runs import run_folder
 from rlft.runs.find import NamedRun, like_run
@@ -104,18 +107,16 @@ TINY = (
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished sampling that nothing disturbed."""
+    """The folder of a finished sampling that nothing disturbed; what it printed is beside it."""
     folder = tmp_path_factory.mktemp("sampled") / "run"
-    assert cli.run(["sample", *TINY, f"hydra.run.dir={folder}"]) == 0
+    with pytest.MonkeyPatch.context() as patch, folder.with_name("page").open("w") as page, redirect_stdout(page):
+        patch.setenv("COLUMNS", "400")
+        assert cli.run(["sample", *TINY, f"hydra.run.dir={folder}"]) == 0
     return folder
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-
-
 def test_a_line_says_what_was_sampled_and_what_it_was_worth(sampled: Path) -> None:
-    found = lines(sampled)
+    found = lines_of(sampled / "samples.jsonl")
     state = json.loads((sampled / "progress.json").read_text())
     assert (state["step"], state["sampled"], state["kept"], state["prompts_kept"]) == (3, 21, len(found), 7)
     assert state["bytes"] == (sampled / "samples.jsonl").stat().st_size
@@ -132,12 +133,12 @@ def test_a_line_says_what_was_sampled_and_what_it_was_worth(sampled: Path) -> No
 def test_the_first_prompts_of_the_split_are_sampled(sampled: Path, tmp_path: Path) -> None:
     words = [word for word in TINY if not word.startswith("num_prompts=")]
     assert cli.run(["sample", *words, "num_prompts=2", "split=held_out", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
-    held_out = {line["prompt_id"] for line in lines(tmp_path / "run")}
+    held_out = {line["prompt_id"] for line in lines_of(tmp_path / "run" / "samples.jsonl")}
     assert len(held_out) == 2
-    assert not held_out & {line["prompt_id"] for line in lines(sampled)}
+    assert not held_out & {line["prompt_id"] for line in lines_of(sampled / "samples.jsonl")}
 
 
-@pytest.mark.parametrize("command", ["chat", "serve", "eval"])
+@each("command", ["chat", "serve", "eval"])
 def test_a_run_that_samples_has_no_policy_of_its_own_to_talk_to(
     command: str, sampled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,18 +151,20 @@ def test_a_reward_of_exactly_the_smallest_one_is_kept(sampled: Path, tmp_path: P
     """1.2 is a sum of two float32 numbers, and no float32 number itself."""
     words = ["keep=above", "min_reward=1.2", f"hydra.run.dir={tmp_path / 'run'}"]
     assert cli.run(["sample", *TINY, *words]) == 0
-    right = [line for line in lines(sampled) if line["reward"] == 1.2]
+    right = [line for line in lines_of(sampled / "samples.jsonl") if line["reward"] == 1.2]
     assert right
-    assert lines(tmp_path / "run") == right
+    assert lines_of(tmp_path / "run" / "samples.jsonl") == right
 
 
 class StoppedError(BaseException):
-    """Stands for a kill."""
+    """Stands for a kill between writing a step's completions and saying so."""
 
 
-def stopped_before_progress(folder: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Sampling that ends between writing a step's completions and saying so."""
-    write = sample.write_atomically
+@pytest.mark.parametrize("step", [slow(1), 2, slow(3)])
+def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(
+    step: int, sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, write = tmp_path / "run", sample.write_atomically
 
     def write_or_die(file: Path, text: str) -> None:
         if json.loads(text)["step"] == step:
@@ -172,14 +175,6 @@ def stopped_before_progress(folder: Path, monkeypatch: pytest.MonkeyPatch, step:
         patch.setattr(sample, "write_atomically", write_or_die)
         with pytest.raises(StoppedError):
             cli.run(["sample", *TINY, f"hydra.run.dir={folder}"])
-
-
-@pytest.mark.parametrize("step", [slow(1), 2, slow(3)])
-def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(
-    step: int, sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "run"
-    stopped_before_progress(folder, monkeypatch, step)
     samples = folder / "samples.jsonl"
     before = json.loads((folder / "progress.json").read_text())["bytes"] if step > 1 else 0
     assert samples.stat().st_size > before, "that step's completions are there, and no record of them"
@@ -198,7 +193,7 @@ def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path: Path, caps
     words += ["prompts.max_tokens=30", "prompts.over_limit=drop", f"hydra.run.dir={tmp_path / 'run'}"]
     assert cli.run(["sample", *words]) == 0
     assert "note: 1 train prompt longer than prompts.max_tokens=30 was dropped\n" in capsys.readouterr().err
-    trained = {line["prompt_id"] for line in lines(tmp_path / "run")}
+    trained = {line["prompt_id"] for line in lines_of(tmp_path / "run" / "samples.jsonl")}
     assert "rows.jsonl:3" not in trained
     assert len(trained) == 6 - 2 - 1, "held out, and too long"
 
@@ -217,7 +212,7 @@ def test_finished_sampling_is_not_resumed(sampled: Path, tmp_path: Path, capsys:
 def test_a_runs_policy_samples_and_what_it_samples_teaches_the_next(lora: Sequence[str], tmp_path: Path) -> None:
     words = ["+recipe=sft_arithmetic", "steps=1", "examples_per_step=2", "generation=transformers", "model.device=cpu"]
     words += ["scoring.workers=0", "eval.every=0", "console=null", *lora]
-    run, samples, next_run = tmp_path / "run", tmp_path / "samples", tmp_path / "next"
+    run, samples = tmp_path / "run", tmp_path / "samples"
     assert cli.run(["sft", *words, f"hydra.run.dir={run}"]) == 0
     keys = ["num_prompts=12", "n=4", "prompts_per_step=4", "keep=all", f"hydra.run.dir={samples}"]
     assert cli.run(["sample", f"run={run}", *keys]) == 0
@@ -228,31 +223,14 @@ def test_a_runs_policy_samples_and_what_it_samples_teaches_the_next(lora: Sequen
     else:
         assert settings["adapter"] == str(newest / "policy")
     assert settings["prompts"]["max_tokens"] == 64
-    assert len({line["prompt_id"] for line in lines(samples)}) == 12
+    assert len({line["prompt_id"] for line in lines_of(samples / "samples.jsonl")}) == 12
     learned = [f"demonstrations.path={samples / 'samples.jsonl'}", "demonstrations.held_out_fraction=0.3"]
-    assert cli.run(["sft", *words, *learned, f"hydra.run.dir={next_run}"]) == 0
+    plan = resolve(compose([*words, *learned], command="sft")).plan()
+    assert plan.train.texts
+    assert plan.held_out_examples.texts
 
 
-def test_the_page_at_the_end_says_what_is_where_and_what_to_do_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    assert cli.run(["sample", *TINY, "hydra.run.dir=run"]) == 0
-    shown = capsys.readouterr().out
-    assert "21 completions of 7 prompts" in shown
-    assert "run/samples.jsonl" in shown
-    assert "sft demonstrations.path=run/samples.jsonl" in shown
-    assert "rm preferences.path=run/samples.jsonl" in shown
-
-
-# -- how completions are drawn -----------------------------------------------------------------------------------------
-def test_min_p_leaves_only_the_most_likely_tokens(tmp_path: Path) -> None:
-    """At almost 1 nothing but the most likely token stays: all three completions of a prompt are the greedy one."""
-    greedy, narrow = tmp_path / "greedy", tmp_path / "narrow"
-    assert cli.run(["sample", *TINY, "generation.temperature=0", f"hydra.run.dir={greedy}"]) == 0
-    assert cli.run(["sample", *TINY, "generation.min_p=0.999", "dedupe=false", f"hydra.run.dir={narrow}"]) == 0
-    expected = {line["prompt_id"]: line["token_ids"] for line in lines(greedy)}
-    found = [(line["prompt_id"], line["token_ids"]) for line in lines(narrow)]
-    assert len(found) == 3 * len(expected) == 21
-    assert all(token_ids == expected[prompt] for prompt, token_ids in found)
+def test_the_page_at_the_end_says_what_is_where_and_what_to_do_with_it(sampled: Path) -> None:
+    shown, file = sampled.with_name("page").read_text(), os.path.relpath(sampled / "samples.jsonl")
+    for told in ("21 completions of 7 prompts", file, f"sft demonstrations.path={file}", f"rm preferences.path={file}"):
+        assert told in shown, told

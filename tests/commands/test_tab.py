@@ -1,84 +1,22 @@
-"""`rlft completion`: what shells offer at TAB, tried in the shells themselves."""
+"""What runs at TAB: words that fit, from a list that is kept, with few imports."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
-import pexpect
 import pytest
 from in_one_test import each
 
 from rlft import cli
-from rlft.commands import completion, tab
+from rlft.commands import tab
 from rlft.commands.completion import listed
 from rlft.config import catalog
 
-LINES = {  # {what is typed before TAB: what the line is then}
-    "rlft compl": "rlft completion ",
-    "rlft train trainer.l": "rlft train trainer.lr=",
-    "rlft train traine": "rlft train trainer.",
-    "rlft train +recipe=grpo_gsm": "rlft train +recipe=grpo_gsm8k ",
-    "rlft train algorithm=grpo algorithm.std=popu": "rlft train algorithm=grpo algorithm.std=population ",
-    "rlft train lora.use_dora=t": "rlft train lora.use_dora=true ",
-    "rlft train reward=exact": "rlft train reward=exact_match ",
-    "rlft train 'reward=[format,exact": "rlft train 'reward=[format,exact_match",
-    "rlft train steps=3 qa/r": "rlft train steps=3 qa/run.yaml ",
-    "rlft eval run=la": "rlft eval run=latest ",
-    "rlft watch runs/demo/1": "rlft watch runs/demo/11-00 ",
-    "rlft train --multi": "rlft train --multirun ",
-    "X=1 rlft diff at=c": "X=1 rlft diff at=common ",
-    "rlft plan model.path=my\\ mod": "rlft plan model.path=my\\ model/",
-}
-SHELLS = {
-    "bash": ("--norc --noprofile -i", 'w() { echo; echo "<$READLINE_LINE>"; READLINE_LINE=; }; bind -x \'"\\C-g": w\''),
-    "zsh": ("-f -i", "w() { print; print -r -- \"<$BUFFER>\"; BUFFER=; zle reset-prompt }; zle -N w; bindkey '^G' w"),
-    "fish": ("--no-config -i", """bind \\cg 'echo; echo "<"(commandline)">"; commandline ""'"""),
-}
-"""{shell: (its arguments, a command after which Ctrl-G prints the line and empties it)}."""
-
 made = cache(listed)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a run and files of a user's; the cache is empty."""
-    for file in ("qa/run.yaml", "qa/rows.csv", "runs/demo/11-00/config.yaml", "my model/config.json"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parents[1]))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@each("shell", completion.SHELLS)
-def test_a_shell_completes_lines_as_they_are_typed(
-    shell: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    assert cli.run(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert f"{sys.executable} -I -S {tab.__file__} {shell} " in script
-    (folder / "rlft.sh").write_text(script)
-    if shutil.which(shell) is None:
-        assert shell != "bash"
-        return
-    arguments, shows = SHELLS[shell]
-    environment = {**os.environ, "PS1": "$ ", "TERM": "xterm", "HOME": str(folder)}
-    child = pexpect.spawn(shell, arguments.split(), env=environment, encoding="utf-8", timeout=60, dimensions=(50, 200))
-    child.sendline(f". ./rlft.sh; {shows}; echo read''y")
-    child.expect("ready\r\n")
-    for typed, line in LINES.items():
-        child.send(f"{typed}\t\x07")
-        child.expect(r"\n<(.*?)>")
-        assert child.match[1] == line, shell
-    child.close(force=True)
 
 
 def offered(line: str) -> list[str]:
@@ -103,13 +41,7 @@ def test_every_key_choice_and_recipe_is_reached(command: str) -> None:
 
 WORDS = {  # {line: what is offered at its end}
     "completion ": ["bash", "zsh", "fish"],
-    "plan s": [
-        "seed=",
-        "steps=",
-        *(f"{section}." for section in ("scoring", "snapshot", "stop", "sweep")),
-        "sft",
-        "sample",
-    ],
+    "plan s": ["seed=", "steps=", "scoring.", "snapshot.", "stop.", "sweep.", "sft", "sample"],
     "plan train tr": ["trainer."],
     "plan +recipe=sft_arithmetic demonstrations.pa": ["demonstrations.path="],
     "plan card=GH": ["card=GH200"],
@@ -132,7 +64,7 @@ WORDS = {  # {line: what is offered at its end}
 
 
 @each("line", WORDS)
-def test_words_that_a_command_takes(line: str, folder: Path) -> None:
+def test_words_that_a_command_takes(line: str, typed_in: Path) -> None:
     assert sorted(offered(line)) == sorted(WORDS[line])
 
 
@@ -140,7 +72,7 @@ def test_every_command_is_offered() -> None:
     assert {*offered("")} == {*cli.TOOLS, *made()["keys"], "--help", "--version"}
 
 
-def test_a_list_is_kept_until_configs_or_version_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_is_kept_until_configs_or_version_change(typed_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -150,7 +82,7 @@ def test_a_list_is_kept_until_configs_or_version_change(folder: Path, monkeypatc
     monkeypatch.setattr(subprocess, "run", run)
     assert tab.cached() == tab.cached() == made()
     assert len(calls) == 1
-    [file] = (folder / "cache" / "rlft").iterdir()
+    [file] = (typed_in / "cache" / "rlft").iterdir()
     configs = {str(path) for path in catalog.config_folder().rglob("*.yaml")}
     assert configs | {cli.rlft.__file__, str(catalog.config_folder() / "reward")} <= {*made()["watched"]}
     for changed in (cli.rlft.__file__, min(configs)):
@@ -161,7 +93,7 @@ def test_a_list_is_kept_until_configs_or_version_change(folder: Path, monkeypatc
     assert len(calls) == 4
 
 
-def test_what_runs_at_tab_imports_little(folder: Path) -> None:
+def test_what_runs_at_tab_imports_little(typed_in: Path) -> None:
     tab.cached()
     words = [sys.executable, "-X", "importtime", "-I", "-S", tab.__file__, "bash", "rlft train tr"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
@@ -171,9 +103,3 @@ def test_what_runs_at_tab_imports_little(folder: Path) -> None:
     assert {name.partition(".")[0] for name in modules} <= sys.stdlib_module_names
     assert modules.isdisjoint({"subprocess", "typing", "inspect", "dataclasses", "importlib.metadata", "logging"})
     assert len(modules) < 80
-
-
-@each("words", [[*name, option] for name in ([], ["train"], ["eval"], ["runs"]) for option in cli.OF_SHELLS])
-def test_completion_of_other_programs_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*words, "install=bash"]) == 2
-    assert "rlft completion bash" in capsys.readouterr().err
