@@ -296,7 +296,7 @@ def test_what_is_learned_is_what_the_template_writes() -> None:
         assert any(tokenizer(whole)["input_ids"][: len(own)] == own for whole in wholes), name  # type: ignore[index]
 
 
-def test_turns_that_a_template_refuses_are_learned_as_texts() -> None:
+def test_turns_that_a_template_refuses_or_drops_a_part_of_are_learned_as_texts() -> None:
     tokenizer = shaped_tokenizer("a base with another end")
     refusing = "{% if messages[-1].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
     tokenizer = with_attributes(tokenizer, chat_template=refusing + str(tokenizer.chat_template))
@@ -304,6 +304,11 @@ def test_turns_that_a_template_refuses_are_learned_as_texts() -> None:
     assert tokenizer.decode(list(turn)) == "no<|im_end|>"
     assert note is not None
     assert "it refuses them (not this)" in note
+    tokenizer = shaped_tokenizer("a prompt that opens thinking")
+    [turn], note = turns_of([(ASKED, "2 + 3</think>5")], tokenizer, "chat", "demonstrations")
+    assert tokenizer.decode(list(turn)) == "2 + 3</think>5<|end_of_sentence|>"
+    assert note is not None
+    assert "it drops a part of their text" in note
 
 
 def test_a_models_ends_are_those_of_its_files(tmp_path: Path, tiny_path: Path) -> None:
