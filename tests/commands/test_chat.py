@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shutil
 import signal
 import sys
@@ -32,6 +33,8 @@ from rlft.system.interrupt import Terminated
 from rlft.system.text import visible
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
 
+OpenChat = Callable[..., Talk]
+
 QUESTION, ANSWER = "What is 47 + 85?", "132"
 BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=32", "scoring.workers=0"]
 
@@ -53,19 +56,18 @@ def open_chat() -> Iterator[Callable[..., Talk]]:
         opened.pop().__exit__(None, None, None)
 
 
-def talk_through_a_pipe(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    lines: str,
-    place: NamedRun | None,
-    plain: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """What is printed for these lines, as lines."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    capsys.readouterr()
-    config = plain or (compose(BARE) if place is None else place.config)
-    chat.run(chat.read(config, False), place, False, silent)
-    return capsys.readouterr().out.splitlines()
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """Types these lines into a pipe; returns what is printed, as lines."""
+
+    def talk(*lines: str, place: NamedRun | None = None, plain: Mapping[str, Any] | None = None) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        capsys.readouterr()
+        config = plain or (compose(BARE) if place is None else place.config)
+        chat.run(chat.read(config, False), place, False, silent)
+        return capsys.readouterr().out.splitlines()
+
+    return talk
 
 
 def answer_by(roles: Roles, prompt: Prompt, adapter: bool) -> Completion:
@@ -77,51 +79,37 @@ def answer_by(roles: Roles, prompt: Prompt, adapter: bool) -> Completion:
     return group.rollouts[0].completion
 
 
-@pytest.fixture
-def greedy(trained: Path) -> NamedRun:
-    """The trained run, at temperature 0."""
-    place = find(trained)
-    return replace(place, config={**place.config, "generation": {**place.config["generation"], "temperature": 0.0}})
-
-
 # -- who answers -----------------------------------------------------------------------------------------------------
 def test_the_trained_policy_answers_and_the_base_to_compare(
-    trained: Path,
-    greedy: NamedRun,
-    make_roles: Callable[..., Roles],
-    make_prompt: Callable[..., Prompt],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: Path, make_roles: Callable[..., Roles], make_prompt: Callable[..., Prompt], typed: Callable[..., list[str]]
 ) -> None:
-    roles, prompt = make_roles(), make_prompt(QUESTION)
+    roles, prompt, place = make_roles(), make_prompt(QUESTION), find(trained)
+    greedy = {**place.config, "generation": {**place.config["generation"], "temperature": 0.0}}
     saved = checkpoint.load_newest(run_folder.checkpoints(trained), silent)
     assert saved is not None
     roles.restore(saved.adapters)
     policy, base = answer_by(roles, prompt, True), answer_by(roles, prompt, False)
     assert policy.text != base.text, "there is something to compare"
     roles.close()
-    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n\n/base\n", greedy)
+    shown = typed(QUESTION, "", "/base", place=replace(place, config=greedy))
     told = [f"[{who}{len(c.token_ids)} tokens" for who, c in (("", policy), ("base, ", base))]
     shown = [line.split(" (cut")[0].removesuffix("]") for line in shown]
     assert shown == [*visible(policy.text).splitlines(), told[0], *visible(base.text).splitlines(), told[1]]
 
 
-def test_sampled_answers_are_the_same_in_every_chat_and_differ_within_one(
-    trained: Path, open_chat: Callable[..., Talk]
-) -> None:
+def test_sampled_answers_are_the_same_in_every_chat_and_differ_within_one(trained: Path, open_chat: OpenChat) -> None:
     first, second = (open_chat(find(trained)).ask(QUESTION).completion for _ in range(2))
     assert first == second
     talk = open_chat(find(trained))
     ids = []
-    for _ in range(6):
+    for _ in range(4):
         ids.append(tuple(talk.ask(QUESTION).completion.token_ids))
         talk.begin_anew()
     assert len(set(ids)) > 1, "each question has random numbers of its own"
 
 
-def test_a_bare_model_is_its_own_base(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = compose([*BARE, "generation.temperature=0"])
-    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n/base\n", None, plain)
+def test_a_bare_model_is_its_own_base(typed: Callable[..., list[str]]) -> None:
+    shown = typed(QUESTION, "/base", plain=compose([*BARE, "generation.temperature=0"]))
     half = len(shown) // 2
     assert len(shown) >= 4
     assert shown[: half - 1] == shown[half:-1]
@@ -129,7 +117,7 @@ def test_a_bare_model_is_its_own_base(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_a_run_of_all_weights_answers_by_them(
-    trained: Path, tiny_path: Path, tmp_path: Path, open_chat: Callable[..., Talk]
+    trained: Path, tiny_path: Path, tmp_path: Path, open_chat: OpenChat
 ) -> None:
     shutil.copytree(trained, tmp_path / "run")
     _, folder = checkpoint.finished(run_folder.checkpoints(tmp_path / "run"))
@@ -146,27 +134,18 @@ def test_a_run_of_all_weights_answers_by_them(
         talk.ask_base()
 
 
-def test_a_reward_model_and_another_base_are_refused(
-    make_roles: Callable[..., Roles], save_run: Callable[..., NamedRun], tiny_path: Path, open_chat: Callable[..., Talk]
+def test_a_reward_model_is_refused(
+    make_roles: Callable[..., Roles], save_run: Callable[..., NamedRun], open_chat: OpenChat
 ) -> None:
     roles = make_roles(noise=0.05)
     weights, config = roles.weights("policy"), roles.adapter_config()
     roles.close()
-    reward = save_run(adapters={"reward": weights}, config=config, name="reward")
     with pytest.raises(UserError, match=r"^run: holds a reward model, which writes no text"):
-        open_chat(reward)
-    base = reward.run.parent / "base"
-    shutil.copytree(tiny_path, base)
-    place = save_run(f"model.path={base}", adapters={"policy": weights}, config=config)
-    (base / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"^model\.path: is not the base this run was trained on"):
-        open_chat(place)
+        open_chat(save_run(adapters={"reward": weights}, config=config))
 
 
 # -- how it is asked -------------------------------------------------------------------------------------------------
-def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(
-    open_chat: Callable[..., Talk], tmp_path: Path
-) -> None:
+def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(open_chat: OpenChat, tmp_path: Path) -> None:
     data = ["data=jsonl", f"data.path={tmp_path / 'gone.jsonl'}", "data.system_prompt=Hi."]
     plain = compose([*BARE, *data, "data.prompt_template='Q: {question}'"])
     talk = open_chat(plain=plain)
@@ -189,12 +168,12 @@ def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(
 
 
 def test_an_answer_ends_at_a_stop_string_and_its_text_before_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], open_chat: Callable[..., Talk]
+    typed: Callable[..., list[str]], open_chat: OpenChat
 ) -> None:
     """The model writes <think>..</think><answer>..</answer>; stopped at </think>, it never comes to the answer."""
     greedy = [*BARE, "generation.temperature=0"]
     whole_stop = [*greedy, "generation.stop=['</think>']", "generation.include_stop_str_in_output=true"]
-    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n", None, compose(whole_stop))
+    shown = typed(QUESTION, plain=compose(whole_stop))
     whole = open_chat(plain=compose(greedy)).ask(QUESTION).completion
     thought, stop, rest = whole.text.partition("</think>")
     assert stop
@@ -210,7 +189,7 @@ def test_an_answer_ends_at_a_stop_string_and_its_text_before_it(
     assert shown == [*visible(thought + stop).splitlines(), f"[{len(answer.token_ids)} tokens]"]
 
 
-def test_a_stop_that_never_comes_is_refused_in_a_chat(open_chat: Callable[..., Talk]) -> None:
+def test_a_stop_that_never_comes_is_refused_in_a_chat(open_chat: OpenChat) -> None:
     with pytest.raises(UserError, match=r"^generation\.stop: is not a token id of the model, which has 272, got 999"):
         open_chat(plain=compose([*BARE, "generation.stop=[999]"]))
 
@@ -238,10 +217,10 @@ def always_says(patch: pytest.MonkeyPatch, text: str, finish: FinishReason = Fin
     return asked
 
 
-def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, typed: Callable[..., list[str]]) -> None:
     asked = always_says(monkeypatch, "ok")
     lines = ["a", "b", "/new", "c", "/temperature 0.5", "/system Be brief.", "d", "//e", "/system", "f", "/quit", "g"]
-    shown = talk_through_a_pipe(monkeypatch, capsys, "\n".join(lines), None)
+    shown = typed(*lines)
     assert asked == [
         (("a",), 1.0),
         (("a", "ok", "b"), 1.0),
@@ -255,31 +234,24 @@ def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, capsy
     assert "a new conversation with no system prompt" in shown
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "/scroe",
-            "/scroe: there is no such command; did you mean /score? /help lists them; "
-            "begin with // to say it to the model",
-        ),
-        ("/base", "/base: there is no question yet; ask one first"),
-        ("/score 3", "/score: there is no question yet; ask one first"),
-        ("/score", "/score: there is no question yet; ask one first"),
-        ("/temperature hot", "/temperature: must be a number, 0 or more, got hot; try 0.7"),
-        ("/temperature -1", "/temperature: must be a number, 0 or more, got -1; try 0.7"),
-        ("/temperature nan", "/temperature: must be a number, 0 or more, got nan; try 0.7"),
-        ("/temperature", "/temperature: must be a number, 0 or more, got nothing; try 0.7"),
-    ],
-)
-def test_a_wrong_word_is_told_and_the_chat_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, message: str
-) -> None:
-    shown = talk_through_a_pipe(monkeypatch, capsys, f"{line}\n/help\n", None)
-    assert shown == [message, *COMMANDS.splitlines()]
+WRONG = {  # {what is typed: what is told}
+    "/scroe": "/scroe: there is no such command; did you mean /score? /help lists them; "
+    "begin with // to say it to the model",
+    "/base": "/base: there is no question yet; ask one first",
+    "/score 3": "/score: there is no question yet; ask one first",
+    "/score": "/score: there is no question yet; ask one first",
+    "/temperature hot": "/temperature: must be a number, 0 or more, got hot; try 0.7",
+    "/temperature -1": "/temperature: must be a number, 0 or more, got -1; try 0.7",
+    "/temperature nan": "/temperature: must be a number, 0 or more, got nan; try 0.7",
+    "/temperature": "/temperature: must be a number, 0 or more, got nothing; try 0.7",
+}
 
 
-def test_a_conversation_longer_than_the_context_is_not_cut_in_silence(open_chat: Callable[..., Talk]) -> None:
+def test_a_wrong_word_is_told_and_the_chat_goes_on(typed: Callable[..., list[str]]) -> None:
+    assert typed(*WRONG, "/help") == [*WRONG.values(), *COMMANDS.splitlines()]
+
+
+def test_a_conversation_longer_than_the_context_is_not_cut_in_silence(open_chat: OpenChat) -> None:
     talk = open_chat()
     with pytest.raises(
         UserError, match=r"^/new: the conversation has \d{3} tokens, and 32 more .* context of 512 tokens; start a new"
@@ -289,7 +261,7 @@ def test_a_conversation_longer_than_the_context_is_not_cut_in_silence(open_chat:
     talk.ask("x" * 400)
 
 
-def test_what_is_interrupted_was_never_said(open_chat: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_interrupted_was_never_said(open_chat: OpenChat, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = open_chat()
     first = talk.ask("one")
     turns = talk.turns
@@ -321,7 +293,7 @@ def press(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, *presses: Any) ->
 
 
 def test_a_second_ctrl_c_at_the_prompt_ends_the_chat_and_sigterm_always_does(
-    open_chat: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch
+    open_chat: OpenChat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal(open_chat(), open_terminal())
     ctrl_c = KeyboardInterrupt()
@@ -333,10 +305,10 @@ def test_a_second_ctrl_c_at_the_prompt_ends_the_chat_and_sigterm_always_does(
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
 def test_nothing_that_a_model_writes_moves_or_recolours_anything(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, typed: Callable[..., list[str]]
 ) -> None:
     always_says(monkeypatch, "\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c\n\x9bd", FinishReason.length)
-    *shown, told = talk_through_a_pipe(monkeypatch, capsys, "go\n", None)
+    *shown, told = typed("go")
     assert shown == [r"\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c", r"\x9bd"]
     assert told.endswith(" tokens (cut: generation.max_tokens)]")
 
@@ -351,49 +323,27 @@ def says_right(monkeypatch: pytest.MonkeyPatch) -> None:
     always_says(monkeypatch, RIGHT)
 
 
-@pytest.mark.parametrize(
-    ("lines", "exact", "total"),
-    [(f"/score {ANSWER}", 1, "1.1"), ("/score 133", 0, "0.1")],
-    ids=["right", "wrong"],
-)
-def test_rewards_are_shown_given_the_right_answer(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    says_right: None,
-    lines: str,
-    exact: int,
-    total: str,
+def test_rewards_are_shown_given_the_right_answer_which_nobody_is_asked_for_in_a_pipe(
+    typed: Callable[..., list[str]], says_right: None
 ) -> None:
     plain = compose([*BARE, "reward.format.weight=0.1"])
-    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n{lines}\n", None, plain)
-    assert shown[2:] == [f"exact_match {exact} x 1", "format 1 x 0.1", f"total {total}"]
-
-
-def test_the_line_after_score_is_a_question_in_a_pipe_where_nobody_is_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says_right: None
-) -> None:
-    typed = f"{QUESTION}\n/score\n{QUESTION}\n/score {ANSWER}\n"
-    shown = talk_through_a_pipe(monkeypatch, capsys, typed, None, compose(BARE))
+    shown = typed(QUESTION, f"/score {ANSWER}", "/score 133", "/score", QUESTION, plain=plain)
+    assert shown[2:5] == ["exact_match 1 x 1", "format 1 x 0.1", "total 1.1"]
+    assert shown[5:8] == ["exact_match 0 x 1", "format 1 x 0.1", "total 0.1"]
     problem = "/score: names no right answer, and in a pipe nobody is asked for it"
-    assert shown[2] == f"{problem}; write it in the same line: /score <answer>"
-    assert shown[3:5] == shown[:2]
-    assert shown[5] == "exact_match 1 x 1"
+    assert shown[8] == f"{problem}; write it in the same line: /score <answer>"
+    assert shown[9:] == shown[:2], "the next line is a question"
 
 
-def test_a_reward_that_fails_is_told_and_the_chat_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], says_right: None
-) -> None:
+def test_a_reward_that_fails_is_told_and_the_chat_goes_on(typed: Callable[..., list[str]], says_right: None) -> None:
     plain = compose([*BARE, "reward=[exact_match,learned]", "reward.learned.path=/gone"])
-    shown = talk_through_a_pipe(monkeypatch, capsys, f"{QUESTION}\n/score 1\n/score 1\n/new\n", None, plain)
+    shown = typed(QUESTION, "/score 1", "/score 1", "/new", plain=plain)
     assert all(line.startswith("reward.learned.path: the reward model cannot be read") for line in shown[2:4])
     assert shown[4:] == ["a new conversation"]
 
 
 def test_a_learned_reward_scores_as_the_run_trained_it(
-    make_roles: Callable[..., Roles],
-    save_run: Callable[..., NamedRun],
-    open_chat: Callable[..., Talk],
-    says_right: None,
+    make_roles: Callable[..., Roles], save_run: Callable[..., NamedRun], open_chat: OpenChat, says_right: None
 ) -> None:
     roles = make_roles(noise=0.05)
     head = {"weight": torch.zeros(1, 128), "bias": torch.tensor([2.5])}  # says 2.5 of everything
@@ -420,9 +370,8 @@ def test_a_learned_reward_scores_as_the_run_trained_it(
     assert talk.score("") == {"learned": (2.5, 1.0)}
 
 
-def test_a_run_without_rewards_says_so(open_chat: Callable[..., Talk], says_right: None) -> None:
-    plain = {key: value for key, value in compose(BARE).items() if key != "reward"}
-    talk = open_chat(plain=plain)
+def test_a_run_without_rewards_says_so(open_chat: OpenChat, says_right: None) -> None:
+    talk = open_chat(plain={key: value for key, value in compose(BARE).items() if key != "reward"})
     talk.ask(QUESTION)
     with pytest.raises(UserError, match=r"^/score: there are no rewards in this run's config"):
         talk.score("1")
@@ -458,38 +407,32 @@ def wait_until_it_sleeps(pid: int) -> None:
         time.sleep(0.02)
 
 
+STOPPED, TOKENS = r"\(stopped; Ctrl-D quits\)", r"\[\d+ tokens.*\]"
+DIALOGUE = [  # (what a person types, what is shown then)
+    ("", ["step_000003: temperature 1, at most 32 tokens; /help", "> "]),
+    (f"{QUESTION}\n", [TOKENS, "> "]),
+    ("half a question", ["half a question"]),
+    ("\x03", [STOPPED, "> "]),  # Ctrl-C
+    ("slow\n", ["at it"]),
+    ("\x03", [STOPPED, "> "]),
+    ("/score\n", [r"the right answer \(Enter: none\): "]),
+    (f"{ANSWER}\n", ["exact_match [01] x 1", "> "]),
+    ("\x1b[A" * 4, [re.escape(QUESTION)]),  # up, past the answer, /score and slow: the question again
+    ("\n", [TOKENS, "> "]),
+    ("\x04", [pexpect.EOF]),  # Ctrl-D
+]
+
+
+@pytest.mark.slow
 def test_a_person_asks_edits_stops_and_leaves(trained: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     environment |= {"TERM": "xterm-256color", "NO_COLOR": "1", "INPUTRC": os.devnull}
     child = pexpect.spawn(sys.executable, ["-c", PROGRAM, str(trained)], env=environment, encoding="utf-8", timeout=120)
-    child.expect_exact(f"{trained}, step_000003: temperature 1, at most 32 tokens; /help")
-    child.expect_exact("> ")
-    child.sendline(QUESTION)
-    child.expect(r"\[\d+ tokens.*\]")
-    child.expect_exact("> ")
-    child.send("half a question")
-    child.expect_exact("half a question")
     assert child.pid is not None
-    wait_until_it_sleeps(child.pid)  # Python's input() sees a Ctrl-C between two keys only once it waits for the next
-    child.send("\x03")  # Ctrl-C
-    child.expect_exact("(stopped; Ctrl-D quits)")
-    child.expect_exact("> ")
-    child.sendline("slow")
-    child.expect_exact("at it")
-    child.send("\x03")
-    child.expect_exact("(stopped; Ctrl-D quits)")
-    child.expect_exact("> ")
-    child.sendline("/score")
-    child.expect_exact("the right answer (Enter: none): ")
-    child.sendline(ANSWER)
-    child.expect(r"exact_match [01] x 1")
-    child.expect_exact("> ")
-    child.send("\x1b[A" * 4)  # up, past the answer, /score and slow: the question again
-    child.expect_exact(QUESTION)
-    child.sendline("")
-    child.expect(r"\[\d+ tokens.*\]")
-    child.expect_exact("> ")
-    child.send("\x04")  # Ctrl-D
-    child.expect(pexpect.EOF)
+    for typed, shown in DIALOGUE:
+        wait_until_it_sleeps(child.pid)  # Python's input() sees a Ctrl-C between two keys only once it waits for one
+        child.send(typed)
+        for text in shown:
+            child.expect(text)
     child.close()
     assert child.exitstatus == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from run_processes import Nursery
+from slow_cases import slow
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -56,7 +57,7 @@ def write(file: Path, added: str) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [3, slow(64)])
 def test_a_plan_a_trial_of_rewards_and_a_loaded_run_have_the_same_notes(folder: Path, number: int) -> None:
     """Models with and without a template x texts in the data x keys, each with its own note: 64 configs."""
     configs = list(itertools.product(("bare", "chatml"), IN_DATA, IN_WORDS))

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 import pytest
 from in_one_test import each
@@ -102,80 +103,60 @@ val_set_size: 0.05
 """
 
 RUNS = [  # (library, file's name, its text, command, words among the translation's, names that are said to have none)
-    (
-        "trl", "train.py", GRPO, "train",
-        # 4 completions x 8 micro-steps / 8 of each prompt; 250 updates are 125 steps of 1 minibatch x 2 epochs.
-        "prompts_per_step=4 group_size=8 minibatches=1 epochs=2 steps=125 checkpoint.every=25 trainer.warmup=25 "
-        "algorithm=grpo algorithm.aggregate=constant algorithm.std=none algorithm.clip_low=0.2 "
-        "algorithm.clip_high=0.28 "
-        "algorithm.kl_coef=0.04 algorithm.kl_estimator=k3_unbiased snapshot.reference=base trainer.lr=5e-06 "
-        "prompts.max_tokens=256 generation.max_tokens=768 trainer.schedule=cosine trainer.optimizer=adamw8bit data=hub "
-        "data.path=openai/gsm8k data.subset=main data.train_split=train model.path=Qwen/Qwen2-0.5B-Instruct "
-        "lora.rank=16 "
-        "lora.alpha=32 lora.target_modules=[q_proj,v_proj] generation=vllm algorithm.mismatch=sequence_product_mask",
-        "reward_funcs packing repetition_penalty unheard_of task_type",
-    ),
-    (
-        "unsloth", "grpo.py", UNSLOTH, "train",
-        "prompts_per_step=1 group_size=6 algorithm=gspo algorithm.aggregate=sequence_mean_token_mean lora.rank=32 "
-        "lora.alpha=64 "
-        "algorithm.clip_low=0.2 algorithm.clip_high=0.2 prompts.max_tokens=256 generation.max_tokens=768 "
-        "generation=vllm "
-        "model.quantization=4bit model.gradient_checkpointing=true seed=3407 trainer.weight_decay=0.1 "
-        "trainer.schedule=linear model.path=meta-llama/Llama-3.1-8B-Instruct",
-        "max_lora_rank",
-    ),
-    (
-        "verl", "run.sh", VERL, "train",
-        "prompts_per_step=512 minibatches=4 algorithm=grpo algorithm.aggregate=sequence_mean_token_mean "
-        "trainer.lr=3e-06 "
-        "algorithm.kl_coef=0.001 algorithm.kl_in=loss algorithm.kl_estimator=k3 snapshot.reference=base "
-        "generation=vllm "
-        "algorithm.clip_low=0.2 algorithm.clip_high=0.28 algorithm.dual_clip=3.0 lora.rank=64 generation.top_k=0 "
-        "checkpoint.every=0 eval.every=5 data=jsonl data.path=rows.jsonl data.answer_field=reward_model.ground_truth",
-        "trainer.total_epochs trainer.n_gpus_per_node",
-    ),
-    (
-        "openrlhf", "run.sh", OPENRLHF, "train",
-        # 128 prompts x 8 completions / 256 completions of an update
-        "prompts_per_step=128 group_size=8 minibatches=4 algorithm=grpo algorithm.aggregate=token_mean "
-        "algorithm.clip_low=0.2 "
-        "algorithm.clip_high=0.28 algorithm.kl_coef=0.001 algorithm.kl_in=loss algorithm.kl_estimator=k3 lora.rank=32 "
-        "prompts.max_tokens=1024 generation.max_tokens=3072 data=hub data.path=zwhe99/DeepMath-103K trainer.beta2=0.95 "
-        "data.prompt_field=question data.answer_field=final_answer trainer.lr=1e-06 trainer.schedule=cosine "
-        "generation=vllm",
-        "apply_chat_template packing_samples address",
-    ),
-    (
-        "axolotl", "config.yaml", AXOLOTL, "train",
-        "prompts_per_step=2 group_size=4 minibatches=1 steps=100 algorithm=grpo algorithm.std=none "
-        "algorithm.kl_coef=0.001 "
-        "lora.target_modules=all-linear lora.rank=32 generation=vllm trainer.lr=5e-05 "
-        "generation.vllm.gpu_memory_utilization=0.85 "
-        "data=hub data.path=openai/gsm8k data.held_out_fraction=0.05 model.path=Qwen/Qwen2.5-1.5B-Instruct",
-        "reward_funcs special_tokens.pad_token",
-    ),
-    (
-        "trl", "sft.py", 'SFTTrainer(model="m", args=SFTConfig(max_length=512, num_train_epochs=2, packing=1))', "sft",
-        "examples_per_step=8 epochs=2 max_completion_tokens=512 trainer.lr=2e-05 lora=null model.path=m", "packing",
-    ),
+    ("trl", "train.py", GRPO, "train",
+     # 4 completions x 8 micro-steps / 8 of each prompt; 250 updates are 125 steps of 1 minibatch x 2 epochs.
+     "prompts_per_step=4 group_size=8 minibatches=1 epochs=2 steps=125 checkpoint.every=25 trainer.warmup=25 "
+     "algorithm=grpo algorithm.aggregate=constant algorithm.std=none algorithm.clip_low=0.2 "
+     "algorithm.clip_high=0.28 algorithm.kl_coef=0.04 algorithm.kl_estimator=k3_unbiased snapshot.reference=base "
+     "trainer.lr=5e-06 prompts.max_tokens=256 generation.max_tokens=768 trainer.schedule=cosine "
+     "trainer.optimizer=adamw8bit data=hub data.path=openai/gsm8k data.subset=main data.train_split=train "
+     "model.path=Qwen/Qwen2-0.5B-Instruct lora.rank=16 lora.alpha=32 lora.target_modules=[q_proj,v_proj] "
+     "generation=vllm algorithm.mismatch=sequence_product_mask",
+     "reward_funcs packing repetition_penalty unheard_of task_type"),
+    ("unsloth", "grpo.py", UNSLOTH, "train",
+     "prompts_per_step=1 group_size=6 algorithm=gspo algorithm.aggregate=sequence_mean_token_mean lora.rank=32 "
+     "lora.alpha=64 algorithm.clip_low=0.2 algorithm.clip_high=0.2 prompts.max_tokens=256 "
+     "generation.max_tokens=768 generation=vllm model.quantization=4bit model.gradient_checkpointing=true "
+     "seed=3407 trainer.weight_decay=0.1 trainer.schedule=linear model.path=meta-llama/Llama-3.1-8B-Instruct",
+     "max_lora_rank"),
+    ("verl", "run.sh", VERL, "train",
+     "prompts_per_step=512 minibatches=4 algorithm=grpo algorithm.aggregate=sequence_mean_token_mean "
+     "trainer.lr=3e-06 algorithm.kl_coef=0.001 algorithm.kl_in=loss algorithm.kl_estimator=k3 "
+     "snapshot.reference=base generation=vllm algorithm.clip_low=0.2 algorithm.clip_high=0.28 "
+     "algorithm.dual_clip=3.0 lora.rank=64 generation.top_k=0 checkpoint.every=0 eval.every=5 data=jsonl "
+     "data.path=rows.jsonl data.answer_field=reward_model.ground_truth",
+     "trainer.total_epochs trainer.n_gpus_per_node"),
+    ("openrlhf", "run.sh", OPENRLHF, "train",
+     # 128 prompts x 8 completions / 256 completions of an update
+     "prompts_per_step=128 group_size=8 minibatches=4 algorithm=grpo algorithm.aggregate=token_mean "
+     "algorithm.clip_low=0.2 algorithm.clip_high=0.28 algorithm.kl_coef=0.001 algorithm.kl_in=loss "
+     "algorithm.kl_estimator=k3 lora.rank=32 prompts.max_tokens=1024 generation.max_tokens=3072 data=hub "
+     "data.path=zwhe99/DeepMath-103K trainer.beta2=0.95 data.prompt_field=question data.answer_field=final_answer "
+     "trainer.lr=1e-06 trainer.schedule=cosine generation=vllm", "apply_chat_template packing_samples address"),
+    ("axolotl", "config.yaml", AXOLOTL, "train",
+     "prompts_per_step=2 group_size=4 minibatches=1 steps=100 algorithm=grpo algorithm.std=none "
+     "algorithm.kl_coef=0.001 lora.target_modules=all-linear lora.rank=32 generation=vllm trainer.lr=5e-05 "
+     "generation.vllm.gpu_memory_utilization=0.85 data=hub data.path=openai/gsm8k data.held_out_fraction=0.05 "
+     "model.path=Qwen/Qwen2.5-1.5B-Instruct", "reward_funcs special_tokens.pad_token"),
+    ("trl", "sft.py", 'SFTTrainer(model="m", args=SFTConfig(max_length=512, num_train_epochs=2, packing=1))', "sft",
+     "examples_per_step=8 epochs=2 max_completion_tokens=512 trainer.lr=2e-05 lora=null model.path=m", "packing"),
     ("trl", "dpo --config dpo.yaml", "{beta: 0.2, loss_type: ipo, learning_rate: 5.0e-7, use_peft: true}", "dpo",
      "loss=ipo loss.beta=0.2 rankings_per_step=8 trainer.lr=5e-07 lora.rank=16 epochs=3", ""),
     ("trl", "rloo.py", "RLOOConfig(per_device_train_batch_size=8, beta=0.05)", "train",
      "algorithm=rloo group_size=2 prompts_per_step=4 algorithm.kl_coef=0.05 algorithm.kl_in=reward "
      "algorithm.kl_estimator=k1", ""),
-    ("axolotl", "dpo.yml", "{base_model: m, rl: simpo, micro_batch_size: 2, sequence_len: 1024, load_in_8bit: "
-     "true}", "dpo",
+    ("axolotl", "dpo.yml",
+     "{base_model: m, rl: simpo, micro_batch_size: 2, sequence_len: 1024, load_in_8bit: true}", "dpo",
      "loss=simpo rankings_per_step=2 max_completion_tokens=1024", "load_in_8bit"),
-    ("openrlhf", "dpo.sh", "python -m openrlhf.cli.train_dpo --ipo --beta 0.3 --max_len 1024 --train_batch_size 64 "
-     "--lora_rank 8", "dpo",
+    ("openrlhf", "dpo.sh",
+     "python -m openrlhf.cli.train_dpo --ipo --beta 0.3 --max_len 1024 --train_batch_size 64 --lora_rank 8", "dpo",
      "loss=ipo loss.per_token=false loss.beta=0.3 rankings_per_step=64 max_completion_tokens=1024 lora.rank=8", ""),
-    ("openrlhf", "rm.sh", "deepspeed --module openrlhf.cli.train_rm --pretrain m --learning_rate 9e-6 --dataset "
-     "a/b", "rm",
+    ("openrlhf", "rm.sh",
+     "deepspeed --module openrlhf.cli.train_rm --pretrain m --learning_rate 9e-6 --dataset a/b", "rm",
      "rankings_per_step=128 preferences=hub preferences.path=a/b trainer.lr=9e-06 model.path=m", ""),
-    ("verl", "sft.sh", "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=rows.jsonl "
-     "data.train_batch_size=64 optim.lr=1e-4", "sft",
-     "examples_per_step=64 trainer.lr=0.0001 demonstrations=jsonl demonstrations.path=rows.jsonl", ""),
+    ("verl", "sft.sh",
+     "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=rows.jsonl data.train_batch_size=64 optim.lr=1e-4",
+     "sft", "examples_per_step=64 trainer.lr=0.0001 demonstrations=jsonl demonstrations.path=rows.jsonl", ""),
 ]  # fmt: skip
 
 
@@ -252,16 +233,17 @@ def test_init_like_a_run_with_an_odd_path_names_the_same_folder(path: str) -> No
 
 WORDS = [  # (what is typed, the words)
     ("trl num_generations=8 --learning_rate 1e-6", "group_size=8 trainer.lr=1e-06"),
+    # 8 x 2 x 4 completions of 4 each; 4 micro-steps, 2 an update
     ("trl per_device_train_batch_size=8 num_generations=4 num_processes=2 steps_per_generation=4 "
      "gradient_accumulation_steps=2",
-     "prompts_per_step=16 minibatches=2 group_size=4"),  # 8 x 2 x 4 completions of 4 each; 4 micro-steps, 2 an update
-    ("trl generation_batch_size=64 per_device_train_batch_size=8 num_generations=8", "prompts_per_step=8 "
-     "minibatches=8 group_size=8"),
-    ("trl loss_type=cispo epsilon_high=5.0", "algorithm=cispo algorithm.aggregate=token_mean algorithm.clip_low=1.0 "
-     "algorithm.clip_high=4.0"),
+     "prompts_per_step=16 minibatches=2 group_size=4"),
+    ("trl generation_batch_size=64 per_device_train_batch_size=8 num_generations=8",
+     "prompts_per_step=8 minibatches=8 group_size=8"),
+    ("trl loss_type=cispo epsilon_high=5.0",
+     "algorithm=cispo algorithm.aggregate=token_mean algorithm.clip_low=1.0 algorithm.clip_high=4.0"),
     ("trl loss_type=bnpo", "algorithm=grpo algorithm.aggregate=token_mean"),
-    ("trl beta=0.04 use_bias_correction_kl=false", "algorithm.kl_coef=0.04 algorithm.kl_in=loss "
-     "algorithm.kl_estimator=k3 snapshot.reference=base"),
+    ("trl beta=0.04 use_bias_correction_kl=false",
+     "algorithm.kl_coef=0.04 algorithm.kl_in=loss algorithm.kl_estimator=k3 snapshot.reference=base"),
     ("trl epsilon=0.1", "algorithm.clip_low=0.1 algorithm.clip_high=0.1"),
     ("trl dpo --beta 0.2 --learning_rate=1e-6", "trainer.lr=1e-06 loss.beta=0.2"),
     ("trl reward --learning_rate 1e-4", "trainer.lr=0.0001"),
@@ -273,13 +255,13 @@ WORDS = [  # (what is typed, the words)
     ("verl algorithm.adv_estimator=rloo", "algorithm=rloo algorithm.surrogate=clipped"),
     ("verl algorithm.adv_estimator=reinforce_plus_plus_baseline", "algorithm=reinforce_pp algorithm.baseline=group"),
     ("verl algorithm.adv_estimator=remax", ""),
-    ("openrlhf --lambd 0.95 --gamma 1.0 --advantage_estimator gae", "algorithm=ppo critic.kind=shared "
-     "algorithm.lam=0.95 algorithm.gamma=1.0"),
-    ("openrlhf --init_kl_coef 0.01", "algorithm.kl_coef=0.01 algorithm.kl_in=reward algorithm.kl_estimator=k1 "
-     "snapshot.reference=base"),
-    ("openrlhf --policy_loss_type gspo --eps_clip 3e-4", "algorithm.ratio=sequence "
-     "algorithm.aggregate=sequence_mean_token_mean "
-     "algorithm.clip_low=0.0003 algorithm.clip_high=0.0003"),
+    ("openrlhf --lambd 0.95 --gamma 1.0 --advantage_estimator gae",
+     "algorithm=ppo critic.kind=shared algorithm.lam=0.95 algorithm.gamma=1.0"),
+    ("openrlhf --init_kl_coef 0.01",
+     "algorithm.kl_coef=0.01 algorithm.kl_in=reward algorithm.kl_estimator=k1 snapshot.reference=base"),
+    ("openrlhf --policy_loss_type gspo --eps_clip 3e-4",
+     "algorithm.ratio=sequence algorithm.aggregate=sequence_mean_token_mean algorithm.clip_low=0.0003 "
+     "algorithm.clip_high=0.0003"),
 ]  # fmt: skip
 
 
@@ -340,19 +322,21 @@ def test_what_cannot_be_translated_is_refused(typed: str, fragment: str, capsys:
     assert fragment in told
 
 
-def test_a_script_reads_constants_and_arithmetic_and_no_more() -> None:
-    Path("a.py").write_text(
-        "n = 4\nm = n\nm = f(n)\nGRPOConfig(num_generations=n * 2, beta=m, dtype=torch.bfloat16, x=[n, -1])"
-    )
+READ = [  # (a script, what is read of it, what is not)
+    ("n = 4\nm = n\nm = f(n)\nGRPOConfig(num_generations=n * 2, beta=m, dtype=torch.bfloat16, x=[n, -1])",
+     {"num_generations": 8, "dtype": "bfloat16", "x": [4, -1]}, {"beta": "m"}),
+    ("data = load_dataset('json', data_files='a.jsonl', split='train')",
+     {"dataset_name": "a.jsonl", "dataset_train_split": "train"}, {}),
+    ("file = 'b.csv'\ndata = load_dataset(path='csv', data_files=file)", {"dataset_name": "b.csv"}, {}),
+    ("data = load_dataset('openai/gsm8k', data_files='x.json')",
+     {"dataset_name": "openai/gsm8k", "data_files": "x.json"}, {}),
+]  # fmt: skip
+
+
+@each(("script", "read_of_it", "unread"), READ)
+def test_a_script_reads_constants_arithmetic_and_files_of_sets_and_no_more(
+    script: str, read_of_it: dict[str, Any], unread: dict[str, str]
+) -> None:
+    Path("a.py").write_text(script)
     given = read(["a.py"])
-    assert given.arguments == {"num_generations": 8, "dtype": "bfloat16", "x": [4, -1]}
-    assert given.unread == {"beta": "m"}
-
-
-@each(("made", "path"), [
-    ("'json', data_files='a.jsonl', split='train'", "a.jsonl"), ("path='csv', data_files=file", "b.csv"),
-    ("'openai/gsm8k', data_files='x.json'", "openai/gsm8k"),
-])  # fmt: skip
-def test_a_set_of_files_is_its_files(made: str, path: str) -> None:
-    Path("a.py").write_text(f"file = 'b.csv'\ndata = load_dataset({made})")
-    assert read(["a.py"]).arguments["dataset_name"] == path
+    assert (given.arguments, given.unread) == (read_of_it, unread)
