@@ -265,10 +265,8 @@ CONVERSATIONS = (
 KINDS = {one.name: one for one in (*CASES, *CONVERSATIONS)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but("dpo", KINDS))
 def test_an_honest_run_of_any_kind_is_confirmed(name: str, forks: Nursery, tmp_path: Path) -> None:
-    """Without `make test-all`: those of this folder, and one of rlft dpo (tests/commands/test_preference_runs.py)."""
     kind = KINDS[name]
     for file, content in kind.files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
