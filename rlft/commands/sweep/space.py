@@ -171,7 +171,7 @@ class Space:
                 yield f"{one.key}={value}", {**first, one.key: value}
 
 
-OF_THE_PLACE = ("resume", "hydra.sweep.dir")  # where runs are, which is the sweep's to say
+KEYS_OF_FOLDERS = ("resume", "hydra.sweep.dir")  # where runs are, which is the sweep's to say
 
 
 def read_space(words: Sequence[str], command: str, *, is_study: bool) -> Space:
@@ -187,7 +187,7 @@ def read_space(words: Sequence[str], command: str, *, is_study: bool) -> Space:
         is_new = key != "resume" or got == "null"
         require(is_new, key, "cannot be used in a sweep", got=got, remedy=remedy)
         if not parsed.is_sweep_override():
-            fixed += [word] if key not in OF_THE_PLACE else []
+            fixed += [word] if key not in KEYS_OF_FOLDERS else []
             continue
         if parsed.value_type.name == "GLOB_CHOICE_SWEEP":
             choices = value.filter(catalog.choices(key, command))
@@ -223,7 +223,7 @@ def _check_of_grid(key: str, got: str, parsed: Any) -> None:
     remedy = "add sweep=optuna, which draws from it, or give values with commas between them"
     require(not parsed.is_interval_sweep(), key, problem, got=got, remedy=remedy)
     problem, remedy = "cannot be swept: each job has its own folder", "leave it out of the sweep"
-    require(key not in OF_THE_PLACE, key, problem, got=got, remedy=remedy)
+    require(key not in KEYS_OF_FOLDERS, key, problem, got=got, remedy=remedy)
 
 
 def number_of_trials(keys: StudyConfig, space: Space) -> int:
