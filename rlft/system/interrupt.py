@@ -419,7 +419,7 @@ class Interrupt:
 
     def _what_follows(self) -> str:
         if not self.in_step:
-            return "ending before a step is begun"
+            return "saving the last step" if self._is_saving else "ending before a step is begun"
         if self.on_signal == "now" and not self._is_saving:
             return "saving the last finished step"
         if self.on_signal in ("step", "now"):

@@ -13,7 +13,6 @@ import pytest
 from rlft.data import hub
 from rlft.data.fields import MARK, RowError, image_of, messages_of, with_images
 from rlft.data.shapes import drawing
-from rlft.tokens.images import picture
 from rlft.types import IMAGE, Prompt, Split, UserError
 
 CONTENT = {name: drawing(name).data for name in ("3-a", "4-b", "1-c", "2-d", "5-e", "6-f")}
@@ -232,27 +231,6 @@ def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them
             assert refusal.value.remedy == "write image_1, image_2 as one field, a list, and name it"
     for other in ({"caption": "a"}, {"image_id": 5}, {"image": None}, {"images": []}):  # nothing is lost
         parsed({"prompt": "What is the tag <image>?", **answers, **other})
-
-
-def test_a_picture_is_upright_whatever_its_camera_noted(tmp_path: Path) -> None:
-    """All eight orientations of EXIF in four lossless formats, from bytes and from a file."""
-    from PIL import Image as pillow
-
-    upright = pillow.frombytes("RGB", (3, 2), bytes(range(0, 180, 10)))
-    turned = {
-        1: upright, 2: upright.transpose(0), 3: upright.transpose(3), 4: upright.transpose(1),
-        5: upright.transpose(5), 6: upright.transpose(2), 7: upright.transpose(6), 8: upright.transpose(4),
-    }  # fmt: skip
-    for (orientation, stored), form in product(turned.items(), ("PNG", "TIFF", "WEBP", "JPEG")):
-        exif = pillow.Exif()
-        exif[0x0112] = orientation
-        file = tmp_path / f"a.{form.lower()}"
-        stored.save(file, form, exif=exif, **({"lossless": True} if form == "WEBP" else {}))
-        for image in (image_of(str(file), "a"), image_of(file.read_bytes(), "a")):
-            found = picture(image)
-            assert found.size == upright.size, (orientation, form)
-            if form != "JPEG":
-                assert found.tobytes() == upright.tobytes(), (orientation, form)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

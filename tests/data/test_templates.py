@@ -242,9 +242,6 @@ def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data
             assert reward._right(prompt, reward._choices(prompt)) == {"ABCD"[last]}
             number += 1
     assert number == 11 * (4 * 2 + 3) * 2
-    for first, second, third in (("(A) ", "(C) ", "(D) "), ("(A) ", "(B) ", "(C) "), ("1. ", "2. ", "3. ")):
-        found = options_of([f"{first}x", None, f"{second}y", f"{third}z"])
-        assert found == {first.strip("(). "): "x", second.strip("(). "): "y", third.strip("(). "): "z"}
 
 
 def test_what_are_no_options_is_refused_by_the_key(make_data, write, tmp_path: Path) -> None:

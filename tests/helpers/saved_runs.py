@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from run_folders import tiny
 from torch import Tensor
 
 from rlft import cli
@@ -33,6 +35,29 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words += ["eval.every=1", "eval.num_prompts=8", "eval.num_samples=2", "scoring.workers=0", "console=null"]
     assert cli.run(["train", *words, f"hydra.run.dir={folder}"]) == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of the run that these words give, with every checkpoint; the same words run once.
+
+    It is made in this process, whose hashes are not those of `forks`, where runs are killed and resumed.
+    """
+
+    @functools.cache
+    def folder(*words: str) -> Path:
+        run = tmp_path_factory.mktemp("undisturbed") / "run"
+        keep = () if words[0] == "sample" else ("checkpoint.every=1", "checkpoint.keep=99")
+        assert cli.run([*words, *keep, f"hydra.run.dir={run}"]) == 0
+        return run
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(undisturbed_of: Callable[..., Path]) -> Path:
+    """The run of TINY, with every checkpoint."""
+    return undisturbed_of(*tiny())
 
 
 @pytest.fixture

@@ -87,14 +87,6 @@ def test_padded_rows_cost_their_prompts_each_time():
     assert largest_micro_batch(DEMAND, packed=False) == (90, 60)  # three rows of 30
 
 
-def test_the_peak_is_what_is_always_there_and_the_larger_of_two_times():
-    found = [
-        MemoryPart(name=w, bytes=b, when=w) for w, b in ((When.always, 5), (When.sampling, 20), (When.updating, 30))
-    ]
-    assert peak(found) == 35
-    assert peak([*found, MemoryPart(name="x", bytes=11, when=When.sampling)]) == 36
-
-
 HEADED = 1 + 272 / (4 * 1536)  # with 272 tokens' numbers of the head next to those of four layers, of the same width
 
 

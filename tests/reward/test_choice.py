@@ -103,18 +103,6 @@ def test_a_reference_that_is_no_choice_is_an_error_not_a_zero(group):
                 choice(choices_field="choices", reference_is=ReferenceIs(kind))(made)
 
 
-@each(
-    "value",
-    [
-        None, "Rome", [], {"first": "Rome"}, {"label": ["A"], "text": ["Rome", "Paris"]},
-        {"label": ["A", "A"], "text": ["Rome", "Paris"]}, {1: "Rome"},
-    ],
-)  # fmt: skip
-def test_choices_of_another_shape_are_an_error(value):
-    with pytest.raises(ValueError, match="choices must be a list of strings or a mapping from letters to strings"):
-        options_of(value)
-
-
 TEXTS = ["New York", "Salt and pepper", "18", "Paris, France", "Oslo", "The Hague", "2.5", "Rome"]
 LABELS = {"letters": [*"ABCDEFGH"], "small": [*"abcdefgh"], "numbers": [*"12345678"], "from 0": [*"01234567"]}
 """Labels of up to eight options; with numbers an option's text is no number."""

@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_folders import tiny
 from warm_python import WarmProcesses
 
-from rlft import cli
 from rlft.system.process import launcher
-
-
-@pytest.fixture(scope="session")
-def undisturbed_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of the run that these words give, with every checkpoint; the same words run once.
-
-    It is made in this process, whose hashes are not those of `forks`, where runs are killed and resumed.
-    """
-
-    @functools.cache
-    def folder(*words: str) -> Path:
-        run = tmp_path_factory.mktemp("undisturbed") / "run"
-        keep = () if words[0] == "sample" else ("checkpoint.every=1", "checkpoint.keep=99")
-        assert cli.run([*words, *keep, f"hydra.run.dir={run}"]) == 0
-        return run
-
-    return folder
-
-
-@pytest.fixture(scope="session")
-def undisturbed(undisturbed_of: Callable[..., Path]) -> Path:
-    """The run of TINY, with every checkpoint."""
-    return undisturbed_of(*tiny())
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ SAVED = "rlft.runs.checkpoint:save"
 
 HEARD = "interrupted: finishing this step, then saving; once more stops at once"
 HEARD_BEFORE = "interrupted: ending before a step is begun; once more stops at once"
+HEARD_AT_THE_END = "interrupted: saving the last step; once more stops at once"
 GIVEN_UP = "interrupted: saving the last finished step; once more stops at once"
 CAUSES = {
     "ENOSPC": "the disk is full (No space left on device)",

@@ -20,6 +20,7 @@ from disturbed_runs import (
     EVALUATED,
     GIVEN_UP,
     HEARD,
+    HEARD_AT_THE_END,
     HEARD_BEFORE,
     PUBLISHED,
     RECORD,
@@ -454,7 +455,7 @@ CASES = {
             stopped(3, GIVEN_UP, EVALUATED, 1, "terminate"),
         ],
         every=0,
-        last=Hit(events=pressed(SAVED, 1, "terminate"), ends=finished(HEARD_BEFORE)),  # while the last is saved
+        last=Hit(events=pressed(SAVED, 1, "terminate"), ends=finished(HEARD_AT_THE_END)),  # while the last is saved
     ),
     "SIGTERM: the step gets the seconds it is allowed and no more": Case(
         words=tiny(),
