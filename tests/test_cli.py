@@ -38,7 +38,7 @@ def run_here(folder: Path, *words: str) -> int:
         try:
             return cli.run(list(words))
         finally:
-            sys.modules.pop("mine", None)
+            sys.modules.pop("rewards_here", None)
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +216,9 @@ def test_a_reward_from_outside_the_tree_is_found_and_scores_and_ends_the_run_whe
 ) -> None:
     """Its module lies where the command runs, or beside the YAML that names it."""
     (tmp_path / "yaml" / "reward").mkdir(parents=True)
-    (tmp_path / place / "mine.py").write_text(MINE)
+    (tmp_path / place / "rewards_here.py").write_text(MINE)
     for name in ("short", "broken"):
-        text = f"# Mine.\n{name}:\n  _target_: mine.{name}\n  weight: 0.5\n"
+        text = f"# Mine.\n{name}:\n  _target_: rewards_here.{name}\n  weight: 0.5\n"
         (tmp_path / "yaml" / "reward" / f"{name}.yaml").write_text(text)
     words = ["train", *TINY, "--config-dir", "yaml", "eval.every=0"]
     assert run_here(tmp_path, *words, "reward=[exact_match,short]") == 0

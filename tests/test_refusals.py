@@ -20,7 +20,6 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file, save_file
-from slow_cases import slow
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -937,7 +936,7 @@ def problem_of(row: tuple[str, ...], code: Any, err: str, out: str, is_clean: bo
     return f"it says something else, too: {out}" if out else "" if is_clean else "something is left behind"
 
 
-@pytest.mark.parametrize("part", [0, slow(1), slow(2)])
+@pytest.mark.parametrize("part", [0, 1])
 def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(
     part: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -948,7 +947,7 @@ def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(
         importlib.util, "find_spec", lambda name, *a: None if name in missing.split() else find_spec(name, *a)
     )
     before = sorted(workplace.rglob("*"))
-    for missing, *row in [*(("", *row) for row in READ_BY_LIBRARIES), *NOT_INSTALLED][part::3]:  # noqa: B007
+    for missing, *row in [*(("", *row) for row in READ_BY_LIBRARIES), *NOT_INSTALLED][part::2]:  # noqa: B007
         hub_answers.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "path", list(sys.path))
@@ -1002,9 +1001,8 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize("part", [0, slow(1), slow(2)])
-def test_what_only_looks_like_a_mistake_is_planned(part: int, workplace: Path) -> None:
-    for typed in ACCEPTED[part::3]:
+def test_what_only_looks_like_a_mistake_is_planned(workplace: Path) -> None:
+    for typed in ACCEPTED:
         notes = resolve(compose(shlex.split(typed))).plan().notes
         assert all("all of its lora_B are 0" in note for note in notes), (typed, notes)  # adapters nothing has trained
 
@@ -1032,9 +1030,8 @@ HARDLY_MEANT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("part", [0, slow(1), slow(2)])
-def test_what_is_hardly_ever_meant_is_said_and_goes_on(part: int, workplace: Path) -> None:
-    for typed, fragment in HARDLY_MEANT[part::3]:
+def test_what_is_hardly_ever_meant_is_said_and_goes_on(workplace: Path) -> None:
+    for typed, fragment in HARDLY_MEANT:
         [warning] = resolve(compose(shlex.split(typed))).plan().notes
         assert fragment in warning, typed
 
@@ -1069,23 +1066,19 @@ print(json.dumps(lines))
 """
 
 
-@pytest.mark.parametrize("part", [0, slow(1), slow(2)])
-def test_a_mistake_in_the_config_is_refused_in_a_line_that_helps_before_a_library_is_imported(
-    part: int, templates: Path
-) -> None:
-    rows = TABLE[part::3]
+def test_a_mistake_in_the_config_is_refused_in_a_line_that_helps_before_a_library_is_imported(templates: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_LIBRARIES],
         cwd=templates,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent / "helpers")])},
-        input=json.dumps([row[0] for row in rows]),
+        input=json.dumps([row[0] for row in TABLE]),
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = zip(rows, json.loads(done.stdout), strict=True)
+    found = zip(TABLE, json.loads(done.stdout), strict=True)
     wrong = {
         row[0]: problem
         for row, (code, err, out, is_clean) in found

@@ -296,6 +296,16 @@ FAST = {
         ],
         last=to_the_end("cluster.ranks=1"),
     ),
+    # While an engine of its own samples step 3; in the update next to it; then in the process that does both in turn.
+    "sampling next to the update": Case(
+        words=tiny("overlap.lag=1", "algorithm.mismatch=token_truncate", "steps=4", "eval.every=0"),
+        hits=[
+            killed("rlft.loop.sampling:NextSamples.wait", 2).told("cluster.engines=1"),
+            killed(UPDATE, 2),
+            killed(UPDATE, 1).told("cluster.engines=0"),
+        ],
+        last=to_the_end("cluster.engines=1"),
+    ),
 }
 CASES = {
     "in every stage and in the thread of digests": Case(words=tiny(), hits=STAGES, every=2),
@@ -355,16 +365,6 @@ CASES = {
         hits=[killed(UPDATE, 2, "after").told("cluster.engines=2"), killed(PUBLISHED, 2).told(*TWO_WORKERS)],
         last=to_the_end("cluster.engines=0"),
         moves=lambda folder: learned(folder) and any(line["turns/mean"] > 1 for line in metrics(folder)),
-    ),
-    # While an engine of its own samples step 3; in the update next to it; then in the process that does both in turn.
-    "sampling next to the update": Case(
-        words=tiny("overlap.lag=1", "algorithm.mismatch=token_truncate", "steps=4", "eval.every=0"),
-        hits=[
-            killed("rlft.loop.sampling:NextSamples.wait", 2).told("cluster.engines=1"),
-            killed(UPDATE, 2),
-            killed(UPDATE, 1).told("cluster.engines=0"),
-        ],
-        last=to_the_end("cluster.engines=1"),
     ),
     # Three updates a step: in the second step.
     "two ranks, then four": Case(
