@@ -122,7 +122,7 @@ def test_the_list_of_tools_is_shown_page_by_page() -> None:
     ("how", "fragment"),
     [
         ("hangs", r"\(Error: no answer within 3 s\)"),
-        slow("ends", r"\(Error: RuntimeError: the tool's server has ended"),
+        slow("ends", r"\(Error: RuntimeError: the tool's server has ended\)"),
     ],
 )
 def test_a_server_that_does_not_list_its_tools_is_refused(how: str, fragment: str) -> None:
