@@ -65,7 +65,7 @@ def with_noise(roles: Roles) -> Roles:
     """The roles, whose adapters are random numbers."""
     generator = torch.Generator().manual_seed(1)
     for _, parameter in roles.named_parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)  # passes may hold on to its place
     return roles
 
 
