@@ -166,7 +166,7 @@ def entries(file: Path) -> dict[str, Entry]:
 def bases(file: Path) -> list[Path]:
     """The files under `base/` that a YAML file builds on by `defaults: [base/x@_here_, _self_]`.
 
-    Choices share them; they are not choices themselves. A base may build on others besides it.
+    Choices share them; they are not choices themselves. A base may build on others in its folder.
     """
     match = _BASES.search(file.read_text())
     names = [name.strip().partition("@")[0] for name in match[1].split(",")] if match else []
