@@ -619,7 +619,6 @@ def install(
         "_lazy_init": lambda *_: None,
         "empty_cache": recorded_graphs.empty_cache,
         "memory_snapshot": recorded_graphs.memory_snapshot,
-        "CUDAGraph": recorded_graphs.CUDAGraph,
         "graph": recorded_graphs.graph,
         "graph_pool_handle": recorded_graphs.pool_handle,
         **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), torch._C._accelerator_exchangeDevice),
@@ -640,7 +639,10 @@ def install(
         assert hasattr(torch.cuda, name) or hasattr(torch.mps, name), name
         if hasattr(module, name):
             setattr(module, name, functools.partial(function))  # torch's compiler wants one name for an object
-    for name in ("Stream", "Event"):  # they are classes, which stand in annotations
+    # These are classes, which stand in annotations.
+    if hasattr(module, "CUDAGraph"):
+        module.CUDAGraph = recorded_graphs.CUDAGraph
+    for name in ("Stream", "Event"):
         if hasattr(module, name):
             setattr(module, name, type(name, (Queue,), {}))
     module.default_generators = tuple(generators)
