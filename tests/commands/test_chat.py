@@ -409,7 +409,6 @@ def wait_until_it_sleeps(pid: int) -> None:
 
 STOPPED, TOKENS = r"\(stopped; Ctrl-D quits\)", r"\[\d+ tokens.*\]"
 DIALOGUE = [  # (what a person types, what is shown then)
-    ("", ["step_000003: temperature 1, at most 32 tokens; /help", "> "]),
     (f"{QUESTION}\n", [TOKENS, "> "]),
     ("half a question", ["half a question"]),
     ("\x03", [STOPPED, "> "]),  # Ctrl-C
@@ -423,12 +422,13 @@ DIALOGUE = [  # (what a person types, what is shown then)
 ]
 
 
-@pytest.mark.slow
 def test_a_person_asks_edits_stops_and_leaves(trained: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     environment |= {"TERM": "xterm-256color", "NO_COLOR": "1", "INPUTRC": os.devnull}
     child = pexpect.spawn(sys.executable, ["-c", PROGRAM, str(trained)], env=environment, encoding="utf-8", timeout=120)
     assert child.pid is not None
+    child.expect_exact(f"{trained}, step_000003: temperature 1, at most 32 tokens; /help")
+    child.expect_exact("> ")
     for typed, shown in DIALOGUE:
         wait_until_it_sleeps(child.pid)  # Python's input() sees a Ctrl-C between two keys only once it waits for one
         child.send(typed)

@@ -120,8 +120,10 @@ def test_json_is_alone_on_standard_output_whatever_a_reward_prints(
     (tmp_path / "loud.py").write_text(PRINTING)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    sys.modules.pop("loud", None)
-    cli.run([*words, "--json", "+recipe=grpo_arithmetic", "--config-dir", str(tmp_path), "reward=[loud]"])
+    try:
+        cli.run([*words, "--json", "+recipe=grpo_arithmetic", "--config-dir", str(tmp_path), "reward=[loud]"])
+    finally:
+        sys.modules.pop("loud", None)
     out, err = capfd.readouterr()
     assert json.loads(out)["rows" if words[0] == "reward" else "rewards"]
     for printed in ("imported", "built", "called"):

@@ -137,10 +137,11 @@ def test_one_flipped_bit_in_any_file_is_found(copies: Callable[[], Path]) -> Non
     draw = random.Random(3)
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size):
         content = file.read_bytes()
-        place, bit = draw.randrange(len(content)), draw.randrange(8)
-        file.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
-        found, where = wrong(audited(folder)), (file.relative_to(folder), place, bit)
-        step = file.relative_to(folder).parts[1] if file.parent.name.startswith("step_") else file.name
-        assert any(step in row for row in found), (where, found)
+        for _ in range(2):
+            place, bit = draw.randrange(len(content)), draw.randrange(8)
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            found, where = wrong(audited(folder)), (file.relative_to(folder), place, bit)
+            step = file.relative_to(folder).parts[1] if file.parent.name.startswith("step_") else file.name
+            assert any(step in row for row in found), (where, found)
         file.write_bytes(content)
     assert wrong(audited(folder)) == []

@@ -15,7 +15,6 @@ from rlft.config.compose import compose
 from rlft.config.keys import with_values
 
 
-# -- kernels ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def tiny_trial(tmp_path: Path) -> Callable[..., MachineTrial]:
     """Builds a trial of the embedded model with four prompts of eight letters."""

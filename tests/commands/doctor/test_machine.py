@@ -79,7 +79,7 @@ def test_what_is_installed_here_is_read_with_the_ranges_of_its_own_metadata() ->
 SM = ["sm_80", "sm_90"]
 GB = 10**9
 OK, SLOW, WRONG, SKIPPED = Status.ok, Status.slow, Status.wrong, Status.skipped
-ROWS = [  # (which row, what is there, its status, words of its value and remedy)
+ROWS = [  # (which row, what is there, its status, words of "= its value -> its remedy")
     # torch's build, the driver's newest release, whether torch can use a GPU
     (machine.driver_row, ("12.8", (12, 4), True), OK, "for CUDA 12.8; the driver takes CUDA 12.4"),
     (machine.driver_row, (None, None, False), SKIPPED, "without CUDA; no NVIDIA driver here"),
@@ -89,7 +89,7 @@ ROWS = [  # (which row, what is there, its status, words of its value and remedy
     # name, capability, what torch is built for, bytes that are free, all bytes
     (machine.gpu_row, ("GPU", (8, 6), SM, 79 * GB, 80 * GB), OK, ""),
     (machine.gpu_row, ("GPU", (9, 0), SM, 39 * GB, 80 * GB), SLOW, ""),
-    (machine.gpu_row, ("GPU", (7, 5), SM, 79 * GB, 80 * GB), WRONG, "torch is built for sm_80, sm_90"),
+    (machine.gpu_row, ("GPU", (7, 5), SM, 79 * GB, 80 * GB), WRONG, "torch is built for sm_80, sm_90 -> "),
     (machine.gpu_row, ("GPU", (12, 0), SM, 79 * GB, 80 * GB), WRONG, ""),
     # folder, bytes that are free, whether it can be written
     (machine.disk_row, (Path(), 10 * GB, True), OK, ""),
@@ -100,12 +100,13 @@ ROWS = [  # (which row, what is there, its status, words of its value and remedy
     (machine.hub_row, (True, False, "me/mine"), OK, ""),
     (machine.hub_row, (False, False, None), SLOW, ""),
     (machine.hub_row, (False, False, "me/mine"), WRONG, ""),
-    (machine.hub_row, (False, True, "me/mine"), OK, "not asked, by HF_HUB_OFFLINE; me/mine must be in its cache here"),
+    (machine.hub_row, (False, True, "me/mine"), OK,
+     "= is not asked, by HF_HUB_OFFLINE; me/mine must be in its cache here -> "),
     # how programs are isolated, what is told of that and of their memory, whether a reward runs programs
     (machine.sandbox_row, (Isolation.none, "bubblewrap cannot isolate: not permitted", "", True), WRONG,
      "a container must allow user namespaces"),
     (machine.sandbox_row, (Isolation.none, "bubblewrap is not installed", "", False), SKIPPED, ""),
-    (machine.sandbox_row, (Isolation.user, "isolated", "bounded", True), OK, "isolated; bounded"),
+    (machine.sandbox_row, (Isolation.user, "isolated", "bounded", True), OK, "= isolated; bounded -> "),
 ]  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def test_what_is_there_is_ok_slow_or_wrong(
 ) -> None:
     row = row_of(*there)
     assert row.status is status
-    assert told in f"{row.value} {row.remedy}"
+    assert told in f"= {row.value} -> {row.remedy}"
 
 
 def test_only_rewards_that_run_programs_need_a_sandbox() -> None:

@@ -165,7 +165,7 @@ ROWS = [  # (which row, what was measured, its status, some of its numbers)
     (trial.sampling_row, (1000, 25.0, 1.0, "vllm"), SLOW, {"tokens_per_s": 40.0}),
     (trial.update_row, (1000, 2.0, 1e12, 1e12, 0.2), OK, {"share": 0.5, "tokens_per_s": 500.0}),
     (trial.update_row, (1000, 10.0, 1e12, 1e12, 0.2), SLOW, {}),
-    (trial.update_row, (1000, 10.0, None, 1e12, 0.2), OK, {"share": None}),  # of a model whose operations are unknown
+    (trial.update_row, (1000, 10.0, None, 1e12, 0.2), OK, {"share": "none"}),  # of a model whose operations are unknown
     (trial.publish_row, (2.0, 100.0), OK, {}),  # its seconds, those of a step
     (trial.publish_row, (0.5, 1.0), OK, {}),
     (trial.publish_row, (2.0, 10.0), SLOW, {}),
@@ -177,8 +177,8 @@ ROWS = [  # (which row, what was measured, its status, some of its numbers)
 
 @each(("row_of", "measured", "status", "numbers"), ROWS)
 def test_slow_steps_and_a_plan_that_is_off_are_told(
-    row_of: Callable[..., CheckRow], measured: tuple[Any, ...], status: Status, numbers: dict[str, float | None]
+    row_of: Callable[..., CheckRow], measured: tuple[Any, ...], status: Status, numbers: dict[str, float | str]
 ) -> None:
     row = row_of(*measured)
     assert row.status is status
-    assert {name: row.numbers.get(name) for name in numbers} == numbers
+    assert {name: row.numbers.get(name, "none") for name in numbers} == numbers

@@ -6,15 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from run_folders import files_of
 
 from rlft.commands.export.command import export
 from rlft.commands.export.model_card import prepare
 from rlft.runs.find import find
 from rlft.runs.lines import silent
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.fixture(scope="session")

@@ -150,6 +150,7 @@ def test_one_checkpoint_of_a_run_can_be_named_whose_card_tells_no_later_result(
     out, name = exported(find(older), tmp_path / "older", "adapter"), "adapter_model.safetensors"
     assert (out / name).read_bytes() == (older / "policy" / name).read_bytes()
     assert (exports["adapter"] / name).read_bytes() == (newer / "policy" / name).read_bytes()
+    assert (older / "policy" / name).read_bytes() != (newer / "policy" / name).read_bytes()
     text = (out / "README.md").read_text()
     assert "for 2 steps" in text
     assert "|  | step 0 | step 2 |" in text
@@ -198,6 +199,10 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(
         # One unit of float32 before rounding may fall on either side of the middle between two bfloat16 numbers.
         different = found[name] != expected.get(name, weight).bfloat16()
         assert different.float().mean() < (1e-3 if name in expected else 1e-9), name
+    exact = weights_of(exported(place, tmp_path / "exact", dtype="float32"))
+    assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
+    assert all(torch.equal(found[name], exact[name].bfloat16()) for name in exact)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     assert files_of(base) == before, "the base is only read"
 
 
@@ -243,7 +248,8 @@ REFUSED = [
     (("new", "gguf", None), "as: is written by llama.cpp's converter, not by rlft, got gguf; use as=model, then "
      "`python llama.cpp/convert_hf_to_gguf.py new --outfile new.gguf --outtype auto`"),
     (("new", None, "float8"), "dtype: is not a known dtype, got float8; did you mean float32? All: auto, float32"),
-    (("new", "adapter", "float32"), "dtype: applies to a model's weights only: an adapter keeps its own dtype, got fl"),
+    (("new", "adapter", "float32"), "dtype: applies to a model's weights only: an adapter keeps its own dtype, got "
+     "float32"),
     (("a_file", None, None), "out: exists already, and nothing is ever overwritten"),
     (("a_folder", None, None), "out: exists already"),
     (("a_link", None, None), "out: exists already"),

@@ -147,7 +147,7 @@ def test_trials_are_compared_by_what_is_measured_alike(
 
 
 @pytest.mark.parametrize(
-    ("command", "section"), [slow("dpo", "preferences"), slow("rm", "preferences"), ("sft", "demonstrations")]
+    ("command", "section"), [("dpo", "preferences"), slow("rm", "preferences"), ("sft", "demonstrations")]
 )
 def test_trials_are_compared_on_the_same_held_out_texts(command: str, section: str) -> None:
     """A limit of 20 tokens leaves some of the embedded completions out, which have up to 23."""

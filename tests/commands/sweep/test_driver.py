@@ -20,6 +20,7 @@ from in_one_test import each
 from run_folders import check_same
 from run_processes import Nursery, happens
 
+import rlft
 from rlft.commands.sweep import study as studies
 from rlft.commands.sweep.checks import check, curve
 from rlft.commands.sweep.command import Grid
@@ -139,7 +140,7 @@ STOPS = {"interrupted": INTERRUPTED, "disk": Ending(How.disk, "the disk is full"
 def test_whatever_ends_trials_they_fail_alone_and_the_sweep_comes_to_its_end(tmp_path: Path) -> None:
     """Random endings of random trials, one or several at a time, with one or two seeds; then the sweep is repeated."""
     random_numbers = random.Random(7)
-    for case in range(10):
+    for case in range(40):
         folder, seeds = tmp_path / str(case), random_numbers.choice((1, 2))
         failing = {n: random_numbers.choice(list(FAILURES)) for n in range(5 * seeds) if random_numbers.random() < 0.4}
         study = make_study(folder, keys(trials=5, seeds=seeds, sampler="random"), RATE)
@@ -495,19 +496,20 @@ def test_an_interruption_signals_each_job_once_since_a_second_signal_would_aband
     assert [worker.signals for worker in launcher.workers] == [[signal.SIGINT]] * 2
 
 
-def test_a_real_process_ends_as_its_command_does(tmp_path: Path) -> None:
+def test_real_processes_end_as_their_commands_do(tmp_path: Path) -> None:
     launcher, said = LocalProcesses(tmp_path), list[str]()
     interrupt = Interrupt(said.append)
     place = SideBySide(launcher, lambda run: run.words, ClusterConfig(jobs=2, timeout=60.0), interrupt, said.append)
-    run = Run(number=0, name="trian", words=["trian"], folder=tmp_path / "0")
     try:
-        place.start(run, lambda: False)
-        assert happens(lambda: place.wait() or place.ending(run) is not None, within_s=60.0)
+        for number, word in enumerate(("--version", "trian")):
+            place.start(Run(number=number, name=word, words=[word], folder=tmp_path / str(number)), lambda: False)
+        assert happens(lambda: place.wait() or not place._running, within_s=60.0)
     finally:
         launcher.close()
     problem = "trian: there is no such command; did you mean rlft train?"
-    assert any(f"job 0 failed: {problem}" in line for line in said)
-    assert problem in (tmp_path / "cluster" / "job-0.log").read_text()
+    assert any(f"job 1 failed: {problem}" in line for line in said)
+    assert problem in (tmp_path / "cluster" / "job-1.log").read_text()
+    assert (tmp_path / "cluster" / "job-0.log").read_text() == f"rlft {rlft.__version__}\n"
 
 
 def test_jobs_share_the_threads_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:

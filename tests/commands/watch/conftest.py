@@ -98,7 +98,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def made(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """runs/first/a (finished), runs/first/b (another learning rate, killed), runs/second/c (sft, stopped)."""
     root = tmp_path_factory.mktemp("made") / "runs"
