@@ -62,7 +62,10 @@ TEXT_PART = {"type": "text", "text": "How many?"}
 @pytest.mark.parametrize(
     ("question", "field", "expected"),
     [
-        ("How many?", A, f"{IMAGE}How many?"),
+        ("How many?", [A], f"{IMAGE}How many?"),
+        ("How many?", [A, B], f"{IMAGE}{IMAGE}How many?"),
+        ("Is <image> like <image>?", [A, B], f"Is {IMAGE} like {IMAGE}?"),
+        (asked("How many?"), A, f"{IMAGE}How many?"),
         (asked([TEXT_PART, IMAGE_PART]), None, f"How many?{IMAGE}"),
         (asked([{"type": "image"}, TEXT_PART]), A, f"{IMAGE}How many?"),
         (asked([{"type": "image_url", "image_url": {"url": IMAGE_PART["image"]}}, TEXT_PART]), None,

@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlft.system.process.child import END_S, serve
 from rlft.system.process.launcher import LocalProcesses, ProcessWorker
 from rlft.system.process.worker import WorkerSpec
@@ -42,6 +44,7 @@ def begin(variables: Mapping[str, str], connection: Connection, output: Connecti
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     os.environ.update(variables)
+    torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # as a process that begins with it
     serve(connection)
 
 

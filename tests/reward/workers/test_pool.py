@@ -403,11 +403,22 @@ def test_scores_failures_and_their_limits_are_those_of_workers_here(make: Make, 
     here = Scorer(used, 2, TIMEOUT_S, -1.0)
     try:
         there = make(used, workers=2)
-        for some in ([groups[0]], [groups[3]], groups):  # the last failure of all is compared
+        for some in (*([one] for one in groups), groups):  # so that the last failure of each is compared
             expected = told(here, here(some))
             assert told(there, there(some)) == expected
     finally:
         here.close()
+
+
+def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make: Make, group: GroupOf) -> None:
+    scorer = make(rewards("naughty"), on_error="stop")
+    with pytest.raises(
+        RewardError, match=r"^reward\.naughty: raised ValueError.* on prompt 'p0', completion 2 of 2: 'rai"
+    ):
+        scorer([group(["fine", "raise"], id="p0")])
+    scorer = make(rewards("StartsBadly"))
+    with pytest.raises(RewardError, match="could not be started in its worker: OSError: the sandbox is not there"):
+        scorer([group(["a"])])
 
 
 @pytest.mark.parametrize(
