@@ -74,9 +74,10 @@ def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(load) -> N
 
     text, sound = {"type": "text", "text": "a"}, {"type": "input_audio", "input_audio": "x.wav"}
     assert read(text, text).messages[0]["content"] == "aa"
-    with pytest.raises(UserError, match=r"a\.jsonl:1: message 0 of field 'm' has a part 1 of its content of the ty"):
+    said = r"a\.jsonl:1: message 0 of field 'm' "
+    with pytest.raises(UserError, match=said + "has a part 1 of its content of the type 'input_audio'"):
         read(text, sound)
-    with pytest.raises(UserError, match=r"a\.jsonl:1: message 0 of field 'm' must have a text"):
+    with pytest.raises(UserError, match=said + "must have a text"):
         read()
 
 
@@ -211,6 +212,7 @@ def test_numbers_and_booleans_are_written_out_and_one_that_is_missing_is_refused
     numbers |= {True: "true", False: "false", "yes": "yes"}
     prompts = load(*({"prompt": f"{i}", "answer": number} for i, number in enumerate(numbers)))
     assert [prompt.answer for prompt in prompts] == list(numbers.values())
+    assert load({"prompt": "?", "answer": [True, "yes"]})[0].answer == "true"
     for number in (float("nan"), float("inf")):
         with pytest.raises(UserError, match=r"a\.jsonl:1: .*(holds no number|NaN|Infinity)"):
             load({"prompt": "?", "answer": number})
@@ -324,7 +326,7 @@ def test_a_folder_for_temporary_files_that_is_full_or_missing_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "TemporaryFile", partial(Path("/dev/full").open, "w+b"))
         with pytest.raises(
-            UserError, match=r"^data\.path: its rows do not fit .*No space left.*; set TMPDIR to a fold"
+            UserError, match=r"^data\.path: its rows do not fit .*No space left.*; set TMPDIR to a folder"
         ):
             make_data("jsonl", path=str(mine)).load(Split.train)
     monkeypatch.setattr(tempfile, "tempdir", None)

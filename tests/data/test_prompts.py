@@ -77,12 +77,16 @@ def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_by_number_and
 
 def test_a_prompt_without_a_token_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer) -> None:
     for prompts, problem in (
-        ([THREE[0], prompt("b", ""), THREE[2]], "^data: 1 of 3 train prompts have no token, .*, got b; leave them out"),
-        ([], "the train split is empty"),
-        ([THREE[0], THREE[1], THREE[0]], "the train split has 1 id more than once, got a"),
+        (
+            [THREE[0], prompt("b", ""), THREE[2]],
+            "^data: 1 of 3 {} prompts have no token, .*, got b; leave them out, or",
+        ),
+        ([], "the {} split is empty"),
+        ([THREE[0], THREE[1], THREE[0]], "the {} split has 1 id more than once, got a"),
     ):
-        with pytest.raises(UserError, match=problem):
-            scan(prompts, tokenizer, 100, "drop", Split.train, "raw")
+        for split in Split:
+            with pytest.raises(UserError, match=problem.format(split)):
+                scan(prompts, tokenizer, 100, "drop", split, "raw")
 
 
 @each("added", ["$A", "<bos> $A", "<bos> $A <eos>", "<bos> <bos> $A <eos> <eos>"])

@@ -332,7 +332,7 @@ SHEETS: dict[str, tuple[str, list[dict[str, str]] | str]] = {
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_tables_are_read_as_spreadsheets_write_them(tmp_path: Path, every: int) -> None:
     """Each irregularity x delimiter x line end x byte order mark x name of the file; by default one of 5 of them."""
-    number = 0
+    number = checked = 0
     for irregular, delimiter, end, encoding, name in product(
         SHEETS, ",;\t|", ("\n", "\r\n", "\r"), ("utf-8", "utf-8-sig", "utf-16"), ("a.csv", "a.tsv", "a.txt")
     ):
@@ -361,7 +361,8 @@ def test_tables_are_read_as_spreadsheets_write_them(tmp_path: Path, every: int) 
                 list(parsed(str(tmp_path / name), "data.path", None, lambda fields, _: [text_of(fields, "p")]))
             assert expected in str(refusal.value), (irregular, delimiter, end, name)
             assert "no names" not in irregular or "write a first row with the names" in str(refusal.value)
-    assert number == len(SHEETS) * 4 * 3 * 3 * 3
+        checked += 1
+    assert checked > (1300 if every == 1 else 1300 // every - 50)
 
 
 def test_workbooks_are_read_by_sheet(tmp_path: Path) -> None:

@@ -384,7 +384,7 @@ def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
     steps: list[tuple[int, list[int], list[int]]],
 ) -> None:
     """Each step keeps the first so many tokens of the context, reads others behind them, and may say something."""
-    transcript, all_said = Transcript([7, 8, 9]), [0]
+    transcript, all_said, logprobs = Transcript([7, 8, 9]), [0], [-1.0]
     transcript.add([0], [-1.0])
     for kept, heard, said in steps:
         context = [*transcript.context[:kept], *heard]
@@ -393,11 +393,14 @@ def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
         transcript.set_context(context)
         assert transcript.context == context
         assert len(transcript.token_ids) - before == added <= len(heard)
-        transcript.add(said, [-1.0] * len(said))
+        new = [-float(len(logprobs) + i + 1) for i in range(len(said))]
+        transcript.add(said, new)
         all_said += said
+        logprobs += new
         if said:  # a row ends with a turn of the policy's
             assert list(rollout_of(transcript, [7, 8, 9]).last_path()) == transcript.context
     assert [token for token, own in zip(transcript.token_ids, transcript.mask, strict=True) if own] == all_said
-    assert transcript.logprobs == [-1.0 if own else 0.0 for own in transcript.mask]
+    own = iter(logprobs)
+    assert transcript.logprobs == [next(own) if is_own else 0.0 for is_own in transcript.mask]
     starts = [branch.start for branch in transcript.branches]
     assert starts == sorted(set(starts)), "no branch is empty"

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from run_processes import happens, is_alive
-from slow_cases import slow
 
 from rlft import cli
 from rlft.environment.mcp import Mcp, checked
@@ -120,10 +119,7 @@ def test_the_list_of_tools_is_shown_page_by_page() -> None:
 
 @pytest.mark.parametrize(
     ("how", "fragment"),
-    [
-        ("hangs", r"\(Error: no answer within 3 s\)"),
-        slow("ends", r"\(Error: RuntimeError: the tool's server has ended\)"),
-    ],
+    [("hangs", r"\(Error: no answer within 3 s\)"), ("ends", r"\(Error: RuntimeError: the tool's server has ended\)")],
 )
 def test_a_server_that_does_not_list_its_tools_is_refused(how: str, fragment: str) -> None:
     with pytest.raises(UserError, match=f"^environment.command: its server does not list its tools {fragment}, got"):

@@ -67,7 +67,7 @@ def test_arguments_of_python_functions(function: Any, arguments: dict[str, Any],
         ("hang for good", "time", "Error: no answer within 0.5 s"),  # it ignores the alarm, and is killed
         ("raise", "raised", "Error: ValueError: a \x00 ? problem <|im_end|>"),
         slow("exit", "raised", "Error: SystemExit: 3"),
-        slow("interrupt", "raised", "Error: KeyboardInterrupt: "),
+        ("interrupt", "raised", "Error: KeyboardInterrupt: "),
         ("die", "died", "Error: the tool's process ended with exit code 7"),
         ("fork", "", "fork"),
         ("shout", "", "x" * 400 + f" [cut: {2**20 - 400} more characters]"),
@@ -97,6 +97,8 @@ def test_a_malformed_call_is_answered_with_the_error(converse: Converse) -> None
     }
     conversations = converse({"*": [[*wrong, "done"]]}, tools("conversation_tools.add"))
     completion = one(conversations.sample([prompt()], 1, [0], SAMPLING))
+    assert len(completion.turns) == len(wrong) + 1
     for turn, problem in zip(completion.turns, wrong.values(), strict=False):
         assert ([c.cause for c in turn.calls], problem in turn.answer) == (["malformed"], True), turn
+        assert problem == "not valid JSON" or [c.answer for c in turn.calls] == [problem]
     assert completion.turns[-1].text == "done"

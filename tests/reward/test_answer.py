@@ -99,7 +99,7 @@ def test_a_place_gives_one_answer_or_none(place, text, only, last):
     ],
 )
 def test_an_answer_in_the_reasoning_counts_only_where_that_is_wanted(place, text, spoken, anywhere):
-    """tests/tokens/test_answers.py has every marker of reasoning."""
+    """tests/tokens/test_reasoning.py has every marker of reasoning."""
     made = {"answer_in": AnswerIn(place), "tag": "answer", "pattern": "Answer: ([0-9]+)"}
     assert AnswerKeys(**made, which=Which.only, in_reasoning=False).extract(text) == spoken
     assert AnswerKeys(**made, which=Which.last, in_reasoning=True).extract(text) == anywhere

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from in_one_test import each
 from reward_groups import make_group
-from slow_cases import slow
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -60,8 +59,9 @@ def scores(group, programs, tests, **keys):
 
 
 # -- where the program stands ----------------------------------------------------------------------------------------
-BLOCKS = {  # {program: texts}; tests/tokens/test_answers.py has every fence and every marker of reasoning
+BLOCKS = {  # {program: texts}; every fence: tests/tokens/test_answers.py; markers of reasoning: test_reasoning.py there
     "a\n": [
+        fence("a", "{python}"), fence("a", "{.python}"),
         fence("a", ""), fence("a") + fence("output", ""), fence("a") + fence("b", "bash"),
         fence("a", "") + fence("b", "bash"), "```python\na\n```\n```python\nb", "```\na\n```\n```python\nb",
         "```python\na",  # such as before a stop string
@@ -70,7 +70,7 @@ BLOCKS = {  # {program: texts}; tests/tokens/test_answers.py has every fence and
         fence("a") + fence("b"), fence("a", "") + fence("b", ""), "```python\na\n```python\nb\n```",
         "<think>\n" + fence("a") + "</think>\n" + fence("b", ""),
     ],
-    None: [fence(" \n"), "print(1)", ""],
+    None: ["<think>\n" + fence("a") + "</think>\nDone.", fence(" \n"), "print(1)", ""],
 }  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def test_tests_that_need_more_than_plain_data_are_counted_when_the_data_are_scan
     assert list(reported(specs({"code": KEYS}), "examine", prompts[:1])) == []
 
 
-@pytest.mark.parametrize("split", ["train", slow("held-out")])
+@pytest.mark.parametrize("split", ["train", "held-out"])
 def test_a_plan_scans_the_tests_of_both_splits(split, tmp_path):
     for name in ("train", "held-out"):
         test = "assert near(f(1), 2)" if name == split else "assert f(lambda x: x) == 1"

@@ -185,7 +185,14 @@ def test_calls_of_tools_are_read_and_their_answers_are_shown(
     said = choice.message.model_dump(exclude_none=True)
     messages = [*ASKED, said, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
     again = client.chat.completions.create(messages=messages, **asked)
-    assert f"So:\n{shown}<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(again.prompt_token_ids)
+    text = tokenizer.decode(again.prompt_token_ids)
+    assert text.endswith(f"So:\n{shown}<|im_end|>\n<|im_start|>assistant\n")
+    if syntax == "json":
+        assert "<tool_call>" not in text
+    else:
+        made = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+        turns = [{"role": "assistant", "content": "So:", "tool_calls": [made]}, {"role": "tool", "content": "5"}]
+        assert again.prompt_token_ids == ids_of([*ASKED, *turns], tools=[ADD])
     none = client.chat.completions.create(messages=ASKED, tool_choice="none", **asked)
     assert (none.choices[0].message.tool_calls, none.choices[0].message.content) == (None, f"So:\n{written}")
 
@@ -327,10 +334,12 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/completion", {"prompt": "a"}, 404, "there is no such path here: POST /v1/completion"),
     (COMPLETIONS, {}, 400, "prompt"),
     (COMPLETIONS, {"prompt": ""}, 400, "prompt: has no token; send one that has"),
+    (COMPLETIONS, {"prompt": []}, 400, "prompt: has no token; send one that has"),
     (COMPLETIONS, {"prompt": [[5], []]}, 400, "prompt: has no token; send one that has"),
     (COMPLETIONS, {"prompt": [10**6]}, 400, "prompt: the model has no token 1000000"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens: 0 needs echo"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 3000}, 400, "raise generation.max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 2}, 400, "logprobs: input should be less"),
     (COMPLETIONS, {"prompt": "a", "stream": True}, 400, "stream: is not supported here; leave it out"),
     (COMPLETIONS, {"prompt": "1 2", "echo": True, "logprobs": 1, "max_tokens": 0}, 400,
      "echo: with logprobs it needs an engine that gives the most likely tokens of a prompt; serve with"),
