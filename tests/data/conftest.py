@@ -68,7 +68,7 @@ def load(make_data: Make, write: Make, tmp_path: Path) -> Make:
 
 
 @pytest.fixture
-def trained(write: Make, tmp_path: Path) -> Make:
+def trained_rows(write: Make, tmp_path: Path) -> Make:
     """The training split of these lines by a maker; one other question is held out in a file of its own."""
 
     def load(make: Make, *lines: Any, **keys: Any) -> Any:

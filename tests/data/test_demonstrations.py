@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from data_rows import says, user
 
 from rlft.data.records import sampled_with
 from rlft.types import Demonstration, Split, UserError
@@ -12,20 +13,12 @@ from rlft.types import Demonstration, Split, UserError
 SYSTEM = {"role": "system", "content": "own"}
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def says(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
 TALK = [user("a"), says("b"), user("c"), says("d")]
 
 
 @pytest.fixture
-def learned(make_demonstrations, trained) -> Callable[..., list[Demonstration]]:
-    return partial(trained, make_demonstrations)
+def learned(make_demonstrations, trained_rows) -> Callable[..., list[Demonstration]]:
+    return partial(trained_rows, make_demonstrations)
 
 
 def told(found: list[Demonstration]) -> list[tuple[str, list[str], str]]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from reward_groups import group_of
 from transformers import AutoTokenizer
 from turn_shapes import SHAPES, shaped_tokenizer
 
@@ -43,13 +44,9 @@ from rlft.model.forward import choose
 from rlft.tokens.text import RunTokenizer, rendered, turn_ends
 from rlft.types import (
     Batch,
-    Completion,
     Demonstration,
-    FinishReason,
-    Group,
     Prompt,
     Ranking,
-    Rollout,
     Split,
     UserError,
 )  # fmt: skip
@@ -590,11 +587,6 @@ def test_the_shipped_text_begins_at_the_loss_that_the_embedded_model_was_taught(
 
 
 # -- what a teacher reads that the student does not --------------------------------------------------------------------
-def group_of(prompt, size):
-    said = Completion(text="1", token_ids=(5,), logprobs=(0.0,), finish_reason=FinishReason.stop)
-    return Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),) * size)
-
-
 def test_a_hint_stands_at_the_end_of_the_last_message_with_the_answer_in_it(make_prompt):
     hinted = with_hint(make_prompt("What is 1 + 1?", "2"), "The answer is {answer}.")
     assert hinted.messages == ({"role": "user", "content": "What is 1 + 1?\n\nThe answer is 2."},)
@@ -603,7 +595,9 @@ def test_a_hint_stands_at_the_end_of_the_last_message_with_the_answer_in_it(make
 
 def test_each_completion_has_its_prompts_tokens_with_the_hint(make_prompt, backbone):
     one, two = make_prompt("1?", "1"), make_prompt("What is 20 + 20?", "40")
-    made = teacher_prompts([group_of(one, 2), group_of(two, 1)], "It is {answer}.", backbone.tokenizer, "chat")
+    made = teacher_prompts(
+        [group_of(one, [[5]] * 2), group_of(two, [[5]])], "It is {answer}.", backbone.tokenizer, "chat"
+    )
     expected = [make_prompt(f"{text}\n\nIt is {answer}.").token_ids for text, answer in (("1?", 1), (two.id, 40))]
     assert made.dtype == torch.int64
     assert [tuple(row[row >= 0].tolist()) for row in made] == [expected[0], expected[0], expected[1]]

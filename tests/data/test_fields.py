@@ -9,19 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_rows import every
 
 from rlft.data import hub
 from rlft.data.fields import MARK, RowError, image_of, messages_of, with_images
 from rlft.data.shapes import drawing
-from rlft.types import IMAGE, Prompt, Split, UserError
+from rlft.types import IMAGE, UserError
 
 CONTENT = {name: drawing(name).data for name in ("3-a", "4-b", "1-c", "2-d", "5-e", "6-f")}
 A, B, *_ = CONTENT.values()
-
-
-def every(data: Any) -> list[Prompt]:
-    """The prompts of both splits."""
-    return [prompt for split in Split for prompt in data.load(split)]
 
 
 def test_an_image_has_one_digest_in_each_form(tmp_path: Path) -> None:

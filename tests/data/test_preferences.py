@@ -7,27 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_rows import says, user
 
 from rlft.data.fields import RowError, TypedRow, UselessRow
 from rlft.data.preferences import RankingSet
 from rlft.data.records import sampled_with
 from rlft.types import Ranking, Split, UserError
 
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def says(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
 PAIR = {"prompt": "1?", "chosen": "good", "rejected": "bad"}
 
 
 @pytest.fixture
-def scan(make_preferences, trained) -> Callable[..., RankingSet]:
-    return partial(trained, make_preferences)
+def scan(make_preferences, trained_rows) -> Callable[..., RankingSet]:
+    return partial(trained_rows, make_preferences)
 
 
 def told(found: RankingSet) -> list[tuple[str, list[str], list[tuple[str, float]]]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_rows import says, user
 from in_one_test import each
 
 from rlft.config.compose import compose
@@ -20,14 +21,6 @@ from rlft.types import Split, UserError
 
 LINE = {"prompt": "{}?", "answer": "1", "completion": "x", "chosen": "good", "rejected": "bad", "by": 1, "text": "x"}
 HALF = "\ud800"
-
-
-def user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def says(text: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 Load = Callable[..., Any]
@@ -184,7 +177,8 @@ REFUSED: dict[str, Rows] = {
             ({"prompt": "1?", "answer": []}, "field 'answer' is an empty list"),
             ({"prompt": "1?", "answer": ""}, "field 'answer' is empty"),
         ]),
-        *rows([({"prompt": "1?", "answer": "one"}, "has no match")], answer_pattern="[0-9]+"),
+        *rows([({"prompt": "1?", "answer": "one"}, "the answer has no match of data.answer_pattern")],
+              answer_pattern="[0-9]+"),
         *rows([({"prompt": "1?", "answer": ",,"}, "the answer is empty")], answer_remove=","),
         *rows([
             ({"m": "hello"}, "field 'm' must be a list of messages, it is a string"),
@@ -204,10 +198,11 @@ REFUSED: dict[str, Rows] = {
             ({"prompt": "1?", "completion": [says("a"), says("b")]}, "must be a string or one assistant message"),
             ({"prompt": [user("a"), says("b")], "completion": "c"}, "is not a user message"),
             *(({"messages": [*TALK, message]}, problem) for message, problem in [
-                ({**says("d"), "weight": 0.5}, "has the weight 0.5; it must be 0 "),
+                ({**says("d"), "weight": 0.5}, "has the weight 0.5; it must be 0 (read) or 1 (learned)"),
                 ({**says("d"), "reasoning_content": 5}, "must have a text as its reasoning_content, it is a number"),
                 (says(None), "must have a text as its content, it is null"),
-                ({"role": "assistant", "tool_calls": "add"}, "has tool_calls that must be a list"),
+                ({"role": "assistant", "tool_calls": "add"},
+                 "message 3 of field 'messages' has tool_calls that must be a list"),
                 ({"role": "developer", "content": "d"}, "is a system message; only the first may be"),
                 ({"role": "narrator", "content": "d"}, 'must be {"role": system | user | assistant | tool'),
             ]),
@@ -220,7 +215,8 @@ REFUSED: dict[str, Rows] = {
              "has the field 'name'; a message of the role user has role, content"),
         ], "use it under a name that is known, or leave it out"),
         *rows([
-            ({"messages": [*TALK, {"role": "assistant", "tool_calls": [CALL]}]}, "has a call of a tool"),
+            ({"messages": [*TALK, {"role": "assistant", "tool_calls": [CALL]}]},
+             "message 3 of field 'messages' has a call of a tool"),
             ({"messages": [*TALK, says("d")], "tools": [{"function": {}}]},
              "field 'tools' must be a list of schemas of functions with a name"),
         ], "fix it"),
@@ -357,19 +353,19 @@ USELESS: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {  # {section: [(row
 
 @each("section, row, problem, keys", [(section, *case) for section, cases in USELESS.items() for case in cases])
 def test_a_row_with_nothing_to_learn_is_left_out_and_named(
-    section: str, row: Any, problem: str, keys: dict[str, Any], request, trained, caplog
+    section: str, row: Any, problem: str, keys: dict[str, Any], request, trained_rows, caplog
 ) -> None:
     caplog.clear()
     make = request.getfixturevalue(f"make_{section}")
     good = {"prompt": "0?", "completion": "0", "completions": ["a", "b"], "scores": [1, 0]}
     with caplog.at_level(logging.WARNING):
-        found = trained(make, row, good, **keys)
+        found = trained_rows(make, row, good, **keys)
     assert [one.prompt.id for one in getattr(found, "rankings", found)] == ["mine.jsonl:2"]
     said = f"{section}.path: nothing can be learned from 1 of 2 train rows: mine.jsonl:1 {problem}"
     assert said in caplog.text
     # More than half: the rows are not what the keys say that they are.
     with pytest.raises(UserError, match=r"nothing can be learned from 2 of 3 train rows: mine\.jsonl:1 has "):
-        trained(make, row, row, good, **keys)
+        trained_rows(make, row, row, good, **keys)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

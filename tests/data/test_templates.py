@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_rows import every
 from in_one_test import each
 from reward_groups import TAGGED
 
@@ -249,10 +250,6 @@ def test_what_are_no_options_is_refused_by_the_key(make_data, write, tmp_path: P
         file = write(tmp_path / "a.jsonl", {"prompt": "1?", "answer": "A", "c": value})
         with pytest.raises(UserError, match=r"^data\.options_field: .*a\.jsonl:1: in 'c' "):
             make_data("jsonl", path=str(file), options_field="c").load(Split.train)
-
-
-def every(source: Any) -> list[Prompt]:
-    return [prompt for split in Split for prompt in source.load(split)]
 
 
 def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make_preferences, write, tmp_path) -> None:

@@ -3,12 +3,12 @@ one run, whatever the agents look at."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from audited_runs import lines_of
 from run_folders import check_same
 from run_processes import Nursery
 from slow_cases import slow
@@ -31,10 +31,6 @@ AGENT = (
 
 def kill(update: int) -> list[dict[str, Any]]:
     return [{"at": "rlft.trainer.optimizer:Optimizer.update", "call": update, "do": "kill"}]
-
-
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.mark.slow
