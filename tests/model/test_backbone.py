@@ -66,7 +66,6 @@ def test_a_path_may_be_an_embedded_model_a_hub_id_or_a_folder_also_in_the_users_
 
 
 def test_a_broken_config_or_tokenizer_is_refused_by_its_key(tmp_path, tiny_path, model_config):
-
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(UserError, match=r"^model\.path: the model cannot be read"):
         read_config(model_config(path=str(tmp_path)))

@@ -84,12 +84,19 @@ def test_a_family_that_was_seen_to_fail_is_refused_by_name_before_weights_are_lo
         assert read_config(settings(folder)).model_type == "llama"
 
 
-def test_models_without_layers_for_an_adapter_are_refused_by_key(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("rlft.commands.launch.check_whole", lambda *_, **__: None)  # the folder has a config alone
-    folder = config_folder("reformer", tmp_path / "model")
-    assert cli.run(["train", *RUN.split(), f"model.path={folder}", f"hydra.run.dir={tmp_path / 'run'}"]) == 2
-    problem = "a reformer has no linear layer that an adapter can learn on"
-    assert capfd.readouterr().err.startswith(f"rlft: model.path: {problem}")
+def test_encoders_and_models_without_layers_for_an_adapter_are_refused_by_key(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("rlft.commands.launch.check_whole", lambda *_, **__: None)  # the folders have a config alone
+    for kind, problem in {
+        "bert": "a bert is an encoder, which also reads the tokens behind",
+        "bart": "a bart is an encoder-decoder, whose decoder reads more than the tokens before",
+        "reformer": "a reformer has no linear layer that an adapter can learn on",
+        "mllama": "transformers has no class of causal language models for a mllama_text_model",
+    }.items():
+        folder = config_folder(kind, tmp_path / kind)
+        code = cli.run(["train", *RUN.split(), f"model.path={folder}", f"hydra.run.dir={tmp_path / 'run'}"])
+        refusal = capfd.readouterr().err
+        assert (code, refusal.startswith(f"rlft: model.path: {problem}")) == (2, True), refusal
+        assert "; use " in refusal
 
 
 # -- rlft models -------------------------------------------------------------------------------------------------------

@@ -242,7 +242,6 @@ def test_a_target_that_peft_refuses_is_refused_in_a_line(model_config, tmp_path)
 
 
 LORA = LoraSettings(rank=2, alpha=4.0, dropout=0.0, target_modules="all-linear", path=None)
-# (type, keys, left out of all linear layers), where the last is a regular expression over their names
 FOUND = {
     "olmo": r"$^",
     "gemma3": r"model\.(vision_tower|multi_modal).*",

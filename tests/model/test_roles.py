@@ -168,8 +168,12 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_leaves_no_hook(make
     other = load_backbone.__wrapped__(model_config(gradient_checkpointing=True))
     for _ in range(2):
         roles = make_roles(noise=0.05, backbone=other)
+        calls, layer = [], other.model.get_submodule("model.layers.0")
+        hook = layer.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
         with roles.training():
             found = gradients(roles, batch)
+        hook.remove()
+        assert len(calls) > 1, "forward, and again in backward"
         assert all(torch.allclose(found[name], g, rtol=1e-5, atol=1e-6) for name, g in expected.items())
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in other.model.modules())
 
@@ -210,7 +214,11 @@ def test_annotate_keeps_to_the_token_budget_and_to_its_numbers(
         parts = {1: [5, 4, 5, 3], 7: [6, 6], 12: [12]}[token_budget]
         passes = 2 if kind is CriticKind.adapter else 1
         assert sorted(width for _, width in seen) == sorted(parts * passes)
-        some = roles.annotate(batch, torch.tensor([False, False, True, True]), needs_old=True)
+        if passes == 1:
+            assert [width for _, width in seen] == parts
+        with entering(backbone.model) as seen:
+            some = roles.annotate(batch, torch.tensor([False, False, True, True]), needs_old=True)
+        assert sorted(width for _, width in seen) == sorted({1: [5, 4], 7: [6], 12: [6]}[token_budget] * passes)
         with entering(backbone.model) as seen:
             none = roles.annotate(batch, torch.ones(4, dtype=torch.bool), needs_old=True)
         assert not seen
@@ -257,6 +265,8 @@ def test_annotate_makes_one_pass_a_role_for_all_that_it_is_asked(
 
 @each("kind", CRITICS)
 def test_passes_made_together_give_what_each_gives_alone(kind, make_roles, batch, nobody):
+    fresh = make_roles(noise=0.05, kind=kind, normalize_values=True)
+    assert (fresh.annotate(batch, nobody, needs_old=False).old_values == 0).all()
     roles = make_roles(noise=0.05, kind=kind, old=Old.recompute, reference="base")
     assert (critic_values(roles, batch) == 0).all(), "a fresh critic's"
     stir(roles)
@@ -516,7 +526,12 @@ def test_a_critic_starts_from_the_adapter_and_the_head_of_a_folder(critic_folder
         ("critic", None, {"rank": 8}, r"critic\.init: 28 of its tensors do not fit lora\.rank"),
         ("policy", "adapter_model.safetensors", {}, r"lora\.path: the adapter cannot be read"),
         ("policy", None, {"rank": 8}, r"lora\.path: 28 of its tensors do not fit lora\.rank and lora\.target_modules"),
-        ("policy", None, {"target_modules": ("q_proj",)}, r"lora\.path: \d+ of its tensors do not fit lora\.rank"),
+        (
+            "policy",
+            None,
+            {"target_modules": ("q_proj",)},
+            r"lora\.path: \d+ of its tensors do not fit lora\.rank and lora\.target_modules",
+        ),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused_and_leaves_the_base_clean(

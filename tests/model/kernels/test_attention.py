@@ -148,6 +148,14 @@ def test_padded_rows_and_decoding_with_transformers_cache_are_those_of_eager_att
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+def test_without_packed_rows_it_is_plain_sdpa_bit_for_bit(random_model):
+    model, ids = random_model("llama"), torch.tensor([[3, 4, 5, 6, 7]])
+    assert model.config._attn_implementation == NAME
+    mine = model(input_ids=ids).logits
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(mine, model(input_ids=ids).logits)
+
+
 # -- what a layer says -------------------------------------------------------------------------------------------------
 def test_a_models_layers_say_how_they_attend(random_model):
     models = {kind: random_model(kind) for kind in ("llama", "gemma2", "mistral")}
@@ -167,7 +175,7 @@ SEEN = "in which a token sees those before it, and which are not those of packed
 
 def test_what_a_packed_row_cannot_do_is_found_before(random_model):
     for kind, words in (
-        ("falcon", f"FalconForCausalLM has layers {SEEN}"),
+        *((kind.lower(), f"{kind}ForCausalLM has layers {SEEN}") for kind in ("Falcon", "Mamba2", "Lfm2")),
         ("doge", "DogeAttention has a mask of its own"),
     ):
         with pytest.raises(NotPackableError, match=f"^{words}$"):

@@ -112,6 +112,14 @@ def test_log_probs_and_gradients_are_those_of_the_modules_and_so_without_gradien
     check(kind, BOTH, targets=targets)
 
 
+def test_the_base_alone_takes_them_too(random_model, awkward_batch, calls):
+    plain, ours = (random_model("qwen3", dtype=torch.float64) for _ in range(2))
+    elementwise.install(plain)
+    expected, found = (packed_forward(m, awkward_batch, 1.0, False).logprobs for m in (plain, installed(ours)))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    assert calls == BOTH
+
+
 def test_a_second_backward_gives_the_same(policy, awkward_batch, weighted):
     """What one gradient writes over is nobody else's: neither kept for the next nor the gradient of something else."""
     model, parameters = policy("qwen3")
@@ -225,6 +233,8 @@ def test_recomputed_layers_give_the_same_and_each_tile_of_their_mlps_is_computed
             assert calls == {"attention": 2 * LAYERS, "mlp": 2 * LAYERS}, "forward, and again in backward"
         else:
             assert tiles == [*itertools.chain(*rows), *itertools.chain(*reversed(rows))]
+    set_checkpointing(model, "tiles")
+    model.eval()
     tiles.clear()
     with torch.no_grad():  # passes without gradient have tiles, too
         logprobs = packed_forward(model, awkward_batch, 1.0, False).logprobs

@@ -45,12 +45,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2, windows": ("qwen2_window", {}, {}),
     "qwen3, adapter in one layer, DoRA": ("qwen3", {}, {"target_modules": ONE_LAYER, "use_dora": True}),
     "mistral, windows": ("mistral_window", {}, {}),
-    "qwen3, values": ("qwen3", {}, {"kind": CriticKind.shared}),
+    **{f"{family}, values, {kind} critic": (family, {}, {"kind": kind})
+       for family in ("llama", "qwen2", "qwen3", "mistral", "gemma")
+       for kind in (CriticKind.shared, CriticKind.adapter)},
 }  # fmt: skip
 """By name: (kind of random model, keys of its config, keys of the adapter)."""
 QUICK = (
     "llama, biases", "llama, tied, one key head", "qwen2, tied, queries alone", "qwen2, windows",
-    "qwen3, adapter in one layer, DoRA", "qwen3, values", "gemma", "gpt2", "phi3", "mixtral",
+    "qwen3, adapter in one layer, DoRA", "qwen3, values, shared critic",
+    "qwen3, values, adapter critic", "gemma", "gpt2", "phi3", "mixtral",
 )  # fmt: skip
 
 
@@ -107,13 +110,19 @@ def learned(make_roles, weighted, awkward_batch: Batch) -> Callable[..., dict[st
             outputs = roles.outputs(awkward_batch, entropy=True)
             values = [] if outputs.values is None else [outputs.values]
             weighted(outputs.logprobs, outputs.entropy, *values).backward()
+            if adapter.get("kind") is CriticKind.adapter:
+                with roles.learning(CRITIC):
+                    values = [roles.values(awkward_batch)]
+                    weighted(*values).backward()
         roles.check_gradients()
         choice = base.kernels.decision.choice
         assert bool(forwards_of_rlft(roles.model)) == (choice is KernelChoice.auto) or "gpt2" in str(base.model.config)
         assert not (roles.forward.packed and choice is KernelChoice.plain)
         found = {"log-probs": outputs.logprobs.detach(), "entropy": outputs.entropy.detach()}
         if values:
-            found |= gradients(roles, CRITIC) | {"values": outputs.values.detach()}
+            annotated = roles.annotate(awkward_batch, torch.zeros(6, dtype=torch.bool), needs_old=True)
+            found |= {"old values": annotated.old_values, "old": annotated.old_logprobs}
+            found |= gradients(roles, CRITIC) | {"values": values[0].detach()}
         return found | gradients(roles, POLICY) | {"base": roles.logprobs(awkward_batch, None)}
 
     return compute
