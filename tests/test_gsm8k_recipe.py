@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -51,3 +52,15 @@ def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path: Path
     assert len(rollouts) == 32 * 8
     assert {r["policy_version"] for r in rollouts} == {0}
     assert (folder / "checkpoints" / "step_000001" / "policy" / "adapter_model.safetensors").is_file()
+
+
+def test_without_network_and_files_it_stops_at_once_and_names_both_paths(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = run(tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 2
+    assert "model.path" in result.stderr
+    assert "data.path" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert after.ru_utime - before.ru_utime < 15, "seconds of processor time"
+    assert not (tmp_path / "runs").exists()

@@ -8,7 +8,6 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import calling_lessons
 import chain_lessons
@@ -27,6 +26,7 @@ from rlft.environment.oracle_game import HELPERS, NOBODY, RULES, OracleGame
 from rlft.reward.equations import equations
 from rlft.tokens.images import read_processor
 from rlft.types import Split
+from tests.environment.test_conversations import LIMITS
 
 
 @pytest.mark.slow
@@ -92,10 +92,6 @@ def test_chains_are_of_the_training_split_alone_and_their_working_is_right(tmp_p
 
 
 # -- lessons of the caller: what environments really say, no held-out problem, and not whom to ask ---------------------
-LIMITS: dict[str, Any] = {
-    "max_turns": 8, "max_tool_calls": None, "turn_tokens": None, "call_timeout": 10.0, "timeout": 60.0,
-    "max_answer": 400, "workers": 1, "syntax": "template", "show_tools": True,
-}  # fmt: skip
 QUESTION = re.compile(r"What is (\d+) (\S) (\d+)\?")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 from in_one_test import each
-from slow_cases import slow
 
 from rlft.config import catalog, command as commands
 from rlft.config.compose import compose
@@ -63,13 +62,12 @@ def test_a_recipe_is_named_as_its_file_and_begins_with_its_package_and_what_it_i
     assert own.get("command", "train") == command_of(recipe)
 
 
-@pytest.mark.parametrize("recipes", [RECIPES[::2], slow(RECIPES[1::2])], ids=["a half", "the other half"])
-def test_a_recipe_composes_builds_and_passes_the_checks_below_what_is_typed(recipes: list[str]) -> None:
-    for recipe in recipes:
-        command = command_of(recipe)
-        config = build(composed(recipe), commands.named(command).root, command)
-        CHECKS[command](config)
-        assert loggers_of(config.logger) == ()
+@each("recipe", RECIPES)
+def test_a_recipe_composes_builds_and_passes_the_checks_below_what_is_typed(recipe: str) -> None:
+    command = command_of(recipe)
+    config = build(composed(recipe), commands.named(command).root, command)
+    CHECKS[command](config)
+    assert loggers_of(config.logger) == ()
     config = build(composed(recipe, "trainer.lr=0.25", "steps=7"), commands.named(command).root, command)
     assert (config.trainer.lr, config.steps) == (0.25, 7)
 

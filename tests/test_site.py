@@ -17,8 +17,6 @@ from rlft.commands.lists import all_keys
 from rlft.config import command as commands
 
 REPOSITORY = Path(__file__).parents[1]
-pytestmark = pytest.mark.slow
-
 HREF = re.compile(r'(?:href|src)="?([^"\s>#?]+)')
 
 
@@ -49,11 +47,13 @@ def test_every_page_is_there_and_every_link_of_it_leads_to_a_file(site: Path) ->
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_command_of_the_help(site: Path) -> None:
     page = html.unescape((site / "reference" / "cli" / "index.html").read_text())
     assert {*commands.OWN, *cli.TOOLS} <= set(re.findall(r'id="rlft-([a-z]+)"', page))
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_key_with_its_meaning_and_its_links_lead_to_headings(site: Path) -> None:
     page = (site / "reference" / "keys" / "index.html").read_text()
     rows = dict(re.findall(r"<dt><code>(\S+)[^<]*</code></dt><dd>(.*?)</dd>", page))

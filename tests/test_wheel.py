@@ -95,7 +95,6 @@ def test_the_sdist_holds_what_a_build_and_the_tests_need(built: Path) -> None:
     assert {f"configs/recipe/{recipe}.yaml" for recipe in catalog.choices("recipe")} <= names
 
 
-@pytest.mark.slow
 def test_what_is_installed_is_the_wheel_and_not_the_checkout(installed: Run) -> None:
     done = installed("python", "-c", "import rlft; print(rlft.__file__)")
     assert done.returncode == 0, done.stderr

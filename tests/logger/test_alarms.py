@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from audited_runs import lines_of
 from in_one_test import each
 
 from rlft import cli
@@ -153,10 +154,6 @@ def test_what_is_remembered_survives_a_checkpoint() -> None:
         assert before + heard(second, steps[cut:], cut + 1) == whole
 
 
-def lines(file: Path) -> list[Mapping[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -172,7 +169,8 @@ def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_s
     assert cli.run([*words, "steps=2", f"hydra.run.dir={tmp_path / 'resumed'}"]) == 0
     assert cli.run(["resume", str(tmp_path / "resumed"), "steps=4"]) == 0
     marks, texts = (
-        [lines(tmp_path / name / file) for name in ("whole", "resumed")] for file in ("metrics.jsonl", "alarms.jsonl")
+        [lines_of(tmp_path / name / file) for name in ("whole", "resumed")]
+        for file in ("metrics.jsonl", "alarms.jsonl")
     )
     whole, resumed = ([{k for k in line if k.startswith("alarm/")} for line in found] for found in marks)
     assert (whole, texts[0]) == (resumed, texts[1])

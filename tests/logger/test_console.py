@@ -100,7 +100,6 @@ def test_the_view_moves_only_within_its_own_lines_and_gives_the_cursor_back(narr
     assert narrow.rindex(show) > narrow.rindex(hide)
 
 
-@pytest.mark.slow
 def test_colour_is_used_and_a_dumb_terminal_gets_plain_lines():
     assert re.search(r"\x1b\[3\d", on_terminal(100))
     sent = on_terminal(80, TERM="dumb")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from in_one_test import each
+from run_folders import contents
 
 from rlft.config.compose import compose
 from rlft.config.resolved import build
@@ -126,10 +127,6 @@ def play(make_step, make_evaluation):
     return play
 
 
-def files_of(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def steps_of(file):
     return [line["step"] for line in read_lines(file)]
 
@@ -177,7 +174,7 @@ def test_an_interrupted_run_leaves_the_files_of_an_uninterrupted_one(
     assert steps_of(parts / "metrics.jsonl") == [*range(1, checkpoint + 1)], "what lies beyond is dropped at once"
     begun.finish("killed")
     play(make_run(folder=parts, step=checkpoint), 6).finish("finished")
-    assert files_of(parts) == files_of(whole)
+    assert contents(parts) == contents(whole)
 
 
 def damage(file, number):
@@ -308,7 +305,7 @@ def test_interrupted_rollouts_are_those_of_an_uninterrupted_run(keys, make_run, 
         roll(make_run(folder=parts, step=checkpoint), checkpoint, **keys)
         assert {*names(parts)} <= {*named(*range(checkpoint + 1))}, "what lies beyond the checkpoint goes at once"
         roll(make_run(folder=parts, step=checkpoint), 6, **keys)
-        assert files_of(parts) == files_of(tmp_path / "whole")
+        assert contents(parts) == contents(tmp_path / "whole")
 
 
 def test_rollouts_are_written_in_pieces_and_a_failed_write_leaves_no_half_file(make_run, make_step, roll, monkeypatch):

@@ -127,9 +127,9 @@ PARTS = ("a", " ", "'", '"', "\n", "\t", "%", "_", "`", "\\", "🎉", "é", "=",
 
 
 def test_a_run_of_any_name_is_found_again_and_no_other_is(start, runs, make_run, tmp_path, capsys):
-    """Ten names of random parts, each twice at the same time in folders of their own."""
+    """Forty names of random parts, each twice at the same time in folders of their own."""
     random_numbers, found = random.Random(11), {}
-    for case in range(10):
+    for case in range(40):
         name = "".join(random_numbers.choices(PARTS, k=random_numbers.randint(1, 8)))
         folders = [tmp_path / f"{case} {twin}" for twin in ("a", "b")]
         for folder in (*folders, *folders):  # begun, then resumed
@@ -137,7 +137,7 @@ def test_a_run_of_any_name_is_found_again_and_no_other_is(start, runs, make_run,
             assert logger.run is not None, (name, capsys.readouterr().err)
             assert found.setdefault(folder, logger.run) == logger.run, name
             logger.run = None
-    assert len(set(found.values())) == len(runs()) == 20
+    assert len(set(found.values())) == len(runs()) == 80
     assert all(line.startswith("mlflow: run ") for line in capsys.readouterr().err.splitlines()), "a line each"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def content(folder: Path, names: list[str]) -> dict[str, Any]:
     return files
 
 
-@pytest.mark.parametrize("tracker", [*map(slow, ("wandb", "mlflow", "trackio")), "tensorboard", "raising"])
+@pytest.mark.parametrize("tracker", ["wandb", *map(slow, ("mlflow", "trackio")), "tensorboard", "raising"])
 def test_a_tracker_changes_no_file_of_a_run_not_even_by_its_errors(
     tracker: str, train: Callable[..., Path], alone: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +97,27 @@ def test_what_reads_a_run_needs_no_logger(
     said("resume", "runs/alone", "steps=3", "logger=tensorboard")
     for folder in (alone, tracked):
         assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
-    reader = EventAccumulator(str(alone / "tensorboard"))
-    reader.Reload()
-    last = json.loads((alone / "metrics.jsonl").read_text().splitlines()[-1])["reward/mean"]
-    assert [(event.step, event.value) for event in reader.Scalars("reward/mean")] == [(3, pytest.approx(last))]
+    words = [word for word in WORDS if word != "eval.every=1"]
+    said("train", *words, "eval.every=2", "logger=tensorboard", "hydra.run.dir=runs/again")
+    said("resume", "runs/again", "steps=3")
+    for name, steps, evaluated, files in (("alone", [3], [3], 1), ("again", [1, 2, 3], [0, 2, 3], 2)):
+        folder = Path("runs", name)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        reader = EventAccumulator(str(folder / "tensorboard"))
+        reader.Reload()
+        points = [(event.step, event.value) for event in reader.Scalars("reward/mean")]
+        assert points == [(step, pytest.approx(lines[step - 1]["reward/mean"])) for step in steps]
+        assert [event.step for event in reader.Scalars("eval/accuracy")] == evaluated
+        assert len(list((folder / "tensorboard").iterdir())) == files
+
+
+@pytest.mark.slow
+def test_a_sweep_with_a_tracker_has_its_table(
+    alone: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(alone.parents[1])
+    words = ["trainer.lr=0.01,0.001", *TRACKERS["wandb"], "hydra.sweep.dir=sweep"]
+    assert cli.run(["train", "-m", *WORDS, *words]) == 0
+    assert "sweep of 2 jobs, best held-out accuracy first" in capfd.readouterr().out
+    rows = list(csv.DictReader(Path("sweep", "sweep.csv").read_text().splitlines()))
+    assert [(row["steps"], bool(row["accuracy"])) for row in rows] == [("2", True)] * 2

@@ -150,7 +150,7 @@ def ends_in_a_line(commands: Iterable[str], workplace: Path, capsys: pytest.Capt
         assert {new.name for new in {*Path("runs/hurt").rglob("*")} - before} <= {"report.html"}
 
 
-QUICK = ("status.json", "metrics.jsonl", f"{SAVED}/MANIFEST")
+QUICK = ("status.json", "metrics.jsonl", "rollouts/step_000002.jsonl", f"{SAVED}/MANIFEST")
 
 
 @pytest.mark.parametrize("name", [file if file in QUICK else slow(file) for file in FILES])
@@ -282,8 +282,10 @@ SAMPLED = ["n=2", "num_prompts=4", "prompts_per_step=2", "data.size=16", "data.h
 
 
 REFUSED = [
-    *(("progress.json", change, "is damaged") for change in DAMAGES.values() if change is not None),
-    *(("progress.json", with_values(**values), "is damaged") for values in WRONG),
+    *(
+        ("progress.json", change, "progress.json in that folder is damaged")
+        for change in (*filter(None, DAMAGES.values()), *(with_values(**values) for values in WRONG))
+    ),
     ("progress.json", None, "its progress.json is a folder instead of a file"),
     ("samples.jsonl", DAMAGES["cut"], "samples.jsonl is shorter than progress.json says"),
     ("samples.jsonl", DAMAGES["empty"], "samples.jsonl is shorter than progress.json says"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from run_folders import contents
 from slow_cases import slow
 
 from rlft import cli
@@ -122,10 +123,6 @@ def test_runs_are_used_from_their_own_folder_and_from_beside_it(
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
     monkeypatch.chdir(run / "checkpoints" / "step_000003")
     assert cli.run(["export", "run=.", f"out={tmp_path / 'out'}", "as=adapter"]) == 0
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 def test_a_pipeline_that_is_repeated_after_it_was_moved_goes_on_where_it_was_and_leaves_what_is_finished(

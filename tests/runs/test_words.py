@@ -17,7 +17,7 @@ MORE = ["seed=3", "lora=null", "trainer.lr=3e-5", "console=null", "checkpoint.ev
 MORE += ["lora.target_modules=[q_proj,v_proj]", "token_budget=512", "name=mine", "model.path='my models/a'", "name='1'"]
 
 
-@pytest.mark.parametrize(("command", "recipe"), random.Random(0).sample(RECIPES, 6))
+@pytest.mark.parametrize(("command", "recipe"), random.Random(0).sample(RECIPES, 12))
 def test_the_words_of_a_config_compose_it_again(command: str, recipe: str) -> None:
     chosen = random.Random(recipe).sample(MORE, 3)
     chosen = [word for word in chosen if not (word.startswith("lora.") and "lora=null" in chosen)]
@@ -28,7 +28,7 @@ def test_the_words_of_a_config_compose_it_again(command: str, recipe: str) -> No
 
 
 TEXTS = ["{question} Answer:", "Think: then say: x", "[INST] be brief", "Let's: go", "- a", "~", "null", "1e3", "a\\"]
-TEXTS += ["".join(random.Random(i).choices("a {}[]:'\"\\,=#%&*!|>?@`~-1", k=1 + i % 12)) for i in range(30)]
+TEXTS += ["".join(random.Random(i).choices("a {}[]:'\"\\,=#%&*!|>?@`~-1", k=1 + i % 12)) for i in range(60)]
 
 
 def test_a_text_of_any_characters_is_composed_again() -> None:

@@ -90,13 +90,14 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("step_*"), key=lambda found: int(found.name.removeprefix("step_")))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """{path in the folder: its bytes}."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
 def files_of(folder: Path) -> dict[str, str]:
     """{path in the folder: sha256}."""
-    return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents(folder).items()}
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -24,6 +24,7 @@ import yaml
 from huggingface_hub import constants
 from in_one_test import each
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from run_folders import contents
 from run_processes import Nursery
 from safetensors.torch import load_file
 from slow_cases import slow
@@ -52,10 +53,6 @@ TEXTS = ("What is 47 + 85?", "<think>47 + 85 = 132</think><answer>132</answer>",
 
 def exported(place: NamedRun, out: Path, kind: str | None = None, dtype: str | None = None) -> Path:
     return export(prepare(place, str(out), kind, dtype, silent), silent)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def score(model: Any, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -187,7 +184,7 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.bfloat16).save_pretrained(base)
     AutoTokenizer.from_pretrained(tiny_path).save_pretrained(base)
-    before = files_of(base)
+    before = contents(base)
     place = policy_run(f"model.path={base}", "model.dtype=float32")
     found = weights_of(exported(place, tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -203,7 +200,7 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(
     assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
     assert all(torch.equal(found[name], exact[name].bfloat16()) for name in exact)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
-    assert files_of(base) == before, "the base is only read"
+    assert contents(base) == before, "the base is only read"
 
 
 def test_a_dtype_too_small_for_a_weight_is_refused() -> None:
@@ -345,7 +342,7 @@ def test_a_run_of_all_weights_is_exported_as_its_model_and_has_no_adapter(
     checkpoint._write_manifest(folder)
     whole = replace(place, config={**place.config, "lora": None})
     gone = replace(whole, config={**whole.config, "model": {**whole.config["model"], "path": "/gone"}})
-    found, own = files_of(exported(gone, tmp_path / "out")), files_of(tiny_path)
+    found, own = contents(exported(gone, tmp_path / "out")), contents(tiny_path)
     assert found.pop("README.md") != own.pop("README.md")
     assert found == own
     half = weights_of(exported(whole, tmp_path / "half", dtype="bfloat16"))
@@ -507,10 +504,10 @@ def pushed(policy_run: Callable[..., NamedRun], tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize("kind", ["private", "public"])
 def test_the_folder_is_pushed_as_it_is(kind: str, hub: Hub, pushed: Pushed) -> None:
     code, out, err, folder = pushed(*(["private=false"] if kind == "public" else []))
-    assert (code, hub.files, hub.repositories) == (0, {ID: files_of(folder)}, {ID: kind == "private"})
+    assert (code, hub.files, hub.repositories) == (0, {ID: contents(folder)}, {ID: kind == "private"})
     assert (out.splitlines()[0], out.splitlines()[-1]) == (f"exported to {folder}", f"pushed to {hub.url}/{ID}")
-    size = sum(map(len, files_of(folder).values()))
-    assert f"pushing {len(files_of(folder))} files ({size:,} bytes) to the {kind} repository {ID}" in err
+    size = sum(map(len, contents(folder).values()))
+    assert f"pushing {len(contents(folder))} files ({size:,} bytes) to the {kind} repository {ID}" in err
     assert "on this machine, which others will not find" in err, "the embedded base is nowhere else"
     assert f'path = "{ID}"' in (folder / "README.md").read_text(), "the card is read on the hub"
     assert interrupt.line() == f"rlft: interrupted: {folder} is exported and pushed to {ID}"
@@ -520,7 +517,7 @@ def test_a_repository_that_exists_gets_the_files(hub: Hub, pushed: Pushed) -> No
     hub.repositories[ID] = True
     hub.files[ID] = {"mine.txt": b"stays", "README.md": b"is replaced"}
     code, *_, folder = pushed()
-    assert (code, hub.files) == (0, {ID: {"mine.txt": b"stays", **files_of(folder)}})
+    assert (code, hub.files) == (0, {ID: {"mine.txt": b"stays", **contents(folder)}})
 
 
 # -- one that does not -------------------------------------------------------------------------------------------------
@@ -594,7 +591,7 @@ def test_offline_it_says_what_it_would_do(why: str, pushed: Pushed, monkeypatch:
     code, said, err, out = pushed(out=f"{why} folder")
     hub_answers.cache_clear()
     assert (code, said.startswith(f"exported to {out}\n"), "pushed" in said) == (1, True, False)
-    files = files_of(out)
+    files = contents(out)
     commands = ["`hf auth login`"] if why == "no token" else []
     commands.append(f"`hf upload {ID} '{out}' --private`")
     assert err.splitlines()[-1] == (
