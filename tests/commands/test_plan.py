@@ -6,6 +6,7 @@ import io
 import json
 import shlex
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,7 @@ from rlft.logger.tables import Column, WordTable
 from rlft.plan import prediction
 from rlft.plan.cards import CARDS, read_card
 from rlft.plan.rewards.tester import RewardTrial
-from rlft.system.terminal import CheckRow, Status
+from rlft.system.terminal import CheckRow, Status, pip_install
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
 SIZES = ("data.size=200", "data.held_out_size=40")
@@ -295,6 +296,22 @@ def test_cards_have_consistent_figures_and_one_name_each() -> None:
             assert read_card(written) == name, written
 
 
+def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(
+    no_weights: Path, long_context_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # so that it can be neither found nor imported
+    words = ["+recipe=gspo_gsm8k", f"model.path={long_context_path}", f"data.path={PROBLEMS}"]
+    found = planned(capsys, *words, "model.device=cuda", "device_memory=24GiB")
+    assert found["fits"]
+    assert parts_of(found)["vLLM, its base and KV cache"] == int(0.45 * 24 * 2**30)
+    remedy = pip_install("rlft[vllm]")
+    lacks = f"vLLM is not installed here, and the run needs it where it runs: {remedy} (GPU) or"
+    assert any(note.startswith(lacks) for note in found["notes"])
+    assert cli.run(["train", *words, "model.device=cpu"]) == 2, "the run itself needs it"
+    refused = f"rlft: generation.engine: vLLM is not installed, got vllm; {remedy}"
+    assert capsys.readouterr().err.startswith(refused)
+
+
 def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(
     no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +366,15 @@ def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(
     assert keys_and_values("eval.num_samples=4", *more) == token * (40 * held_out + 160 * completion)
     # 256 rows at a time (generation.transformers.batch_size) are 32 prompts of eight samples
     assert keys_and_values("eval.num_samples=8", *more) == token * (32 * held_out + 256 * completion)
+
+
+def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"{i}" * (100 if i % 10 == 0 else 2), "answer": "1"} for i in range(60)]
+    (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data=jsonl", "data.path=rows.jsonl", "prompts.max_tokens=60", "prompts.over_limit=drop"]
+    found = planned(capsys, *words, "prompts_per_step=8")
+    assert found["lengths"][0]["tokens"]["longest"] <= 60
+    assert any("train prompts longer than prompts.max_tokens=60 were dropped" in note for note in found["notes"])
 
 
 @pytest.mark.slow

@@ -71,3 +71,24 @@ def test_a_config_is_typed_once_and_a_plan_is_made_once_a_run(
     assert cli.run(words) == 0
     none = {"rm": {"sections": 0}, "dpo": {"sections": 0}, "chat": {"plans": 0}}.get(words[0], {})
     assert counts == dict.fromkeys(counts, runs) | none
+
+
+@pytest.mark.slow
+def test_so_are_those_of_what_is_resumed_and_repeated(
+    counts: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = [word for word in TRAIN if not word.startswith("checkpoint.every")]
+    assert cli.run([*saved, "hydra.run.dir=run"]) == cli.run([*saved, "-m", "seed=0,1", "hydra.sweep.dir=sweep"]) == 0
+    for words, runs in (
+        (("resume", "run", "steps=2"), 1),
+        ((*saved[:1], *saved[2:], "steps=2", "hydra.run.dir=run", "resume=auto"), 1),  # finished
+        (("resume", "run/checkpoints/step_000001", "steps=2", "hydra.run.dir=fork"), 1),
+        (("eval", "run=run", "eval.num_prompts=2"), 1),
+        (("sample", "run=run", "num_prompts=2", "n=2"), 1),
+        ((*saved, "-m", "seed=0,1", "hydra.sweep.dir=sweep"), 2),  # finished, which is seen without a plan
+        ((*saved[:1], *saved[2:], "steps=2", "-m", "seed=0,1", "hydra.sweep.dir=sweep"), 2),
+    ):
+        counts.update(dict.fromkeys(counts, 0))
+        assert cli.run(words) == 0, capsys.readouterr().err
+        is_finished = "-m" in words and "steps=2" not in words
+        assert counts == dict.fromkeys(counts, runs) | ({"plans": 0} if is_finished else {}), words

@@ -99,6 +99,7 @@ def test_the_metrics_of_a_run_are_those_of_its_evaluations(
 ) -> None:
     accuracy = [] if command == "sft" else ["accuracy"]
     assert compared(compose([*words], command=command)) == [*accuracy, *names]
+    assert "eval/maj@4" not in compared({**compose(["eval.num_samples=4"]), "reward": {}})
 
 
 def test_a_metric_that_there_will_not_be_is_refused() -> None:

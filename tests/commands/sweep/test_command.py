@@ -15,7 +15,7 @@ import pytest
 from fake_studies import STEPS, FakeRuns, accuracy, do_all
 from slow_cases import slow
 
-from rlft.commands.sweep import command, page, space
+from rlft.commands.sweep import checks, command, page, space
 from rlft.commands.sweep.study import Study, TrialRun, Trials
 from rlft.commands.watch.report import sweep_of
 from rlft.config.overrides import parse
@@ -92,6 +92,15 @@ def test_seeds_metric_and_direction_are_those_of_the_words(begin: Begin) -> None
     assert float(first["eval/reward/format"]) == pytest.approx(sum(values[best]) / 2, abs=1e-12)
     assert [float(value) for value in first["by_seed"].split()] == pytest.approx(values[best], abs=1e-12)
     assert [row["trial"] for row in table()] == sorted(values, key=lambda trial: sum(values[trial]))
+
+
+def test_too_few_gpus_are_refused_before_the_sweep_has_a_folder(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "are_on_gpus", lambda plains: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    said = refusal(lambda: begin(*RATES, "cluster.jobs=2"))
+    told = "cluster.jobs: each job that runs at a time has a GPU of its own, and there are 1 here, got 2"
+    assert said.startswith(told)
+    assert not Path("sweep").exists()
 
 
 class Killed(BaseException):

@@ -5,7 +5,10 @@ Screenshots for looking at are left in build/screenshots.
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import random
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -458,6 +461,43 @@ def test_a_prompts_id_and_a_rewards_name_are_text_too(opened: Opened, make_run: 
     page.press("2")
     assert page.all("#group img") == []
     assert bad in str(page.find("#group").get_property("textContent"))
+
+
+def test_a_run_of_1000_steps_of_512_completions_is_small_and_soon_usable(
+    driver: webdriver.Chrome, make_run: Callable[..., Path]
+) -> None:
+    """Its rollout files are links to those of 16 steps: what is read of a step goes by its file's name."""
+    letters = random.Random(0)
+    run = make_run("run", steps=1000, groups=1)
+    for number in range(16):
+        lines = []
+        for group, index in itertools.product(range(64), range(8)):
+            text = " ".join("".join(letters.choices("abcdefghijklmnop", k=6)) for _ in range(200))
+            question = [{"role": "user", "content": f"question {number} {group}"}]
+            line = {"step": number, "prompt_id": f"p{number}.{group}", "index": index, "answer": "7"}
+            line |= {"prompt": question, "completion": text, "token_ids": [1] * 400, "logprobs": [-0.5] * 400}
+            line |= {"rewards": {"exact_match": 1.0}, "reward": 1.0, "advantage": 0.0, "policy_version": number}
+            lines.append(line | {"finish_reason": "stop"})
+        write(run / "rollouts" / f"of_{number}", lines)
+    for step in range(1, 1001):
+        file = run / "rollouts" / f"step_{step:06d}.jsonl"
+        file.unlink()
+        os.link(run / "rollouts" / f"of_{step % 16}", file)
+    report = report_command.report([str(run)])
+    assert 2_000_000 < report.stat().st_size <= 10_000_000
+    driver.get_log("browser")
+    waited = []
+    for _ in range(5):  # the machine may have other work: once without it is enough
+        start = time.monotonic()
+        page = Page(driver, report)
+        page.press("2")
+        page.press("j")
+        waited.append(time.monotonic() - start)
+    assert min(waited) < 2.0, "seconds"
+    told = "of the 1,000 steps on disk are shown, chosen evenly (at most 16 groups of a step)"
+    assert told in page.find("#sampling").text
+    assert len(page.all("#groups li")) > 100
+    assert driver.get_log("browser") == []
 
 
 def test_the_pictures_of_the_first_page_are_drawn(
