@@ -27,7 +27,7 @@ from rlft.model.roles import OLD, POLICY, REFERENCE, SAMPLER, Roles
 from rlft.train import train
 from rlft.trainer.optimizer import Optimizer
 
-SAMPLE, UPDATE = f"{SAMPLER} <- {POLICY}", f"update {POLICY}"
+SAMPLE = f"{SAMPLER} <- {POLICY}"
 SETTINGS = [
     "+recipe=iterative_grpo_arithmetic", "console=null", "eval.every=0", "scoring.workers=0", "prompts_per_step=2",
     "group_size=4", "generation=transformers", "generation.max_tokens=16", "model.device=cpu", "model.dtype=float32",

@@ -360,3 +360,13 @@ def test_all_that_is_said_is_written_or_refused_by_train_and_endpoint_alike(part
         all_of_it.append((messages, tools, is_left_out))
     assert sum(is_left_out for *_, is_left_out in all_of_it) >= 3
     assert trained(WHOLE, [(messages, tools) for messages, tools, _ in all_of_it])
+
+
+def test_tools_that_a_template_does_not_show_are_written_into_the_question_by_the_endpoint() -> None:
+    messages, tools = [{"role": "user", "content": "2"}], [tool_of(random.Random(1), 0)]
+    tools[0]["function"]["description"] = "Sums."
+    assert not trained(TEMPLATES["tools"], [(messages, tools)])
+    body = read(Chat, json.dumps({"messages": messages, "tools": tools}).encode())
+    speech = Speech(TEMPLATES["tools"], "template", "serve.syntax").of(body)
+    ids = speech.prompt([message.plain for message in body.messages])
+    assert json.dumps(tools[0]["function"]) in TEMPLATES["tools"].decode(ids)

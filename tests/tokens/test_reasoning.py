@@ -27,7 +27,7 @@ def test_the_reasoning_of_every_family_is_left_out_also_in_capitals_with_full_wi
         assert without_reasoning(text).replace(" ", "") == spoken, text
         assert len(without_reasoning(text)) == len(text), "offsets stay"
     for close in (*VARIANTS, str):
-        assert without_reasoning(f"{close(closes)[:1]}a")[:1] != " ", "what is no marker stays"
+        assert without_reasoning(f"{close(closes)[:1]}a{opens}b{closes}c")[:1] != " ", "what is no marker stays"
 
 
 def test_the_channels_of_gpt_oss_are_left_out_with_recipients_and_space():
@@ -84,3 +84,17 @@ def test_an_answer_in_reasoning_is_unpaid_whatever_marks_it_and_whatever_reads_i
             continue  # it ends other messages, too
         text = place.format(opens=opens, closes=closes, right=right, wrong=wrong)
         assert reward.right(make_group([text], answer=KINDS[name])) == [PLACES[place]], (name, answer_in, text)
+
+
+def test_a_program_in_reasoning_is_none_whatever_marks_it() -> None:
+    config = compose(["reward=code"])["reward"]["code"]
+    for program_in, program in (
+        ("fence", "\n```python\na = 1\n```\n"),
+        ("tag", "<answer>a = 1</answer>"),
+        ("text", "a = 1"),
+    ):
+        reward = specs({"code": {**config, "program_in": program_in}})["code"].build()
+        for opens, closes in MARKERS.items():
+            assert reward.extract(f"{opens}{program}{closes}") is None
+            assert reward.extract(f"{opens}{program}") is None
+            assert (reward.extract(f"{opens}b = 2{closes}{program}") or "").strip() == "a = 1"

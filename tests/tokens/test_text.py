@@ -83,6 +83,10 @@ def test_a_tokenizer_whose_special_tokens_all_mark_turns_decodes_as_before():
         assert hidden, family
         for row in (ids, [*hidden, *ids, *tokenizer.all_special_ids]):
             assert decode(tokenizer, row) == tokenizer.decode(ids, skip_special_tokens=True), family
+        every, of_turns = [ids[0], *tokenizer.added_tokens_decoder, *ids], hidden_special_tokens(tokenizer).items()
+        turns = {t for t, name in of_turns if name in tokenizer.chat_template or t in tokenizer.all_special_ids}
+        shown = [t for t in every if t not in turns]
+        assert decode(tokenizer, every) == tokenizer.decode(shown, skip_special_tokens=False), family
 
 
 def test_the_special_token_that_ends_a_turn_is_not_shown_whatever_it_is():

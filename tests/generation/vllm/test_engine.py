@@ -16,6 +16,7 @@ import pytest
 import torch
 from in_one_test import each
 from real_engines import vllm_engine
+from slow_cases import slow_but
 
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
@@ -107,7 +108,10 @@ def test_neither_is_one_that_runs_in_another_process_or_cannot_free_its_cache_al
     assert "another process" in str(engine().base_sharing_obstacle(**ON_CUDA))
 
 
-def test_auto_chooses_vllm_only_where_it_serves_base_and_adapter_as_they_would_be_settled(monkeypatch, run_config):
+@pytest.mark.parametrize("plans_all", slow_but(False, [False, True]))
+def test_auto_chooses_vllm_only_where_it_serves_base_and_adapter_as_they_would_be_settled(
+    plans_all, monkeypatch, run_config
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -129,19 +133,21 @@ def test_auto_chooses_vllm_only_where_it_serves_base_and_adapter_as_they_would_b
             (four_bits, fp8, named): "vllm",
         },
     }  # fmt: skip
+    planned = {(dora,), (dora, apart), (large, apart), (dora, shared), (dora, another)}
     for vllm, words, chosen in ((vllm, *case) for vllm, table in cases.items() for case in table.items()):
         monkeypatch.setattr(vllm_module, "COPIED", {"q_proj"} if vllm == "merges q_proj alone" else COPIED)
         monkeypatch.setattr(vllm_module, "reads_bitsandbytes", lambda vllm=vllm: vllm != "reads no base in 4 bits")
         asked = ["model.device=cuda", "model.dtype=bfloat16", *words]
         config = run_config(*asked)
-        choose = partial(choose_engine, config.generation, config.model, config.lora, runs_here=named in words)
+        runs_here = four_bits in words and dora not in words
+        choose = partial(choose_engine, config.generation, config.model, config.lora, runs_here=runs_here)
         if chosen is None:
             refusal = r"^model\.quantization: vLLM .* 0\.30\), got 4bit; add \+gen.*fp8 .*'vllm<0\.30', or"
             with pytest.raises(UserError, match=refusal):
                 choose()
             continue
         assert choose(apart=apart in words)[0] == chosen, (vllm, words)
-        if vllm != "as it is" or words not in ((dora,), (dora, apart), (dora, shared)):
+        if runs_here or not (plans_all or (vllm == "as it is" and words in planned)):
             continue  # a plan takes a second
         assert settled_engine(*asked) == chosen
         if chosen == "transformers":
@@ -174,7 +180,9 @@ def test_what_the_installed_vllm_can_hold_and_its_release_are_read_without_an_im
 
 
 def test_batch_invariance_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"^batch_invariant: .* on CUDA only, and .* is cpu, got true; set it"):
+    with pytest.raises(
+        UserError, match=r"^batch_invariant: .* on CUDA only, and model\.device is cpu, got true; set it"
+    ):
         engine(batch_invariant=True).check_device(**{**ON_CUDA, "device": "cpu"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability in ((7, 5), (8, 0)):

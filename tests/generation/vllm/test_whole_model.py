@@ -86,7 +86,7 @@ QUERY, DOWN_0, DOWN_1 = (
 )
 FAULTS: dict[str, tuple[Callable[[Load, Any, dict[str, Tensor]], None], str]] = {
     "one bit": (lambda load, llm, w: load(llm, w | {QUERY: torch.nextafter(w[QUERY], torch.tensor(9.0))}),
-                r"1 of the 50 tensors .* are others, such as model\.layers\.0\.self_attn\.q_proj with"),
+                r"1 of the 50 tensors that it was given are others, such as model\.layers\.0\.self_attn\.q_proj with"),
     "exchanged layers": (lambda load, llm, w: load(llm, w | {DOWN_0: w[DOWN_1], DOWN_1: w[DOWN_0]}),
                          r"2 of the 50 .*, which is that of"),
     "a lost tensor": (lambda load, llm, w: load(llm, {k: v for k, v in w.items() if k != "model.norm.weight"}),
