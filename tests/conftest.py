@@ -34,7 +34,8 @@ collect_ignore = ["cuda"]
 """Its tests need a GPU: `make test-cuda` names that folder, and then it is collected."""
 
 # The models here are so small that a second thread only gets in the way, most of all on a machine that has other work.
-torch.set_num_threads(int(os.environ.get("RLFT_TEST_THREADS", "1")))
+THREADS = int(os.environ.get("RLFT_TEST_THREADS", "1"))
+torch.set_num_threads(THREADS)
 
 # A shell starts what runs in the background with these ignored, which all processes that tests start would inherit.
 for number, handler in (
@@ -73,7 +74,7 @@ Row = tuple[int, Sequence[int], Sequence[int]]
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Nursery]:
     """Runs `rlft` in processes of their own, forked from one that has imported torch: each import takes seconds."""
-    nursery = Nursery(hash_seed=1)
+    nursery = Nursery(hash_seed=1, threads=THREADS)
     yield nursery
     nursery.close()
 

@@ -174,7 +174,7 @@ def test_contradictions_that_are_not_in_the_table_of_refusals_are_refused(make, 
 
 
 def test_no_yaml_has_a_warning_and_load_algorithm_builds_one_with_overrides(make):
-    assert [name for name in NAMES if make(name, entropy_coef=0.5).warnings] == []
+    assert [n for n in NAMES if make(n).warnings or make(n, entropy_coef=0.5).warnings] == []
     for name in ("gspo_token", "ppo_ptx"):
         assert rlft.load_algorithm(name, entropy_coef=0.5) == make(name, entropy_coef=0.5) != make(name)
 

@@ -110,8 +110,11 @@ def test_yaml_defaults_are_those_of_the_maths_page(make):
 
 @each("way", ["truncate", "mask"])
 def test_weights_of_single_tokens_are_refused_where_a_completion_has_one_number(make, way):
-    for keys in ({"ratio": "sequence"}, {"ratio": "sequence", "surrogate": "sapo"}, {"surrogate": "gmpo"}):
-        with pytest.raises(UserError, match=rf"^algorithm\.mismatch: .*; use algorithm\.mismatch=sequence_{way}$"):
+    for keys in ({"ratio": "sequence"}, {"surrogate": "sapo", "ratio": "sequence"}, {"surrogate": "gmpo"}):
+        why = "{}={} has one number for all of a completion's tokens".format(*[*keys.items()][-1])
+        with pytest.raises(
+            UserError, match=rf"^algorithm\.mismatch: .*{why}.*; use algorithm\.mismatch=sequence_{way}$"
+        ):
             make("grpo", mismatch=f"token_{way}", **keys)
         make("grpo", mismatch=f"sequence_{way}", **keys)
     make("grpo", mismatch=f"token_{way}", ratio="sequence_token")

@@ -211,9 +211,9 @@ def test_pairs_have_a_mean_and_without_any_loss_and_accuracy_are_0_not_nan() -> 
 )
 def test_label_smoothing_takes_a_share_of_the_pairs_the_other_way_round(margin, loss, slope) -> None:
     margins = scores(margin)
-    found = logistic(margins, 0.25)
-    assert found.item() == pytest.approx(loss, abs=1e-12)
-    assert torch.autograd.grad(found.sum(), margins)[0].item() == pytest.approx(slope, abs=1e-12)
+    found, roundings = logistic(margins, 0.25), 1e-12 * (margin < 1000)
+    assert found.item() == pytest.approx(loss, abs=roundings)
+    assert torch.autograd.grad(found.sum(), margins)[0].item() == pytest.approx(slope, abs=roundings)
 
 
 def test_the_log_odds_of_certainty_are_finite_and_have_no_slope() -> None:

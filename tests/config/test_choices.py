@@ -74,6 +74,7 @@ def test_a_choice_of_a_group_is_recognised(group: str, capsys: pytest.CaptureFix
     [
         ("train trainer.optimizer=adam", "adamw"),
         ("train model.dtype=fp16", "float16"),
+        ("train model.device=gpu", "cuda"),
         ("train model.device=cdua:0", "cuda"),
         ("train generation.engine=vlm", "vllm"),
         ("train model.path=embedded:tiny-arithmatic", "embedded:tiny-arithmetic"),

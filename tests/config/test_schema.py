@@ -49,14 +49,14 @@ COMMAND_OF = {"demonstrations": "sft", "preferences": "rm", "loss": "dpo"}
 def test_every_choice_composes_and_builds(group: str, choice: str) -> None:
     if group in COMMAND_OF:
         command = COMMAND_OF[group]
-        plain = compose(list({f"{group}={choice}": 0, **dict.fromkeys(FILES[command])}), command=command)
+        plain = compose([f"{group}={choice}", *FILES[command]], command=command)
         kind = type(instantiate(plain[group], group))
         found = kind.__name__.lower() if group == "loss" else kind.__module__
         assert found == (choice if group == "loss" else f"rlft.data.{group}")
         return
     config = build(compose([f"{group}={choice}", *NEEDS.get((group, choice), [])]))
     if group in ("generation", "cluster"):
-        assert choice in (config.generation.engine, config.cluster.kind)
+        assert choice == (config.generation.engine if group == "generation" else config.cluster.kind)
         return
     built = {
         "reward": lambda: specs(config.reward)[choice].build(),

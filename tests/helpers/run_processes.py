@@ -82,17 +82,14 @@ def is_alive(pid: int) -> bool:
 
 
 class Nursery:
-    """Starts runs one at a time, of one thread each, because the models are small and the machine has other work.
+    """Starts runs one at a time, usually of one thread: the models are small and the machine has other work.
 
-    hash_seed: of Python's hashes, so that two nurseries order their sets differently.
-    threads: of a run; 0: as many as torch takes.
+    hash_seed: of Python's hashes. threads: of a run.
     host: the script, with its first arguments, that imports launcher.py; usually launcher.py itself.
     """
 
     def __init__(self, hash_seed: int, threads: int = 1, host: Sequence[str] = (str(LAUNCHER),)) -> None:
         variables = environment({"PYTHONHASHSEED": str(hash_seed), "OMP_NUM_THREADS": str(threads)})
-        if not threads:
-            del variables["OMP_NUM_THREADS"]
         self.process = subprocess.Popen(
             [sys.executable, *host, "nursery"],
             env=variables,

@@ -351,6 +351,19 @@ def test_what_is_not_known_is_said(words: str, changes: Any, why: str, monkeypat
     assert why in said
 
 
+def test_nothing_is_known_of_an_engine_that_says_nothing_of_graphs_nor_of_steps_that_are_not_told(monkeypatch) -> None:
+    monkeypatch.setattr("rlft.plan.duration.machine_of", lambda settings: (XEON, "words"))
+    plan = planned("+recipe=grpo_arithmetic", *SMALL)
+    model, demand = counted(plan)
+    engine: Any = SimpleNamespace(title="vLLM", in_graphs=None, on_trainers_base=False)
+    for device, where in (("cpu", "a CPU"), ("cuda", "a GPU")):
+        of_device = replace(demand, engine=engine, device=device)
+        assert duration_of(plan, model, of_device, plan.schedule, absent=False) == f"no figures for vLLM on {where}"
+    monkeypatch.setattr(type(plan), "step_work", lambda plan: None)
+    told = "the command does not say what its steps compute"
+    assert duration_of(plan, model, demand, plan.schedule, absent=False) == told
+
+
 # -- the transformers engine in CUDA graphs ----------------------------------------------------------------------------
 
 

@@ -173,7 +173,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
     "plain kernels": ({"words": "model.kernels=plain"}, NOT_FLASH),
 }
 """{kind: (fields of a Case, whether it has graphs and why, as the start-up table says it)}"""
-QUICK_KINDS = "4 bits", "experts", "a window that some rows exceed", "float32"
+QUICK_KINDS = "4 bits", "experts", "a window that some rows exceed", "float32", "images", "all weights"
 
 
 def kinds(*names: str) -> dict[str, Any]:
@@ -401,19 +401,19 @@ FAULTS = {
     "more room": Fault(between=more_room),
     "other ways": Fault(between=other_ways),
     "no memory": Fault(no_memory, said="CUDA out of memory. Tried to allocate 2.00 GiB."),
-    "no wait for what is read": Fault(partial(without_a_wait, of_the_side=False), races=True),
-    "keys that moved, unwatched": Fault(unwatched, move_keys, same=False),
+    "a step that waits, not ended": Fault(partial(waiting, ends=False), said=WAITS, left=True),
     "weights that moved": Fault(between=move_weights),
-    "copies that move": Fault(new_copies),
     "copies that move, unwatched": Fault(lambda: unwatched(new_copies), same=False),
     "another scale": Fault(between=rescale),
+    "no wait for what is read": Fault(partial(without_a_wait, of_the_side=False), races=True),
+    "keys that moved, unwatched": Fault(unwatched, move_keys, same=False),
+    "copies that move": Fault(new_copies),
     "a step that waits, torch 2.13": Fault(partial(waiting, "2.13"), said=WAITS),
     "a step that waits, torch 2.14": Fault(partial(waiting, "2.14"), said=WAITS),
-    "a step that waits, not ended": Fault(partial(waiting, ends=False), said=WAITS, left=True),
     "a step that waits, torch 2.13, not ended": Fault(partial(waiting, "2.13", ends=False), said=WAITS, left=True),
     "no wait for what is written": Fault(partial(without_a_wait, of_the_side=True), races=True),
 }
-QUICK_FAULTS = [*FAULTS][:9]  # what makes streams race comes last, also of the others: it leaves its traces
+QUICK_FAULTS = [*FAULTS][:13]  # what makes streams race comes last, also of the others: it leaves its traces
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ DECODINGS = {"quick": ["all", "longer prompts later"], "all": [*card_graphs.DECO
 
 @pytest.mark.parametrize("which", slow_but("quick", DECODINGS))
 def test_the_plan_has_the_memory_that_graphs_hold(on_card, which: str) -> None:
-    for name, (planned, counted) in on_card.found("card_graphs:memory", *DECODINGS[which]).items():
+    found = on_card.found("card_graphs:memory", *DECODINGS[which])
+    assert [*found] == DECODINGS[which]
+    for name, (planned, counted) in found.items():
         assert set(planned) == {"keys and values for graphs", "CUDA graphs"}
         assert 0.9 < sum(planned.values()) / counted < 1.15, (name, planned, counted)
 
@@ -95,7 +97,9 @@ KINDS = {"quick": card_graphs.QUICK_KINDS, "all": [*card_graphs.KINDS]}
 
 @pytest.mark.parametrize("which", slow_but("quick", KINDS))
 def test_each_kind_of_model_has_graphs_or_says_why_not(on_card, which: str) -> None:
-    for name, (row, same, replays, problem, uncovered) in on_card.found("card_graphs:kinds", *KINDS[which]).items():
+    found = on_card.found("card_graphs:kinds", *KINDS[which])
+    assert [*found] == [*KINDS[which]]
+    for name, (row, same, replays, problem, uncovered) in found.items():
         value, why = card_graphs.KINDS[name][1]
         assert (row, same, problem, uncovered) == ([value, why], True, None, 0), name
         assert (replays > 8) == (value != "no"), name

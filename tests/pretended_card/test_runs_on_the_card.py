@@ -103,6 +103,7 @@ def test_a_step_waits_and_uploads_a_few_times(on_card, half: str, tmp_path: Path
     steps = on_card.found(
         "card_updates:of_whole_steps", *WHOLE_STEP.split(), half, f"hydra.run.dir={tmp_path / 'run'}"
     )[1:-1]
+    assert len(steps) == 2
     for step in steps:
         counted = {kind: {(stage, line): n for stage in step for line, n in step[stage][kind].items()} for kind in MOST}
         assert not any(stage == "" for lines in counted.values() for stage, _ in lines), "nothing is done in no stage"
@@ -229,8 +230,9 @@ SLACK = 1.25
 def test_numbers_are_those_of_the_cpu_with_few_waits_and_uploads_for_any_number_of_micro_batches(
     on_card, names: list[str]
 ) -> None:
-    wrong = []
-    for name, found in on_card.found("card_updates:main", *names).items():
+    wrong, of_cases = [], on_card.found("card_updates:main", *names)
+    assert [*of_cases] == [*names]
+    for name, found in of_cases.items():
         host, card = found["metrics"]
         assert all(map(math.isfinite, card.values())), name
         if found["to_truth"] is None:

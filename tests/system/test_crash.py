@@ -97,7 +97,7 @@ TOLD: list[tuple[str, Callable[[], BaseException], int, str, str]] = [
     ("train", lambda: Exception("No space left on device (os error 28)"), 1,  # as tokenizers says it
      "stopped: the disk is full (No space left on device): here has ", FREE),
     ("train", lambda: UserError("data.path", "is gone", remedy="put it back"), 2,
-     "data.path: is gone; ", "put it back\n"),
+     "data.path: is gone; put it back\n", "rlft: data.path: is gone; put it back\n"),
 ]  # fmt: skip
 
 

@@ -114,7 +114,8 @@ VLLM = ("generation=vllm",)
          "generation.transformers.batch_size (now 256)"),
         ((), "rehearse sampling", "1.25 GiB", "generation.transformers.batch_size (now 256): rlft resume runs/x "
          "generation.transformers.batch_size=128"),
-        ((), "rehearse update", "1.25 GiB", "resume with a lower token_budget (now 2304): rlft resume runs/x"),
+        ((), "rehearse update", "1.25 GiB", "resume with a lower token_budget (now 2304): rlft resume runs/x "
+         "token_budget=1152"),
         ((), "publish", "1.25 GiB", "lower generation.transformers.weights (now merged); rlft plan"),
         ((), "starting", "1.25 GiB", "the model's weights; lower model.dtype (now auto)"),
         ((), "a stage of a user's own", "1.25 GiB", "activations of a micro-batch"),

@@ -46,6 +46,7 @@ def test_the_first_update_moves_each_parameter_by_the_rate_against_its_gradients
     assert optimizer.update(0.1) == pytest.approx(math.sqrt(3.0**2 + 0.25**2), rel=1e-15)
     # eps = 1e-8 beside a gradient of 0.25 shortens the second move by 4e-8 of it.
     assert [p.item() for _, p in named] == pytest.approx([0.99 - 0.1, 0.99 + 0.1, 2 * 0.99], abs=1e-8)
+    assert named[2][1].item() == pytest.approx(2 * 0.99, rel=1e-15)
 
 
 def test_the_norm_is_told_before_clipping_and_the_gradient_is_clipped():
@@ -70,6 +71,18 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_any_parameter_moves(r
         optimizer.update(0.1)
     assert [p.item() for _, p in named] == [1.0, 2.0]
     assert optimizer.state() == {}
+
+
+def test_an_update_in_which_nothing_taught_anything_still_counts():
+    """Without a backward there are no gradients; the moments decay and the count goes on, as with gradients of 0."""
+    named = parameters(1.0)
+    optimizer = Optimizer(named, config())
+    set_gradients(named, 1.0)
+    optimizer.update(0.1)
+    assert named[0][1].grad is None
+    assert optimizer.update(0.1) == 0.0
+    state = optimizer.state()
+    assert (state["step/p0"].item(), state["exp_avg/p0"].item()) == (2, pytest.approx(0.9 * 0.1, rel=1e-15))
 
 
 QMAP = torch.linspace(0, 1, 256)
@@ -140,13 +153,16 @@ def test_the_state_of_every_kind_goes_through_a_checkpoint(kind, eight_bits, tmp
     save_file(before.state(), tmp_path / "optimizer.safetensors")
     for (_, own), (_, saved) in zip(second, first, strict=True):
         own.data.copy_(saved.data)
-    after.restore(load_file(tmp_path / "optimizer.safetensors"))
+    after.restore(loaded := load_file(tmp_path / "optimizer.safetensors"))
+    state, kept = one.state(), {name: tensor.clone() for name, tensor in one.state().items()}
     for seed in (3, 4):
         moved(whole, one, seed)
         moved(second, after, seed)
     for (name, found), (_, expected) in zip(second, whole, strict=True):
         assert torch.equal(found, expected), name
     assert after.state().keys() == one.state().keys()
+    for copy in (state, loaded):
+        assert all(torch.equal(copy[name], tensor) for name, tensor in kept.items()), "later updates touch no copy"
 
 
 @each("kind", list(OptimizerKind))

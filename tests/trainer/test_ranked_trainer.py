@@ -24,6 +24,7 @@ from rlft.config.schema import RunConfig
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.workers import opened_trainer
 from rlft.model.packing import prompt_lengths
+from rlft.model.roles import Roles
 from rlft.system.process.launcher import ProcessWorker
 from rlft.system.process.worker import WorkerError, WorkerSpec
 from rlft.trainer import ranked_trainer
@@ -207,8 +208,7 @@ class Bench:
             if keys:
                 held = [p.untyped_storage().data_ptr() for p in local.roles.backbone.model.parameters() if p.dim() > 1]
                 assert len(set(held)) < len(held), "layers lie in buffers"
-            if before is not None:
-                before()
+            before()
             assert_same(train(trainer, local, case, self.batches), expected)
 
 
@@ -348,7 +348,7 @@ POINTS = {
     "annotate": (LocalTrainer, "annotations", 2),
     "update": (LocalTrainer, "_passes", 10),  # two lanes of rank 0, four updates a step: in the second step
     "reduce": (Exchange, "broadcast", 20),
-    "publish": (LocalTrainer, "publish", 2),
+    "publish": (Roles, "publish", 2),
     "checkpoint": (LocalTrainer, "digest", 2),
     # Between two layers of a base that is divided, in the forward of the first annotation.
     "layer forward": (Exchange, "numbers", 3),

@@ -268,6 +268,12 @@ def test_each_update_is_divided_by_the_sizes_of_its_own_minibatch(session, make_
 
 
 # -- what may and may not change ---------------------------------------------------------------------------------------
+def test_gradients_are_looked_after_in_every_micro_batch(session, make_roles, batch, monkeypatch):
+    algorithm, roles, calls = rlft.load_algorithm("grpo"), make_roles(), []
+    check = roles.check_gradients
+    monkeypatch.setattr(roles, "check_gradients", lambda: calls.append(check()))
+    session(roles, algorithm, token_budget=1).learn(algorithm.credit(batch), NOBODY, 0)
+    assert len(calls) == 9
 
 
 def test_dropout_and_order_are_functions_of_seed_and_step(session, make_roles, batch):
@@ -679,6 +685,15 @@ def test_lanes_of_few_groups() -> None:
     lanes, totals = assign(Costs(rows=[3.0, 2.0], prompts=[1.0, 1.0], groups=[0, 1]), 4)
     assert (sorted(map(len, lanes)), sorted(totals)) == ([0, 0, 1, 1], [0.0, 0.0, 3.0, 4.0])
     assert assign(Costs(rows=[], prompts=[], groups=[]), 3) == ([[], [], []], [0.0] * 3)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 3])
+def test_moving_rows_ends_where_none_helps(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[list[tuple[int, int, int]]] = []
+    search = update._Lanes.best_moves
+    monkeypatch.setattr(update._Lanes, "best_moves", lambda lanes: searches.append(search(lanes)) or searches[-1])
+    assign(Costs(rows=[9.0, 7.0, 5.0, 3.0, 2.0], prompts=[1.0] * 5, groups=[0, 0, 1, 1, 2]), num_lanes)
+    assert searches.count([]) == 1, "the search that finds nothing is the last one"
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ def check_table(folder: Path, done: Ended) -> None:
         rows = list(csv.DictReader(stream))
     accuracies = [float(row["accuracy"]) for row in rows]
     assert accuracies == sorted(accuracies, reverse=True)
+    assert len(set(accuracies)) > 1, "the order is one by accuracy, not by number"
     assert sorted(int(row["job"]) for row in rows) == list(range(len(JOBS)))
     for row in rows:
         number = int(row["job"])

@@ -98,6 +98,8 @@ def test_a_run_with_drafts_says_the_same_and_resumes_exactly(tmp_path: Path, wor
     assert metrics(halted) == metrics(drafted)
     assert rollouts(halted) == rollouts(drafted)
     assert chain(halted) == chain(drafted)
+    assert cli.run(["resume", str(halted / "checkpoints" / "step_000002"), f"hydra.run.dir={tmp_path / 'fork'}"]) == 0
+    check_same(tmp_path / "fork", halted)
     # With a lag this one holds completions that were sampled ahead.
     assert cli.run(["resume", str(drafted / "checkpoints" / "step_000002"), f"hydra.run.dir={tmp_path / 'ahead'}"]) == 0
     check_same(tmp_path / "ahead", drafted)

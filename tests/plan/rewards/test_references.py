@@ -226,7 +226,8 @@ def test_a_server_that_scores_is_asked_once(name: str, reply: Reply, server: Scr
 )
 def test_a_server_that_gives_no_score_is_refused_by_its_key(name, reply, problem, server) -> None:
     server.script = [reply]
-    with pytest.raises(UserError, match=rf"^reward\.{name}\.url: was asked for one score before the start, and") as no:
+    asked_once = rf"^reward\.{name}\.url: was asked for one score before the start, and got no score"
+    with pytest.raises(UserError, match=asked_once) as no:
         asked(name, server.address, "timeout=0.2" if reply.delay_s else "retries=3")
     assert problem in no.value.problem
     assert f"reward.{name}.try_first=false" in no.value.remedy
