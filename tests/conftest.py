@@ -1,12 +1,10 @@
 """What tests all over the tree share: the embedded model, roles on it, typed configs, and batches from token lists."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,13 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import rlft
 from rlft.config.compose import compose
-from rlft.config.model import CriticConfig, CriticKind, LoraSettings, ModelConfig, Old, RoutingSource, SnapshotConfig
+from rlft.config.model import CriticConfig, CriticKind, LoraSettings, Old, RoutingSource, SnapshotConfig
 from rlft.config.resolved import build
-from rlft.config.schema import RunConfig
 from rlft.data import reasoning_gym
 from rlft.model.backbone import Backbone, load_backbone
 from rlft.model.kernels import attention
 from rlft.model.roles import Roles
-from rlft.types import Batch, Group, Prompt
+from rlft.types import Batch, Prompt
 
 pytest_plugins = ("done_once", "saved_runs")
 
@@ -50,7 +47,7 @@ for number, handler in (
 SLOWEST = {"whole_runs", "pretended_card", "vllm", "audit"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Refuses names that differ from process to process, and puts the folders of the slowest tests first."""
     for item in items:
         if " at 0x" in item.nodeid:  # pytest-xdist runs nothing when two of its workers see different names
@@ -59,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def trackio_folder(tmp_path_factory):
     """The folder of trackio's databases, which it reads from the environment when anything, such as TRL, imports it."""
     folder = tmp_path_factory.mktemp("trackio")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +69,7 @@ Row = tuple[int, Sequence[int], Sequence[int]]
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Nursery]:
+def forks():
     """Runs `rlft` in processes of their own, forked from one that has imported torch: each import takes seconds."""
     nursery = Nursery(hash_seed=1, threads=THREADS)
     yield nursery
@@ -80,7 +77,7 @@ def forks() -> Iterator[Nursery]:
 
 
 @pytest.fixture
-def gym_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def gym_here(monkeypatch):
     """Makes reasoning-gym's questions in this process: a process of their own imports the library for two seconds."""
 
     def make(task: str, options: str, *numbers: int) -> Any:
@@ -90,7 +87,7 @@ def gym_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def group() -> Callable[..., Group]:
+def group():
     """Makes a group: `group(texts, answer="18", id="p0")`."""
     from reward_groups import make_group
 
@@ -98,19 +95,19 @@ def group() -> Callable[..., Group]:
 
 
 @pytest.fixture(scope="session")
-def tiny_path() -> Path:
+def tiny_path():
     """The folder of the embedded model."""
     return Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
 
 
 @pytest.fixture(scope="session")
-def half_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def half_folder(tmp_path_factory):
     """The folder of the embedded model with half of its layers."""
     return model_folders.of_half_its_layers(tmp_path_factory.mktemp("model") / "half")
 
 
 @pytest.fixture(scope="session")
-def long_context_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Path:
+def long_context_path(tmp_path_factory, tiny_path):
     """The embedded model with the context that GSM8K's recipes ask for (rotary positions need no new weights)."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     shutil.copytree(tiny_path, folder)
@@ -120,7 +117,7 @@ def long_context_path(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path)
 
 
 @pytest.fixture(scope="session")
-def model_config() -> Callable[..., ModelConfig]:
+def model_config():
     """Builds the config of the embedded model in float32 on the CPU, with some keys changed."""
 
     embedded = replace(model_folders.settings(Path()), path="embedded:tiny-arithmetic")
@@ -128,13 +125,13 @@ def model_config() -> Callable[..., ModelConfig]:
 
 
 @pytest.fixture(scope="session")
-def backbone(model_config: Callable[..., ModelConfig]) -> Backbone:
+def backbone(model_config):
     """The embedded model, loaded once. Tests leave it as they found it."""
     return load_backbone(model_config())
 
 
 @pytest.fixture
-def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
+def make_roles(backbone):
     """Builds roles on the embedded model (or another `backbone`) in place of those built before; takes them off again.
 
     `noise` is the standard deviation of what is added to the policy's weights: a fresh LoRA changes nothing.
@@ -170,7 +167,7 @@ def make_roles(backbone: Backbone) -> Iterator[Callable[..., Roles]]:
 
 
 @pytest.fixture(scope="session")
-def make_double(backbone: Backbone) -> Callable[[], Backbone]:
+def make_double(backbone):
     """Builds a random model that computes in float64 throughout: transformers does nothing of GPT-2 in float32."""
 
     def make() -> Backbone:
@@ -188,7 +185,7 @@ def make_double(backbone: Backbone) -> Callable[[], Backbone]:
 
 
 @pytest.fixture(scope="session")
-def make_batch() -> Callable[..., Batch]:
+def make_batch():
     """Builds a Batch from rows `(group, prompt ids, completion ids)`; see `Row`."""
 
     def build_batch(rows: Sequence[Row], rewards: Sequence[float] | None = None, dtype: Any = torch.float32) -> Batch:
@@ -214,7 +211,7 @@ def make_batch() -> Callable[..., Batch]:
 
 
 @pytest.fixture(scope="session")
-def make_prompt(backbone: Backbone) -> Callable[..., Prompt]:
+def make_prompt(backbone):
     """Builds a tokenised prompt of the embedded model from a question."""
 
     def build_prompt(question: str, answer: str = "0") -> Prompt:
@@ -228,6 +225,6 @@ def make_prompt(backbone: Backbone) -> Callable[..., Prompt]:
 
 
 @pytest.fixture(scope="session")
-def run_config() -> Callable[..., RunConfig]:
+def run_config():
     """Builds the typed config that command-line overrides give."""
     return lambda *overrides: build(compose(list(overrides)))

@@ -1,7 +1,5 @@
 """The rules of the house (CONTRIBUTING), checked by reading the source of every module."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -9,7 +7,6 @@ import operator
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -68,11 +65,11 @@ def trees() -> dict[Path, ast.Module]:
     return {module: ast.parse((PACKAGE / module).with_suffix(".py").read_text()) for module in MODULES}
 
 
-def is_type_checking(node: ast.AST) -> bool:
+def is_type_checking(node):
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def walk(node: ast.AST, *, typing: bool) -> Iterator[ast.AST]:
+def walk(node, *, typing):
     """The nodes below, with or without what stands under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if typing or not is_type_checking(child):
@@ -105,11 +102,11 @@ def ours(module: Path) -> set[Path]:
     return found - {Path()}
 
 
-def libraries(module: Path, *, typing: bool = True) -> set[str]:
+def libraries(module, *, typing=True):
     return {name.split(".")[0] for name in imports(module, typing=typing)} - {"rlft"}
 
 
-def test_rooms_are_few_and_imports_run_one_way() -> None:
+def test_rooms_are_few_and_imports_run_one_way():
     """Imports for type checkers count, too. rlft/__init__.py alone imports from above, when it is called."""
     rooms = {module.parts[0] for module in MODULES} - {"__init__"}
     assert rooms == set(LEVEL_OF)
@@ -126,7 +123,7 @@ def test_rooms_are_few_and_imports_run_one_way() -> None:
     assert len(arrows) <= MOST_ARROWS
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_module_imports_itself_by_way_of_others():
     """Imports within functions and for type checkers count, too. Only rlft/__init__.py imports from above."""
     below = {module: ours(module) for module in MODULES if module != Path("__init__")}
     done: set[Path] = set()
@@ -135,7 +132,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert set(below) - done == set()
 
 
-def test_each_module_keeps_the_rules_of_its_source() -> None:
+def test_each_module_keeps_the_rules_of_its_source():
     for module, tree in trees().items():
         assert module.name not in {"utils", "util", "helpers", "helper", "misc", "common", "manager", "base"}
         if module.name == "__init__":
@@ -164,7 +161,7 @@ def test_each_module_keeps_the_rules_of_its_source() -> None:
                 assert called != "pickle.load", f"{module}:{node.lineno}"
 
 
-def test_importing_every_light_module_imports_no_heavy_library() -> None:
+def test_importing_every_light_module_imports_no_heavy_library():
     light = [
         m
         for m in MODULES
@@ -178,7 +175,7 @@ def test_importing_every_light_module_imports_no_heavy_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def targets(value: object) -> Iterator[str]:
+def targets(value):
     if isinstance(value, dict):
         for key, inner in value.items():
             if key == "_target_":
@@ -191,7 +188,7 @@ FOLDERS = {"loss": "algorithm.preference", "demonstrations": "data", "preference
 """{group of configs/: the folder of its code}; other groups have a folder of their own name."""
 
 
-def test_a_yamls_address_is_its_codes_address() -> None:
+def test_a_yamls_address_is_its_codes_address():
     """Or it is a variant: another choice's code with other keys."""
     for group in catalog.groups():
         for choice in catalog.choices(group) if group not in ("recipe", "generation") else ():
@@ -207,17 +204,17 @@ def test_a_yamls_address_is_its_codes_address() -> None:
     assert {m.name for m in MODULES if m.parent == Path("generation")} >= engines - {"vllm"}
 
 
-def test_every_module_has_a_file_of_tests_with_its_name() -> None:
+def test_every_module_has_a_file_of_tests_with_its_name():
     modules = [module for module in MODULES if module.name != "__init__"]
     assert [str(m) for m in modules if not (TESTS / m.parent / f"test_{m.name}.py").is_file()] == []
 
 
-def places_of_events() -> list[tuple[str, str]]:
+def places_of_events():
     """Where tests plant events in other processes, `module:name`; also in tests that run with a CUDA GPU only."""
     named = re.compile(r"""["'](rlft(?:\.\w+)+):([\w.]+)["']""")
     return sorted({place for file in TESTS.rglob("*.py") for place in named.findall(file.read_text())})
 
 
-def test_the_places_that_tests_name_exist() -> None:
+def test_the_places_that_tests_name_exist():
     for module, name in places_of_events():
         operator.attrgetter(name)(importlib.import_module(module))

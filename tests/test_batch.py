@@ -1,7 +1,5 @@
 """Rows of a step as tensors: what is trained on, and where the scores of steps and the rewards of turns stand."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import fields, replace
 

@@ -1,12 +1,9 @@
 """The comparison of trainers: what it runs, what it goes on with after an interruption, and what its tables say."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import bench_step
 import pytest
@@ -22,12 +19,12 @@ WORK = Workload(group=2, prompt_tokens=8, completion_tokens=4)
 Benchmark = Callable[..., list[str]]
 
 
-def measured(step: float, *, card: int | None = None, **stages: float) -> Measured:
+def measured(step, *, card=None, **stages):
     return Measured(seconds=[{"sample": 1.0, "train": 2.0, **stages, "step": step}], peak=10**9, card=card)
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Benchmark:
+def benchmark(monkeypatch, tmp_path):
     """Runs the script with these words; gives the processes that it started. None is, and each takes a step of 4 s."""
     started: list[str] = []
 
@@ -49,9 +46,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Benchmark:
     return run
 
 
-def test_a_step_is_measured_and_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_step_is_measured_and_told(monkeypatch, capsys, tmp_path):
     words = ["--only", "rlft", "--shapes", "tiny", "--groups", "2", "--rounds", "1", "--steps", "2"]
     words += ["--out", str(tmp_path), "--override", "model.device=cpu"]
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *words])
@@ -72,7 +67,7 @@ def test_a_step_is_measured_and_told(
 
 
 # -- after an interruption -------------------------------------------------------------------------------------------
-def test_trainers_run_in_turn_and_what_was_measured_is_not_measured_again(benchmark, tmp_path) -> None:
+def test_trainers_run_in_turn_and_what_was_measured_is_not_measured_again(benchmark, tmp_path):
     assert benchmark("--rounds", "2") == ["rlft", "trials", "trl 8", "rlft", "trl 8"]
     table = (tmp_path / "step.md").read_text()
     assert benchmark("--rounds", "2") == []
@@ -83,7 +78,7 @@ def test_trainers_run_in_turn_and_what_was_measured_is_not_measured_again(benchm
 @pytest.mark.parametrize(
     "words", ["--steps 3", "--engine vllm", "--override a=b", ""], ids=lambda words: words or "place"
 )
-def test_what_was_measured_otherwise_or_elsewhere_is_measured_anew(words, monkeypatch, benchmark, tmp_path) -> None:
+def test_what_was_measured_otherwise_or_elsewhere_is_measured_anew(words, monkeypatch, benchmark, tmp_path):
     benchmark("--rounds", "1", "--steps", "2")
     lines = len((tmp_path / "measurements.jsonl").read_text().splitlines())
     if not words:
@@ -92,7 +87,7 @@ def test_what_was_measured_otherwise_or_elsewhere_is_measured_anew(words, monkey
     assert len((tmp_path / "measurements.jsonl").read_text().splitlines()) == 2 * lines, "the others stay"
 
 
-def test_a_trainer_that_fails_is_told_and_tried_again_the_next_time(monkeypatch, benchmark, tmp_path) -> None:
+def test_a_trainer_that_fails_is_told_and_tried_again_the_next_time(monkeypatch, benchmark, tmp_path):
     works = bench_step.measure
 
     def fails(trainer: str, *rest: object) -> Measured:
@@ -113,7 +108,7 @@ def test_a_trainer_that_fails_is_told_and_tried_again_the_next_time(monkeypatch,
 # -- what is run -----------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_fails_or_hangs_ends_with_its_last_words_and_everything_it_started(tmp_path: Path) -> None:
+def test_a_process_that_fails_or_hangs_ends_with_its_last_words_and_everything_it_started(tmp_path):
     log, file = tmp_path / "log", tmp_path / "child"
     words = [sys.executable, "-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"]
     with pytest.raises(MeasurementError, match=r"exit 3: the reason; see .*log"):
@@ -125,7 +120,7 @@ def test_a_process_that_fails_or_hangs_ends_with_its_last_words_and_everything_i
 
 
 # -- the tables ------------------------------------------------------------------------------------------------------
-def test_the_tables_have_stages_shares_ratios_and_utilisation() -> None:
+def test_the_tables_have_stages_shares_ratios_and_utilisation():
     ours = [measured(step, score=0.4, publish=0.6, card=card * 10**9) for step, card in ((4.0, 8), (5.0, 6))]
     theirs = [measured(12.0, card=16 * 10**9), measured(10.0, card=20 * 10**9)]
     result = Result(size="0.5b", work=WORK, runs={"rlft": ours, "trl": theirs}, failed={}, micro_batch=8)
@@ -141,7 +136,7 @@ def test_the_tables_have_stages_shares_ratios_and_utilisation() -> None:
 
 
 # -- the memory of a GPU --------------------------------------------------------------------------------------------
-def test_the_memory_of_a_card_is_the_most_that_was_added(monkeypatch, tmp_path: Path) -> None:
+def test_the_memory_of_a_card_is_the_most_that_was_added(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/words\nfor n in 500 '[N/A]' 2500 1500; do echo $n; done\n"
                        f"touch {tmp_path}/told\nsleep 60\n")  # fmt: skip

@@ -1,7 +1,5 @@
 """The script that measures claims: what it runs and repeats, its statistics, and what the page says."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -60,15 +58,13 @@ TINY: dict[str, Any] = {
 }
 
 
-def words_for(folder: Path, definitions: dict[str, Any]) -> list[str]:
+def words_for(folder, definitions):
     (folder / "claims.yaml").write_text(yaml.safe_dump(definitions, sort_keys=False))
     return ["--definitions", str(folder / "claims.yaml"), "--out", str(folder / "runs"), "--docs", str(folder)]
 
 
 @pytest.mark.slow
-def test_claims_are_measured_once_and_the_page_is_written_from_what_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claims_are_measured_once_and_the_page_is_written_from_what_is_recorded(tmp_path, monkeypatch):
     words = words_for(tmp_path, TINY)
     assert claims.main([*words, "variance"]) == 0
     assert "A rate decides (`scripts/claims.py rate`)" in (tmp_path / "claims.md").read_text()
@@ -92,9 +88,7 @@ def test_claims_are_measured_once_and_the_page_is_written_from_what_is_recorded(
 
 
 @pytest.mark.slow
-def test_a_command_that_fails_and_an_unknown_claim_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_fails_and_an_unknown_claim_are_named(tmp_path, capsys):
     wrong = TINY | {"words": {"small": "train +recipe=grpo_arithmetic stepz=1"}}
     assert claims.main([*words_for(tmp_path, wrong), "rate"]) == 1
     assert "stepz: there is no such key" in capsys.readouterr().err
@@ -102,7 +96,7 @@ def test_a_command_that_fails_and_an_unknown_claim_are_named(
     assert "got lamda; choose of baseline, lambda" in capsys.readouterr().err
 
 
-def test_gradients_are_compared_by_hand() -> None:
+def test_gradients_are_compared_by_hand():
     # Two batches of one number each: 3 and 1, and half of them. Mean 2, squared distances 1 + 1 over n - 1 = 1.
     halves = {"a": [torch.tensor([3.0]), torch.tensor([1.0])], "b": [torch.tensor([1.5]), torch.tensor([0.5])]}
     found = claim_gradients.compared({"a": 10.0, "b": 2.5}, halves, 2)
@@ -110,7 +104,7 @@ def test_gradients_are_compared_by_hand() -> None:
     assert found["b"] == {"variance": 0.25, "length": 0.5, "error": 0.25}
 
 
-def test_a_check_is_an_interval_on_the_right_side() -> None:
+def test_a_check_is_an_interval_on_the_right_side():
     for sign, other, values, holds in [
         ("<", 1.0, [0.1, 0.8], False),  # -0.55, and half of the interval is 12.706 x 0.35 = 4.4
         ("<", 1.0, [0.1, 0.11], True),
@@ -127,7 +121,7 @@ def test_a_check_is_an_interval_on_the_right_side() -> None:
         assert claims.checked(found, ("a", "x", sign, other)).holds is holds, (sign, other, values)
 
 
-def test_every_claim_names_arms_quantities_recipes_and_commands_that_exist() -> None:
+def test_every_claim_names_arms_quantities_recipes_and_commands_that_exist():
     for name, claim in claims.read_claims(yaml.safe_load(SCRIPT.with_suffix(".yaml").read_text())).items():
         own = set(claim.quantities) or {"variance", "length", "error"}
         assert claim.drawn in own, name
@@ -143,14 +137,14 @@ def test_every_claim_names_arms_quantities_recipes_and_commands_that_exist() -> 
             assert SCRIPT.with_name(script).is_file()
 
 
-def test_the_page_is_the_one_of_the_recorded_numbers() -> None:
+def test_the_page_is_the_one_of_the_recorded_numbers():
     definitions = yaml.safe_load(SCRIPT.with_suffix(".yaml").read_text())
     found = claims.read_results(DOCS / "claims.json")
     assert claims.page(claims.read_claims(definitions), found, definitions["intro"]) == (DOCS / "claims.md").read_text()
 
 
 # -- Student's t -------------------------------------------------------------------------------------------------------
-def test_quantiles_p_values_and_intervals_are_those_of_tables_and_closed_forms() -> None:
+def test_quantiles_p_values_and_intervals_are_those_of_tables_and_closed_forms():
     # Abramowitz and Stegun, table 26.10.
     for share, dof, quantile in [
         (0.975, 1, 12.706205), (0.975, 2, 4.302653), (0.975, 4, 2.776445), (0.975, 30, 2.042272), (0.95, 9, 1.833113),

@@ -1,7 +1,5 @@
 """The command line as a user meets it: commands, exit codes, what is printed, and what is not imported."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -9,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -30,7 +27,7 @@ TINY = [
 ]  # fmt: skip
 
 
-def run_here(folder: Path, *words: str) -> int:
+def run_here(folder, *words):
     """Runs a command in this folder, as in a process of its own that Python's path ends with."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -42,7 +39,7 @@ def run_here(folder: Path, *words: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """The folder of a finished run."""
     place = tmp_path_factory.mktemp("trained")
     assert run_here(place, "train", *TINY, "checkpoint.every=1") == 0
@@ -50,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def processor_seconds(words: list[str]) -> tuple[float, str]:
+def processor_seconds(words):
     before = os.times()
     shown = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout
     after = os.times()
@@ -58,7 +55,7 @@ def processor_seconds(words: list[str]) -> tuple[float, str]:
     return user + system, shown
 
 
-def test_help_takes_a_few_imports_of_hydra_and_no_torch() -> None:
+def test_help_takes_a_few_imports_of_hydra_and_no_torch():
     heavy = ("torch", "transformers", "peft", "datasets", "vllm")
     typed = ["train --help", "--help", "recipes", "algorithms gspo", "models qwen"]
     code = f"import sys\nfrom rlft import cli\ncodes = [cli.run(words.split()) for words in {typed[:1]}]\n"
@@ -73,7 +70,7 @@ def test_help_takes_a_few_imports_of_hydra_and_no_torch() -> None:
 
 
 @each("words", ["train --help", "train --cfg job", "train --cfg nonsense"])
-def test_what_hydra_answers_leaves_the_process_as_it_was(words: str) -> None:
+def test_what_hydra_answers_leaves_the_process_as_it_was(words):
     root = logging.getLogger()
     before = [*root.handlers], root.level, sys.argv
     cli.run(words.split())
@@ -81,9 +78,7 @@ def test_what_hydra_answers_leaves_the_process_as_it_was(words: str) -> None:
 
 
 @each("command", [*commands.OWN, *cli.TOOLS])
-def test_the_help_of_every_command_begins_with_what_it_does_and_an_example(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_of_every_command_begins_with_what_it_does_and_an_example(command, capsys):
     assert cli.run([command, "--help"]) == 0
     shown = capsys.readouterr().out
     what, space, example, *_ = shown.splitlines()
@@ -100,7 +95,7 @@ def test_the_help_of_every_command_begins_with_what_it_does_and_an_example(
                 assert told[group] == ", ".join(catalog.choices(group, command))
 
 
-def test_recipes_are_listed_in_groups_on_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_listed_in_groups_on_one_page(tmp_path, capsys):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "qa.yaml").write_text("# @package _global_\n# My questions\ncommand: sft\n")
     assert cli.run(["recipes", "--config-dir", str(tmp_path)]) == 0
@@ -113,7 +108,7 @@ def test_recipes_are_listed_in_groups_on_one_page(tmp_path: Path, capsys: pytest
     assert grouped == {*GROUPS} - {"Yours"}
 
 
-def test_recipes_of_a_pattern_are_listed_with_their_whole_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_of_a_pattern_are_listed_with_their_whole_text(capsys):
     for pattern, names in {"GSM8K": 5, "ppo_*": 5, "r1": 5}.items():
         assert cli.run(["recipes", pattern]) == 0
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rlft ")]
@@ -121,9 +116,7 @@ def test_recipes_of_a_pattern_are_listed_with_their_whole_text(capsys: pytest.Ca
         assert all(f"rlft {catalog.command_of(line.partition('=')[2])} +" in line for line in lines)
 
 
-def test_cfg_job_prints_the_config_and_trains_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cfg_job_prints_the_config_and_trains_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.run(["train", "+recipe=grpo_arithmetic", "trainer.lr=0.5", "--cfg", "job"]) == 0
     shown = capsys.readouterr().out
@@ -133,18 +126,18 @@ def test_cfg_job_prints_the_config_and_trains_nothing(
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["version"], ["-V"]], ids=" ".join)
-def test_the_version_is_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_told(arguments, capsys):
     assert cli.run(arguments) == 0
     assert capsys.readouterr().out.startswith("rlft 0.")
 
 
-def test_usages_list_all_choices_that_the_code_has() -> None:
+def test_usages_list_all_choices_that_the_code_has():
     assert ", ".join(CARDS) in cli.usage_of("plan")[1]
     assert {*LIBRARIES.split("|")} == {*translated_peers()}
     assert all(LIBRARIES in cli.usage_of(tool)[1] for tool in ("init", "translate"))
 
 
-def test_the_page_of_commands_fits_a_small_terminal() -> None:
+def test_the_page_of_commands_fits_a_small_terminal():
     lines = cli.usage().splitlines()
     assert len(lines) <= 32
     assert max(map(len, lines)) <= 80
@@ -155,9 +148,7 @@ def test_the_page_of_commands_fits_a_small_terminal() -> None:
 
 
 @each("words", ["watch", "report", "resume", "resume steps=2", "chat", "chat raw=true", "eval", "eval seed=1"])
-def test_without_a_name_it_is_the_latest_run(
-    words: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_name_it_is_the_latest_run(words, trained, monkeypatch, capsys):
     monkeypatch.chdir(trained.parents[2])
     sources: list[object] = []
     for command in ("chat", "eval"):
@@ -182,9 +173,7 @@ BARE = "model.path=embedded:tiny-arithmetic data=arithmetic generation.max_token
     ],
     ids=["the newest checkpoint", "a checkpoint", "other data", "a bare model"],
 )
-def test_a_run_or_a_model_is_evaluated(
-    words: str, step: int, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_or_a_model_is_evaluated(words, step, trained, tmp_path, capfd):
     typed = words.format(trained).split()
     assert run_here(tmp_path, "eval", *typed, "eval.num_samples=3", "eval.num_prompts=2") == 0
     told = capfd.readouterr().out
@@ -211,9 +200,7 @@ def broken(group):
 
 
 @pytest.mark.parametrize("place", [slow("."), "yaml"])
-def test_a_reward_from_outside_the_tree_is_found_and_scores_and_ends_the_run_where_it_raises(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_from_outside_the_tree_is_found_and_scores_and_ends_the_run_where_it_raises(place, tmp_path, capsys):
     """Its module lies where the command runs, or beside the YAML that names it."""
     (tmp_path / "yaml" / "reward").mkdir(parents=True)
     (tmp_path / place / "rewards_here.py").write_text(MINE)
@@ -234,7 +221,7 @@ def test_a_reward_from_outside_the_tree_is_found_and_scores_and_ends_the_run_whe
     assert "Traceback" not in told
 
 
-def fresh_rlft(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def fresh_rlft(*arguments, cwd, **options):
     """The console script, as its entry point starts it: the current folder is not on Python's path."""
     command = [sys.executable, "-P", "-c", "from rlft.cli import main; main()", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])}
@@ -242,7 +229,7 @@ def fresh_rlft(*arguments: str, cwd: Path, **options: Any) -> subprocess.Complet
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path):
     """As in `rlft train .. 2>&1 | head -1`: both streams are pipes whose reader has ended."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -257,7 +244,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_users_folder_named_like_a_library_hides_nothing(tmp_path: Path) -> None:
+def test_a_users_folder_named_like_a_library_hides_nothing(tmp_path):
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
     done = fresh_rlft("train", *TINY, "eval.every=0", cwd=tmp_path, capture_output=True)

@@ -1,7 +1,5 @@
 """The comparison of two commits: one changed bit of each kind of file is found, and what it runs and leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,7 +7,6 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +47,7 @@ origin: {rlft: 0.1.<k>, commit: 7ad35a<k>, base_fingerprint: 9e854fe0239b55ee}
 
 
 @pytest.fixture
-def two_runs(tmp_path: Path) -> tuple[Path, Path]:
+def two_runs(tmp_path):
     """Two folders with a file of each kind, the same bit for bit but for times, paths and versions."""
     weights = torch.linspace(0.0, 1.0, 6).reshape(2, 3)
     for k, side in enumerate("AB"):
@@ -67,13 +64,13 @@ def two_runs(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def compare(two_runs: tuple[Path, Path]) -> Callable[[], Any]:
+def compare(two_runs):
     """Compares the two folders as they are now."""
     of_a, of_b = ({f"/code/{k}": "<code>", f"/runs/{k}": "<case>"} for k in "AB")
     return lambda: script.compare_folders("ppo", *two_runs, of_a, of_b)
 
 
-def change(file: Path, old: str | tuple[str, float], new: str = "") -> None:
+def change(file, old, new=""):
     """Replaces a text once; of a number in binary, (format, number), changes the last bit of its first place."""
     content = file.read_bytes()
     bits = old.encode() if isinstance(old, str) else struct.pack(*old)
@@ -107,9 +104,7 @@ CHANGES: list[tuple[str, Any, str, Any, str]] = [
 ]
 
 
-def test_the_last_bit_of_a_number_is_found_and_nothing_in_what_must_differ(
-    two_runs: tuple[Path, Path], compare: Callable[[], Any]
-) -> None:
+def test_the_last_bit_of_a_number_is_found_and_nothing_in_what_must_differ(two_runs, compare):
     # metrics, eval, rollouts, samples, an evaluation, 3 tensor files, model, state, config, sweep, a binary
     assert compare().files == 13
     assert compare().differences == (), "times, memory, paths, versions and classes' addresses may differ"
@@ -123,9 +118,7 @@ def test_the_last_bit_of_a_number_is_found_and_nothing_in_what_must_differ(
         file.write_bytes(before)
 
 
-def test_a_file_or_a_line_that_only_one_side_has_is_a_difference_and_the_earliest_step_comes_first(
-    two_runs: tuple[Path, Path], compare: Callable[[], Any]
-) -> None:
+def test_a_file_or_a_line_that_only_one_side_has_is_a_difference_and_the_earliest_step_comes_first(two_runs, compare):
     change(two_runs[1] / CHECKPOINT / "policy/adapter_model.safetensors", LAST)
     change(two_runs[1] / ROLLOUTS, "-0.25", "-0.125")
     change(two_runs[1] / "run/metrics.jsonl", "0.30000000000000004", "0.3")
@@ -166,19 +159,19 @@ def main():
 """
 
 
-def git(repository: Path, *words: str) -> str:
+def git(repository, *words):
     command = ["git", "-C", str(repository), "-c", "user.name=someone", "-c", "user.email=a@b", *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def commit(repository: Path, program: str) -> None:
+def commit(repository, program):
     (repository / "rlft" / "cli.py").write_text(program)
     git(repository, "add", "--all")
     git(repository, "commit", "--quiet", "-m", "a change")
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path):
     """A repository of one commit, of a package `rlft` whose command line writes one line of metrics."""
     folder = tmp_path / "repository"
     (folder / "rlft").mkdir(parents=True)
@@ -189,7 +182,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compared(repository: Path) -> Callable[..., Said]:
+def compared(repository):
     """Compares commits in one case of this command; gives whether they agree and all that was said."""
 
     def compare(a: str, b: str, command: str = "train", keep: Path | None = None) -> Said:
@@ -202,13 +195,11 @@ def compared(repository: Path) -> Callable[..., Said]:
     return compare
 
 
-def worktrees(repository: Path) -> int:
+def worktrees(repository):
     return len(git(repository, "worktree", "list").splitlines())
 
 
-def test_a_last_bit_that_a_commit_or_a_file_changes_is_found(
-    compared: Callable[..., Said], repository: Path, tmp_path: Path
-) -> None:
+def test_a_last_bit_that_a_commit_or_a_file_changes_is_found(compared, repository, tmp_path):
     agree, said = compared("HEAD", "HEAD")
     assert (agree, "1 of 1 cases agree" in said) == (True, True), said
     commit(repository, PROGRAM.replace("0.1 + 0.2", "0.3"))
@@ -229,9 +220,7 @@ def test_a_last_bit_that_a_commit_or_a_file_changes_is_found(
     assert git(repository, "status", "--porcelain") == before
 
 
-def test_a_command_that_fails_or_leaves_no_file_is_no_agreement(
-    compared: Callable[..., Said], repository: Path
-) -> None:
+def test_a_command_that_fails_or_leaves_no_file_is_no_agreement(compared, repository):
     agree, said = compared("HEAD", "HEAD", command="fail")
     assert not agree
     for side in "AB":
@@ -241,7 +230,7 @@ def test_a_command_that_fails_or_leaves_no_file_is_no_agreement(
     assert (agree, "left no file" in said) == (False, True)
 
 
-def test_a_package_from_elsewhere_is_refused(compared: Callable[..., Said], repository: Path) -> None:
+def test_a_package_from_elsewhere_is_refused(compared, repository):
     """The environment has an rlft of its own, which would agree with itself."""
     git(repository, "rm", "-r", "--quiet", "rlft")
     git(repository, "commit", "--quiet", "-m", "nothing is left")
@@ -250,7 +239,7 @@ def test_a_package_from_elsewhere_is_refused(compared: Callable[..., Said], repo
     assert worktrees(repository) == 1
 
 
-def test_stopped_in_a_run_it_leaves_neither_worktree_nor_process(repository: Path, tmp_path: Path) -> None:
+def test_stopped_in_a_run_it_leaves_neither_worktree_nor_process(repository, tmp_path):
     place, pid = tmp_path / "temporary", tmp_path / "pid"
     place.mkdir()
     driver = f"""
@@ -277,7 +266,7 @@ compare_commits.main()
     assert happens(lambda: not is_alive(int(pid.read_text())), 60)
 
 
-def test_every_algorithm_and_command_is_in_a_case() -> None:
+def test_every_algorithm_and_command_is_in_a_case():
     commands = [command for case in script.CASES for command in case.commands]
     recipes = {word.removeprefix("+recipe=") for command in commands for word in command.split() if "+recipe=" in word}
     assert {f"{name}_arithmetic" for name in catalog.choices("algorithm")} <= recipes

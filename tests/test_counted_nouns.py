@@ -1,10 +1,7 @@
 """Every message that counts something says "1 step" and "2 steps": numbers and nouns are joined by `counted` alone."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import rlft
@@ -30,12 +27,12 @@ SEVERAL = {
 """{expression that is not a number that may be 1: why}."""
 
 
-def nodes_of(source: str) -> list[ast.AST]:
+def nodes_of(source):
     """Calls, texts and constants."""
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call | ast.JoinedStr | ast.Constant)]
 
 
-def nouns(nodes: list[ast.AST]) -> set[str]:
+def nouns(nodes):
     """The last word of every noun that is counted somewhere, in the plural."""
     calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     found = [call.args[1] for call in calls if call.func.id == "counted"]
@@ -43,7 +40,7 @@ def nouns(nodes: list[ast.AST]) -> set[str]:
     return {counted(2, text.split()[-1]).removeprefix("2 ") for text in texts}
 
 
-def by_hand(nodes: list[ast.AST], plurals: set[str]) -> Iterator[tuple[int, str]]:
+def by_hand(nodes, plurals):
     """(line, expression) of each value in a text that a counted noun follows, unless it is a share ("2 of 5 rows")."""
     noun = re.compile(rf" (?:[a-z-]+ )?(?:{'|'.join(sorted(plurals))})(?![\w=])")
     for node in (node for node in nodes if isinstance(node, ast.JoinedStr)):
@@ -58,7 +55,7 @@ def by_hand(nodes: list[ast.AST], plurals: set[str]) -> Iterator[tuple[int, str]
                 yield node.lineno, expression
 
 
-def test_no_message_counts_by_hand() -> None:
+def test_no_message_counts_by_hand():
     sources = {file: file.read_text() for file in FILES}
     nodes = {file: nodes_of(source) for file, source in sources.items()}
     everything = [node for found in nodes.values() for node in found]
@@ -73,7 +70,7 @@ def test_no_message_counts_by_hand() -> None:
     assert not [text for text in texts if re.search(r"[a-z]\(e?s\)", text.replace("http(s)", ""))], "step(s)"
 
 
-def test_a_message_that_counts_by_hand_is_found() -> None:
+def test_a_message_that_counts_by_hand_is_found():
     nodes = nodes_of(
         'f"there are {n} failed jobs"; f"finished {self.steps} steps in"; f"{a} of {b} rows"; f"{x:.1f} steps"'
     )

@@ -1,7 +1,5 @@
 """The tests for CUDA GPUs on a machine without one: they are there, import what they need, and are not collected."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os
@@ -19,7 +17,7 @@ FILES = sorted(FOLDER.glob("test_*.py"))
 
 
 @each("file", FILES)
-def test_its_files_import_and_hold_tests(file: Path) -> None:
+def test_its_files_import_and_hold_tests(file):
     spec = importlib.util.spec_from_file_location(f"cuda_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -32,9 +30,7 @@ def test_its_files_import_and_hold_tests(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_they_are_collected_only_where_the_folder_is_named_and_skipped_without_a_gpu(
-    request: pytest.FixtureRequest,
-) -> None:
+def test_they_are_collected_only_where_the_folder_is_named_and_skipped_without_a_gpu(request):
     asked = [Path(word.partition("::")[0]).resolve() for word in request.config.args]
     if not any(FOLDER in (one, *one.parents) for one in asked):
         assert not [item for item in request.session.items if FOLDER in item.path.parents]
@@ -48,7 +44,7 @@ def test_they_are_collected_only_where_the_folder_is_named_and_skipped_without_a
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_refuses_in_a_line_where_there_is_no_driver() -> None:
+def test_make_refuses_in_a_line_where_there_is_no_driver():
     try:
         import ctypes
 

@@ -7,8 +7,6 @@ sizes is made small, and what needs a GPU or a hub is replaced: the engine by tr
 ones that are here. A command that ends with ` &`, a server, goes on until the end of its page, at a port that is free.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -18,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,13 +65,13 @@ ONLY = dict.fromkeys(("sft", "rm", "dpo"), ("steps", "lora.rank", "lora.alpha", 
 ONLY["sample"] = ("generation.max_tokens", "generation", "model.device", "scoring.workers")
 
 
-def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
+def blocks(page):
     """(language, file or empty, text) of each fenced block."""
     for match in BLOCK.finditer(page.read_text()):
         yield match[1], match[2] or "", match[3]
 
 
-def filled(command: str, model: Path) -> str:
+def filled(command, model):
     """With the newest run for <time>, and what is here for what is not."""
     for steps, fewer in FEWER.items():
         command = command.replace(steps, fewer)
@@ -84,7 +81,7 @@ def filled(command: str, model: Path) -> str:
     return command.replace("<model>", str(model)).replace("<gsm8k>", str(PROBLEMS))
 
 
-def smaller(words: list[str], model: Path) -> list[str]:
+def smaller(words, model):
     """The words with sizes that the page leaves open made small."""
     command, given = words[0], {word.partition("=")[0] for word in words}
     if command not in ("train", "sft", "rm", "dpo", "sample", "plan") or {"--help", "--cfg"} & set(words):
@@ -107,7 +104,7 @@ def smaller(words: list[str], model: Path) -> list[str]:
     return [*words, *added]
 
 
-def start(command: str, port: int) -> subprocess.Popen[str]:
+def start(command, port):
     """Starts a server at this port, which has said where it listens when this returns."""
     words = [sys.executable, "-m", "rlft.cli", *shlex.split(command)[1:-1], f"serve.port={port}"]
     started = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
@@ -116,7 +113,7 @@ def start(command: str, port: int) -> subprocess.Popen[str]:
     return started
 
 
-def run(command: str, model: Path) -> int:
+def run(command, model):
     program, *words = shlex.split(command.partition(" < ")[0])
     if program == "python":
         script = Path(words[0]) if Path(words[0]).exists() else REPOSITORY / words[0]
@@ -138,14 +135,7 @@ def run(command: str, model: Path) -> int:
 @pytest.mark.parametrize(
     "page", slow_but(DOCS / "tutorials" / "first-run.md", PAGES), ids=[page.stem for page in PAGES]
 )
-def test_every_command_of_a_page_does_what_it_says(
-    page: Path,
-    long_context_path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+def test_every_command_of_a_page_does_what_it_says(page, long_context_path, tmp_path, monkeypatch, capfd, request):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -177,7 +167,7 @@ def test_every_command_of_a_page_does_what_it_says(
 
 
 @each("page", [*PAGES, REPOSITORY / "README.md", REPOSITORY / "recipes" / "README.md"])
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for place, anchor in LINK.findall(page.read_text()):
         target = page.parent / place
         assert target.exists(), place
@@ -187,7 +177,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in known, f"{place}#{anchor}"
 
 
-def test_the_keys_that_may_change_on_resume_are_those_of_the_page() -> None:
+def test_the_keys_that_may_change_on_resume_are_those_of_the_page():
     page = (DOCS / "how-to" / "resume-and-sweeps.md").read_text()
     paragraph = page.partition("Keys that change no number may differ:")[2].partition("Any other is refused")[0]
     of_engines = {*free_keys(compose([])["generation"])}
@@ -199,7 +189,7 @@ def test_the_keys_that_may_change_on_resume_are_those_of_the_page() -> None:
     assert {key for key in told if not any(key in table for table in tables)} == of_engines
 
 
-def test_sizes_of_the_demo_are_the_recipes() -> None:
+def test_sizes_of_the_demo_are_the_recipes():
     run = compose(["+recipe=grpo_arithmetic"])
     told = f"{run['prompts_per_step']} prompts x {run['group_size']} completions a step, {run['steps']} steps"
     assert told in (DOCS / "tutorials" / "first-run.md").read_text()
@@ -209,7 +199,7 @@ def test_sizes_of_the_demo_are_the_recipes() -> None:
     assert f"together {run['prompts_per_step'] * run['group_size']} a step" in page
 
 
-def test_what_commands_of_the_pages_write_is_ignored_by_git() -> None:
+def test_what_commands_of_the_pages_write_is_ignored_by_git():
     """Runs, sweeps, evaluations, and the `out=` of exports and reports, where they are written into a clone."""
     ignored = set((REPOSITORY / ".gitignore").read_text().split())
     pages = "".join(page.read_text() for page in [*PAGES, REPOSITORY / "README.md"])
@@ -220,12 +210,12 @@ def test_what_commands_of_the_pages_write_is_ignored_by_git() -> None:
     assert "/*.html" in ignored
 
 
-def test_the_index_names_every_page() -> None:
+def test_the_index_names_every_page():
     linked = {place for place, _ in LINK.findall((DOCS / "index.md").read_text())}
     assert linked == {str(page.relative_to(DOCS)) for page in PAGES} - {"index.md"} | {"tutorials/start.ipynb"}
 
 
-def words_of(file: Path) -> Iterator[str]:
+def words_of(file):
     """The text of a file that a user reads: of Python its strings without docstrings, of others all of it."""
     if file.suffix != ".py":
         yield file.read_text(encoding="utf-8")
@@ -236,11 +226,11 @@ def words_of(file: Path) -> Iterator[str]:
     yield from (text.value for text in texts if id(text) not in shown)
 
 
-def unusual_words(text: str) -> list[str]:
+def unusual_words(text):
     return [found[0] for found in UNUSUAL.finditer(re.sub(r"\s+(# )?", " ", text))]
 
 
-def test_texts_that_users_read_have_the_fields_own_terms() -> None:
+def test_texts_that_users_read_have_the_fields_own_terms():
     folders = ("docs", "configs", "recipes", "rlft")
     files = [file for folder in folders for file in (REPOSITORY / folder).rglob("*") if file.suffix in READ]
     files += [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "mkdocs.yml")]
@@ -251,7 +241,7 @@ def test_texts_that_users_read_have_the_fields_own_terms() -> None:
     assert unusual_words("# of the main\n# job\n goes on\n  from") == ["main job", "goes on from"]
 
 
-def test_what_is_named_for_adding_things_exists() -> None:
+def test_what_is_named_for_adding_things_exists():
     """In CONTRIBUTING: each file and folder without an x, and each name of code."""
     page = (REPOSITORY / "CONTRIBUTING.md").read_text()
     table = page.partition("## Adding things")[2].partition("\n## ")[0]
@@ -270,7 +260,7 @@ def test_what_is_named_for_adding_things_exists() -> None:
     assert not [name for name in fields if not re.search(rf"^    {name}: ", source, re.MULTILINE)]
 
 
-def test_every_script_that_a_page_names_is_run_by_a_test_or_was_there_at_the_commit_beside_it() -> None:
+def test_every_script_that_a_page_names_is_run_by_a_test_or_was_there_at_the_commit_beside_it():
     tests = "".join(file.read_text() for file in Path(__file__).parent.rglob("test_*.py"))
     for page in [*PAGES, REPOSITORY / "recipes" / "README.md"]:
         for paragraph in page.read_text().split("\n\n"):

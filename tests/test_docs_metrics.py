@@ -1,7 +1,5 @@
 """docs/reference/metrics.md names every metric that a run writes, and none that nothing writes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -40,13 +38,13 @@ RUNS = [
 ]  # fmt: skip
 
 
-def named() -> list[str]:
+def named():
     """The names in the first column of every table."""
     rows = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
-def pattern(name: str) -> re.Pattern[str]:
+def pattern(name):
     text = re.escape(name)
     for placeholder, found in PLACEHOLDERS.items():
         text = text.replace(re.escape(placeholder), found)
@@ -54,7 +52,7 @@ def pattern(name: str) -> re.Pattern[str]:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def written(tmp_path_factory):
     """Every name in the metrics and evaluations of runs of many kinds."""
     folder, found = tmp_path_factory.mktemp("runs"), set()
     for number, words in enumerate(RUNS):
@@ -64,7 +62,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return found - {"step", "examples"}
 
 
-def test_the_metrics_of_evaluations_on_the_page_are_those_of_the_table() -> None:
+def test_the_metrics_of_evaluations_on_the_page_are_those_of_the_table():
     page = {name for name in named() if name.startswith("eval/")}
     assert {name for name in page if not name.endswith("_se")} == {metric.name for metric in METRICS[1:]}
     with_error = {metric.name for metric in METRICS[1:] if metric.has_error}
@@ -72,7 +70,7 @@ def test_the_metrics_of_evaluations_on_the_page_are_those_of_the_table() -> None
 
 
 @pytest.mark.slow
-def test_every_metric_of_an_evaluation_is_in_the_table_and_has_an_error_if_it_says_so(written: set[str]) -> None:
+def test_every_metric_of_an_evaluation_is_in_the_table_and_has_an_error_if_it_says_so(written):
     names = {name for name in written if name.startswith("eval/") and not name.endswith("_se")}
     found = {name: metric_of(name) for name in names}
     assert len(found) > 15
@@ -81,14 +79,14 @@ def test_every_metric_of_an_evaluation_is_in_the_table_and_has_an_error_if_it_sa
 
 
 @pytest.mark.slow
-def test_every_metric_that_a_run_writes_is_explained(written: set[str]) -> None:
+def test_every_metric_that_a_run_writes_is_explained(written):
     patterns = [pattern(name) for name in named()]
     assert len(written) > 50
     assert [name for name in sorted(written) if not any(p.fullmatch(name) for p in patterns)] == []
 
 
 @pytest.mark.slow
-def test_every_name_on_the_page_is_one_that_something_writes(written: set[str]) -> None:
+def test_every_name_on_the_page_is_one_that_something_writes(written):
     made = {f"finish/{reason}" for reason in FinishReason} | {f"calls/{cause}_fraction" for cause in CAUSES}
     source = "".join(file.read_text() for file in Path(rlft.__file__).parent.rglob("*.py"))
     unknown = [

@@ -1,7 +1,5 @@
 """The examples in docstrings hold, as somebody who has imported rlft would type them."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 from pathlib import Path
@@ -20,11 +18,11 @@ MODULES += ["claims", "compare_commits", "comparison_cases", "load_processes"]  
 
 
 @each("module", MODULES)
-def test_the_examples_of_a_module_hold(module: str) -> None:
+def test_the_examples_of_a_module_hold(module):
     result = doctest.testmod(importlib.import_module(module), extraglobs={"rlft": rlft})
     assert result.attempted > 0
     assert result.failed == 0
 
 
-def test_modules_with_examples_are_found() -> None:
+def test_modules_with_examples_are_found():
     assert {"rlft.__init__", "rlft.data.records", "rlft.reward.answer", "rlft.trainer.optimizer"} <= set(MODULES)

@@ -1,7 +1,5 @@
 """What may stand after a group's name: a name, or a list of names; null where nothing need be chosen."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -28,7 +26,7 @@ MAY_BE_NULL = {(command, group) for command, group in GROUPS if group in ("rewar
 
 
 @each(("command", "group"), GROUPS)
-def test_what_is_no_name_or_no_choice_is_refused_by_the_groups_key(command: str, group: str) -> None:
+def test_what_is_no_name_or_no_choice_is_refused_by_the_groups_key(command, group):
     sign = "+" if group == "recipe" else ""
     for value in (*NO_NAMES, *NO_CHOICES):
         with pytest.raises(UserError) as refused:
@@ -41,14 +39,14 @@ def test_what_is_no_name_or_no_choice_is_refused_by_the_groups_key(command: str,
 
 
 @pytest.mark.parametrize("group", ["base", "base/run", "hydra/help", "reward@x", "algorithm@x"])
-def test_folders_of_yaml_that_are_no_groups_take_no_other_values_either(group: str) -> None:
+def test_folders_of_yaml_that_are_no_groups_take_no_other_values_either(group):
     for sign, value in itertools.product(("", "+"), ("null", "1", "x")):
         if (group, value) != ("reward@x", "null"):
             with pytest.raises(UserError):
                 build(compose([f"{sign}{group}={value}"]))
 
 
-def test_null_may_be_said_where_there_need_be_nothing() -> None:
+def test_null_may_be_said_where_there_need_be_nothing():
     for words in ([], ["logger=null"], ["logger=[]"], ["+recipe=grpo_arithmetic", "logger=null"]):
         assert build(compose(words)).logger == {}
     assert build(compose(["+recipe=sft_arithmetic", "data=null"], command="sft"), SftConfig, "sft").data == {}
@@ -58,7 +56,7 @@ def test_null_may_be_said_where_there_need_be_nothing() -> None:
     assert printed["console"] is None
 
 
-def test_null_among_the_values_of_a_sweep_means_the_same() -> None:
+def test_null_among_the_values_of_a_sweep_means_the_same():
     space = read_space(["logger=null,wandb", "reward=format,null", "seed=1"], "train", is_study=False)
     plains = [compose(space.words(params)) for params in space.combinations()]
     assert [(list(p.get("logger", {})), list(p.get("reward", {}))) for p in plains] == [

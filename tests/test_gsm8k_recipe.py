@@ -1,7 +1,5 @@
 """The main job on local files, through the real vLLM engine: nothing overridden but where model and data lie."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil
@@ -18,13 +16,13 @@ pytestmark = pytest.mark.slow
 PROBLEMS = Path(__file__).parent / "data" / "gsm8k_mini"
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments):
     command = [sys.executable, "-m", "rlft.cli", "train", "+recipe=grpo_gsm8k", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.fixture
-def brief_path(long_context_path: Path, tmp_path: Path) -> Path:
+def brief_path(long_context_path, tmp_path):
     """The same model, more likely to end at every token: the recipe's 768 tokens a completion take minutes on a CPU."""
     folder = tmp_path / "brief"
     shutil.copytree(long_context_path, folder)
@@ -39,7 +37,7 @@ def brief_path(long_context_path: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path: Path, brief_path: Path) -> None:
+def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path, brief_path):
     assert len((PROBLEMS / "train.jsonl").read_text().splitlines()) >= 20
     result = run(tmp_path, f"model.path={brief_path}", f"data.path={PROBLEMS}", "steps=1")
     assert result.returncode == 0, result.stderr
@@ -54,7 +52,7 @@ def test_the_recipe_runs_on_local_files_with_two_paths_overridden(tmp_path: Path
     assert (folder / "checkpoints" / "step_000001" / "policy" / "adapter_model.safetensors").is_file()
 
 
-def test_without_network_and_files_it_stops_at_once_and_names_both_paths(tmp_path: Path) -> None:
+def test_without_network_and_files_it_stops_at_once_and_names_both_paths(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = run(tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -4,8 +4,6 @@ The commands are taken from the output of real short runs. Their sizes are made 
 none of theirs; of the recipe on GSM8K the model and the data, which are on the hub, are replaced by ones that are here.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import shlex
@@ -34,7 +32,7 @@ RANK = ("preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2
 COMMAND = re.compile(r"(?:\S*/)?rlft (?:train|sft|rm|dpo|sample|resume|eval|chat|export|plan|report|runs) [^\n]*")
 
 
-def hints(text: str) -> list[list[str]]:
+def hints(text):
     """The words after `rlft` of every command in the text; one inside a sentence ends with its bracket."""
     found = []
     text = text.replace(", or ", "\n")
@@ -47,7 +45,7 @@ def hints(text: str) -> list[list[str]]:
     return found
 
 
-def run_hint(words: list[str], problems: Path, model: Path) -> None:
+def run_hint(words, problems, model):
     """The command itself, small, and with nothing to say to a chat."""
     given = {word.partition("=")[0].lstrip("+") for word in words}
     more = [word for word in SMALL.get(words[0], ()) if word.partition("=")[0] not in given]
@@ -61,7 +59,7 @@ def run_hint(words: list[str], problems: Path, model: Path) -> None:
 
 
 @pytest.fixture
-def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def at_home(tmp_path, monkeypatch):
     """A folder to work in, whose runs have names that a shell and Hydra would both misread."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -85,9 +83,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=["train", "train without a recipe", "sft", "sft with a task", "sft of all weights", "rm", "dpo", "sample"],
 )  # fmt: skip
-def test_what_a_run_suggests_next_runs(
-    words: list[str], number: int, at_home: Path, long_context_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_run_suggests_next_runs(words, number, at_home, long_context_path, capfd):
     folder = "runs/first try, lr=0.1"
     assert cli.run([*words, f"hydra.run.dir='{folder}'"]) == 0
     page = capfd.readouterr().out
@@ -99,9 +95,7 @@ def test_what_a_run_suggests_next_runs(
 
 
 @pytest.mark.slow
-def test_what_interruptions_and_refusals_suggest_runs(
-    at_home: Path, long_context_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_interruptions_and_refusals_suggest_runs(at_home, long_context_path, capfd, monkeypatch):
     folder, problems = "runs/first try", REPOSITORY / "tests" / "data" / "gsm8k_mini"
     words = ["train", *TRAIN[1:], "steps=3", "checkpoint.every=1", f"hydra.run.dir='{folder}'"]
 
@@ -125,7 +119,7 @@ def test_what_interruptions_and_refusals_suggest_runs(
 
 
 @pytest.mark.slow
-def test_checkpoints_and_samples_suggest_what_runs(at_home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_and_samples_suggest_what_runs(at_home, capfd):
     folder = "runs/first try"
     assert cli.run(["train", *TRAIN[1:], "steps=2", "checkpoint.every=1", f"hydra.run.dir='{folder}'"]) == 0
     last = f"{folder}/checkpoints/step_000002"
@@ -163,9 +157,7 @@ def test_checkpoints_and_samples_suggest_what_runs(at_home: Path, capfd: pytest.
         slow("watch", "train +recipe=grpo_arithmetic"),
     ],
 )
-def test_commands_inside_refusals_run(
-    refused: str, hint: str, at_home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_inside_refusals_run(refused, hint, at_home, capfd, monkeypatch):
     (at_home / "runs").mkdir()
     assert cli.run(refused.split()) == 2
     assert f"rlft {hint}" in capfd.readouterr().err

@@ -1,25 +1,21 @@
 """The demo's promise, as the demo runs it: the recipe, nothing overridden. benchmarks/results.md has more seeds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from run_processes import Nursery
 
 import rlft
 
 pytestmark = pytest.mark.slow
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
+def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def evaluated(forks: Nursery, folder: Path, *words: str) -> dict[str, Any]:
+def evaluated(forks, folder, *words):
     """The metrics of this evaluation."""
     done = forks.run("eval", *words, cwd=folder)
     assert done.code == 0, done.err
@@ -27,7 +23,7 @@ def evaluated(forks: Nursery, folder: Path, *words: str) -> dict[str, Any]:
     return lines(file)[0]
 
 
-def test_the_demo_learns_in_two_minutes(forks: Nursery, tmp_path: Path) -> None:
+def test_the_demo_learns_in_two_minutes(forks, tmp_path):
     nursery = psutil.Process(forks.process.pid)
     before = nursery.cpu_times()
     done = forks.run("train", "+recipe=grpo_arithmetic", "hydra.run.dir=run", cwd=tmp_path)
@@ -43,7 +39,7 @@ def test_the_demo_learns_in_two_minutes(forks: Nursery, tmp_path: Path) -> None:
     )
 
 
-def test_the_base_has_something_to_learn_in_answers_and_in_format(forks: Nursery, tmp_path: Path) -> None:
+def test_the_base_has_something_to_learn_in_answers_and_in_format(forks, tmp_path):
     settings = ["generation.max_tokens=48", "prompts.max_tokens=64", "eval.num_prompts=256", "eval.num_samples=8"]
     metrics = evaluated(forks, tmp_path, "model.path=embedded:tiny-arithmetic", *settings)
     assert 0.30 <= metrics["eval/exact_match"] <= 0.55
@@ -51,7 +47,7 @@ def test_the_base_has_something_to_learn_in_answers_and_in_format(forks: Nursery
     assert 0.60 <= metrics["eval/reward/format"] <= 0.90
 
 
-def test_chains_are_solved_seldom_in_one_attempt_and_mostly_in_sixteen(forks: Nursery, tmp_path: Path) -> None:
+def test_chains_are_solved_seldom_in_one_attempt_and_mostly_in_sixteen(forks, tmp_path):
     folder = Path(rlft.__file__).parent / "assets" / "tiny-chains"
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 4_000_000
     metrics = evaluated(forks, tmp_path, "+recipe=grpo_chains", "eval.num_prompts=256", "eval.num_samples=16")

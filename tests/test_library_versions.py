@@ -3,12 +3,9 @@
 scripts/test_versions.py runs this file with the oldest and with the newest versions that pyproject.toml allows.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,7 +30,7 @@ Command = Callable[..., str]
 
 
 @pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Iterator[Command]:
+def command(capfd):
     """Runs a command line that ends well and returns what it printed; no library may warn."""
 
     def run(*words: object) -> str:
@@ -52,7 +49,7 @@ def command(capfd: pytest.CaptureFixture[str]) -> Iterator[Command]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """A run of two steps that was resumed to four."""
     folder = tmp_path_factory.mktemp("versions") / "run"
     assert cli.run(["train", *TRAIN, f"hydra.run.dir={folder}"]) == 0
@@ -60,11 +57,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def losses(folder: Path, name: str = "loss/total") -> list[float]:
+def losses(folder, name="loss/total"):
     return [json.loads(line)[name] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_is_trained_and_goes_on_as_if_never_stopped(command: Command, run: Path, tmp_path: Path) -> None:
+def test_a_run_is_trained_and_goes_on_as_if_never_stopped(command, run, tmp_path):
     words = ["steps=4" if word == "steps=2" else word for word in TRAIN]
     command("train", *words, f"hydra.run.dir={tmp_path / 'whole'}")
     assert len(losses(run)) == 4
@@ -73,13 +70,13 @@ def test_a_run_is_trained_and_goes_on_as_if_never_stopped(command: Command, run:
 
 
 @pytest.mark.parametrize("setting", ["true", "false", "auto"])
-def test_gradient_checkpointing_is_switched_without_a_warning(setting: str, command: Command, tmp_path: Path) -> None:
+def test_gradient_checkpointing_is_switched_without_a_warning(setting, command, tmp_path):
     words = ["demonstrations.path=embedded:arithmetic-demonstrations", f"model.gradient_checkpointing={setting}"]
     command("sft", *words, *COMMON, "examples_per_step=2", "eval.every=0", f"hydra.run.dir={tmp_path / 'run'}")
     assert len(losses(tmp_path / "run")) == 1
 
 
-def test_a_critic_a_moving_reference_and_a_reward_model_are_trained(command: Command, tmp_path: Path) -> None:
+def test_a_critic_a_moving_reference_and_a_reward_model_are_trained(command, tmp_path):
     words = [word for word in TRAIN if not word.startswith(("+recipe", "eval."))]
     words += ["+recipe=ppo_arithmetic", "snapshot.reference=copy", "eval.every=0"]
     command("train", *words, f"hydra.run.dir={tmp_path / 'ppo'}")
@@ -89,15 +86,13 @@ def test_a_critic_a_moving_reference_and_a_reward_model_are_trained(command: Com
     assert len(losses(tmp_path / "rm")) == 1
 
 
-def test_a_run_is_evaluated_and_sampled(command: Command, run: Path, tmp_path: Path) -> None:
+def test_a_run_is_evaluated_and_sampled(command, run, tmp_path):
     assert "mean@2" in command("eval", f"run={run}", "eval.num_samples=2")
     command("sample", f"run={run}", "n=2", "num_prompts=2", "dedupe=false", f"hydra.run.dir={tmp_path / 'drawn'}")
     assert len((tmp_path / "drawn" / "samples.jsonl").read_text().splitlines()) == 4
 
 
-def test_exports_are_loaded_by_transformers_with_their_chat_template(
-    command: Command, run: Path, tmp_path: Path
-) -> None:
+def test_exports_are_loaded_by_transformers_with_their_chat_template(command, run, tmp_path):
     command("export", f"run={run}", f"out={tmp_path / 'model'}")
     command("export", f"run={run}", f"out={tmp_path / 'adapter'}", "as=adapter")
     texts = []
@@ -111,7 +106,7 @@ def test_exports_are_loaded_by_transformers_with_their_chat_template(
     assert model(ids).logits.shape[:2] == ids.shape
 
 
-def test_a_run_is_planned_and_a_sweep_expanded_by_hydra(command: Command, tmp_path: Path) -> None:
+def test_a_run_is_planned_and_a_sweep_expanded_by_hydra(command, tmp_path):
     assert json.loads(command("plan", "+recipe=grpo_arithmetic", "model.device=cpu", "--json"))["fits"]
     words = ["steps=1", "trainer.lr=1e-3,2e-3", "eval.every=0", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     command("train", "-m", *[word for word in TRAIN if not word.startswith(("steps", "eval"))], *words)

@@ -1,13 +1,10 @@
 """The scripts that make the embedded models: what a model is taught, and each from its tokenizer to the README."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
 import re
 from collections import Counter
-from pathlib import Path
 
 import calling_lessons
 import chain_lessons
@@ -30,7 +27,7 @@ from tests.environment.test_conversations import LIMITS
 
 
 @pytest.mark.slow
-def test_a_model_is_taught_measured_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_taught_measured_and_saved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(make_tiny_model, "PROBLEMS", 2)
     out = tmp_path / "made"
@@ -45,7 +42,7 @@ def test_a_model_is_taught_measured_and_saved(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_a_model_of_pictures_is_saved_with_its_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_pictures_is_saved_with_its_processor(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(make_tiny_model, "PROBLEMS", 2)
     monkeypatch.setattr(make_tiny_shapes, "PICTURES", 8)
@@ -64,7 +61,7 @@ def test_a_model_of_pictures_is_saved_with_its_processor(tmp_path: Path, monkeyp
     assert "256 x 8 samples: right " in readme
 
 
-def test_without_noise_a_mixture_is_the_dense_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_noise_a_mixture_is_the_dense_model(monkeypatch):
     monkeypatch.setattr(make_tiny_mixture, "NOISE", 0.0)
     dense = AutoModelForCausalLM.from_pretrained(make_tiny_mixture.BASE).eval()
     ids = torch.arange(5, 25)[None]
@@ -76,7 +73,7 @@ def test_without_noise_a_mixture_is_the_dense_model(monkeypatch: pytest.MonkeyPa
 
 
 # -- lessons of chains -------------------------------------------------------------------------------------------------
-def test_chains_are_of_the_training_split_alone_and_their_working_is_right(tmp_path: Path) -> None:
+def test_chains_are_of_the_training_split_alone_and_their_working_is_right(tmp_path):
     chain_lessons.write_lessons(tmp_path / "lessons.jsonl", 500, True, random.Random(0))
     asked = [json.loads(line)["prompt"] for line in (tmp_path / "lessons.jsonl").read_text().splitlines()]
     keys = {"steps": chain_lessons.STEPS, "largest": chain_lessons.LARGEST, "size": 1, "held_out_size": 400, "seed": 0}
@@ -95,7 +92,7 @@ def test_chains_are_of_the_training_split_alone_and_their_working_is_right(tmp_p
 QUESTION = re.compile(r"What is (\d+) (\S) (\d+)\?")
 
 
-def drawn(shares: calling_lessons.Shares, count: int) -> list[tuple[list[dict[str, str]], str, tuple[int, str, int]]]:
+def drawn(shares, count):
     """(chat, completion, the problem) of each lesson, of the training split alone."""
     found = []
     for line in itertools.islice(calling_lessons.lines(shares, random.Random(3)), count):
@@ -107,7 +104,7 @@ def drawn(shares: calling_lessons.Shares, count: int) -> list[tuple[list[dict[st
     return found
 
 
-def test_what_the_lessons_hear_is_what_the_calculator_says() -> None:
+def test_what_the_lessons_hear_is_what_the_calculator_says():
     play = Calculator(**LIMITS).make()
     answered, refused = 0, 0
     for chat, *_ in drawn(calling_lessons.MIXED, 2000):
@@ -124,7 +121,7 @@ def test_what_the_lessons_hear_is_what_the_calculator_says() -> None:
     assert answered > 50 < refused
 
 
-def test_who_is_asked_has_nothing_to_do_with_the_question_and_says_what_the_game_says() -> None:
+def test_who_is_asked_has_nothing_to_do_with_the_question_and_says_what_the_game_says():
     asked = Counter[tuple[str, str]]()
     for chat, _, (a, operation, b) in drawn(calling_lessons.CLEAN, 12_000):
         if RULES not in chat[0]["content"] or len(chat) < 3:

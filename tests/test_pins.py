@@ -2,11 +2,8 @@
 scripts/test_versions.py installs at both ends of the ranges, which `make test-all` runs first.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import install
 import pytest
@@ -21,18 +18,18 @@ FILES = sorted(path.stem for path in (REPOSITORY / "pins").glob("*.txt"))
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+def script(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "scripts")
     import test_versions
 
     return test_versions
 
 
-def lines_of(text: str) -> list[str]:
+def lines_of(text):
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 
-def test_each_file_has_a_version_of_all_that_its_extras_ask_for_and_in_their_ranges() -> None:
+def test_each_file_has_a_version_of_all_that_its_extras_ask_for_and_in_their_ranges():
     assert list(write_pins.ALL) == FILES == ["cpu", "cuda", "qlora"]
     for name, kind in write_pins.ALL.items():
         lines = lines_of((REPOSITORY / "pins" / f"{name}.txt").read_text())
@@ -50,12 +47,12 @@ def test_each_file_has_a_version_of_all_that_its_extras_ask_for_and_in_their_ran
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_a_dry_resolution_of_a_file_asks_for_nothing_else(name: str) -> None:
+def test_a_dry_resolution_of_a_file_asks_for_nothing_else(name):
     lines = lines_of((REPOSITORY / "pins" / f"{name}.txt").read_text())
     assert lines_of(write_pins.resolve(name, "\n".join(lines))) == lines
 
 
-def test_both_ends_are_of_every_core_requirement_but_torch(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_ends_are_of_every_core_requirement_but_torch(script, capsys):
     ranges = {Requirement(text).name: Requirement(text).specifier for text in PROJECT["dependencies"]}
     for end in ("oldest", "newest"):
         found = {Requirement(text).name: Requirement(text).specifier for text in script.requirements(end)}
@@ -72,7 +69,7 @@ def test_both_ends_are_of_every_core_requirement_but_torch(script: Any, capsys: 
     assert "x<2 has no lower bound" in capsys.readouterr().err
 
 
-def test_make_test_all_runs_the_versions_before_every_test_and_stops_where_they_fail(script: Any) -> None:
+def test_make_test_all_runs_the_versions_before_every_test_and_stops_where_they_fail(script):
     lines = (REPOSITORY / "Makefile").read_text().partition("\ntest-all:")[2].partition("\n\n")[0].splitlines()
     first, second = (next(line for line in lines if name in line) for name in ("test_versions.py", '$(PYTEST) -m ""'))
     assert lines.index(first) < lines.index(second)

@@ -1,7 +1,5 @@
 """The pipelines' scripts: what they check first, what each stage is and reached, and what stands for a taste."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -9,11 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import stage_table
@@ -50,7 +47,7 @@ exec {python} "$@"
 
 
 @pytest.fixture
-def recorder(tmp_path: Path) -> Recorded:
+def recorder(tmp_path):
     """tmp_path/bin/rlft writes down its words; called, this returns those of every command so far."""
     calls = tmp_path / "calls.jsonl"
     (tmp_path / "bin").mkdir()
@@ -60,7 +57,7 @@ def recorder(tmp_path: Path) -> Recorded:
     return lambda: [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
-def start(script: Path, *words: str, path: str = "/usr/bin:/bin", **variables: str) -> subprocess.CompletedProcess[str]:
+def start(script, *words, path="/usr/bin:/bin", **variables):
     """Runs a script with this PATH; rlft is imported from the repository."""
     unset = ("RLFT", "PYTHON", "SEED", "PTX")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
@@ -69,15 +66,13 @@ def start(script: Path, *words: str, path: str = "/usr/bin:/bin", **variables: s
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-def composed(command: str, words: Sequence[str]) -> dict:
+def composed(command, words):
     """The stage's config. A run that a stage names stands for what it made, which is not there: its place is kept."""
     return compose([word for word in words if not word.startswith(("resume=", "run="))], command=command)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(
-    pipeline: str, tmp_path: Path, recorder: Recorded
-) -> None:
+def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(pipeline, tmp_path, recorder):
     done = start(SCRIPTS / f"{pipeline}.sh", str(tmp_path / "out"), RLFT=str(tmp_path / "bin" / "rlft"), SEED="3")
     assert done.returncode == 0, done.stderr
     stages = [call for call in recorder() if call[0] != "export"]
@@ -91,7 +86,7 @@ def test_every_stage_is_a_config_that_passes_with_the_seed_that_was_set(
         assert re.search(rf'={folder}["\s]', (SCRIPTS / f"{pipeline}.sh").read_text()), "the table has it"
 
 
-def test_a_model_is_exported_again_where_its_run_is_another_one(tmp_path: Path) -> None:
+def test_a_model_is_exported_again_where_its_run_is_another_one(tmp_path):
     calls: list[tuple[str, ...]] = []
 
     def rlft(*words: str) -> None:
@@ -114,7 +109,7 @@ def test_a_model_is_exported_again_where_its_run_is_another_one(tmp_path: Path) 
     assert made(2, "b2") == 4
 
 
-def test_a_missing_rlft_or_extra_is_named_before_the_first_stage(tmp_path: Path, recorder: Recorded) -> None:
+def test_a_missing_rlft_or_extra_is_named_before_the_first_stage(tmp_path, recorder):
     shutil.copytree(SCRIPTS, tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     for pipeline in PIPELINES:
         done = start(tmp_path / "scripts" / f"{pipeline}.sh")
@@ -134,7 +129,7 @@ def test_a_missing_rlft_or_extra_is_named_before_the_first_stage(tmp_path: Path,
 
 
 # -- the table of stages -----------------------------------------------------------------------------------------------
-def make_stage(folder: Path, command: str, *accuracies: dict, progress: dict | None = None) -> None:
+def make_stage(folder, command, *accuracies, progress=None):
     folder.mkdir(parents=True)
     config = {"command": command, "model": {"path": "embedded:tiny"}}
     (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
@@ -144,14 +139,12 @@ def make_stage(folder: Path, command: str, *accuracies: dict, progress: dict | N
         (folder / "progress.json").write_text(json.dumps(progress))
 
 
-def accuracy(value: float, **rewards: float) -> dict[str, float]:
+def accuracy(value, **rewards):
     scores = {f"eval/reward/{name}": reward for name, reward in rewards.items()}
     return {"step": 2, "accuracy": value, "accuracy_se": 0.01, **scores}
 
 
-def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(tmp_path, capsys):
     make_stage(tmp_path / "1", "sft", accuracy(0.25, format=0.5), accuracy(0.5, format=1.0))
     make_stage(tmp_path / "2", "sample", progress={"kept": 7, "sampled": 9, "prompts_kept": 3})
     make_stage(tmp_path / "3", "rm", accuracy(0.5), accuracy(0.75))
@@ -176,7 +169,7 @@ def test_the_table_has_each_stages_last_numbers_and_the_model_it_began_from(
 
 # -- a person's taste --------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def taste() -> Any:
+def taste():
     spec = importlib.util.spec_from_file_location("taste", SCRIPTS / "rlhf_text" / "taste.py")
     assert spec is not None
     assert spec.loader is not None
@@ -193,7 +186,7 @@ LIKED = {
 }  # fmt: skip
 
 
-def test_a_sentence_of_six_to_twelve_words_about_the_subject_is_liked_best(taste: Any) -> None:
+def test_a_sentence_of_six_to_twelve_words_about_the_subject_is_liked_best(taste):
     for text, liked in LIKED.items():
         assert taste.liking(text, "apple") == pytest.approx(liked / 3), text
     rollouts = [SimpleNamespace(completion=SimpleNamespace(text=text)) for text in LIKED]
@@ -201,7 +194,7 @@ def test_a_sentence_of_six_to_twelve_words_about_the_subject_is_liked_best(taste
     assert taste.taste(group) == [taste.liking(text, "apple") for text in LIKED]
 
 
-def test_answers_are_ranked_as_liked_and_each_prompt_once(taste: Any, tmp_path: Path) -> None:
+def test_answers_are_ranked_as_liked_and_each_prompt_once(taste, tmp_path):
     taste.write_prompts(tmp_path / "prompts.jsonl")
     prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert len({prompt["answer"] for prompt in prompts}) == len(prompts) > 100
@@ -228,7 +221,7 @@ def test_answers_are_ranked_as_liked_and_each_prompt_once(taste: Any, tmp_path: 
 
 # -- results that last bits do not decide ------------------------------------------------------------------------------
 @pytest.mark.parametrize("recipe", ["rlhf_rm_arithmetic", "rlhf_ppo_arithmetic", "r1_cold_start_arithmetic"])
-def test_a_stage_whose_updates_amplify_differences_ends_at_a_rate_of_almost_zero(recipe: str) -> None:
+def test_a_stage_whose_updates_amplify_differences_ends_at_a_rate_of_almost_zero(recipe):
     """At a constant rate the result would be wherever the last update threw it; recipes built on these inherit it."""
     config = yaml.safe_load((SCRIPTS.parent / "recipes" / f"{recipe}.yaml").read_text())
     trainer = composed(config.get("command", "train"), [f"+recipe={recipe}", *NAMED.get(recipe, ())])["trainer"]
@@ -236,7 +229,7 @@ def test_a_stage_whose_updates_amplify_differences_ends_at_a_rate_of_almost_zero
     assert 0 < last < 1e-3 * trainer["lr"]
 
 
-def test_a_reward_models_first_updates_keep_a_last_bit_small() -> None:
+def test_a_reward_models_first_updates_keep_a_last_bit_small():
     """Weights that differ by 1e-7 of themselves, as after sums in another order, give scores that differ by less than
     2e-6 of their deviation after ten updates: 9e-7 was measured; at five times the rate 2.8e-6, at 25 times 1.3e-3.
     """

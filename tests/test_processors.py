@@ -6,8 +6,6 @@ telling torch and MKL to leave its widest instructions alone. The whole suite ru
     ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 RLFT_TEST_THREADS=2 python -m pytest -n 2 --dist loadfile
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

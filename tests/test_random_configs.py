@@ -1,14 +1,10 @@
 """Random keys with random values: each command line is planned, or refused in one line that begins with a key."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,14 +70,14 @@ def changed_configs(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
     return command, changes
 
 
-def flat(config: Any, prefix: str = "") -> list[str]:
+def flat(config, prefix=""):
     """Every key and section of a config by its dotted name."""
     names = [f"{prefix}{name}" for name in config]
     return [*names, *(inner for name in config if isinstance(config[name], dict)
                       for inner in flat(config[name], f"{prefix}{name}."))]  # fmt: skip
 
 
-def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+def changed(config, key, value):
     """A copy with another value; the same config where its section is gone."""
     name, dot, rest = key.partition(".")
     if not dot:
@@ -90,7 +86,7 @@ def changed(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return {**config, name: changed(inner, rest, value)} if isinstance(inner, dict) else config
 
 
-def refusal(command: str, plain: dict[str, Any]) -> UserError | None:
+def refusal(command, plain):
     """What is said of a config before any file is read; also of the parts that read data, which are made."""
     try:
         check_machine(resolve(plain, command).config.model)
@@ -103,7 +99,7 @@ def refusal(command: str, plain: dict[str, Any]) -> UserError | None:
 
 
 @pytest.fixture(scope="module")
-def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def nowhere(tmp_path_factory):
     """A folder to run in, in which nothing is."""
     with pytest.MonkeyPatch.context() as patch:
         place = tmp_path_factory.mktemp("nowhere")
@@ -113,7 +109,7 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield place
 
 
-def tried(examples: int, of: st.SearchStrategy[Any], check: Callable[[Any], None]) -> None:
+def tried(examples, of, check):
     """Checks so many examples."""
     given(of)(
         settings(
@@ -124,7 +120,7 @@ def tried(examples: int, of: st.SearchStrategy[Any], check: Callable[[Any], None
 
 
 @pytest.mark.parametrize("examples", slow_but(20, NUMBERS_OF_EXAMPLES))
-def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, examples: int) -> None:
+def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere, examples):
     def check(example: tuple[str, list[tuple[str, Any]]]) -> None:
         command, changes = example
         plain = composed(command)
@@ -137,11 +133,11 @@ def test_a_config_of_random_values_is_sound_or_refused_by_a_key(nowhere: Path, e
 
 
 @pytest.mark.parametrize("examples", slow_but(20, NUMBERS_OF_EXAMPLES))
-def test_random_words_are_refused_in_one_line_or_composed(nowhere: Path, examples: int) -> None:
+def test_random_words_are_refused_in_one_line_or_composed(nowhere, examples):
     tried(examples // 5, st.data(), lambda data: check_words(nowhere, data))
 
 
-def check_words(nowhere: Path, data: st.DataObject) -> None:
+def check_words(nowhere, data):
     command = data.draw(st.sampled_from(commands.OWN))
     keys = st.sampled_from([key for key in known_keys(command) if key not in OUTSIDE])
     words = data.draw(st.lists(st.tuples(SIGNS, keys, WORDS), min_size=1, max_size=2))

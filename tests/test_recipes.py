@@ -1,7 +1,5 @@
 """Recipes: each is told in a line, composes over the defaults, and passes every check that needs no network."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 
@@ -40,19 +38,19 @@ TOLD = {
 }
 
 
-def command_of(recipe: str) -> str:
+def command_of(recipe):
     command = catalog.command_of(recipe)
     assert command is not None
     return command
 
 
-def composed(recipe: str, *words: str):
+def composed(recipe, *words):
     """The plain config of the recipe, with what it must be told."""
     return compose([f"+recipe={recipe}", *TOLD.get(recipe, []), *words], command=command_of(recipe))
 
 
 @each("recipe", RECIPES)
-def test_a_recipe_is_named_as_its_file_and_begins_with_its_package_and_what_it_is(recipe: str) -> None:
+def test_a_recipe_is_named_as_its_file_and_begins_with_its_package_and_what_it_is(recipe):
     file = catalog.files("recipe")[recipe]
     text = file.read_text()
     lines, own = text.splitlines(), yaml.safe_load(text)
@@ -63,7 +61,7 @@ def test_a_recipe_is_named_as_its_file_and_begins_with_its_package_and_what_it_i
 
 
 @each("recipe", RECIPES)
-def test_a_recipe_composes_builds_and_passes_the_checks_below_what_is_typed(recipe: str) -> None:
+def test_a_recipe_composes_builds_and_passes_the_checks_below_what_is_typed(recipe):
     command = command_of(recipe)
     config = build(composed(recipe), commands.named(command).root, command)
     CHECKS[command](config)
@@ -72,13 +70,13 @@ def test_a_recipe_composes_builds_and_passes_the_checks_below_what_is_typed(reci
     assert (config.trainer.lr, config.steps) == (0.25, 7)
 
 
-def required(section: dict, path: str = "") -> list[str]:
+def required(section, path=""):
     """The keys of a recipe's own file that have no value, but `???`."""
     below = [required(value, f"{path}{key}.") for key, value in section.items() if isinstance(value, dict)]
     return [f"{path}{key}" for key, value in section.items() if value == "???"] + list(chain(*below))
 
 
-def test_what_a_recipe_requires_has_no_default_from_another_file() -> None:
+def test_what_a_recipe_requires_has_no_default_from_another_file():
     """Most recipes of a pipeline require what an earlier stage has made."""
     files = {recipe: catalog.files("recipe")[recipe] for recipe in RECIPES}
     keys = {recipe: required(yaml.safe_load(file.read_text())) for recipe, file in files.items()}
@@ -90,7 +88,7 @@ def test_what_a_recipe_requires_has_no_default_from_another_file() -> None:
                 compose([f"+recipe={recipe}", *words], command=command_of(recipe))
 
 
-def test_the_main_job_is_what_it_says() -> None:
+def test_the_main_job_is_what_it_says():
     config = build(compose(["+recipe=grpo_gsm8k"]))
     assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
     assert (config.lora.rank, config.lora.target_modules, config.group_size) == (32, "all-linear", 8)

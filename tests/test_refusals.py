@@ -1,7 +1,5 @@
 """Every mistake a user can fix is refused with exit code 2, in a line that helps, before any weight is loaded."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -11,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,7 @@ from rlft.config.compose import compose
 from rlft.config.resolved import build, resolve
 from rlft.data.records import sampled_line
 from rlft.model import adapter_folder
-from rlft.model.backbone import Backbone, fingerprint
+from rlft.model.backbone import fingerprint
 from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
@@ -987,7 +984,7 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny_path: Path) -> Path:
+def templates(tmp_path_factory, backbone, tiny_path):
     """What the rows find where they run: files, YAML of a user's own, runs that were begun, models and adapters."""
     folder = tmp_path_factory.mktemp("templates")
     numbers = range(40)
@@ -1027,7 +1024,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory, backbone: Backbone, tiny
     return folder
 
 
-def sampled(number: int, reward: float) -> dict[str, Any]:
+def sampled(number, reward):
     """A line of `rlft sample` by a model with another tokenizer."""
     prompt = Prompt(id=str(number), messages=({"role": "user", "content": f"{number}?"},), answer="")
     said = Completion(text="x", token_ids=(7, int(reward)), logprobs=(0.0, 0.0), finish_reason=FinishReason.stop)
@@ -1035,7 +1032,7 @@ def sampled(number: int, reward: float) -> dict[str, Any]:
     return sampled_line(rollout, index=0, rewards={}, reward=reward, model="other", tokenizer="0123")
 
 
-def save_models(folder: Path, tiny_path: Path) -> None:
+def save_models(folder, tiny_path):
     """Copies of the embedded model that something is wrong with, and configs of other kinds of models."""
     for name in ("renamed", "other_words", "short", "fewer_rows", "no_tokenizer", "no_config", "long_rope"):
         shutil.copytree(tiny_path, folder / name)
@@ -1061,7 +1058,7 @@ def save_models(folder: Path, tiny_path: Path) -> None:
     classifier.save_pretrained(folder / "three_labels")
 
 
-def save_adapters(folder: Path, backbone: Backbone) -> None:
+def save_adapters(folder, backbone):
     """`policy`, `critic` and `shared` (a head alone) as a run saves them, and copies that something is wrong with."""
     config = build(compose(["lora.rank=4", "lora.alpha=8", "critic.kind=adapter"]))
     roles = Roles(backbone, config.lora, config.snapshot, config.critic, temperature=1.0, token_budget=99, seed=0)
@@ -1119,17 +1116,17 @@ def save_adapters(folder: Path, backbone: Backbone) -> None:
     torn.write_bytes(torn.read_bytes()[:-1])
 
 
-def edit_json(file: Path, changes: dict[str, Any]) -> None:
+def edit_json(file, changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def edit_tensors(file: Path, changes: Mapping[str, torch.Tensor | None]) -> None:
+def edit_tensors(file, changes):
     tensors = {**load_file(file), **changes}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
 
 
 @pytest.fixture
-def workplace(templates: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(templates, monkeypatch):
     """A folder to run in, without network, accelerator or weights; what a command does to the process is undone."""
     monkeypatch.chdir(templates)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -1146,7 +1143,7 @@ def workplace(templates: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return templates
 
 
-def problem_of(row: tuple[str, ...], code: Any, err: str, out: str, is_clean: bool) -> str:
+def problem_of(row, code, err, out, is_clean):
     """What is wrong with how a row was refused; empty if nothing is."""
     key = row[1] if len(row) > 2 else shlex.split(row[0])[-1].partition("=")[0]
     # A sweep whose first job is right has said how many there are.
@@ -1159,9 +1156,7 @@ def problem_of(row: tuple[str, ...], code: Any, err: str, out: str, is_clean: bo
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(
-    part: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(part, workplace, monkeypatch, capsys):
     monkeypatch.setattr("rlft.commands.launch.check_whole", lambda *_, **__: None)  # some folders have a config alone
     monkeypatch.setattr("rlft.logger.console.show_rows", lambda *_, **__: None)  # what the config says is shown before
     wrong, missing, find_spec = {}, "", importlib.util.find_spec
@@ -1223,7 +1218,7 @@ ACCEPTED = [
 ]
 
 
-def test_what_only_looks_like_a_mistake_is_planned(workplace: Path) -> None:
+def test_what_only_looks_like_a_mistake_is_planned(workplace):
     for typed in ACCEPTED:
         notes = resolve(compose(shlex.split(typed))).plan().notes
         assert all("all of its lora_B are 0" in note for note in notes), (typed, notes)  # adapters nothing has trained
@@ -1252,7 +1247,7 @@ HARDLY_MEANT = [
 ]  # fmt: skip
 
 
-def test_what_is_hardly_ever_meant_is_said_and_goes_on(workplace: Path) -> None:
+def test_what_is_hardly_ever_meant_is_said_and_goes_on(workplace):
     for typed, fragment in HARDLY_MEANT:
         [warning] = resolve(compose(shlex.split(typed))).plan().notes
         assert fragment in warning, typed
@@ -1288,7 +1283,7 @@ print(json.dumps(lines))
 """
 
 
-def test_a_mistake_in_the_config_is_refused_in_a_line_that_helps_before_a_library_is_imported(templates: Path) -> None:
+def test_a_mistake_in_the_config_is_refused_in_a_line_that_helps_before_a_library_is_imported(templates):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_LIBRARIES],
         cwd=templates,

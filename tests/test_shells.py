@@ -1,13 +1,10 @@
 """What is printed and written to be copied into a shell is read there as it stands, by bash and zsh alike."""
 
-from __future__ import annotations
-
 import random
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ FENCE = re.compile(r"^ *```(\w*)")
 CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
-def of_a_page(page: Path) -> Iterator[str]:
+def of_a_page(page):
     """The lines of its blocks for shells, and the code in its sentences."""
     language: str | None = None
     for line in page.read_text().splitlines():
@@ -34,14 +31,14 @@ def of_a_page(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_of_pages_are_quoted(page: Path) -> None:
+def test_commands_of_pages_are_quoted(page):
     for line in of_a_page(page):
         plain = re.sub(r"\$'[^']*'", "", line)  # bash's and zsh's own quotes
         assert for_a_shell(plain) == plain
         assert re.search(r"pip install [^'\"]*\[", plain) is None
 
 
-def test_commands_in_help_and_comments_are_quoted() -> None:
+def test_commands_in_help_and_comments_are_quoted():
     files = (REPOSITORY / "rlft" / "assets" / "usage").iterdir()
     lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("  rlft ")]
     assert [for_a_shell(line) for line in lines] == lines
@@ -55,7 +52,7 @@ def test_commands_in_help_and_comments_are_quoted() -> None:
     assert for_a_shell(help_text) == help_text
 
 
-def test_any_override_in_a_sentence_is_one_word_of_a_shell() -> None:
+def test_any_override_in_a_sentence_is_one_word_of_a_shell():
     for line in ("rlft train 'name=use x=[a] here'", 'the text is "use a=[b] now"', "run=runs/a (steps=3)"):
         assert for_a_shell(line) == line, "what is quoted already stays as it is"
     rng, said = random.Random(0), []

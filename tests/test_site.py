@@ -1,7 +1,5 @@
 """The site of docs/, as `make docs` builds it: no link leads nowhere, and what is generated is whole."""
 
-from __future__ import annotations
-
 import html
 import os
 import re
@@ -21,7 +19,7 @@ HREF = re.compile(r'(?:href|src)="?([^"\s>#?]+)')
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     [command] = [line for line in (REPOSITORY / "Makefile").read_text().splitlines() if "mkdocs build" in line]
     words = [sys.executable, *command.partition("python ")[2].split(), "--quiet", "--site-dir", str(folder)]
@@ -31,7 +29,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_there_and_every_link_of_it_leads_to_a_file(site: Path) -> None:
+def test_every_page_is_there_and_every_link_of_it_leads_to_a_file(site):
     for page in (REPOSITORY / "docs").rglob("*.md"):
         place = page.relative_to(REPOSITORY / "docs").with_suffix("")
         assert (site / (place if place.name == "index" else place / "index")).with_suffix(".html").exists(), page
@@ -48,13 +46,13 @@ def test_every_page_is_there_and_every_link_of_it_leads_to_a_file(site: Path) ->
 
 
 @pytest.mark.slow
-def test_the_reference_has_every_command_of_the_help(site: Path) -> None:
+def test_the_reference_has_every_command_of_the_help(site):
     page = html.unescape((site / "reference" / "cli" / "index.html").read_text())
     assert {*commands.OWN, *cli.TOOLS} <= set(re.findall(r'id="rlft-([a-z]+)"', page))
 
 
 @pytest.mark.slow
-def test_the_reference_has_every_key_with_its_meaning_and_its_links_lead_to_headings(site: Path) -> None:
+def test_the_reference_has_every_key_with_its_meaning_and_its_links_lead_to_headings(site):
     page = (site / "reference" / "keys" / "index.html").read_text()
     rows = dict(re.findall(r"<dt><code>(\S+)[^<]*</code></dt><dd>(.*?)</dd>", page))
     assert rows.keys() == {row.key for row in all_keys()}

@@ -1,7 +1,5 @@
 """The loop, which anybody can read: on one screen, with its five stages in their order; runs show what it computes."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from types import SimpleNamespace
@@ -11,7 +9,7 @@ import rlft.train
 from rlft.train import train
 
 
-def test_the_loop_fits_one_screen_and_names_its_five_stages() -> None:
+def test_the_loop_fits_one_screen_and_names_its_five_stages():
     source = inspect.getsource(train)
     assert len(source.splitlines()) <= 45
     withs = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.With)]
@@ -20,9 +18,7 @@ def test_the_loop_fits_one_screen_and_names_its_five_stages() -> None:
     assert stages == ["sample", "score", "credit", "update", "publish"]
 
 
-def test_it_runs_to_the_last_step_or_an_interruption_and_a_policy_that_rests_says_nothing_to_a_controller(
-    monkeypatch,
-) -> None:
+def test_it_runs_to_the_last_step_or_an_interruption_and_a_policy_that_rests_says_nothing_to_a_controller(monkeypatch):
     monkeypatch.setattr(rlft.train, "rollout_metrics", lambda *_: {})
     for interrupted_after, steps, adapted in ((None, 4, [3, 4]), (2, 2, [])):
         session, algorithm, told = MagicMock(), MagicMock(), []

@@ -1,7 +1,5 @@
 """What the parts of a run hand each other: completions, their groups, counted nouns and refusals."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -12,7 +10,7 @@ from rlft.types import Branch, Completion, FinishReason, Group, Mistakes, Prompt
 PROMPT = Prompt(id="p", messages=(), answer="", token_ids=(5, 6, 7))
 
 
-def made(*branches: Branch, mask: tuple[bool, ...] | None = None) -> Completion:
+def made(*branches, mask=None):
     ids, logprobs = (1, 2, 3, 1, 4), (0.0,) * 5
     return Completion(
         text="", token_ids=ids, logprobs=logprobs, finish_reason=FinishReason.stop, mask=mask, branches=branches

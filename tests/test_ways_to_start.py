@@ -4,8 +4,6 @@ Containers, clouds and Slurm are not here: their files are parsed, what they say
 in them are run as far as they need nothing but Python.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -14,10 +12,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -36,14 +32,14 @@ DOCS, SCRIPTS = REPOSITORY / "docs", REPOSITORY / "scripts"
 NOTEBOOK = DOCS / "tutorials" / "start.ipynb"
 
 
-def run(*words: object, **options: Any) -> str:
+def run(*words, **options):
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, timeout=600, **options)
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
 # -- the container -----------------------------------------------------------------------------------------------------
-def stage(target: str) -> list[tuple[str, str]]:
+def stage(target):
     """(instruction, value) of everything that makes this target, those of the stage below it first."""
     stages: dict[str, list[tuple[str, str]]] = {}
     for line in DockerfileParser(str(REPOSITORY / "Dockerfile"), cache_content=True).structure:
@@ -56,12 +52,12 @@ def stage(target: str) -> list[tuple[str, str]]:
     return stages[target]
 
 
-def values(target: str, instruction: str) -> list[str]:
+def values(target, instruction):
     return [value for name, value in stage(target) if name == instruction]
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_a_container_is_rlft_with_the_versions_of_a_file_of_pins(target: str) -> None:
+def test_a_container_is_rlft_with_the_versions_of_a_file_of_pins(target):
     assert values(target, "FROM") == ["python:3.12-slim"], "the Python that pins/ is for"
     assert values(target, "ENTRYPOINT") == ['["rlft"]']
     assert f"pip install --requirement pins/{target}.txt" in values(target, "RUN")
@@ -75,7 +71,7 @@ def test_a_container_is_rlft_with_the_versions_of_a_file_of_pins(target: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("installer", ["pip", "uv"])
-def test_pip_and_uv_install_rlft(installer: str, tmp_path: Path) -> None:
+def test_pip_and_uv_install_rlft(installer, tmp_path):
     python = tmp_path / "there" / "bin" / "python"
     run(sys.executable, "-m", "venv", "--without-pip", python.parents[1])
     if installer == "uv":
@@ -87,15 +83,13 @@ def test_pip_and_uv_install_rlft(installer: str, tmp_path: Path) -> None:
 
 
 # -- the notebook ------------------------------------------------------------------------------------------------------
-def pictures(notebook: Any) -> list[str]:
+def pictures(notebook):
     shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ())]
     return [data["image/png"] for data in shown if "image/png" in data]
 
 
 @pytest.mark.slow
-def test_the_notebook_trains_until_the_reward_rises_and_shows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_trains_until_the_reward_rises_and_shows_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{PROGRAMS}:{os.environ['PATH']}")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     kept = [cell.source for cell in notebook.cells]
@@ -112,7 +106,7 @@ def test_the_notebook_trains_until_the_reward_rises_and_shows_it(
     assert (tmp_path / "runs/first/report.html").is_file()
 
 
-def test_the_notebook_can_be_read_without_running_it() -> None:
+def test_the_notebook_can_be_read_without_running_it():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     text = NOTEBOOK.read_text()
@@ -126,7 +120,7 @@ def test_the_notebook_can_be_read_without_running_it() -> None:
 
 # -- a fork's checks ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "does"), [("tests", ["lint", "test"]), slow("docs", ["docs"])])
-def test_the_workflow_of_a_fork_is_one_and_runs_what_anybody_runs(name: str, does: list[str]) -> None:
+def test_the_workflow_of_a_fork_is_one_and_runs_what_anybody_runs(name, does):
     file = REPOSITORY / ".github" / "workflows" / f"{name}.yml"
     run(PROGRAMS / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", file)
     [job] = yaml.safe_load(file.read_text())["jobs"].values()
@@ -138,7 +132,7 @@ def test_the_workflow_of_a_fork_is_one_and_runs_what_anybody_runs(name: str, doe
     assert not re.search(r"\{\{ *secrets\b", file.read_text()), "a fork has none"
 
 
-def test_the_hooks_are_ones_that_a_fork_can_install() -> None:
+def test_the_hooks_are_ones_that_a_fork_can_install():
     file = REPOSITORY / ".pre-commit-config.yaml"
     run(PROGRAMS / "pre-commit", "validate-config", file)
     hooks = [hook for repo in yaml.safe_load(file.read_text())["repos"] for hook in repo["hooks"]]
@@ -153,14 +147,14 @@ def test_the_hooks_are_ones_that_a_fork_can_install() -> None:
 BLOCK = re.compile(r"^```(\w*)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def commands_in(script: str) -> Iterator[list[str]]:
+def commands_in(script):
     """The words of each `rlft train`, with an address in the place of variables."""
     joined = script.replace("\\\n", " ").replace('"$first:$port"', "10.0.0.1:6379")
     for line in re.findall(r"\brlft train (\+[^#&\n]*)", joined):
         yield [word for word in shlex.split(line) if not word.startswith(("hydra.", "resume="))]
 
 
-def commands_shown(page: str) -> Iterator[list[str]]:
+def commands_shown(page):
     """The same of a page's blocks that no test runs, also those inside of files and scripts."""
     for language, _, text in BLOCK.findall((DOCS / "how-to" / page).read_text()):
         is_job = language == "yaml" and "entrypoint" in text
@@ -169,20 +163,20 @@ def commands_shown(page: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(("page", "at_least"), [("cluster.md", 6), ("preemptible.md", 2), ("7b-on-24gb.md", 1)])
-def test_commands_that_no_machine_here_can_run_are_sound(page: str, at_least: int) -> None:
+def test_commands_that_no_machine_here_can_run_are_sound(page, at_least):
     shown = list(commands_shown(page))
     assert len(shown) >= at_least
     for words in shown:
         resolve(compose(words))
 
 
-def check_shell(script: str, tmp_path: Path, *without: str) -> None:
+def check_shell(script, tmp_path, *without):
     file = tmp_path / "script.sh"
     file.write_text(script)
     run(PROGRAMS / "shellcheck", "--shell", "bash", *(f"--exclude={code}" for code in without), file)
 
 
-def programs(folder: Path, bodies: Mapping[str, str]) -> str:
+def programs(folder, bodies):
     """Writes programs of these bodies into a folder; returns the PATH that finds them first."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, body in bodies.items():
@@ -191,7 +185,7 @@ def programs(folder: Path, bodies: Mapping[str, str]) -> str:
     return f"{folder}:/usr/bin:/bin"
 
 
-def test_the_batch_script_is_the_one_that_the_page_explains_with_the_options_that_signals_need(tmp_path: Path) -> None:
+def test_the_batch_script_is_the_one_that_the_page_explains_with_the_options_that_signals_need(tmp_path):
     script = (SCRIPTS / "slurm.sh").read_text()
     assert f"```sbatch rlft.sbatch\n{script}```\n" in (DOCS / "how-to" / "cluster.md").read_text()
     assert {"--signal=B:TERM@900", "--requeue"} <= set(re.findall(r"^#SBATCH (\S+)", script, re.MULTILINE))
@@ -213,9 +207,7 @@ SAVES = (
 
 
 @pytest.mark.parametrize(("rlft", "code"), [("exit 2", 2), (SAVES, 130)], ids=["ends", "is told to stop"])
-def test_the_batch_script_ends_as_its_run_and_asks_for_another_place_after_a_signal(
-    rlft: str, code: int, tmp_path: Path
-) -> None:
+def test_the_batch_script_ends_as_its_run_and_asks_for_another_place_after_a_signal(rlft, code, tmp_path):
     environment = {"PATH": programs(tmp_path, {**STUBS, "rlft": rlft}), "SLURM_JOB_ID": "7", "SLURM_NNODES": "4"}
     calls = tmp_path / "calls"
     job = subprocess.Popen(["bash", SCRIPTS / "slurm.sh"], cwd=tmp_path, env=environment, start_new_session=True)
@@ -237,13 +229,13 @@ def test_the_batch_script_ends_as_its_run_and_asks_for_another_place_after_a_sig
         assert made[-1] == "ray stop"
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
+def catches(pid, number):
     """Whether a process has a handler of its own for the signal."""
     [mask] = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def test_the_job_of_kubernetes_has_the_gpus_of_its_run() -> None:
+def test_the_job_of_kubernetes_has_the_gpus_of_its_run():
     [text] = [text for _, name, text in BLOCK.findall((DOCS / "how-to/cluster.md").read_text()) if "rayjob" in name]
     job = yaml.safe_load(text)
     assert (job["apiVersion"], job["kind"], job["spec"]["entrypointNumGpus"]) == ("ray.io/v1", "RayJob", 1)
@@ -267,7 +259,7 @@ SKYPILOT = {
 sky/utils/schemas.py, which refuse any other."""
 
 
-def test_the_file_for_skypilot_is_a_task_whose_machines_have_the_gpus_of_its_run(tmp_path: Path) -> None:
+def test_the_file_for_skypilot_is_a_task_whose_machines_have_the_gpus_of_its_run(tmp_path):
     task = yaml.safe_load((SCRIPTS / "skypilot.yaml").read_text())
     assert {*task} <= SKYPILOT[""]
     assert {*task["resources"]} <= SKYPILOT["resources"]
@@ -282,7 +274,7 @@ def test_the_file_for_skypilot_is_a_task_whose_machines_have_the_gpus_of_its_run
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_machine_of_skypilot_joins_the_ray_of_the_first(rank: int, tmp_path: Path) -> None:
+def test_each_machine_of_skypilot_joins_the_ray_of_the_first(rank, tmp_path):
     task = yaml.safe_load((SCRIPTS / "skypilot.yaml").read_text())
     ray = 'echo "ray $*" >> "$HOME/calls"; [ "$1" = status ] && echo " 1 node_a" && echo " 1 node_b"; true'
     programs(tmp_path / "rlft" / "bin", {"ray": ray, "rlft": 'echo "rlft $*" >> "$HOME/calls"'})

@@ -1,7 +1,5 @@
 """What is built is whole: the wheel, in a clean environment outside the repository, trains the embedded model."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -25,7 +23,7 @@ PAGE = ("report.html", "report.css", "report.js", "uPlot.iife.min.js", "uPlot.mi
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """A folder with the sdist and the wheel that is built from that sdist, not from the checkout."""
     folder = tmp_path_factory.mktemp("built")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(REPOSITORY)]
@@ -35,13 +33,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(built: Path) -> Path:
+def wheel(built):
     (file,) = built.glob("*.whl")
     return file
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def installed(wheel, tmp_path_factory):
     """Runs a program of a clean environment that holds the wheel, in an empty folder of its own.
 
     The environment borrows the libraries of this one, so that a test doesn't download a gigabyte: a .pth file puts
@@ -66,7 +64,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> None:
+def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel):
     names = Counter(zipfile.ZipFile(wheel).namelist())
     assert max(names.values()) == 1
     configs = catalog.config_folder()
@@ -85,7 +83,7 @@ def test_the_wheel_holds_configs_recipes_and_model_once_each(wheel: Path) -> Non
     assert wheel.stat().st_size < 10 * 10**6
 
 
-def test_the_sdist_holds_what_a_build_and_the_tests_need(built: Path) -> None:
+def test_the_sdist_holds_what_a_build_and_the_tests_need(built):
     (file,) = built.glob("*.tar.gz")
     with tarfile.open(file) as archive:
         names = {"/".join(name.split("/")[1:]) for name in archive.getnames()}
@@ -95,7 +93,7 @@ def test_the_sdist_holds_what_a_build_and_the_tests_need(built: Path) -> None:
     assert {f"configs/recipe/{recipe}.yaml" for recipe in catalog.choices("recipe")} <= names
 
 
-def test_what_is_installed_is_the_wheel_and_not_the_checkout(installed: Run) -> None:
+def test_what_is_installed_is_the_wheel_and_not_the_checkout(installed):
     done = installed("python", "-c", "import rlft; print(rlft.__file__)")
     assert done.returncode == 0, done.stderr
     assert "/venv/lib/" in done.stdout
@@ -103,7 +101,7 @@ def test_what_is_installed_is_the_wheel_and_not_the_checkout(installed: Run) -> 
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_shows_help_and_recipes_and_trains_the_embedded_model(installed: Run) -> None:
+def test_the_installed_wheel_shows_help_and_recipes_and_trains_the_embedded_model(installed):
     listed = installed("rlft", "recipes")
     assert listed.returncode == 0, listed.stderr
     assert [name for name in catalog.choices("recipe") if name not in re.findall(r"\w+", listed.stdout)] == []

@@ -4,8 +4,6 @@ Every printed line is evaluated as Python here, with small functions of float64 
 `[B, 1]`, each of their rewards `[K, B, 1]`, tokens `[B, T]`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 from importlib import import_module
@@ -19,7 +17,7 @@ from torch import Tensor
 
 import rlft
 from rlft.algorithm import formula as written
-from rlft.algorithm.formula import SYMBOLS, Formula, formula, formula_of
+from rlft.algorithm.formula import SYMBOLS, formula, formula_of
 from rlft.config import catalog
 from rlft.types import Batch, LossScale, Outputs
 
@@ -98,29 +96,29 @@ SETTINGS = [
 ]
 
 
-def keys_of(algorithm: Any) -> dict[str, Any]:
+def keys_of(algorithm):
     return {field.name: getattr(algorithm, field.name) for field in fields(algorithm)}
 
 
-def stated(algorithm: Any) -> Formula:
+def stated(algorithm):
     return formula_of(type(algorithm), keys_of(algorithm))
 
 
-def docstring_of(module: str) -> str:
+def docstring_of(module):
     return import_module(f"rlft.algorithm.{module}").__doc__
 
 
-def lines_of(algorithm: Any) -> dict[str, tuple[bool, str]]:
+def lines_of(algorithm):
     """{name: (whether it is a function of x, the Python right of its equals sign)} of the printed lines."""
     matches = [LINE.fullmatch(line) for line in stated(algorithm).lines]
     return {match["name"]: (bool(match["of"]), match["value"]) for match in matches if match is not None}
 
 
-def number(value: Any) -> Tensor:
+def number(value):
     return torch.as_tensor(value, dtype=torch.float64)
 
 
-def with_the_rest(probabilities: Tensor) -> Tensor:
+def with_the_rest(probabilities):
     return torch.cat([probabilities, 1 - probabilities.sum(-1, keepdim=True)], -1)
 
 
@@ -294,7 +292,7 @@ class Inner(dict[str, Any]):
         return self.outer[name]
 
 
-def words(keys: Any) -> str:
+def words(keys):
     return str(keys).translate(str.maketrans("", "", "{}' "))
 
 

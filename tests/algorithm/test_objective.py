@@ -1,7 +1,5 @@
 """What all algorithms have from one class: a KL coefficient that moves, and what has no effect or teaches nothing."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator
@@ -139,7 +137,7 @@ ELSEWHERE = {"ptx_coef", "top_k"}
 """Keys of what is no part of this loss: pretraining text, and how many of the teacher's tokens are asked for."""
 
 
-def values_of(field: Any, value: Any) -> tuple[Any, ...]:
+def values_of(field, value):
     kinds = [kind for kind in options(field.hint) if isinstance(kind, type)]
     words = [kind for kind in kinds if issubclass(kind, Enum)]
     if words:  # auto is another of the words, chosen when a run is planned
@@ -149,14 +147,14 @@ def values_of(field: Any, value: Any) -> tuple[Any, ...]:
     return NUMBERS.get(field.name) or (value, value / 2 if value else 0.1)
 
 
-def built(make: Any, name: str, keys: dict[str, Any]) -> Any:
+def built(make, name, keys):
     try:
         return make(name, **keys)
     except (UserError, ValidationError):
         return None
 
 
-def random_algorithms(make: Any, name: str, number: int) -> Iterator[Any]:
+def random_algorithms(make, name, number):
     """The algorithm as it is, then with random values of all of its keys."""
     draws, algorithm = random.Random(name), make(name)
     yield algorithm
@@ -170,7 +168,7 @@ def random_algorithms(make: Any, name: str, number: int) -> Iterator[Any]:
 
 
 @pytest.fixture
-def gradients(full_step: Any, scale_of: Any) -> Any:
+def gradients(full_step, scale_of):
     """The gradients of a step's loss and of the next one's, whose KL coefficient may have changed, batch by batch."""
 
     def gradients(algorithm: Any, moved: bool) -> Iterator[torch.Tensor]:

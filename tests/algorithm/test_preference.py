@@ -1,11 +1,8 @@
 """Losses of pairs and of rankings, of completions with log-probs by hand, in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from rlft.algorithm.preference import (
     Dpo,
     Ipo,
     Orpo,
-    PreferenceLoss,
     RankedValues,
     RankingLoss,
     SimPo,
@@ -48,13 +44,7 @@ class Case:
     atol: float = 1e-12
 
 
-def computed(
-    loss: RankingLoss,
-    values: Sequence[float],
-    lengths: Sequence[int] = (1, 1),
-    reference: Sequence[float] | None = None,
-    ranks: Sequence[float] = (1.0, 0.0),
-) -> tuple[float, list[float], dict[str, float]]:
+def computed(loss, values, lengths=(1, 1), reference=None, ranks=(1.0, 0.0)):
     """(loss, its gradient by the values, metrics)."""
     leaf, others = scores(*values), [None if x is None else scores(*x).detach() for x in (lengths, reference)]
     total, metrics = loss(RankedValues(values=leaf, lengths=others[0], reference=others[1]), ranks)
@@ -63,19 +53,19 @@ def computed(
     return total.item(), gradient.tolist(), {name: value.item() for name, value in metrics.items()}
 
 
-def scores(*values: float) -> Any:
+def scores(*values):
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-def dpo(beta: float = 0.5, *, per_token: bool = False, sft_coef: float = 0.0) -> Dpo:
+def dpo(beta=0.5, *, per_token=False, sft_coef=0.0):
     return Dpo(beta=beta, label_smoothing=0.0, per_token=per_token, sft_coef=sft_coef)
 
 
-def simpo(beta: float, gamma: float = 0.0, label_smoothing: float = 0.0) -> SimPo:
+def simpo(beta, gamma=0.0, label_smoothing=0.0):
     return SimPo(beta=beta, gamma=gamma, label_smoothing=label_smoothing, sft_coef=0.0)
 
 
-def ipo(*, per_token: bool) -> Ipo:
+def ipo(*, per_token):
     return Ipo(beta=0.25, sft_coef=0.0, per_token=per_token)
 
 
@@ -185,7 +175,7 @@ CASES = {
 
 
 @each("name", CASES)
-def test_loss_gradient_and_metrics_by_hand(name: str) -> None:
+def test_loss_gradient_and_metrics_by_hand(name):
     case = CASES[name]
     total, gradient, metrics = computed(case.loss, case.values, case.lengths, case.reference, case.ranks)
     assert total == pytest.approx(case.expected, rel=1e-12, abs=case.atol)
@@ -194,7 +184,7 @@ def test_loss_gradient_and_metrics_by_hand(name: str) -> None:
 
 
 # -- margins ---------------------------------------------------------------------------------------------------------
-def test_pairs_have_a_mean_and_without_any_loss_and_accuracy_are_0_not_nan() -> None:
+def test_pairs_have_a_mean_and_without_any_loss_and_accuracy_are_0_not_nan():
     # Leads of log 3 with margins of log 3 and 2 log 3: a tie, log 2, and a loss, log 4.
     loss = bradley_terry(scores(LOG3, LOG3), scores(0.0, 0.0), scores(LOG3, 2 * LOG3).detach())
     assert loss.item() == pytest.approx((math.log(2) + math.log(4)) / 2, abs=1e-12)
@@ -209,14 +199,14 @@ def test_pairs_have_a_mean_and_without_any_loss_and_accuracy_are_0_not_nan() -> 
     ("margin", "loss", "slope"),
     [(LOG3, 0.75 * math.log(4 / 3) + 0.25 * math.log(4), 0.0), (0.0, math.log(2), -1 / 4), (1000.0, 250.0, 0.25)],
 )
-def test_label_smoothing_takes_a_share_of_the_pairs_the_other_way_round(margin, loss, slope) -> None:
+def test_label_smoothing_takes_a_share_of_the_pairs_the_other_way_round(margin, loss, slope):
     margins = scores(margin)
     found, roundings = logistic(margins, 0.25), 1e-12 * (margin < 1000)
     assert found.item() == pytest.approx(loss, abs=roundings)
     assert torch.autograd.grad(found.sum(), margins)[0].item() == pytest.approx(slope, abs=roundings)
 
 
-def test_the_log_odds_of_certainty_are_finite_and_have_no_slope() -> None:
+def test_the_log_odds_of_certainty_are_finite_and_have_no_slope():
     # lp = 0 counts as -eps, whose odds are 1 / eps to first order.
     mean_logprobs = scores(0.0)
     found = log_odds(mean_logprobs)
@@ -225,7 +215,7 @@ def test_the_log_odds_of_certainty_are_finite_and_have_no_slope() -> None:
 
 
 # -- rankings --------------------------------------------------------------------------------------------------------
-def test_k_different_ranks_are_k_times_k_minus_1_over_2_pairs_and_equal_ones_none() -> None:
+def test_k_different_ranks_are_k_times_k_minus_1_over_2_pairs_and_equal_ones_none():
     assert pairs_of_ranking([0.0, 1.0]) == ([1], [0])  # in any order: a higher rank is better
     assert pairs_of_ranking([3.0, 2.0, 1.0]) == ([0, 0, 1], [1, 2, 2])
     for k in range(1, 8):
@@ -236,12 +226,12 @@ def test_k_different_ranks_are_k_times_k_minus_1_over_2_pairs_and_equal_ones_non
     assert pairs_of_ranking([1.0, 1.0]) == ([], [])
 
 
-def chosen(name: str) -> PreferenceLoss:
+def chosen(name):
     return instantiate(compose(["preferences.path=unread", f"loss={name}"], command="dpo")["loss"], "loss")
 
 
 @each("name", catalog.choices("loss"))
-def test_only_the_order_of_ranks_counts_and_a_better_completion_that_becomes_more_likely_lowers_the_loss(name) -> None:
+def test_only_the_order_of_ranks_counts_and_a_better_completion_that_becomes_more_likely_lowers_the_loss(name):
     loss = chosen(name)
     given = [-3.1, -4.7, -2.2], [4, 3, 5], [-3.0, -4.0, -3.0] if loss.needs_reference else None
     assert computed(loss, *given, [9.0, 0.5, -7.0]) == computed(loss, *given, [2.0, 1.0, 0.0])
@@ -249,7 +239,7 @@ def test_only_the_order_of_ranks_counts_and_a_better_completion_that_becomes_mor
     assert gradient[0] < 0 < gradient[1]
 
 
-def test_ranks_only_order_scores_and_their_size_counts_by_the_margin_alone() -> None:
+def test_ranks_only_order_scores_and_their_size_counts_by_the_margin_alone():
     for margin, same in ((0.0, True), (0.1, False)):
         wide, narrow = (
             computed(BradleyTerry(margin=margin), (0.3, -0.2, 0.9), (1, 1, 1), None, ranks)
@@ -258,19 +248,19 @@ def test_ranks_only_order_scores_and_their_size_counts_by_the_margin_alone() -> 
         assert (wide == narrow) == same
 
 
-def test_accuracy_is_a_share_of_the_pairs_and_a_tie_counts_half() -> None:
+def test_accuracy_is_a_share_of_the_pairs_and_a_tie_counts_half():
     # First over second is a tie, first over third won, second over third won: 2.5 of 3. Then two pairs: won, lost.
     for given, ranks, expected in (([1.0, 1.0, 0.5], [2, 1, 0], 2.5 / 3), ([1.0, 0.0, 0.5], [1, 1, 0], 1 / 2)):
         metrics = computed(BradleyTerry(margin=0.0), given, (1, 1, 1), None, ranks)[2]
         assert metrics["accuracy/pairs"] == pytest.approx(expected, abs=1e-12)
 
 
-def test_an_evaluation_has_no_margin_and_tells_the_scores_of_both_ends() -> None:
+def test_an_evaluation_has_no_margin_and_tells_the_scores_of_both_ends():
     values = RankedValues(values=scores(3.0, 1.0, -2.0), lengths=torch.ones(3), reference=None)
     found = BradleyTerry(margin=5.0).evaluated(values, [2, 1, 0])
     assert found["loss"] == BradleyTerry(margin=0.0)(values, [2, 1, 0])[0]
     assert (found["score_best"], found["score_worst"]) == (3.0, -2.0)
 
 
-def test_by_default_ipo_takes_means_over_tokens_and_dpo_sums() -> None:
+def test_by_default_ipo_takes_means_over_tokens_and_dpo_sums():
     assert {name: chosen(name).per_token for name in ("ipo", "dpo")} == {"ipo": True, "dpo": False}

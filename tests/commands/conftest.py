@@ -1,8 +1,5 @@
 """A browser for the pages that commands make or serve, and a folder to type words in."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +8,11 @@ import pytest
 from rlft import cli
 
 if TYPE_CHECKING:
-    from selenium import webdriver
+    pass
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+def driver(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
         from report_figures import open_chromium
@@ -25,7 +22,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrom
 
 
 @pytest.fixture
-def typed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def typed_in(tmp_path, monkeypatch):
     """The working directory, with a run and files of a user's; the cache is empty."""
     for file in ("qa/run.yaml", "qa/rows.csv", "runs/demo/11-00/config.yaml", "my model/config.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

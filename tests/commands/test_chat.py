@@ -1,7 +1,5 @@
 """A conversation with a checkpoint: with what was trained, asked as it was trained, in a pipe and in a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -10,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,12 @@ from rlft.commands.chat import COMMANDS, Talk, Terminal, open_talk
 from rlft.config.compose import compose
 from rlft.generation.transformers import TransformersGenerator
 from rlft.logger.console import open_terminal
-from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import NamedRun, find
 from rlft.runs.lines import silent
 from rlft.system.interrupt import Terminated
 from rlft.system.text import visible
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.types import Completion, FinishReason, Group, Rollout, Sampling, UserError
 
 OpenChat = Callable[..., Talk]
 
@@ -40,7 +37,7 @@ BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.m
 
 
 @pytest.fixture
-def open_chat() -> Iterator[Callable[..., Talk]]:
+def open_chat():
     """Opens conversations, by a run's place or a bare model's config; the one before is closed."""
     opened: list[Any] = []
 
@@ -57,7 +54,7 @@ def open_chat() -> Iterator[Callable[..., Talk]]:
 
 
 @pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+def typed(monkeypatch, capsys):
     """Types these lines into a pipe; returns what is printed, as lines."""
 
     def talk(*lines: str, place: NamedRun | None = None, plain: Mapping[str, Any] | None = None) -> list[str]:
@@ -70,7 +67,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return talk
 
 
-def answer_by(roles: Roles, prompt: Prompt, adapter: bool) -> Completion:
+def answer_by(roles, prompt, adapter):
     """The most likely answer of the policy, or of the bare base."""
     generator = TransformersGenerator(roles, roles.backbone.tokenizer, torch.device("cpu"), 1)
     if adapter:
@@ -80,9 +77,7 @@ def answer_by(roles: Roles, prompt: Prompt, adapter: bool) -> Completion:
 
 
 # -- who answers -----------------------------------------------------------------------------------------------------
-def test_the_trained_policy_answers_and_the_base_to_compare(
-    trained: Path, make_roles: Callable[..., Roles], make_prompt: Callable[..., Prompt], typed: Callable[..., list[str]]
-) -> None:
+def test_the_trained_policy_answers_and_the_base_to_compare(trained, make_roles, make_prompt, typed):
     roles, prompt, place = make_roles(), make_prompt(QUESTION), find(trained)
     greedy = {**place.config, "generation": {**place.config["generation"], "temperature": 0.0}}
     saved = checkpoint.load_newest(run_folder.checkpoints(trained), silent)
@@ -97,7 +92,7 @@ def test_the_trained_policy_answers_and_the_base_to_compare(
     assert shown == [*visible(policy.text).splitlines(), told[0], *visible(base.text).splitlines(), told[1]]
 
 
-def test_sampled_answers_are_the_same_in_every_chat_and_differ_within_one(trained: Path, open_chat: OpenChat) -> None:
+def test_sampled_answers_are_the_same_in_every_chat_and_differ_within_one(trained, open_chat):
     first, second = (open_chat(find(trained)).ask(QUESTION).completion for _ in range(2))
     assert first == second
     talk = open_chat(find(trained))
@@ -108,7 +103,7 @@ def test_sampled_answers_are_the_same_in_every_chat_and_differ_within_one(traine
     assert len(set(ids)) > 1, "each question has random numbers of its own"
 
 
-def test_a_bare_model_is_its_own_base(typed: Callable[..., list[str]]) -> None:
+def test_a_bare_model_is_its_own_base(typed):
     shown = typed(QUESTION, "/base", plain=compose([*BARE, "generation.temperature=0"]))
     half = len(shown) // 2
     assert len(shown) >= 4
@@ -116,9 +111,7 @@ def test_a_bare_model_is_its_own_base(typed: Callable[..., list[str]]) -> None:
     assert shown[-1] == f"[base, {shown[half - 1].removeprefix('[')}"
 
 
-def test_a_run_of_all_weights_answers_by_them(
-    trained: Path, tiny_path: Path, tmp_path: Path, open_chat: OpenChat
-) -> None:
+def test_a_run_of_all_weights_answers_by_them(trained, tiny_path, tmp_path, open_chat):
     shutil.copytree(trained, tmp_path / "run")
     _, folder = checkpoint.finished(run_folder.checkpoints(tmp_path / "run"))
     shutil.rmtree(folder / "policy")
@@ -134,9 +127,7 @@ def test_a_run_of_all_weights_answers_by_them(
         talk.ask_base()
 
 
-def test_a_reward_model_is_refused(
-    make_roles: Callable[..., Roles], save_run: Callable[..., NamedRun], open_chat: OpenChat
-) -> None:
+def test_a_reward_model_is_refused(make_roles, save_run, open_chat):
     roles = make_roles(noise=0.05)
     weights, config = roles.weights("policy"), roles.adapter_config()
     roles.close()
@@ -145,7 +136,7 @@ def test_a_reward_model_is_refused(
 
 
 # -- how it is asked -------------------------------------------------------------------------------------------------
-def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(open_chat: OpenChat, tmp_path: Path) -> None:
+def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(open_chat, tmp_path):
     data = ["data=jsonl", f"data.path={tmp_path / 'gone.jsonl'}", "data.system_prompt=Hi."]
     plain = compose([*BARE, *data, "data.prompt_template='Q: {question}'"])
     talk = open_chat(plain=plain)
@@ -167,9 +158,7 @@ def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(open_cha
     assert list(talk.ask("one").prompt.token_ids) == tokenizer("Hi.\n\nQ: one")["input_ids"]
 
 
-def test_an_answer_ends_at_a_stop_string_and_its_text_before_it(
-    typed: Callable[..., list[str]], open_chat: OpenChat
-) -> None:
+def test_an_answer_ends_at_a_stop_string_and_its_text_before_it(typed, open_chat):
     """The model writes <think>..</think><answer>..</answer>; stopped at </think>, it never comes to the answer."""
     greedy = [*BARE, "generation.temperature=0"]
     whole_stop = [*greedy, "generation.stop=['</think>']", "generation.include_stop_str_in_output=true"]
@@ -189,12 +178,12 @@ def test_an_answer_ends_at_a_stop_string_and_its_text_before_it(
     assert shown == [*visible(thought + stop).splitlines(), f"[{len(answer.token_ids)} tokens]"]
 
 
-def test_a_stop_that_never_comes_is_refused_in_a_chat(open_chat: OpenChat) -> None:
+def test_a_stop_that_never_comes_is_refused_in_a_chat(open_chat):
     with pytest.raises(UserError, match=r"^generation\.stop: is not a token id of the model, which has 272, got 999"):
         open_chat(plain=compose([*BARE, "generation.stop=[999]"]))
 
 
-def test_raw_is_true_or_false() -> None:
+def test_raw_is_true_or_false():
     assert [chat.read_raw(word) for word in (None, "false", "true")] == [False, False, True]
     with pytest.raises(UserError, match=r"^raw: must be true or false, got yes; write raw=true$"):
         chat.read_raw("yes")
@@ -203,7 +192,7 @@ def test_raw_is_true_or_false() -> None:
 Asked = list[tuple[tuple[str, ...], float]]
 
 
-def always_says(patch: pytest.MonkeyPatch, text: str, finish: FinishReason = FinishReason.stop) -> Asked:
+def always_says(patch, text, finish=FinishReason.stop):
     """Has every answer be this text, a token of one byte each; (messages, temperature) of each question from now on."""
     asked: Asked = []
 
@@ -217,7 +206,7 @@ def always_says(patch: pytest.MonkeyPatch, text: str, finish: FinishReason = Fin
     return asked
 
 
-def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, typed: Callable[..., list[str]]) -> None:
+def test_commands_change_the_conversation(monkeypatch, typed):
     asked = always_says(monkeypatch, "ok")
     lines = ["a", "b", "/new", "c", "/temperature 0.5", "/system Be brief.", "d", "//e", "/system", "f", "/quit", "g"]
     shown = typed(*lines)
@@ -247,11 +236,11 @@ WRONG = {  # {what is typed: what is told}
 }
 
 
-def test_a_wrong_word_is_told_and_the_chat_goes_on(typed: Callable[..., list[str]]) -> None:
+def test_a_wrong_word_is_told_and_the_chat_goes_on(typed):
     assert typed(*WRONG, "/help") == [*WRONG.values(), *COMMANDS.splitlines()]
 
 
-def test_a_conversation_longer_than_the_context_is_not_cut_in_silence(open_chat: OpenChat) -> None:
+def test_a_conversation_longer_than_the_context_is_not_cut_in_silence(open_chat):
     talk = open_chat()
     with pytest.raises(
         UserError, match=r"^/new: the conversation has \d{3} tokens, and 32 more .* context of 512 tokens; start a new"
@@ -261,7 +250,7 @@ def test_a_conversation_longer_than_the_context_is_not_cut_in_silence(open_chat:
     talk.ask("x" * 400)
 
 
-def test_what_is_interrupted_was_never_said(open_chat: OpenChat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_interrupted_was_never_said(open_chat, monkeypatch):
     talk = open_chat()
     first = talk.ask("one")
     turns = talk.turns
@@ -273,7 +262,7 @@ def test_what_is_interrupted_was_never_said(open_chat: OpenChat, monkeypatch: py
     assert talk.ask("two").prompt.messages[-1] == {"role": "user", "content": "two"}
 
 
-def press(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, *presses: Any) -> int:
+def press(terminal, monkeypatch, *presses):
     """Does at the prompt what a person does, lines and exceptions one after the other; returns how many were read."""
     read = iter(presses)
     count = 0
@@ -292,9 +281,7 @@ def press(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, *presses: Any) ->
     return count
 
 
-def test_a_second_ctrl_c_at_the_prompt_ends_the_chat_and_sigterm_always_does(
-    open_chat: OpenChat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_at_the_prompt_ends_the_chat_and_sigterm_always_does(open_chat, monkeypatch):
     terminal = Terminal(open_chat(), open_terminal())
     ctrl_c = KeyboardInterrupt()
     assert press(terminal, monkeypatch, ctrl_c, "/help", ctrl_c, "/new", EOFError()) == 5, "never twice in a row"
@@ -304,9 +291,7 @@ def test_a_second_ctrl_c_at_the_prompt_ends_the_chat_and_sigterm_always_does(
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
-def test_nothing_that_a_model_writes_moves_or_recolours_anything(
-    monkeypatch: pytest.MonkeyPatch, typed: Callable[..., list[str]]
-) -> None:
+def test_nothing_that_a_model_writes_moves_or_recolours_anything(monkeypatch, typed):
     always_says(monkeypatch, "\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c\n\x9bd", FinishReason.length)
     *shown, told = typed("go")
     assert shown == [r"\x1b[2J\x1b]0;title\x07a\rb\u202e[red]c", r"\x9bd"]
@@ -318,14 +303,12 @@ RIGHT = "<think>47 + 85 = 132</think><answer>132</answer>"
 
 
 @pytest.fixture
-def says_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def says_right(monkeypatch):
     """Every answer is the right one to QUESTION, in its format."""
     always_says(monkeypatch, RIGHT)
 
 
-def test_rewards_are_shown_given_the_right_answer_which_nobody_is_asked_for_in_a_pipe(
-    typed: Callable[..., list[str]], says_right: None
-) -> None:
+def test_rewards_are_shown_given_the_right_answer_which_nobody_is_asked_for_in_a_pipe(typed, says_right):
     plain = compose([*BARE, "reward.format.weight=0.1"])
     shown = typed(QUESTION, f"/score {ANSWER}", "/score 133", "/score", QUESTION, plain=plain)
     assert shown[2:5] == ["exact_match 1 x 1", "format 1 x 0.1", "total 1.1"]
@@ -335,16 +318,14 @@ def test_rewards_are_shown_given_the_right_answer_which_nobody_is_asked_for_in_a
     assert shown[9:] == shown[:2], "the next line is a question"
 
 
-def test_a_reward_that_fails_is_told_and_the_chat_goes_on(typed: Callable[..., list[str]], says_right: None) -> None:
+def test_a_reward_that_fails_is_told_and_the_chat_goes_on(typed, says_right):
     plain = compose([*BARE, "reward=[exact_match,learned]", "reward.learned.path=/gone"])
     shown = typed(QUESTION, "/score 1", "/score 1", "/new", plain=plain)
     assert all(line.startswith("reward.learned.path: the reward model cannot be read") for line in shown[2:4])
     assert shown[4:] == ["a new conversation"]
 
 
-def test_a_learned_reward_scores_as_the_run_trained_it(
-    make_roles: Callable[..., Roles], save_run: Callable[..., NamedRun], open_chat: OpenChat, says_right: None
-) -> None:
+def test_a_learned_reward_scores_as_the_run_trained_it(make_roles, save_run, open_chat, says_right):
     roles = make_roles(noise=0.05)
     head = {"weight": torch.zeros(1, 128), "bias": torch.tensor([2.5])}  # says 2.5 of everything
     adapters = {"policy": roles.weights("policy"), "reward_learned": roles.weights("policy")}
@@ -370,7 +351,7 @@ def test_a_learned_reward_scores_as_the_run_trained_it(
     assert talk.score("") == {"learned": (2.5, 1.0)}
 
 
-def test_a_run_without_rewards_says_so(open_chat: OpenChat, says_right: None) -> None:
+def test_a_run_without_rewards_says_so(open_chat, says_right):
     talk = open_chat(plain={key: value for key, value in compose(BARE).items() if key != "reward"})
     talk.ask(QUESTION)
     with pytest.raises(UserError, match=r"^/score: there are no rewards in this run's config"):
@@ -398,7 +379,7 @@ chat_command.run(chat_command.read(place.config, False), place, False, lambda te
 """
 
 
-def wait_until_it_sleeps(pid: int) -> None:
+def wait_until_it_sleeps(pid):
     """Returns when the main thread of the process has been waiting for something for a fifth of a second."""
     file, deadline, calm = Path(f"/proc/{pid}/stat"), time.monotonic() + 60, 0
     while file.exists() and calm < 10:
@@ -422,7 +403,7 @@ DIALOGUE = [  # (what a person types, what is shown then)
 ]
 
 
-def test_a_person_asks_edits_stops_and_leaves(trained: Path) -> None:
+def test_a_person_asks_edits_stops_and_leaves(trained):
     environment = {**os.environ, "PYTHONPATH": str(Path(rlft.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     environment |= {"TERM": "xterm-256color", "NO_COLOR": "1", "INPUTRC": os.devnull}
     child = pexpect.spawn(sys.executable, ["-c", PROGRAM, str(trained)], env=environment, encoding="utf-8", timeout=120)

@@ -1,16 +1,12 @@
 """`rlft completion`: what shells offer at TAB, tried in the shells themselves."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pexpect
-import pytest
 from in_one_test import each
 
 from rlft import cli
@@ -42,9 +38,7 @@ SHELLS = {
 
 
 @each("shell", completion.SHELLS)
-def test_a_shell_completes_lines_as_they_are_typed(
-    shell: str, typed_in: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shell_completes_lines_as_they_are_typed(shell, typed_in, monkeypatch, capsys):
     capsys.readouterr()
     assert cli.run(["completion", shell]) == 0
     script = capsys.readouterr().out
@@ -70,6 +64,6 @@ def test_a_shell_completes_lines_as_they_are_typed(
 
 
 @each("words", [[*name, option] for name in ([], ["train"], ["eval"], ["runs"]) for option in cli.OF_SHELLS])
-def test_completion_of_other_programs_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_of_other_programs_is_refused(words, capsys):
     assert cli.run([*words, "install=bash"]) == 2
     assert "rlft completion bash" in capsys.readouterr().err

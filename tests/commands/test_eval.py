@@ -1,11 +1,7 @@
 """`rlft eval` samples in ways that training refuses, since nothing is learned from its completions."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 
 import pytest
 from slow_cases import slow
@@ -25,7 +21,7 @@ TINY = (
 
 
 @pytest.fixture
-def completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, str]]]:
+def completions(tmp_path, monkeypatch):
     """Evaluates with these words; (prompt id, text) of every completion."""
     numbers = count()
 
@@ -50,9 +46,7 @@ REFUSED_IN_TRAINING = [
 """Each leaves the most likely token alone."""
 
 
-def test_keys_that_only_training_reads_are_said_to_change_nothing(
-    completions: Callable[..., list[tuple[str, str]]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_that_only_training_reads_are_said_to_change_nothing(completions, capsys):
     completions("steps=5", "trainer.lr=0.1", "seed=3", "eval.num_samples=1")
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     told = "has no effect: an evaluation does not read it"
@@ -60,9 +54,7 @@ def test_keys_that_only_training_reads_are_said_to_change_nothing(
 
 
 @pytest.mark.parametrize("words", REFUSED_IN_TRAINING, ids=lambda words: words[0])
-def test_greedy_evaluations_are_greedy_however_they_are_asked_for(
-    words: tuple[str, ...], completions: Callable[..., list[tuple[str, str]]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_greedy_evaluations_are_greedy_however_they_are_asked_for(words, completions, capsys):
     greedy = [line for line in completions("eval.num_samples=1", "eval.temperature=0") for _ in range(2)]
     assert completions("eval.num_samples=2") != greedy, "there is something to leave out"
     assert completions("eval.num_samples=2", *words) == greedy
@@ -71,16 +63,14 @@ def test_greedy_evaluations_are_greedy_however_they_are_asked_for(
     assert capsys.readouterr().err.startswith(f"rlft: {words[0].partition('=')[0]}: ")
 
 
-def test_a_recipe_is_evaluated_and_talks_without_what_its_training_requires(
-    completions: Callable[..., list[tuple[str, str]]],
-) -> None:
+def test_a_recipe_is_evaluated_and_talks_without_what_its_training_requires(completions):
     with pytest.raises(UserError, match=r"^snapshot\.teacher: has no value yet"):
         compose(["+recipe=opd_arithmetic"])
     assert len(completions("+recipe=opd_arithmetic", "eval.num_samples=1")) == 4
     assert sampled_by(["+recipe=opd_arithmetic"])[2]["snapshot"]["teacher"] == "none"
 
 
-def test_a_student_is_evaluated_and_talks_without_its_teacher_who_may_be_gone(tmp_path: Path) -> None:
+def test_a_student_is_evaluated_and_talks_without_its_teacher_who_may_be_gone(tmp_path):
     """Also one whose algorithm refuses to train without a teacher, and whose teacher vLLM would compute."""
     teacher = ("algorithm=opd", f"snapshot.teacher={tmp_path / 'gone'}", "snapshot.teacher_hint=x")
     plain = compose([*TINY, *teacher, "snapshot.teacher_engine=vllm"])

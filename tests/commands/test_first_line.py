@@ -1,7 +1,5 @@
 """What is said, and what is refused, before torch is imported, which takes seconds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -49,7 +47,7 @@ LONG = [
 ]
 
 
-def told_of(lines: list[str], folder: Path) -> list[list[str | int]]:
+def told_of(lines, folder):
     """[exit code or what was imported first, everything printed until then] of each command."""
     command, tests = [sys.executable, "-c", SCRIPT], Path(__file__).parents[1]
     environment = {"PYTHONPATH": f"{tests.parent}:{tests / 'helpers'}"}
@@ -59,7 +57,7 @@ def told_of(lines: list[str], folder: Path) -> list[list[str | int]]:
     return json.loads(done.stdout)
 
 
-def test_what_takes_long_says_what_it_does_before_torch_is_imported(tmp_path: Path) -> None:
+def test_what_takes_long_says_what_it_does_before_torch_is_imported(tmp_path):
     for line, (code, told) in zip(LONG, told_of(LONG, tmp_path), strict=True):
         words = line.split()
         name = "train" if words[0] == "resume" else " ".join(words[: 2 if words[0] == "reward" else 1])
@@ -97,7 +95,7 @@ SLOW = {"asyncio", "concurrent.futures.process", "http.client", "multiprocessing
 
 
 @pytest.mark.parametrize("line", [*LONG[:1], *LONG[2:5], "chat model.path=embedded:tiny-arithmetic"])
-def test_little_is_imported_before_the_first_line(line: str, tmp_path: Path) -> None:
+def test_little_is_imported_before_the_first_line(line, tmp_path):
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", BEFORE, line]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -127,7 +125,7 @@ WRONG = {  # {what is wrong: (rows of the file, words, what is said)}
 
 
 @pytest.mark.parametrize("choice", ["jsonl", "hub"])
-def test_wrong_data_are_refused_before_torch_is_imported(choice: str, tmp_path: Path) -> None:
+def test_wrong_data_are_refused_before_torch_is_imported(choice, tmp_path):
     lines, expected = [], []
     for number, (rows, words, said) in enumerate(WRONG.values()):
         (folder := tmp_path / str(number)).mkdir()
@@ -140,7 +138,7 @@ def test_wrong_data_are_refused_before_torch_is_imported(choice: str, tmp_path: 
         assert (code, str(told)[: len(start)], str(told).count("\n")) == (2, start, 1), (line, told)
 
 
-def test_a_wrong_field_of_pretraining_text_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+def test_a_wrong_field_of_pretraining_text_is_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "texts.jsonl").write_text(json.dumps(ROW) + "\n")
     line = "train +recipe=ppo_ptx_arithmetic pretrain.path=texts.jsonl pretrain.field=x pretrain.given_field=null"
     [[code, told]] = told_of([line], tmp_path)

@@ -1,7 +1,5 @@
 """`rlft init` makes a folder that trains by the commands that it prints, and leaves folders with files alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -20,19 +18,17 @@ from rlft.config.suggest import ASSETS, known_keys
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def commands_of(printed: str) -> list[list[str]]:
+def commands_of(printed):
     """The words of each command that was printed, without the program."""
     return [shlex.split(line)[1:] for line in printed.partition("Next\n")[2].splitlines() if not line.startswith("  #")]
 
 
 @pytest.mark.parametrize("more", [["steps=1"], slow([])], ids=["a step", "whole"])
-def test_the_three_commands_run_as_printed_and_the_reward_rises(
-    more: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_three_commands_run_as_printed_and_the_reward_rises(more, capsys):
     assert cli.run(["init", "my qa"]) == 0
     commands = commands_of(capsys.readouterr().out)
     assert commands == [["reward", "try", "my qa/run.yaml"], ["plan", "my qa/run.yaml"], ["train", "my qa/run.yaml"]]
@@ -49,7 +45,7 @@ def test_the_three_commands_run_as_printed_and_the_reward_rises(
     assert len((Path("my qa") / "data.jsonl").read_text().splitlines()) == 12
 
 
-def test_every_key_of_the_files_is_known_those_in_comments_too() -> None:
+def test_every_key_of_the_files_is_known_those_in_comments_too():
     assert cli.run(["init", "deep/down/qa"]) == 0
     file = Path("deep/down/qa/run.yaml")
     in_comments = re.findall(r"^# ([a-z_.]+): \S+ +# ", file.read_text(), re.MULTILINE)
@@ -61,7 +57,7 @@ def test_every_key_of_the_files_is_known_those_in_comments_too() -> None:
     assert {file.name for file in (ASSETS / "init").iterdir()} == {"run.yaml", "reward.py.txt", "data.jsonl"}
 
 
-def test_an_empty_folder_is_filled_the_current_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_folder_is_filled_the_current_one_too(monkeypatch):
     Path("empty").mkdir()
     monkeypatch.chdir("empty")
     assert cli.run(["init", "."]) == 0
@@ -84,7 +80,7 @@ REFUSED = [
 
 
 @each(("typed", "fragment"), REFUSED)
-def test_what_is_refused_writes_nothing(typed: str, fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_writes_nothing(typed, fragment, capsys):
     Path("full").mkdir(exist_ok=True)
     Path("full/.kept").touch()
     Path("file").touch()

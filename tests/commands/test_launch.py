@@ -1,7 +1,5 @@
 """What is said of finished runs, and of folders that cannot be written; the rest of launching is seen in whole runs."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -41,7 +39,7 @@ MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
         ("sample", None, "start another one"),
     ],
 )
-def test_what_can_be_done_with_a_finished_run(command: str, schedule: str | None, remedy: str) -> None:
+def test_what_can_be_done_with_a_finished_run(command, schedule, remedy):
     assert after_the_end(commands.named(command), schedule, RUN, 5) == remedy
 
 
@@ -58,9 +56,8 @@ NOT_WRITTEN = "hydra.run.dir: cannot be written"
     ],
 )
 def test_what_a_run_cannot_do_in_its_folder_is_known_before_it_begins(
-    place: str, code: int, line: str, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    place, code, line, exit_code, tmp_path, monkeypatch, capsys
+):
     def refuse(*args: object, **keywords: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -85,9 +82,7 @@ ROWS = {  # {command: rows that the config decides, that the plan adds, and that
 
 
 @pytest.mark.parametrize("command", ["train", *map(slow, ("sft", "rm", "dpo"))])
-def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(command, tmp_path, monkeypatch, capsys):
     def shown(*words: str) -> list[str]:
         """The names of all rows up to the first note, evaluation or step."""
         recipe, more = ("grpo", SMALL) if command == "train" else (command, [])
@@ -115,9 +110,7 @@ def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(
     assert shown("steps=2") == late
 
 
-def test_what_was_measured_is_in_the_config_that_other_processes_get(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_is_in_the_config_that_other_processes_get(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlft.generation.transformers._fastest", lambda: Weights.merged_int8)
     words = ["+recipe=grpo_arithmetic", "generation=transformers", "generation.transformers.weights=fastest"]

@@ -1,7 +1,5 @@
 """`rlft algorithms`: the list, the page of one algorithm, JSON, algorithms from outside the tree; and `rlft keys`."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -29,12 +27,12 @@ Shown = Callable[..., str]
 Pages = dict[str, tuple[dict[str, Any], str]]
 
 
-def keys_of(algorithm: Any) -> dict[str, Any]:
+def keys_of(algorithm):
     return {field.name: getattr(algorithm, field.name) for field in fields(algorithm)}
 
 
 @pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shown:
+def shown(capsys, monkeypatch):
     """What the command prints for these words, in lines of 120 columns."""
     monkeypatch.setenv("COLUMNS", "120")
 
@@ -48,19 +46,19 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def as_json(shown: Shown) -> Callable[..., Any]:
+def as_json(shown):
     return lambda *words: json.loads(shown(*words, "--json"))
 
 
 @pytest.fixture(scope="module")
-def pages() -> Pages:
+def pages():
     """(as JSON, as text) of every algorithm."""
     files = catalog.files("algorithm")
     made = {name: algorithm_page(name, files, (), None) for name in NAMES}
     return {name: (page, algorithm_text(page)) for name, page in made.items()}
 
 
-def test_every_yaml_is_listed_with_family_and_paper(shown: Shown, pages: Pages) -> None:
+def test_every_yaml_is_listed_with_family_and_paper(shown, pages):
     listed = json.loads(shown("--json"))
     assert [one["name"] for one in listed] == NAMES == sorted(file.stem for file in FOLDER.glob("*.yaml"))
     table = " ".join(shown().split())
@@ -75,7 +73,7 @@ def test_every_yaml_is_listed_with_family_and_paper(shown: Shown, pages: Pages) 
 
 
 @each("name", NAMES)
-def test_a_page_has_every_key_with_its_default_and_all_comments(name: str, pages: Pages) -> None:
+def test_a_page_has_every_key_with_its_default_and_all_comments(name, pages):
     page, text = pages[name]
     words = " ".join(text.split())
     keys = {key["key"]: key for key in page["keys"]}
@@ -92,7 +90,7 @@ def test_a_page_has_every_key_with_its_default_and_all_comments(name: str, pages
         assert keys[key]["comments"][-1].endswith(entry.comment)
 
 
-def test_a_key_is_explained_first_and_then_why_a_variant_changes_it(pages: Pages) -> None:
+def test_a_key_is_explained_first_and_then_why_a_variant_changes_it(pages):
     comments = {key["key"]: key["comments"] for key in pages["dapo"][0]["keys"]}
     explained, changed = comments["clip_high"]
     assert explained.startswith("how far above 1 the ratio may push when A > 0")
@@ -101,7 +99,7 @@ def test_a_key_is_explained_first_and_then_why_a_variant_changes_it(pages: Pages
 
 
 @each("name", NAMES)
-def test_a_page_prints_the_loss_the_paper_and_a_recipe(name: str, pages: Pages) -> None:
+def test_a_page_prints_the_loss_the_paper_and_a_recipe(name, pages):
     page, text = pages[name]
     assert page["loss"]["lines"][0].startswith("L = agg(")
     for line in page["loss"]["lines"]:
@@ -118,7 +116,7 @@ def test_a_page_prints_the_loss_the_paper_and_a_recipe(name: str, pages: Pages) 
     assert name == "grpo" or f"override /algorithm: {name}\n" in recipe.read_text()
 
 
-def test_the_loss_is_the_one_of_the_yamls_own_choices(pages: Pages) -> None:
+def test_the_loss_is_the_one_of_the_yamls_own_choices(pages):
     text = {name: page[1] for name, page in pages.items()}
     assert "r = exp(mean_t(lp - lp_old))" in text["gspo"]
     assert "r = exp(lp - lp_old)" in text["grpo"]
@@ -127,14 +125,14 @@ def test_the_loss_is_the_one_of_the_yamls_own_choices(pages: Pages) -> None:
     assert "- ptx_coef" not in text["ppo"]
 
 
-def test_keys_on_the_command_line_change_the_loss_and_the_keys_that_are_shown(shown: Shown) -> None:
+def test_keys_on_the_command_line_change_the_loss_and_the_keys_that_are_shown(shown):
     text = shown("grpo", "algorithm.kl_coef=0.04", "algorithm.kl_estimator=k2")
     assert "  L = agg(w * m * S) + kl_coef * agg(KL)\n" in text
     assert "  KL = d ** 2 / 2\n" in text
     assert "\n  kl_coef: 0.04\n" in text
 
 
-def test_lines_are_as_wide_as_the_terminal(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_as_wide_as_the_terminal(shown, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     loss = set(json.loads(shown("ppo", "--json"))["loss"]["lines"])
     assert max(len(line) for line in shown("ppo").splitlines() if line.strip() not in loss) <= 60
@@ -158,7 +156,7 @@ class Mine(GRPO):
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mine(tmp_path, monkeypatch):
     """A folder of YAML of the user's: an algorithm of their own class, and a variant of rlft's GRPO."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "mine_of_a_test.py").write_text(MINE)
@@ -170,9 +168,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "yaml"
 
 
-def test_algorithms_of_the_users_own_folder_are_listed_and_shown(
-    mine: Path, shown: Shown, as_json: Callable[..., Any]
-) -> None:
+def test_algorithms_of_the_users_own_folder_are_listed_and_shown(mine, shown, as_json):
     listed = {one["name"]: one for one in as_json("--config-dir", str(mine))}
     assert list(listed) == [*NAMES, "mine", "wider"]
     assert listed["mine"] == {"name": "mine", "about": "My own.", "family": "mine", "paper": "Me 2026."}
@@ -190,7 +186,7 @@ def test_algorithms_of_the_users_own_folder_are_listed_and_shown(
     assert "S = -min(r * A" in shown("--config-dir", str(mine), "wider")
 
 
-def test_a_class_that_states_no_loss_is_said_to_state_none(mine: Path, shown: Shown) -> None:
+def test_a_class_that_states_no_loss_is_said_to_state_none(mine, shown):
     """Not the loss of the class that it builds on, which it may have changed."""
     (mine.parent / "mine_of_a_test.py").write_text(MINE.partition("    L =")[0] + '"""' + MINE.rpartition('"""')[2])
     sys.modules.pop("mine_of_a_test", None)
@@ -198,7 +194,7 @@ def test_a_class_that_states_no_loss_is_said_to_state_none(mine: Path, shown: Sh
     sys.modules.pop("mine_of_a_test", None)
 
 
-def test_a_file_of_the_users_that_cannot_be_read_is_named(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_the_users_that_cannot_be_read_is_named(mine, capsys):
     for content, said in ((b"a: [1\nb: 2\n", "line 2 is not YAML "), (b"a: \xff\n", "cannot be read as UTF-8 text")):
         (mine / "algorithm" / "wider.yaml").write_bytes(content)
         assert cli.run(["algorithms", "--config-dir", str(mine)]) == 2
@@ -207,14 +203,14 @@ def test_a_file_of_the_users_that_cannot_be_read_is_named(mine: Path, capsys: py
         assert re.match(rf"rlft: \S+wider\.yaml: {said}", err)
 
 
-def test_the_table_in_the_docs_is_the_list(as_json: Callable[..., Any]) -> None:
+def test_the_table_in_the_docs_is_the_list(as_json):
     rows = re.findall(r"(?m)^\| `(\w+)` \| `(\w+)` \| (.+?) \| (.+?) \|$", (DOCS / "algorithms.md").read_text())
     rows = [tuple(cell.replace("\\|", "|") for cell in row) for row in rows]
     assert rows == [tuple(one[column] for column in ("name", "family", "about", "paper")) for one in as_json()]
 
 
 @each("command", commands.OWN)
-def test_every_key_of_a_composed_config_is_listed_with_a_meaning(command: str) -> None:
+def test_every_key_of_a_composed_config_is_listed_with_a_meaning(command):
     recipe = [] if command in ("train", "sample") else [f"+recipe={command}_arithmetic"]
     keys = [key for key in flatten(compose(recipe, None, command)) if not key.endswith("_target_")]
     listed = {row.key for row in all_keys() if row.meaning}
@@ -235,9 +231,7 @@ def test_every_key_of_a_composed_config_is_listed_with_a_meaning(command: str) -
         ("algorithm", ["a group; its choices: a2c, "]),
     ],
 )
-def test_a_pattern_chooses_keys_by_path_or_text(
-    pattern: str, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pattern_chooses_keys_by_path_or_text(pattern, lines, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.run(["keys", pattern]) == 0
     printed = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """`rlft plan`, `rlft reward try` and the start of a run print the same notes, for conditions that are combined."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -10,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_processes import Nursery
 from slow_cases import slow
 
 from rlft.config.compose import compose
@@ -45,20 +42,20 @@ FEW = ("prompts_per_step=2", "eval.num_prompts=4")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     shutil.copytree(TINY, tmp_path / "bare", ignore=shutil.ignore_patterns("chat_template*"))
     shutil.copytree(TINY, tmp_path / "chatml")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def write(file: Path, added: str) -> None:
+def write(file, added):
     rows = [{"prompt": f"What is {i} + {i}?{added * (i % 3 == 0)}", "answer": str(2 * i)} for i in range(1, 31)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize("number", [3, slow(64)])
-def test_a_plan_a_trial_of_rewards_and_a_loaded_run_have_the_same_notes(folder: Path, number: int) -> None:
+def test_a_plan_a_trial_of_rewards_and_a_loaded_run_have_the_same_notes(folder, number):
     """Models with and without a template x texts in the data x keys, each with its own note: 64 configs."""
     configs = list(itertools.product(("bare", "chatml"), IN_DATA, IN_WORDS))
     for model, added, words in random.Random(7).sample(configs, number):
@@ -86,7 +83,7 @@ def test_a_plan_a_trial_of_rewards_and_a_loaded_run_have_the_same_notes(folder: 
 
 
 @pytest.mark.slow
-def test_the_commands_print_these_notes(folder: Path, forks: Nursery) -> None:
+def test_the_commands_print_these_notes(folder, forks):
     write(folder / "sums.jsonl", "[INST]")
     words = [*FIXED, "model.path=bare", "model.kernels=plain", "generation.top_p=0.9", *FEW]
     told = {}

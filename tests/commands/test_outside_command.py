@@ -1,7 +1,5 @@
 """A command from outside the tree, found by its entry point, is like rlft's own: that of docs/how-to/commands.md."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 from packages import install
 from run_folders import check_same, learned, metrics
-from run_processes import Ended, Nursery
+from run_processes import Ended
 
 import rlft
 
@@ -25,13 +23,13 @@ EVERY = ("checkpoint.every=1", "checkpoint.keep=9")
 Rlft = Callable[..., Ended]
 
 
-def block(name: str) -> str:
+def block(name):
     """The file of this name on the page that says how to add a command."""
     return PAGE.read_text().partition(f" {name}\n")[2].partition("\n```\n")[0] + "\n"
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """A folder of installed packages, which holds the command's."""
     folder = tmp_path_factory.mktemp("site")
     install(folder, "rlft-parrot", {"parrot": "parrot:PARROT"})
@@ -41,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """Where runs are: with twenty texts to learn."""
     folder = tmp_path_factory.mktemp("place")
     texts = [{"text": f"{n} + {n + 3} = {2 * n + 3}"} for n in range(20)]
@@ -50,13 +48,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rlft_of(forks: Nursery, site: Path, place: Path) -> Rlft:
+def rlft_of(forks, site, place):
     """Runs `rlft` where the package is installed."""
     return lambda *words, **keys: forks.run(*words, cwd=place, variables={"PYTHONPATH": str(site)}, **keys)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(rlft_of: Rlft, place: Path) -> Path:
+def undisturbed(rlft_of, place):
     done = rlft_of(*TINY, *EVERY, "hydra.run.dir=undisturbed")
     assert done.code == 0, done.err
     return place / "undisturbed"
@@ -74,7 +72,7 @@ print(json.dumps([[code, out.getvalue(), err.getvalue()] for code, out, err in t
 """
 
 
-def light(site: Path, cwd: Path, *commands: str) -> list[tuple[int, str, str]]:
+def light(site, cwd, *commands):
     """(exit code, output, errors) of each command line, in one interpreter that imports no library for them."""
     path = os.pathsep.join([str(Path(rlft.__file__).parents[1]), str(site)])
     words = json.dumps([command.split() for command in commands])
@@ -91,7 +89,7 @@ def light(site: Path, cwd: Path, *commands: str) -> list[tuple[int, str, str]]:
     return json.loads(done.stdout)
 
 
-def test_it_is_among_the_commands_and_has_help_without_torch(site: Path, tmp_path: Path) -> None:
+def test_it_is_among_the_commands_and_has_help_without_torch(site, tmp_path):
     (_, page, _), (_, own, _) = light(site, tmp_path, "--help", "parrot --help")
     (line,) = (line.split() for line in page.splitlines() if "parrot" in line)
     assert line == ["Packages", "parrot", "an", "adapter", "learns", "texts", "by", "heart"]
@@ -112,7 +110,7 @@ REFUSED = {
 }
 
 
-def test_a_wrong_word_is_refused_before_torch_is_imported(site: Path, tmp_path: Path) -> None:
+def test_a_wrong_word_is_refused_before_torch_is_imported(site, tmp_path):
     told = light(site, tmp_path, *(f"parrot {words}" for words in REFUSED))
     for (code, out, err), line in zip(told, REFUSED.values(), strict=True):
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -120,11 +118,11 @@ def test_a_wrong_word_is_refused_before_torch_is_imported(site: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_asks_for_one_short_module() -> None:
+def test_it_asks_for_one_short_module():
     assert sum(bool(line.strip()) for line in block("parrot.py").splitlines()) <= MOST_LINES
 
 
-def test_it_is_planned(rlft_of: Rlft) -> None:
+def test_it_is_planned(rlft_of):
     done = rlft_of("plan", *TINY, "--json")
     assert done.code == 0, done.err
     planned = json.loads(done.out)
@@ -135,7 +133,7 @@ def test_it_is_planned(rlft_of: Rlft) -> None:
     assert parts["activations"] > 0
 
 
-def test_killed_and_resumed_it_is_the_same_run(rlft_of: Rlft, undisturbed: Path, place: Path) -> None:
+def test_killed_and_resumed_it_is_the_same_run(rlft_of, undisturbed, place):
     assert learned(undisturbed)
     killed = [
         {"at": "rlft.trainer.optimizer:Optimizer.update", "call": 2, "do": "kill", "when": "after"},
@@ -159,7 +157,7 @@ def test_killed_and_resumed_it_is_the_same_run(rlft_of: Rlft, undisturbed: Path,
     )
 
 
-def test_its_runs_are_listed_and_watched_by_its_own_metric(rlft_of: Rlft, undisturbed: Path) -> None:
+def test_its_runs_are_listed_and_watched_by_its_own_metric(rlft_of, undisturbed):
     (row,) = (row for row in json.loads(rlft_of("runs", ".", "--json").out) if row["folder"] == "undisturbed")
     last = metrics(undisturbed)[-1]
     assert (row["command"], row["status"], row["step"], row["steps"]) == ("parrot", "finished", 5, 5)
@@ -169,7 +167,7 @@ def test_its_runs_are_listed_and_watched_by_its_own_metric(rlft_of: Rlft, undist
     assert "undisturbed finished" in page.out
 
 
-def test_an_error_inside_is_told_in_a_line_and_kept(rlft_of: Rlft, place: Path) -> None:
+def test_an_error_inside_is_told_in_a_line_and_kept(rlft_of, place):
     failed = {"at": "rlft.loop.supervised:likelihood_gradient", "call": 3, "do": "fail"}
     done = rlft_of(*TINY, "hydra.run.dir=failed", events=[failed])
     assert done.code == 1
@@ -182,7 +180,7 @@ def test_an_error_inside_is_told_in_a_line_and_kept(rlft_of: Rlft, place: Path) 
 
 
 @pytest.mark.slow
-def test_it_is_swept_and_its_policy_is_evaluated(rlft_of: Rlft, undisturbed: Path, place: Path) -> None:
+def test_it_is_swept_and_its_policy_is_evaluated(rlft_of, undisturbed, place):
     swept = rlft_of(*TINY, "-m", "steps=1", "seed=0,1", "eval.every=1", "hydra.sweep.dir=sweep")
     assert swept.code == 0, swept.err
     assert len((place / "sweep" / "sweep.csv").read_text().splitlines()) == 3
@@ -192,7 +190,7 @@ def test_it_is_swept_and_its_policy_is_evaluated(rlft_of: Rlft, undisturbed: Pat
     assert "undisturbed after step 5: 2 held-out prompts x 2 samples" in " ".join(asked.out.split())
 
 
-def test_without_its_package_a_run_is_told_in_a_line(undisturbed: Path, place: Path, tmp_path: Path) -> None:
+def test_without_its_package_a_run_is_told_in_a_line(undisturbed, place, tmp_path):
     told = "there is no such command (of the run in undisturbed)"
     refused = [f"{command} run={undisturbed.name}" for command in ("resume", "watch", "eval", "export", "sample")]
     *results, (_, listed, _), (code, _, err) = light(tmp_path, place, *refused, "runs undisturbed --json", "parrot")
@@ -202,7 +200,7 @@ def test_without_its_package_a_run_is_told_in_a_line(undisturbed: Path, place: P
     assert (code, err.split("; ")[0]) == (2, "rlft: parrot: there is no such command")
 
 
-def test_packages_that_bring_no_command_are_named_and_disturb_no_other(tmp_path: Path) -> None:
+def test_packages_that_bring_no_command_are_named_and_disturb_no_other(tmp_path):
     install(tmp_path, "broken", {"broken": "not_there:COMMAND"})
     install(tmp_path, "odd", {"odd": "json:dumps"})
     install(tmp_path, "greedy", {"train": "json:dumps"})

@@ -1,7 +1,5 @@
 """`rlft plan`: what it tells of a run without loading a weight, and how near its memory is to what the run takes."""
 
-from __future__ import annotations
-
 import io
 import json
 import shlex
@@ -9,12 +7,12 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from in_one_test import each
 from rich.console import Console as Terminal
-from run_processes import Nursery, start_fresh
+from run_processes import start_fresh
 from slow_cases import slow
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,7 +36,7 @@ ON_A_GPU = ("+recipe=grpo_arithmetic", *SIZES, "model.device=cuda")
 
 
 @pytest.fixture
-def no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_weights(tmp_path, monkeypatch):
     """An empty folder to run in, on a machine without a GPU, where nothing loads weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -46,21 +44,19 @@ def no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def planned(capsys, *words):
     code = cli.run(["plan", *words, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (0 if found["fits"] else 1)
     return found
 
 
-def parts_of(found: dict[str, Any]) -> dict[str, int]:
+def parts_of(found):
     """{part of the memory: bytes}."""
     return {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
 
 
-def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(
-    no_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(no_weights, capsys):
     words = ("+recipe=grpo_arithmetic", *TASK, "steps=10", "checkpoint.every=3")
     found = planned(capsys, *words, "eval.every=4", "price=2.5EUR/h")
     # Evaluated at 0, 4, 8 and 10, saved at 3, 6, 9 and 10.
@@ -81,9 +77,7 @@ def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(
     assert "$ at 3.00 $/h, without the start" in page
 
 
-def test_a_card_that_is_named_has_an_estimate_and_its_memory(
-    no_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_card_that_is_named_has_an_estimate_and_its_memory(no_weights, capsys):
     unnamed = planned(capsys, *ON_A_GPU, "device_memory=24GiB")["duration"]
     assert unnamed == {"no_estimate": "unknown card: the GPU is not here; name it as card=4090"}
     there = planned(capsys, *ON_A_GPU[:-1], "card=rtx 4090", "price=2.5/h")  # it needs no model.device
@@ -117,9 +111,7 @@ POLICY, PROMPTS = {"base (frozen)", "policy (learns)"}, ["train prompts", "held 
         ("rm_arithmetic", {"base (frozen)", "reward (learns)"}, ["rankings", "held-out rankings"]),
     ],
 )
-def test_every_kind_of_run_is_planned_and_leaves_nothing(
-    recipe: str, parameters: set[str], data: list[str], no_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_kind_of_run_is_planned_and_leaves_nothing(recipe, parameters, data, no_weights, capsys):
     found = planned(capsys, f"+recipe={recipe}")
     assert set(found["parameters"]) == parameters
     assert found["parameters"]["base (frozen)"] == 823_424
@@ -133,7 +125,7 @@ def test_every_kind_of_run_is_planned_and_leaves_nothing(
     assert list(no_weights.iterdir()) == []
 
 
-def test_the_page_says_it_in_words(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_it_in_words(no_weights, capsys):
     assert cli.run(["plan", "+recipe=grpo_arithmetic", *TASK]) == 0
     page = capsys.readouterr().out
     for told in (
@@ -146,7 +138,7 @@ def test_the_page_says_it_in_words(no_weights: Path, capsys: pytest.CaptureFixtu
     assert "\x1b" not in page
 
 
-def test_a_run_that_samples_alone_has_no_part_of_training(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_samples_alone_has_no_part_of_training(no_weights, capsys):
     words = ("sample", "data.size=200", "prompts_per_step=8", "n=4", "generation.max_tokens=64")
     here, gpu = ("generation=transformers", "model.device=cpu"), ("model.device=cuda", "device_memory=24GiB")
     found = planned(capsys, *words, *here, "num_prompts=24")
@@ -171,9 +163,7 @@ def test_a_run_that_samples_alone_has_no_part_of_training(no_weights: Path, caps
         assert absent not in page
 
 
-def test_a_reward_that_cannot_be_computed_fails_the_plan(
-    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_cannot_be_computed_fails_the_plan(no_weights, capsys, monkeypatch):
     (no_weights / "broken.py").write_text("def score(completions, **kwargs):\n    raise ValueError('no such thing')\n")
     (no_weights / "reward").mkdir()
     (no_weights / "reward" / "broken.yaml").write_text("# Bad.\nbroken:\n  _target_: broken.score\n  weight: 1.0\n")
@@ -185,9 +175,7 @@ def test_a_reward_that_cannot_be_computed_fails_the_plan(
     assert "reward.broken failed: " in page
 
 
-def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(
-    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(no_weights, capsys, monkeypatch):
     monkeypatch.setattr(prediction, "resident_bytes", lambda: 500 * 2**20)  # this process grows from plan to plan
     words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000", "model.gradient_checkpointing=false"]
     process = next(size for part, size in parts_of(planned(capsys, *words)).items() if part.startswith("process"))
@@ -228,9 +216,7 @@ SAME, PLAIN = "tiles is the same as true", "model.kernels=plain"
         ("true", PLAIN, None),
     ],
 )  # fmt: skip
-def test_a_note_says_where_mlps_have_no_tiles(
-    how: str, word: str, why: str | None, no_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_note_says_where_mlps_have_no_tiles(how, word, why, no_weights, capsys):
     keys = ("device_memory=24GiB", "generation=transformers", "model.dtype=float32", word)
     found = planned(capsys, *ON_A_GPU, *keys, f"model.gradient_checkpointing={how}")
     notes = [note for note in found["notes"] if note.startswith("model.gradient_checkpointing")]
@@ -238,9 +224,7 @@ def test_a_note_says_where_mlps_have_no_tiles(
     assert notes == ([] if why is None else [beginning + why])
 
 
-def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(
-    no_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_a_gpu_is_planned_on_a_machine_without_one(no_weights, capsys):
     found = planned(capsys, *ON_A_GPU, "device_memory=24GiB")
     parts, share = parts_of(found), int(0.45 * 24 * 2**30)
     assert parts["base"] == 2 * 823_424, "bfloat16"
@@ -258,9 +242,7 @@ TEACHER = ("algorithm=opd", "snapshot.teacher=embedded:tiny-student", "snapshot.
 
 
 @each("keys", [("generation=vllm", "generation.vllm.weights=adapter"), ("lora.use_dora=true", *TEACHER)])
-def test_vllm_on_another_gpu_takes_nothing_of_the_trainers(
-    keys: tuple[str, ...], no_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vllm_on_another_gpu_takes_nothing_of_the_trainers(keys, no_weights, capsys):
     """As a run there, where vLLM has cuda:0."""
     found = planned(capsys, *ON_A_GPU[:-1], "device_memory=24GiB", "model.device=cuda:1", *keys)
     there = parts_of(found)
@@ -276,9 +258,7 @@ def test_vllm_on_another_gpu_takes_nothing_of_the_trainers(
         ("teacher", "snapshot.teacher_gpu_memory_utilization", (*TEACHER, "generation=transformers")),
     ],
 )
-def test_a_share_in_which_vllm_does_not_start_is_told_with_one_in_which_it_does(
-    who: str, share: str, keys: tuple[str, ...], no_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_share_in_which_vllm_does_not_start_is_told_with_one_in_which_it_does(who, share, keys, no_weights, capsys):
     words = (*ON_A_GPU[:-1], "device_memory=2GiB", "model.device=cuda:1")
     assert cli.run(["plan", *words, *keys, f"{share}=0.0001"]) == 1
     told, fitting, *_ = capsys.readouterr().out.splitlines()
@@ -287,7 +267,7 @@ def test_a_share_in_which_vllm_does_not_start_is_told_with_one_in_which_it_does(
     assert planned(capsys, *shlex.split(fitting)[4:])["fits"]
 
 
-def test_cards_have_consistent_figures_and_one_name_each() -> None:
+def test_cards_have_consistent_figures_and_one_name_each():
     for name, card in CARDS.items():
         assert 0.85 < card.memory / 2**30 / card.gb < 1, "GiB of which CUDA reports a little less"
         assert 50 < card.rate / card.bandwidth < 450, "operations per byte"
@@ -296,9 +276,7 @@ def test_cards_have_consistent_figures_and_one_name_each() -> None:
             assert read_card(written) == name, written
 
 
-def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(
-    no_weights: Path, long_context_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(no_weights, long_context_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # so that it can be neither found nor imported
     words = ["+recipe=gspo_gsm8k", f"model.path={long_context_path}", f"data.path={PROBLEMS}"]
     found = planned(capsys, *words, "model.device=cuda", "device_memory=24GiB")
@@ -313,8 +291,8 @@ def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(
 
 
 def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(
-    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    no_weights, capsys, monkeypatch
+):
     words = [*ON_A_GPU, "token_budget=16000", "model.gradient_checkpointing=false", "device_memory=2GiB"]
     awake = planned(capsys, *words, "generation.vllm.gpu_memory_utilization=0.8")
     asleep = planned(capsys, *words, "generation.vllm.gpu_memory_utilization=0.8", "generation.vllm.sleep=true")
@@ -333,9 +311,7 @@ def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_m
 
 
 @pytest.mark.parametrize("how", ["tiles", slow("offload")])
-def test_a_run_without_checkpointing_is_compared_with_the_kind_that_it_has(
-    no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_run_without_checkpointing_is_compared_with_the_kind_that_it_has(no_weights, capsys, monkeypatch, how):
     monkeypatch.setenv("COLUMNS", "160")
     words = [*ON_A_GPU, "device_memory=24GiB", "token_budget=16000"]
     found, simple = (planned(capsys, *words, f"model.gradient_checkpointing={kind}") for kind in (how, "true"))
@@ -348,9 +324,7 @@ def test_a_run_without_checkpointing_is_compared_with_the_kind_that_it_has(
     assert marked > titles.index("plain") + len("plain"), "under the second one"
 
 
-def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(
-    no_weights: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(no_weights, capsys):
     words = ["+recipe=grpo_arithmetic", *TASK, "prompts_per_step=2", "group_size=8"]
 
     def keys_and_values(*more: str) -> int:
@@ -368,7 +342,7 @@ def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(
     assert keys_and_values("eval.num_samples=8", *more) == token * (32 * held_out + 256 * completion)
 
 
-def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_over_long_prompts_are_counted(no_weights, capsys):
     rows = [{"prompt": f"{i}" * (100 if i % 10 == 0 else 2), "answer": "1"} for i in range(60)]
     (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data=jsonl", "data.path=rows.jsonl", "prompts.max_tokens=60", "prompts.over_limit=drop"]
@@ -378,7 +352,7 @@ def test_over_long_prompts_are_counted(no_weights: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_the_json_stays_small_however_large_the_data_are(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_stays_small_however_large_the_data_are(no_weights, capsys):
     rows = [{"prompt": f"{i} " * (1 + i % 40), "answer": f"{i} is " + "long " * 10_000} for i in range(4000)]
     (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data=jsonl", "data.path=rows.jsonl", "prompts.max_tokens=100", "prompts.over_limit=drop"]
@@ -394,7 +368,7 @@ def test_the_json_stays_small_however_large_the_data_are(no_weights: Path, capsy
     assert train["shortest"] < train["median"] <= train["p90"] <= train["p99"] <= train["longest"] <= 100
 
 
-def test_lengths_are_summed_up() -> None:
+def test_lengths_are_summed_up():
     # of 1 to 100 the 50th is 50, the 90th (place 89 of 99, rounded down) is 90, and 32 ranges are 4 lengths wide: 25
     found = prediction.summary(list(range(100, 0, -1)))
     assert {name: found[name] for name in ("items", "total", "shortest", "median", "longest", "p90", "p99")} == {
@@ -419,7 +393,7 @@ def test_lengths_are_summed_up() -> None:
     ],
     ids=["grpo", "ppo", "large micro-batches", "large evaluation", "DoRA with dropout", "exact KL"],
 )  # fmt: skip
-def test_the_peak_is_within_15_percent_of_a_runs(words: str, fresh: bool, forks: Nursery, tmp_path: Path) -> None:
+def test_the_peak_is_within_15_percent_of_a_runs(words, fresh, forks, tmp_path):
     """A rehearsal takes the longest rows, so that even short completions leave the planned peak.
 
     A fork has 140 MB less of its own than a process that a user starts: what a plan is off by is a larger part of it.
@@ -435,9 +409,7 @@ def test_the_peak_is_within_15_percent_of_a_runs(words: str, fresh: bool, forks:
 
 
 @pytest.mark.parametrize("recipe", ["grpo_arithmetic", slow("sft_arithmetic"), slow("rm_arithmetic")])
-def test_4_bit_weights_are_planned_without_a_gpu_or_bitsandbytes(
-    recipe: str, no_weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_4_bit_weights_are_planned_without_a_gpu_or_bitsandbytes(recipe, no_weights, capsys, monkeypatch):
     monkeypatch.setattr("rlft.plan.model_rules.has_bitsandbytes", lambda: False)
     monkeypatch.setattr("rlft.plan.prediction.has_bitsandbytes", lambda: False)
     words = [f"+recipe={recipe}", "model.quantization=4bit", "lora.target_modules=[q_proj]"]
@@ -455,7 +427,7 @@ def test_4_bit_weights_are_planned_without_a_gpu_or_bitsandbytes(
     assert "model.quantization: 4-bit weights need a CUDA device" in capsys.readouterr().err
 
 
-def shape(hidden: int, inner: int, heads: int, layers: int, vocabulary: int = 151936) -> dict[str, Any]:
+def shape(hidden, inner, heads, layers, vocabulary=151936):
     """The config of a model as large as one of Qwen2.5's; up to 3B, embeddings and head are one matrix."""
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "vocab_size": vocabulary}
     sizes |= {"num_key_value_heads": 4 if hidden > 2048 else 2, "num_hidden_layers": layers}
@@ -471,7 +443,7 @@ QWEN = {
 }
 
 
-def gsm8k_with(size: str, folder: Path) -> list[str]:
+def gsm8k_with(size, folder):
     """The words of the recipe's plan for a model of this size, without weights."""
     embedded, model = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic", folder / size
     shutil.copytree(embedded, model, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -480,14 +452,14 @@ def gsm8k_with(size: str, folder: Path) -> list[str]:
     return ["+recipe=grpo_gsm8k", f"model.path={model}", f"data.path={PROBLEMS}", "model.device=cuda"]
 
 
-def rows_of(page: str) -> list[list[str]]:
+def rows_of(page):
     """The cells of the lines of a page's tables that give a number of GiB."""
     lines = (Path(__file__).parents[2] / page).read_text().splitlines()
     return [line.strip("| \n").split(" | ") for line in lines if line.startswith("|") and " GiB | " in line]
 
 
 @pytest.mark.slow
-def test_requirements_are_those_that_are_planned(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requirements_are_those_that_are_planned(no_weights, capsys):
     found, told = {}, {(size, words.strip("`")): peak for size, words, peak, _ in rows_of("README.md")}
     assert {size for size, _ in told} == {*QWEN}
     keys = {("7B", "card=4090"): [row[0].strip("`").split() for row in rows_of("docs/how-to/7b-on-24gb.md")][3]}
@@ -500,7 +472,7 @@ def test_requirements_are_those_that_are_planned(no_weights: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_a_7b_model_is_planned_for_24_gb_as_the_page_says(no_weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_7b_model_is_planned_for_24_gb_as_the_page_says(no_weights, capsys):
     """Each row of the page's table: settings, whether they fit, the peak, and the part that is vLLM's own."""
     words = [*gsm8k_with("7B", no_weights), "card=4090"]
     rows = rows_of("docs/how-to/7b-on-24gb.md")
@@ -518,7 +490,7 @@ def test_a_7b_model_is_planned_for_24_gb_as_the_page_says(no_weights: Path, caps
     assert planned(capsys, *words, *told.split(" takes it to ")[0].split())["fits"]
 
 
-def test_no_page_cuts_a_key_and_each_number_is_shown_whole() -> None:
+def test_no_page_cuts_a_key_and_each_number_is_shown_whole():
     keys = sorted(key for key in keys_of(RunConfig) if "_" in key)
     keys = [*sorted(keys, key=len)[-4:], "generation.vllm.gpu_memory_utilization", "a_reward_with_a_long_name"]
     scores = dict(zip(keys, (-0.125, 0.25, 17.5, 12.25, 0.375, 3.5), strict=True))

@@ -1,9 +1,7 @@
 """Every command that goes on from a run refuses a base that is not the run's, by what differs, before weights load."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from slow_cases import slow
 from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.checkpoint import Checkpoint
 from rlft.runs.find import with_named_runs
@@ -43,14 +40,14 @@ NOTED = ("lora.path", "reference", "teacher")
 """Uses of an adapter in another run, which may have another chat template and other ends: noted, not refused."""
 
 
-def a_tensor(base: Path) -> None:
+def a_tensor(base):
     """Of a base in pytorch_model.bin."""
     tensors = torch.load(base / "pytorch_model.bin", weights_only=True)
     tensors["model.layers.1.self_attn.q_proj.weight"] += 1e-3
     torch.save(tensors, base / "pytorch_model.bin")
 
 
-def edited(file: str, old: str, new: str) -> Callable[[Path], None]:
+def edited(file, old, new):
     def edit(base: Path) -> None:
         text = (base / file).read_text()
         assert old in text
@@ -69,7 +66,7 @@ CHANGES: Mapping[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def begun(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(tiny_path, tmp_path_factory):
     """A folder with `base`, whose weights are a pytorch_model.bin, and `run` on it, with a checkpoint of step 2."""
     place = tmp_path_factory.mktemp("begun")
     shutil.copytree(tiny_path, place / "base")
@@ -79,9 +76,7 @@ def begun(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(
-    begun: Path, tmp_path: Path, make_roles: Callable[..., Roles], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], Path]:
+def place(begun, tmp_path, make_roles, monkeypatch):
     """The working directory, with base and run as they were."""
     monkeypatch.chdir(tmp_path)
     if not (begun / "run").exists():
@@ -111,7 +106,7 @@ def place(
 
 
 @pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def unloaded(monkeypatch):
     """Nothing loads weights."""
 
     def fail(*arguments: Any, **options: Any) -> None:
@@ -125,15 +120,13 @@ QUICK = [(use, [*CHANGES][n % 5]) for n, use in enumerate(USES)]
 OTHERS = [(use, change) for use in USES for change in CHANGES if (use, change) not in QUICK]
 
 
-def key_of(use: str) -> str:
+def key_of(use):
     others = {"lora.path": "lora.path", "reference": "snapshot.reference", "teacher": "snapshot.teacher"}
     return {**others, "sample": "adapter"}.get(use, "model.path")
 
 
 @pytest.mark.parametrize("cases", [QUICK, slow(OTHERS)], ids=["each once", "all"])
-def test_every_use_of_a_run_names_what_differs_in_its_base(
-    cases: Sequence[tuple[str, str]], place: Callable[[], Path], capsys: pytest.CaptureFixture[str], unloaded: None
-) -> None:
+def test_every_use_of_a_run_names_what_differs_in_its_base(cases, place, capsys, unloaded):
     for use, change in cases:
         folder = place()
         CHANGES[change](folder / "base")

@@ -1,13 +1,9 @@
 """Runs of `rlft rm` and `rlft dpo`: what is learned of rankings, what is measured, and what a folder is good for."""
 
-from __future__ import annotations
-
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +12,9 @@ from safetensors.torch import load_file
 from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
-from rlft.data.examples import RankedTokens
 from rlft.loop.parts import Engines
 from rlft.loop.session import open_session
 from rlft.loop.supervised import REFERENCE_LOGPROBS, REWARD, open_preferences
-from rlft.model.roles import Roles
 from rlft.runs import checkpoint
 from rlft.runs.checkpoint import Checkpoint
 from rlft.runs.find import with_named_runs
@@ -29,13 +23,13 @@ from rlft.types import Completion, FinishReason, Group, Prompt, Rollout
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on GPT-2
 
 
-def write_pairs(file: Path, numbers: Sequence[int]) -> Path:
+def write_pairs(file, numbers):
     rows = [{"prompt": f"What is {n} + 1?", "chosen": f"{n + 1}", "rejected": f"{n + 2}"} for n in numbers]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-def test_earlier_preferences_are_read_as_the_new_ones_are_with_a_split_of_their_own(tmp_path: Path) -> None:
+def test_earlier_preferences_are_read_as_the_new_ones_are_with_a_split_of_their_own(tmp_path):
     words = [f"preferences.path={write_pairs(tmp_path / 'new.jsonl', range(40))}", "max_completion_tokens=16"]
     words += [f"replay.path={write_pairs(tmp_path / 'old.jsonl', range(100, 140))}", "rankings_per_step=8"]
     held_out = f"preferences.held_out_path={write_pairs(tmp_path / 'held_out.jsonl', range(200, 204))}"
@@ -55,23 +49,23 @@ RM = ("+recipe=rm_arithmetic", *SMALL)
 DPO = ("+recipe=dpo_arithmetic", *SMALL, "steps=3")
 
 
-def run(folder: Path, command: str, *words: str) -> Path:
+def run(folder, command, *words):
     """The folder, with a finished run."""
     assert cli.run([command, *words, f"hydra.run.dir={folder}"]) == 0
     return folder
 
 
-def evaluations(folder: Path) -> list[dict[str, Any]]:
+def evaluations(folder):
     return [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     return run(tmp_path_factory.mktemp("trained") / "run", "rm", *RM, "steps=3")
 
 
 @pytest.mark.slow
-def test_a_runs_bias_is_the_whole_difference_that_centring_makes(trained: Path, tmp_path: Path) -> None:
+def test_a_runs_bias_is_the_whole_difference_that_centring_makes(trained, tmp_path):
     plain = run(tmp_path / "run", "rm", *RM, "steps=3", "center=false")
     newest = Path("checkpoints") / "step_000003"
     for file in (newest / "optimizer.safetensors", newest / "reward" / "adapter_model.safetensors", Path("eval.jsonl")):
@@ -82,7 +76,7 @@ def test_a_runs_bias_is_the_whole_difference_that_centring_makes(trained: Path, 
 
 
 @pytest.fixture
-def policy_run(trained: Path, tmp_path: Path) -> Iterator[Any]:
+def policy_run(trained, tmp_path):
     """A session of `rlft train` whose reward is the run's model, and whose critic begins as it."""
     words = ["reward=[exact_match,learned]", f"reward.learned.path={trained}", "critic.init=reward", *LORA]
     words += ["algorithm=ppo", "critic.kind=adapter", "generation=transformers", "console=null", "scoring.workers=0"]
@@ -91,7 +85,7 @@ def policy_run(trained: Path, tmp_path: Path) -> Iterator[Any]:
         yield session
 
 
-def test_a_trained_folder_is_a_reward_and_where_a_critic_begins(trained: Path, policy_run: Any) -> None:
+def test_a_trained_folder_is_a_reward_and_where_a_critic_begins(trained, policy_run):
     """Its scores are the run's own, moved so that the best held-out completions have a mean of 0."""
     last = evaluations(trained)[-1]
     held_out = resolve(compose(RM, command="rm")).plan().held_out.rankings[:12]
@@ -109,7 +103,7 @@ def test_a_trained_folder_is_a_reward_and_where_a_critic_begins(trained: Path, p
     assert reward["weight"].abs().max() > 0
 
 
-def group(ranking: RankedTokens) -> Group:
+def group(ranking):
     prompt = Prompt(id=str(ranking.prompt), messages=(), answer="0", token_ids=ranking.prompt)
     completions = (
         Completion(text="", token_ids=ids, logprobs=[0.0] * len(ids), finish_reason=FinishReason.stop)
@@ -119,7 +113,7 @@ def group(ranking: RankedTokens) -> Group:
     return Group(prompt=prompt, rollouts=rollouts)
 
 
-def test_another_round_goes_on_from_a_trained_reward_model(trained: Path, tmp_path: Path) -> None:
+def test_another_round_goes_on_from_a_trained_reward_model(trained, tmp_path):
     began = evaluations(run(tmp_path / "run", "rm", *RM, "steps=1", f"lora.path={trained}"))[0]
     ended = evaluations(trained)[-1]
     assert began["step"] == 0
@@ -127,9 +121,7 @@ def test_another_round_goes_on_from_a_trained_reward_model(trained: Path, tmp_pa
         assert began[name] == pytest.approx(ended[name], abs=1e-6), name
 
 
-def test_a_reward_model_may_begin_as_a_policys_adapter_with_a_head_of_zeros(
-    make_roles: Callable[..., Roles], tmp_path: Path
-) -> None:
+def test_a_reward_model_may_begin_as_a_policys_adapter_with_a_head_of_zeros(make_roles, tmp_path):
     policy = make_roles(noise=0.05)
     weights = policy.weights("policy")
     saved = Checkpoint(
@@ -149,11 +141,11 @@ def test_a_reward_model_may_begin_as_a_policys_adapter_with_a_head_of_zeros(
 
 # -- a policy ----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def optimised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def optimised(tmp_path_factory):
     return run(tmp_path_factory.mktemp("optimised") / "run", "dpo", *DPO)
 
 
-def test_three_updates_move_the_pairs_apart(optimised: Path) -> None:
+def test_three_updates_move_the_pairs_apart(optimised):
     first, last = evaluations(optimised)
     assert (first["eval/margin"], first["accuracy"]) == (0.0, 0.5)
     assert last["eval/margin"] > 0.005
@@ -165,7 +157,7 @@ def test_three_updates_move_the_pairs_apart(optimised: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(optimised: Path) -> None:
+def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(optimised):
     """lora.path=<run> is the policy's start and, by snapshot.reference=auto, the reference: their log-ratios are 0."""
     with ExitStack() as stack:
         task = open_preferences(
@@ -185,9 +177,7 @@ def test_another_round_begins_as_its_reference_wherever_the_first_one_ended(opti
         assert metrics["eval/margin"] == pytest.approx(evaluations(optimised)[-1]["eval/margin"], rel=1e-4)
 
 
-def test_its_run_is_evaluated_talked_to_and_exported_as_any_policys(
-    optimised: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_run_is_evaluated_talked_to_and_exported_as_any_policys(optimised, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     small = ["generation=transformers", "generation.max_tokens=16", "model.device=cpu"]
     words = [f"run={optimised}", "data=arithmetic", "data.size=16", "data.held_out_size=4", "scoring.workers=0", *small]
@@ -201,7 +191,7 @@ def test_its_run_is_evaluated_talked_to_and_exported_as_any_policys(
     assert "| margin | 0.0000 |" in card
 
 
-def test_its_plan_counts_the_log_probs_that_a_checkpoint_keeps() -> None:
+def test_its_plan_counts_the_log_probs_that_a_checkpoint_keeps():
     """926 pairs: a position and two log-probs each, of 8 bytes, are 2 x 3 x 926 numbers of 4; three copies are kept."""
     made = resolve(compose(DPO, command="dpo")).plan()
     free = resolve(compose([*DPO, "loss=simpo"], command="dpo")).plan()

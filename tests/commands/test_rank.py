@@ -3,8 +3,6 @@
 Screenshots for looking at are left in build/screenshots.
 """
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import json
@@ -16,7 +14,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
@@ -45,7 +43,7 @@ Ranked = Callable[..., Rankings]
 
 
 @pytest.fixture
-def write_samples(tmp_path: Path) -> Callable[..., Path]:
+def write_samples(tmp_path):
     """Writes lines of `rlft sample`: of each prompt these answers, sampled by two models in turn."""
 
     def write(prompts: int = 6, answers: tuple[str, ...] = ("red", "green", "blue"), name: str = "samples") -> Path:
@@ -63,7 +61,7 @@ def write_samples(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def rank(tmp_path: Path, write_samples: Callable[..., Path]) -> Ranked:
+def rank(tmp_path, write_samples):
     """Begins or goes on with anna's rankings of so many prompts, with these answers."""
 
     def ranked(*samples: Any, out: str = "out.jsonl") -> Rankings:
@@ -73,7 +71,7 @@ def rank(tmp_path: Path, write_samples: Callable[..., Path]) -> Ranked:
 
 
 @pytest.fixture
-def serve(rank: Ranked) -> Iterator[Served]:
+def serve(rank):
     """Serves the page that ranks so many prompts."""
     with ExitStack() as stack:
 
@@ -87,7 +85,7 @@ def serve(rank: Ranked) -> Iterator[Served]:
         yield started
 
 
-def test_seed_and_ranker_give_the_order_and_equal_answers_are_shown_once(write_samples: Callable[..., Path]) -> None:
+def test_seed_and_ranker_give_the_order_and_equal_answers_are_shown_once(write_samples):
     samples = [str(write_samples(30, ("a", "b", "b", "c")))]
     orders = {(ranker, seed): questions_of(samples, ranker, seed) for ranker in ("anna", "ben") for seed in (0, 1)}
     assert questions_of(samples, "anna", 0) == orders["anna", 0]
@@ -107,8 +105,8 @@ def test_seed_and_ranker_give_the_order_and_equal_answers_are_shown_once(write_s
 
 
 def test_any_course_of_rankings_is_on_disk_after_each_step_and_continues_in_a_new_process(
-    tmp_path: Path, write_samples: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, write_samples, monkeypatch
+):
     flushed: list[int] = []
     monkeypatch.setattr(files.os, "fsync", lambda handle: flushed.append(handle))
     questions = questions_of([str(write_samples(40, ("a", "b", "c")))], "anna", 0)
@@ -140,9 +138,7 @@ def test_any_course_of_rankings_is_on_disk_after_each_step_and_continues_in_a_ne
     )
 
 
-def test_a_full_disk_leaves_the_file_and_the_question_as_they_were(
-    rank: Ranked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_file_and_the_question_as_they_were(rank, monkeypatch):
     rankings = rank()
     rankings.add([0, 1, 2])
     before = rankings.shown(), rankings.file.read_bytes()
@@ -157,7 +153,7 @@ def test_a_full_disk_leaves_the_file_and_the_question_as_they_were(
 
 
 @each("how", ["removed", "replaced"])
-def test_a_file_that_was_moved_meanwhile_takes_no_ranking(how: str, tmp_path: Path, rank: Ranked) -> None:
+def test_a_file_that_was_moved_meanwhile_takes_no_ranking(how, tmp_path, rank):
     rankings = rank()
     rankings.add([0, 1, 2])
     rankings.file.rename(tmp_path / "moved.jsonl")
@@ -174,7 +170,7 @@ def test_a_file_that_was_moved_meanwhile_takes_no_ranking(how: str, tmp_path: Pa
 @each(
     "content", ['{"prompt": "?", "chosen": "a"}\n', "text", '{"prompt": "?"', "[1]\n", "\n", "{}\n", '{"ranker": 1}\n']
 )
-def test_another_file_is_refused_and_left_alone(content: str, tmp_path: Path, rank: Ranked) -> None:
+def test_another_file_is_refused_and_left_alone(content, tmp_path, rank):
     file = tmp_path / "out.jsonl"
     file.write_text(content)
     with pytest.raises(UserError, match=r"^out: .*name another file"):
@@ -182,9 +178,7 @@ def test_another_file_is_refused_and_left_alone(content: str, tmp_path: Path, ra
     assert file.read_text() == content
 
 
-def test_a_file_belongs_to_one_person_one_set_of_samples_and_one_process(
-    tmp_path: Path, write_samples: Callable[..., Path]
-) -> None:
+def test_a_file_belongs_to_one_person_one_set_of_samples_and_one_process(tmp_path, write_samples):
     samples, other = write_samples(), write_samples(2, ("a", "b"), "other")
     file = tmp_path / "out.jsonl"
     rankings = Rankings(file, questions_of([str(samples)], "anna", 0))
@@ -200,7 +194,7 @@ def test_a_file_belongs_to_one_person_one_set_of_samples_and_one_process(
         Rankings(tmp_path, [])
 
 
-def test_rm_and_dpo_read_each_pair_and_no_tie(tmp_path: Path, write_samples: Callable[..., Path]) -> None:
+def test_rm_and_dpo_read_each_pair_and_no_tie(tmp_path, write_samples):
     questions = questions_of([str(write_samples(40))], "anna", 0)
     rankings = Rankings(tmp_path / "out.jsonl", questions)
     for i in range(40):
@@ -224,14 +218,7 @@ def test_rm_and_dpo_read_each_pair_and_no_tie(tmp_path: Path, write_samples: Cal
         assert len(plan.train.rankings) + len(plan.held_out.rankings) == 20
 
 
-def ask(
-    server: RankServer,
-    request: object = None,
-    *,
-    method: str = "POST",
-    path: str | None = None,
-    headers: Mapping[str, str | None] | None = None,
-) -> tuple[int, Any]:
+def ask(server, request=None, *, method="POST", path=None, headers=None):
     """(status, answer) of a request as the page sends it; `headers` replace some of those, None leaves one out."""
     host, port = server.server_address[:2]
     connection = http.client.HTTPConnection(str(host), int(port), timeout=10)
@@ -253,7 +240,7 @@ def ask(
     return answer.status, json.loads(content) if is_json else content.decode()
 
 
-def test_the_page_ranks_skips_and_undoes(serve: Served) -> None:
+def test_the_page_ranks_skips_and_undoes(serve):
     server = serve()
     status, page = ask(server, method="GET", headers={"Origin": None})
     assert (status, page.count("<script>")) == (200, 2)
@@ -284,13 +271,7 @@ def test_the_page_ranks_skips_and_undoes(serve: Served) -> None:
         (TimeoutError("a browser that sends no more"), None),
     ],
 )
-def test_an_unexpected_error_is_said_and_a_closed_browser_is_not(
-    error: Exception,
-    said: str | None,
-    serve: Served,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_unexpected_error_is_said_and_a_closed_browser_is_not(error, said, serve, monkeypatch, capsys):
     def fail(request: object) -> tuple[int, str]:
         raise error
 
@@ -316,7 +297,7 @@ def test_an_unexpected_error_is_said_and_a_closed_browser_is_not(
         b"{", b"\xff", b"", b"[" * MAX_BODY_BYTES,
     ],
 )  # fmt: skip
-def test_what_is_no_ranking_of_the_next_prompt_changes_nothing(request_: object, serve: Served) -> None:
+def test_what_is_no_ranking_of_the_next_prompt_changes_nothing(request_, serve):
     server = serve(out=f"{abs(hash(str(request_)))}.jsonl")
     status, answer = ask(server, request_)
     assert (status, answer["done"]) == (409, 0)
@@ -338,7 +319,7 @@ FOREIGN_ORIGIN = [
 ]
 
 
-def test_no_request_from_another_page_is_accepted(serve: Served) -> None:
+def test_no_request_from_another_page_is_accepted(serve):
     server = serve()
     ranking = {"number": 0, "scores": [0, 1, 2]}
     token = server.path[1:-1]
@@ -358,7 +339,7 @@ def test_no_request_from_another_page_is_accepted(serve: Served) -> None:
     assert len(token) == 32
 
 
-def test_it_listens_on_this_machine_alone_and_limits_bodies(serve: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_listens_on_this_machine_alone_and_limits_bodies(serve, monkeypatch):
     server = serve()
     assert server.socket.getsockname()[0] == "127.0.0.1"
     for length in (str(MAX_BODY_BYTES + 1), "9" * 30, "-1", "x", "", None):
@@ -376,7 +357,7 @@ def test_it_listens_on_this_machine_alone_and_limits_bodies(serve: Served, monke
     assert "Nothing was saved: the disk is full" in answer["problem"]
 
 
-def start(*words: str) -> tuple[subprocess.Popen[str], str]:
+def start(*words):
     """(the process, the address that it has printed)."""
     command = [sys.executable, "-m", "rlft.cli", "rank", *words]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "USER": "anna"})
@@ -389,15 +370,13 @@ def start(*words: str) -> tuple[subprocess.Popen[str], str]:
     raise AssertionError(said)
 
 
-def post(url: str, body: object) -> dict[str, object]:
+def post(url, body):
     origin = {"Origin": url.rpartition("/")[0].rpartition("/")[0]}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), origin)) as answer:
         return json.load(answer)
 
 
-def test_a_kill_loses_no_ranking_and_ctrl_c_says_how_to_continue(
-    tmp_path: Path, write_samples: Callable[..., Path]
-) -> None:
+def test_a_kill_loses_no_ranking_and_ctrl_c_says_how_to_continue(tmp_path, write_samples):
     words = (f"samples={write_samples(3)}", f"out={tmp_path / 'out.jsonl'}")
     killed, url = start(*words)
     post(url, {"number": 0, "scores": [2, 1, 0]})
@@ -438,14 +417,7 @@ def test_a_kill_loses_no_ranking_and_ctrl_c_says_how_to_continue(
         (["agree=[one.jsonl,two.jsonl]"], "agree: no two answers were ranked by both; let both rank the same samples"),
     ],
 )
-def test_a_mistake_is_refused(
-    words: list[str],
-    refusal: str,
-    tmp_path: Path,
-    write_samples: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_mistake_is_refused(words, refusal, tmp_path, write_samples, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "?", "chosen": "a", "rejected": "b"}\n')
     (tmp_path / "image.jsonl").write_text(write_samples(1).read_text().replace("Colour", "\ufffc"))
@@ -457,12 +429,12 @@ def test_a_mistake_is_refused(
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
-def ranking(ranker: str, prompt: str, scores: dict[str, int], *, skipped: bool = False) -> dict[str, object]:
+def ranking(ranker, prompt, scores, *, skipped=False):
     row: dict[str, object] = {"ranker": ranker, "prompt_id": prompt, "messages": [{"role": "user", "content": prompt}]}
     return row | {"completions": [*scores], "scores": [*scores.values()], "skipped": skipped}
 
 
-def test_agreement_is_that_of_all_pairs_in_both_orders() -> None:
+def test_agreement_is_that_of_all_pairs_in_both_orders():
     rng = random.Random(0)
     for _ in range(200):
         rows: list[list[dict[str, object]]] = [[], []]
@@ -487,7 +459,7 @@ def test_agreement_is_that_of_all_pairs_in_both_orders() -> None:
         assert kappa(counts) == (None if chance == 1 else pytest.approx((same - chance) / (1 - chance), abs=1e-12))
 
 
-def test_two_peoples_agreement_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_peoples_agreement_is_printed(tmp_path, capsys):
     scores = {"a": 2, "b": 1, "c": 0}
     anna = [ranking("anna", str(p), scores) for p in range(4)]
     ben = [*(ranking("ben", str(p), scores) for p in range(3)), ranking("ben", "3", {"c": 2, "b": 1, "a": 0})]
@@ -557,7 +529,7 @@ class Page:
 
 
 @pytest.mark.slow
-def test_a_person_ranks_with_the_keyboard_alone(driver: webdriver.Chrome, serve: Served) -> None:
+def test_a_person_ranks_with_the_keyboard_alone(driver, serve):
     page = Page(driver, serve(7))
     done = page.server.rankings.done
     assert page.text("#progress") == "0 of 7 done"
@@ -602,7 +574,7 @@ def test_a_person_ranks_with_the_keyboard_alone(driver: webdriver.Chrome, serve:
 
 
 @pytest.mark.slow
-def test_a_page_that_is_out_of_date_or_alone_says_so_and_loses_nothing(driver: webdriver.Chrome, serve: Served) -> None:
+def test_a_page_that_is_out_of_date_or_alone_says_so_and_loses_nothing(driver, serve):
     page = Page(driver, serve(3))
     page.server.rankings.add(None)  # as from another window
     page.press("12")
@@ -620,7 +592,7 @@ def test_a_page_that_is_out_of_date_or_alone_says_so_and_loses_nothing(driver: w
 
 
 @pytest.mark.slow
-def test_answers_are_shown_as_text_alone(driver: webdriver.Chrome, serve: Served) -> None:
+def test_answers_are_shown_as_text_alone(driver, serve):
     page = Page(driver, serve(1, HOSTILE))
     assert driver.title == "rlft rank"
     shown = "\n".join(page.answers())
@@ -632,9 +604,7 @@ def test_answers_are_shown_as_text_alone(driver: webdriver.Chrome, serve: Served
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_answers_are_next_to_each_other_and_nothing_is_cut(
-    width: int, theme: str, driver: webdriver.Chrome, serve: Served
-) -> None:
+def test_answers_are_next_to_each_other_and_nothing_is_cut(width, theme, driver, serve):
     for number in (2, 4):
         page = Page(driver, serve(3, LONG[:number], out=f"{number}.jsonl"), width, theme)
         assert driver.find_element(By.TAG_NAME, "html").get_attribute("data-theme") == theme

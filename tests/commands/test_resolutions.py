@@ -1,10 +1,7 @@
 """A config is typed once and planned once, whatever command reads it: counted through the command line."""
 
-from __future__ import annotations
-
 import io
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,7 @@ TRAIN = ("train", "steps=1", "prompts_per_step=2", "group_size=2", "eval.every=0
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
+def counts(monkeypatch, tmp_path):
     """{what: how often}: whole configs and `generation` sections that were typed, and plans that were made."""
     counted = {"configs": 0, "sections": 0, "plans": 0}
     from_mapping, plan = instantiate.from_mapping, Resolved.plan
@@ -64,9 +61,7 @@ DEMONSTRATIONS = ("demonstrations.path=embedded:arithmetic-demonstrations", *PAI
     ],
     ids=lambda value: value[0] + " -m" * ("-m" in value) if isinstance(value, tuple) else None,
 )
-def test_a_config_is_typed_once_and_a_plan_is_made_once_a_run(
-    words: tuple[str, ...], runs: int, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_is_typed_once_and_a_plan_is_made_once_a_run(words, runs, counts, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert cli.run(words) == 0
     none = {"rm": {"sections": 0}, "dpo": {"sections": 0}, "chat": {"plans": 0}}.get(words[0], {})
@@ -74,9 +69,7 @@ def test_a_config_is_typed_once_and_a_plan_is_made_once_a_run(
 
 
 @pytest.mark.slow
-def test_so_are_those_of_what_is_resumed_and_repeated(
-    counts: dict[str, int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_so_are_those_of_what_is_resumed_and_repeated(counts, capsys):
     saved = [word for word in TRAIN if not word.startswith("checkpoint.every")]
     assert cli.run([*saved, "hydra.run.dir=run"]) == cli.run([*saved, "-m", "seed=0,1", "hydra.sweep.dir=sweep"]) == 0
     for words, runs in (

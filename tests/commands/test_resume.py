@@ -1,18 +1,14 @@
 """When `rlft resume` refuses, before a weight is loaded and with nothing changed; and new runs from a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from run_folders import check_same, checkpoints, files_of, metrics, rollouts, tiny, whole_lines
-from run_processes import Nursery
 
 from rlft import cli
 from rlft.runs import run_folder
@@ -21,7 +17,7 @@ from rlft.types import UserError
 
 
 @pytest.fixture
-def stopped(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stopped(undisturbed, tmp_path, monkeypatch):
     """A run that was killed after step 4 with every checkpoint kept: `run` in the working directory, its own."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(undisturbed, "run")
@@ -30,28 +26,28 @@ def stopped(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 # -- one line, exit code 2, and nothing changed ------------------------------------------------------------------------
-def as_it_is(undisturbed: Path) -> None: ...
+def as_it_is(undisturbed): ...
 
 
-def finished(undisturbed: Path) -> None:
+def finished(undisturbed):
     shutil.copytree(undisturbed / "checkpoints" / "step_000005", "run/checkpoints/step_000005")
 
 
-def scheduled(undisturbed: Path) -> None:
+def scheduled(undisturbed):
     config = Path("run/config.yaml")
     config.write_text(config.read_text().replace("schedule: constant", "schedule: cosine"))
 
 
-def damaged_everywhere(undisturbed: Path) -> None:
+def damaged_everywhere(undisturbed):
     for checkpoint in checkpoints(Path("run")):
         flip_a_bit(checkpoint / "optimizer.safetensors")
 
 
-def incomplete(undisturbed: Path) -> None:
+def incomplete(undisturbed):
     Path(FROM, "optimizer.safetensors").unlink()
 
 
-def flip_a_bit(file: Path) -> None:
+def flip_a_bit(file):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -95,10 +91,7 @@ REFUSALS: list[tuple[Callable[[Path], None], str, str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("prepare", "words", "start", "parts"), REFUSALS, ids=lambda x: x[-60:] if x is str(x) else "")
-def test_it_is_refused_and_left_as_it_is(
-    prepare: Callable[[Path], None], words: str, start: str, parts: tuple[str, ...], stopped: Path, undisturbed: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_it_is_refused_and_left_as_it_is(prepare, words, start, parts, stopped, undisturbed, capsys):
     prepare(undisturbed)
     before = files_of(stopped.parent)
     assert cli.run(words.split()) == 2
@@ -129,7 +122,7 @@ FREE = {
 }  # fmt: skip
 
 
-def test_of_all_keys_those_that_change_no_number_are_free(undisturbed: Path) -> None:
+def test_of_all_keys_those_that_change_no_number_are_free(undisturbed):
     saved = run_folder.read(undisturbed)
     saved.pop("origin")
     keys = sorted(run_folder.flatten(saved))
@@ -154,10 +147,7 @@ def test_of_all_keys_those_that_change_no_number_are_free(undisturbed: Path) -> 
 
 
 # -- what is changed and put back, damaged, or in use ------------------------------------------------------------------
-def test_changed_inputs_are_refused_and_put_back_they_are_taken(
-    undisturbed: Path, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_changed_inputs_are_refused_and_put_back_they_are_taken(undisturbed, tiny_path, tmp_path, monkeypatch, capsys):
     """Training and held-out data, pretraining text, the base, and the adapter that is the reference."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_path, "base")
@@ -194,9 +184,7 @@ def test_changed_inputs_are_refused_and_put_back_they_are_taken(
     assert cli.run(["resume", "run", "steps=2"]) == 0
 
 
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
-    stopped: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(stopped, undisturbed, capsys):
     flip_a_bit(stopped / "checkpoints" / "step_000004" / "policy" / "adapter_model.safetensors")
     os.truncate(stopped / "checkpoints" / "step_000003" / "optimizer.safetensors", 1000)
     (stopped / "checkpoints" / "step_000002" / "state.json").unlink()
@@ -212,9 +200,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
     check_same(stopped, undisturbed)
 
 
-def test_a_run_that_is_going_on_is_not_resumed_beside_itself(
-    forks: Nursery, stopped: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_going_on_is_not_resumed_beside_itself(forks, stopped, undisturbed, capsys):
     wait = {"at": "rlft.loop.session:Session.sample", "call": 1, "do": "stop"}
     going = forks.start("resume", "run", cwd=stopped.parent, events=[wait])
     try:
@@ -229,9 +215,7 @@ def test_a_run_that_is_going_on_is_not_resumed_beside_itself(
 
 
 @pytest.mark.slow
-def test_a_finished_run_trained_on_is_the_longer_run(
-    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_trained_on_is_the_longer_run(undisturbed, tmp_path, monkeypatch):
     # Evaluated and saved at 4 in both: the last step of a run is, whatever the dates.
     monkeypatch.chdir(tmp_path)
     assert cli.run([*tiny("steps=4"), "checkpoint.every=2", "hydra.run.dir=run"]) == 0
@@ -253,9 +237,7 @@ SCHEDULED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SCHEDULED)
-def test_a_schedule_that_ends_goes_on_as_the_refusal_says(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_schedule_that_ends_goes_on_as_the_refusal_says(case, tmp_path, monkeypatch, capsys):
     """With more steps the learning rates of the steps that are done would have been others: a new run begins."""
     words = (*SCHEDULED[case], *SHORT, f"trainer.schedule={case.partition(' ')[2]}")
     monkeypatch.chdir(tmp_path)
@@ -274,20 +256,18 @@ def test_a_schedule_that_ends_goes_on_as_the_refusal_says(
 
 # -- a new run from a checkpoint: the same steps as the run's own, whole curves, its origin, and what may change -------
 @pytest.fixture
-def place(undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(undisturbed, tmp_path, monkeypatch):
     """A working directory with the undisturbed run, of five steps and all checkpoints, in `run`."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(undisturbed, tmp_path / "run")
     return tmp_path
 
 
-def origin_of(folder: Path) -> dict[str, Any]:
+def origin_of(folder):
     return yaml.safe_load((folder / "config.yaml").read_text())["origin"]
 
 
-def test_a_fork_does_what_the_run_itself_did_and_leaves_the_run_alone(
-    undisturbed: Path, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fork_does_what_the_run_itself_did_and_leaves_the_run_alone(undisturbed, place, capsys):
     before = files_of(place / "run")
     assert cli.run(["resume", FROM]) == 0
     [fork] = (place / "runs" / "grpo_arithmetic").iterdir()
@@ -308,9 +288,7 @@ def test_a_fork_does_what_the_run_itself_did_and_leaves_the_run_alone(
 
 
 @pytest.mark.slow
-def test_a_fork_that_is_killed_at_any_moment_of_its_start_can_be_begun_or_resumed(
-    forks: Nursery, undisturbed: Path, place: Path
-) -> None:
+def test_a_fork_that_is_killed_at_any_moment_of_its_start_can_be_begun_or_resumed(forks, undisturbed, place):
     words = ("resume", FROM, "hydra.run.dir=fork")
     for event in (
         {"at": "rlft.runs.checkpoint:find_damage", "call": 2, "do": "kill"},  # the checkpoint has been copied
@@ -331,7 +309,7 @@ def test_a_fork_that_is_killed_at_any_moment_of_its_start_can_be_begun_or_resume
 
 
 @pytest.mark.slow
-def test_a_fork_with_another_rate_goes_another_way_from_the_same_beginning(undisturbed: Path, place: Path) -> None:
+def test_a_fork_with_another_rate_goes_another_way_from_the_same_beginning(undisturbed, place):
     changed = ("trainer.lr=0.0005", "algorithm.kl_coef=0.1", "snapshot.reference=base", "group_size=2", "steps=6")
     assert cli.run(["resume", FROM, *changed, "hydra.run.dir=fork"]) == 0
     fork = place / "fork"

@@ -1,12 +1,9 @@
 """`rlft reward try`: the command line, its table and JSON, and what it refuses; and the two lines of `rlft plan`."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +40,7 @@ def current(group):
 '''
 
 
-def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(capsys):
     assert cli.run([*WORDS]) == 0
     verdict, accepted, cheapest, _, *faults, _, last = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\d+ ok, 1 limit", verdict)
@@ -60,9 +57,7 @@ def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(capsys: pyt
     assert told.startswith(f"{verdict} {accepted} {cheapest} ")
 
 
-def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(tmp_path, monkeypatch, capsys):
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "mine.yaml").write_text(MINE.replace("faulty_rewards", "echo_reward"))
     (tmp_path / "echo_reward.py").write_text(MODULE)
@@ -99,9 +94,7 @@ class Loud:
 """
 
 
-def test_more_rows_than_the_data_have_are_all_of_them_and_servers_are_asked_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_rows_than_the_data_have_are_all_of_them_and_servers_are_asked_once(monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr(references, "check_servers", lambda rewards, prompt: asked.append(prompt.id))
     words = ["+recipe=grpo_arithmetic", "data.size=5", "data.held_out_size=2", "reward=exact_match"]
@@ -112,9 +105,7 @@ def test_more_rows_than_the_data_have_are_all_of_them_and_servers_are_asked_once
 
 
 @each("words", [["reward", "try", "rows=1"], ["plan"]])
-def test_json_is_alone_on_standard_output_whatever_a_reward_prints(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_alone_on_standard_output_whatever_a_reward_prints(words, tmp_path, monkeypatch, capfd):
     (tmp_path / "reward").mkdir(exist_ok=True)
     (tmp_path / "reward" / "loud.yaml").write_text("loud:\n  _target_: loud.Loud\n  weight: 1.0\n")
     (tmp_path / "loud.py").write_text(PRINTING)
@@ -130,9 +121,7 @@ def test_json_is_alone_on_standard_output_whatever_a_reward_prints(
         assert printed in err
 
 
-def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_command_gives(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_command_gives(monkeypatch, capsys):
     monkeypatch.setattr(network_files, "hub_answers", lambda: False)
     assert cli.run([*WORDS, "model.path=no/such"]) == 2
     told = capsys.readouterr().err
@@ -142,7 +131,7 @@ def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_comm
 
 @pytest.mark.slow
 @each("recipe", [r for r in catalog.choices("recipe") if catalog.command_of(r) == "train" and r not in NOT_TRIED])
-def test_the_rewards_of_a_recipe_have_no_fault(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rewards_of_a_recipe_have_no_fault(recipe, monkeypatch):
     in_process = partial(tester.RewardTester, is_isolated=False)
     monkeypatch.setattr(tester, "RewardTester", in_process)
     resolved = resolve(compose([f"+recipe={recipe}"]), "train")
@@ -152,7 +141,7 @@ def test_the_rewards_of_a_recipe_have_no_fault(recipe: str, monkeypatch: pytest.
     assert wrong == []
 
 
-def test_a_plan_says_in_three_lines_what_the_rewards_pay_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_in_three_lines_what_the_rewards_pay_for(capsys):
     assert cli.run(["plan", "+recipe=grpo_arithmetic", "--json"]) == 0
     accepted, cheapest, common = json.loads(capsys.readouterr().out)["reward_try"]
     assert accepted.endswith("wrong texts accepted: none")

@@ -1,14 +1,10 @@
 """`rlft sample`: what is kept of a prompt's completions, and a file that is the same however often it was stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +23,7 @@ from rlft.runs.find import NamedRun, like_run
 from rlft.types import UserError
 
 
-def config(*keys: str) -> SampleConfig:
+def config(*keys):
     return build(compose(keys, command="sample"), SampleConfig, "sample")
 
 
@@ -60,17 +56,17 @@ TOKENS = [(1,), (1,), (2,), (3,), (1,)]
         (["keep=best", "max_per_prompt=3"], [1, 1, 3, 2, 1], [2]),
     ],
 )
-def test_what_is_kept_of_a_prompts_completions(keys: list[str], rewards: list[float], places: list[int]) -> None:
+def test_what_is_kept_of_a_prompts_completions(keys, rewards, places):
     assert kept_indices(TOKENS, rewards, config(*keys)) == places
 
 
 # -- a run's sections --------------------------------------------------------------------------------------------------
-def place(tmp_path: Path, checkpoint: Path | None = None, **changes: Any) -> NamedRun:
+def place(tmp_path, checkpoint=None, **changes):
     plain = compose(["data.difficulty=3", "generation.temperature=0.5", "reward=exact_match", "steps=7"])
     return NamedRun(run=tmp_path / "run", config={**plain, **changes}, checkpoint=checkpoint)
 
 
-def test_run_takes_over_the_runs_sections_and_its_policy_samples(tmp_path: Path) -> None:
+def test_run_takes_over_the_runs_sections_and_its_policy_samples(tmp_path):
     plain = compose([], command="sample")
     found = like_run(plain, place(tmp_path, seed=9))
     sections = ("model", "prompts", "generation", "data", "reward", "scoring", "freshness")
@@ -82,7 +78,7 @@ def test_run_takes_over_the_runs_sections_and_its_policy_samples(tmp_path: Path)
     assert like_run(plain, place(tmp_path, tmp_path / "step_000001"))["adapter"] == str(tmp_path / "step_000001")
 
 
-def test_a_run_without_a_task_gives_no_prompts_and_one_without_an_adapter_its_model(tmp_path: Path) -> None:
+def test_a_run_without_a_task_gives_no_prompts_and_one_without_an_adapter_its_model(tmp_path):
     plain, without = compose([], command="sample"), place(tmp_path, lora=None)
     del without.config["data"]
     found = like_run(plain, without)
@@ -90,7 +86,7 @@ def test_a_run_without_a_task_gives_no_prompts_and_one_without_an_adapter_its_mo
     assert found["model"] == {**plain["model"], "path": str(tmp_path / "run")}
 
 
-def test_a_sampling_does_not_go_on_with_another_adapter(tmp_path: Path) -> None:
+def test_a_sampling_does_not_go_on_with_another_adapter(tmp_path):
     run_folder.write_config(tmp_path, compose([], command="sample"), {"adapter_fingerprint": "a" * 64})
     origin = run_folder.read(tmp_path)[run_folder.ORIGIN]
     run_folder.check_same_inputs(origin, {"adapter_fingerprint": "a" * 64})
@@ -106,7 +102,7 @@ TINY = (
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sampled(tmp_path_factory):
     """The folder of a finished sampling that nothing disturbed; what it printed is beside it."""
     folder = tmp_path_factory.mktemp("sampled") / "run"
     with pytest.MonkeyPatch.context() as patch, folder.with_name("page").open("w") as page, redirect_stdout(page):
@@ -115,7 +111,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_line_says_what_was_sampled_and_what_it_was_worth(sampled: Path) -> None:
+def test_a_line_says_what_was_sampled_and_what_it_was_worth(sampled):
     found = lines_of(sampled / "samples.jsonl")
     state = json.loads((sampled / "progress.json").read_text())
     assert (state["step"], state["sampled"], state["kept"], state["prompts_kept"]) == (3, 21, len(found), 7)
@@ -130,7 +126,7 @@ def test_a_line_says_what_was_sampled_and_what_it_was_worth(sampled: Path) -> No
     assert {line["reward"] for line in found} & {1.2, 1.0}, "a sum of float32 would say 1.2000000476837158"
 
 
-def test_the_first_prompts_of_the_split_are_sampled(sampled: Path, tmp_path: Path) -> None:
+def test_the_first_prompts_of_the_split_are_sampled(sampled, tmp_path):
     words = [word for word in TINY if not word.startswith("num_prompts=")]
     assert cli.run(["sample", *words, "num_prompts=2", "split=held_out", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     held_out = {line["prompt_id"] for line in lines_of(tmp_path / "run" / "samples.jsonl")}
@@ -139,15 +135,13 @@ def test_the_first_prompts_of_the_split_are_sampled(sampled: Path, tmp_path: Pat
 
 
 @each("command", ["chat", "serve", "eval"])
-def test_a_run_that_samples_has_no_policy_of_its_own_to_talk_to(
-    command: str, sampled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_samples_has_no_policy_of_its_own_to_talk_to(command, sampled, capsys):
     capsys.readouterr()
     assert cli.run([command, f"run={sampled}"]) == 2
     assert capsys.readouterr().err.startswith("rlft: run: ")
 
 
-def test_a_reward_of_exactly_the_smallest_one_is_kept(sampled: Path, tmp_path: Path) -> None:
+def test_a_reward_of_exactly_the_smallest_one_is_kept(sampled, tmp_path):
     """1.2 is a sum of two float32 numbers, and no float32 number itself."""
     words = ["keep=above", "min_reward=1.2", f"hydra.run.dir={tmp_path / 'run'}"]
     assert cli.run(["sample", *TINY, *words]) == 0
@@ -161,9 +155,7 @@ class StoppedError(BaseException):
 
 
 @pytest.mark.parametrize("step", [slow(1), 2, slow(3)])
-def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(
-    step: int, sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(step, sampled, tmp_path, monkeypatch):
     folder, write = tmp_path / "run", sample.write_atomically
 
     def write_or_die(file: Path, text: str) -> None:
@@ -185,7 +177,7 @@ def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(
         assert (folder / name).read_bytes() == (sampled / name).read_bytes()
 
 
-def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path, capsys):
     rows = [{"prompt": f"{i}" * (40 if i == 2 else 1), "answer": "1"} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [word for word in TINY if not word.startswith(("data.", "num_prompts"))]
@@ -198,7 +190,7 @@ def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path: Path, caps
     assert len(trained) == 6 - 2 - 1, "held out, and too long"
 
 
-def test_finished_sampling_is_not_resumed(sampled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_sampling_is_not_resumed(sampled, tmp_path, capsys):
     shutil.copytree(sampled, tmp_path / "run")
     capsys.readouterr()
     assert cli.run(["resume", str(tmp_path / "run")]) == 2
@@ -209,7 +201,7 @@ def test_finished_sampling_is_not_resumed(sampled: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("lora", [["lora.rank=2", "lora.alpha=4"], slow(["lora=null"])], ids=["adapter", "all weights"])
-def test_a_runs_policy_samples_and_what_it_samples_teaches_the_next(lora: Sequence[str], tmp_path: Path) -> None:
+def test_a_runs_policy_samples_and_what_it_samples_teaches_the_next(lora, tmp_path):
     words = ["+recipe=sft_arithmetic", "steps=1", "examples_per_step=2", "generation=transformers", "model.device=cpu"]
     words += ["scoring.workers=0", "eval.every=0", "console=null", *lora]
     run, samples = tmp_path / "run", tmp_path / "samples"
@@ -228,7 +220,7 @@ def test_a_runs_policy_samples_and_what_it_samples_teaches_the_next(lora: Sequen
     assert cli.run(["sft", *words, *learned, f"hydra.run.dir={tmp_path / 'next'}"]) == 0
 
 
-def test_the_page_at_the_end_says_what_is_where_and_what_to_do_with_it(sampled: Path) -> None:
+def test_the_page_at_the_end_says_what_is_where_and_what_to_do_with_it(sampled):
     shown, file = sampled.with_name("page").read_text(), os.path.relpath(sampled / "samples.jsonl")
     for told in ("21 completions of 7 prompts", file, f"sft demonstrations.path={file}", f"rm preferences.path={file}"):
         assert told in shown, told

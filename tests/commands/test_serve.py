@@ -1,19 +1,13 @@
 """`rlft serve`: what was trained answers until a signal, and bad keys are refused before a weight is loaded."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
-from run_processes import Nursery, Started
 
 from rlft import cli
 from rlft.commands import chat, serve
@@ -25,7 +19,7 @@ MODEL = "model.path=embedded:tiny-arithmetic"
 ASKED = [{"role": "user", "content": "12 + 30"}]
 
 
-def addressed(started: Started, seconds: float = 60) -> tuple[str, str]:
+def addressed(started, seconds=60):
     """(URL, key) that a server says at its start, for which it has so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -35,9 +29,7 @@ def addressed(started: Started, seconds: float = 60) -> tuple[str, str]:
     raise AssertionError(started.err.read_text())
 
 
-def test_a_run_is_served_as_it_was_trained_until_a_signal_ends_it(
-    forks: Nursery, trained: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_served_as_it_was_trained_until_a_signal_ends_it(forks, trained, tmp_path):
     """Token by token and log-prob by log-prob what a chat with the run says to the same seed."""
     started = forks.start("serve", f"run={trained}", "serve.port=0", "serve.name=mine", cwd=tmp_path)
     url, key = addressed(started)
@@ -61,7 +53,7 @@ def test_a_run_is_served_as_it_was_trained_until_a_signal_ends_it(
     assert time.monotonic() - started_at < 60
 
 
-def said_by(run: Path, folder: Path | None = None) -> Any:
+def said_by(run, folder=None):
     """What the policy of a checkpoint says by the engine that chats have."""
     place = find(folder or run)
     with chat.open_talk(chat.read(place.config, True), place, True, lambda _: None) as talk:
@@ -72,15 +64,13 @@ def said_by(run: Path, folder: Path | None = None) -> Any:
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
+def taken():
     """A port that somebody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 
 
-def test_an_address_that_it_cannot_have_is_refused_before_a_weight_is_loaded(
-    taken: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_that_it_cannot_have_is_refused_before_a_weight_is_loaded(taken, capsys, monkeypatch):
     monkeypatch.setattr(serve, "opened", lambda *_: pytest.fail("nothing is opened"))
     for words, message in {
         (MODEL, f"serve.port={taken}"): f"serve.port: is in use by another process, got {taken}; end that, or choose",

@@ -1,14 +1,10 @@
 """What runs at TAB: words that fit, from a list that is kept, with few imports."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
-import pytest
 from in_one_test import each
 
 from rlft import cli
@@ -19,13 +15,13 @@ from rlft.config import catalog
 made = cache(listed)
 
 
-def offered(line: str) -> list[str]:
+def offered(line):
     *words, word = line.split(" ")
     return [found for found in tab.words_for(words, word, made()) if found.startswith(word)]
 
 
 @each("command", [*made()["keys"], "plan", "reward try", "doctor"])
-def test_every_key_choice_and_recipe_is_reached(command: str) -> None:
+def test_every_key_choice_and_recipe_is_reached(command):
     tool, _, _ = command.partition(" ")
     takes, keys = made()["commands"][tool], made()["keys"].get(command, made()["keys"]["train"])
     for key, choices in {**keys, **takes["own"]}.items():
@@ -64,15 +60,15 @@ WORDS = {  # {line: what is offered at its end}
 
 
 @each("line", WORDS)
-def test_words_that_a_command_takes(line: str, typed_in: Path) -> None:
+def test_words_that_a_command_takes(line, typed_in):
     assert sorted(offered(line)) == sorted(WORDS[line])
 
 
-def test_every_command_is_offered() -> None:
+def test_every_command_is_offered():
     assert {*offered("")} == {*cli.TOOLS, *made()["keys"], "--help", "--version"}
 
 
-def test_a_list_is_kept_until_configs_or_version_change(typed_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_is_kept_until_configs_or_version_change(typed_in, monkeypatch):
     calls = []
 
     def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -93,7 +89,7 @@ def test_a_list_is_kept_until_configs_or_version_change(typed_in: Path, monkeypa
     assert len(calls) == 4
 
 
-def test_what_runs_at_tab_imports_little(typed_in: Path) -> None:
+def test_what_runs_at_tab_imports_little(typed_in):
     tab.cached()
     words = [sys.executable, "-X", "importtime", "-I", "-S", tab.__file__, "bash", "rlft train tr"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -1,14 +1,10 @@
 """The tables that several commands print."""
 
-from __future__ import annotations
-
-import pytest
-
 from rlft.commands.tables import print_rows
 from rlft.system.terminal import CheckRow, Status
 
 
-def test_rows_are_printed_with_what_to_do_and_counted_by_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_printed_with_what_to_do_and_counted_by_status(capsys):
     slow = CheckRow("disk", Status.slow, "is \x1b[2Jslow", "buy another")
     print_rows([CheckRow("driver", Status.ok, "580"), slow, CheckRow("kernel", Status.ok, "6.8")])
     *rows, empty, counts = capsys.readouterr().out.splitlines()

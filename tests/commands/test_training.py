@@ -1,15 +1,11 @@
 """Commands after `rlft sample`: for as many lines as there are, with a question left in both splits."""
 
-from __future__ import annotations
-
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from in_one_test import each
 
 from rlft.commands.sample import HELD_OUT, after_sampling, held_out_fraction
@@ -21,7 +17,7 @@ from rlft.logger import summary
 from rlft.types import Split
 
 
-def commands(tmp_path: Path, rewards: Sequence[Sequence[float]]) -> list[str]:
+def commands(tmp_path, rewards):
     """For a file with these rewards of the completions of each question."""
     file = tmp_path / "samples.jsonl"
     rows = [
@@ -33,7 +29,7 @@ def commands(tmp_path: Path, rewards: Sequence[Sequence[float]]) -> list[str]:
     return [command for _, command in after_sampling("rlft", file, "embedded:tiny-arithmetic", 100, 48)]
 
 
-def test_only_what_the_file_suffices_for_is_suggested(tmp_path: Path) -> None:
+def test_only_what_the_file_suffices_for_is_suggested(tmp_path):
     assert commands(tmp_path, []) == []
     assert commands(tmp_path, [[0.0, 1.0]]) == [], "one question cannot be learned and held out"
     [learn] = commands(tmp_path, [[1.0, 1.0]] * 3)
@@ -50,9 +46,7 @@ def test_only_what_the_file_suffices_for_is_suggested(tmp_path: Path) -> None:
         ({"path": "chats.jsonl"}, "scored", ["eval", "chat", "export"]),
     ],
 )
-def test_what_follows_a_run_fits_what_it_has_learned(
-    monkeypatch: pytest.MonkeyPatch, learned: dict[str, str], data: object, expected: list[str]
-) -> None:
+def test_what_follows_a_run_fits_what_it_has_learned(monkeypatch, learned, data, expected):
     said: list[tuple[str, str]] = []
     monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))
     config = SimpleNamespace(lora=None, name="sft")
@@ -63,7 +57,7 @@ def test_what_follows_a_run_fits_what_it_has_learned(
 
 
 @each("number", [2, 3, 5, 8, 24, 500])
-def test_both_splits_have_a_question(number: int) -> None:
+def test_both_splits_have_a_question(number):
     questions = [identity([{"role": "user", "content": f"question {i}"}]) for i in range(number)]
     fraction = held_out_fraction(questions)
     assert {split_of(question, fraction) for question in questions} == {Split.train, Split.held_out}
@@ -79,7 +73,7 @@ def test_both_splits_have_a_question(number: int) -> None:
         (["data=jsonl", "data.path=mine.jsonl", "name=mine"], "export"),
     ],
 )
-def test_what_follows_a_training_is_of_that_run(monkeypatch: pytest.MonkeyPatch, words: list[str], last: str) -> None:
+def test_what_follows_a_training_is_of_that_run(monkeypatch, words, last):
     said: list[tuple[str, str]] = []
     monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))
     plain = compose(["+recipe=grpo_arithmetic", *words])

@@ -1,12 +1,9 @@
 """Runs of other libraries become words that rlft accepts, with their own meaning; what cannot be said is said."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -161,7 +158,7 @@ RUNS = [  # (library, file's name, its text, command, words among the translatio
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     row = {"prompt": "1 + 1", "completion": "2", "chosen": "2", "rejected": "3", "reward_model": {"ground_truth": "2"}}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -169,8 +166,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each(("peer", "name", "text", "command", "words", "without"), RUNS, ids=[f"{peer} {name}" for peer, name, *_ in RUNS])
 def test_a_run_of_another_library_is_one_that_rlft_accepts_with_the_same_numbers(
-    peer: str, name: str, text: str, command: str, words: str, without: str
-) -> None:
+    peer, name, text, command, words, without
+):
     Path(name.split()[-1]).write_text(text)
     translation, _ = translated(peer, name.split())
     assert translation.command == command
@@ -189,7 +186,7 @@ def test_a_run_of_another_library_is_one_that_rlft_accepts_with_the_same_numbers
 
 
 @each(("peer", "name", "text", "command"), [run[:4] for run in RUNS], ids=[f"{peer} {name}" for peer, name, *_ in RUNS])
-def test_init_like_it_writes_the_same_run_into_a_yaml(peer: str, name: str, text: str, command: str) -> None:
+def test_init_like_it_writes_the_same_run_into_a_yaml(peer, name, text, command):
     rmtree("own", ignore_errors=True)
     Path(name.split()[-1]).write_text(text)
     assert cli.run(["init", "own", "--like", peer, *name.split()]) == 0
@@ -210,7 +207,7 @@ def test_init_like_it_writes_the_same_run_into_a_yaml(peer: str, name: str, text
     assert max(len(line) for line in written.splitlines()) <= 100
 
 
-def test_init_like_a_run_whose_data_could_not_be_read_has_no_fields_of_them() -> None:
+def test_init_like_a_run_whose_data_could_not_be_read_has_no_fields_of_them():
     words = "data.train_files=$FILES data.prompt_key=question data.max_response_length=64"
     Path("run.sh").write_text(f"python3 -m verl.trainer.main_ppo {words}")
     assert cli.run(["init", "own", "--like", "verl", "run.sh"]) == 0
@@ -223,7 +220,7 @@ def test_init_like_a_run_whose_data_could_not_be_read_has_no_fields_of_them() ->
 
 
 @each("path", ["it's (a) b#: c", "{a: 1}", "plain", "ü"])
-def test_init_like_a_run_with_an_odd_path_names_the_same_folder(path: str) -> None:
+def test_init_like_a_run_with_an_odd_path_names_the_same_folder(path):
     rmtree("own", ignore_errors=True)
     Path(path).mkdir()
     assert cli.run(["init", "own", "--like", "trl", f"model={path}", "r=4", f"run_name={path}"]) == 0
@@ -266,13 +263,13 @@ WORDS = [  # (what is typed, the words)
 
 
 @each(("typed", "words"), WORDS, ids=[typed for typed, _ in WORDS])
-def test_arguments_on_the_line_are_translated_alone_without_the_librarys_other_defaults(typed: str, words: str) -> None:
+def test_arguments_on_the_line_are_translated_alone_without_the_librarys_other_defaults(typed, words):
     peer, *arguments = typed.split()
     translation, _ = translated(peer, arguments)
     assert sorted(translation.words.values()) == sorted(words.split())
 
 
-def test_what_is_printed_is_a_command_a_table_and_all_that_is_not_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_is_a_command_a_table_and_all_that_is_not_the_same(capsys):
     Path("train.py").write_text(GRPO)
     assert cli.run(["translate", "trl", "train.py", "learning_rate=2e-6"]) == 0
     printed = capsys.readouterr().out
@@ -287,7 +284,7 @@ def test_what_is_printed_is_a_command_a_table_and_all_that_is_not_the_same(capsy
 
 
 @each("peer", translated_peers())
-def test_whatever_the_table_names_leads_somewhere(peer: str) -> None:
+def test_whatever_the_table_names_leads_somewhere(peer):
     table, keys = _peer(peer), {key for command in ("train", "sft", "rm", "dpo") for key in known_keys(command)}
     known = {
         *table["names"],
@@ -313,7 +310,7 @@ REFUSED = [
 
 
 @each(("typed", "fragment"), REFUSED, ids=[typed for typed, _ in REFUSED])
-def test_what_cannot_be_translated_is_refused(typed: str, fragment: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_translated_is_refused(typed, fragment, capsys):
     for name, text in {"wrong.py": "f(", "wrong.yaml": "a: [", "list.yaml": "[1]", "empty.py": "print(1)"}.items():
         Path(name).write_text(text)
     assert cli.run(["translate", *typed.split()]) == 2
@@ -334,9 +331,7 @@ READ = [  # (a script, what is read of it, what is not)
 
 
 @each(("script", "read_of_it", "unread"), READ)
-def test_a_script_reads_constants_arithmetic_and_files_of_sets_and_no_more(
-    script: str, read_of_it: dict[str, Any], unread: dict[str, str]
-) -> None:
+def test_a_script_reads_constants_arithmetic_and_files_of_sets_and_no_more(script, read_of_it, unread):
     Path("a.py").write_text(script)
     given = read(["a.py"])
     assert (given.arguments, given.unread) == (read_of_it, unread)

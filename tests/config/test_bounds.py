@@ -1,10 +1,7 @@
 """The ends of bounded numbers: each end that is allowed is taken, and what lies behind it is refused."""
 
-from __future__ import annotations
-
 import re
 import sys
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -30,7 +27,7 @@ ENDS = {  # {type: (least, greatest, what is refused and why)}
 
 
 @each(("name", "ends"), ENDS.items())
-def test_each_end_is_taken_and_what_is_behind_it_refused(name: str, ends: Any) -> None:
+def test_each_end_is_taken_and_what_is_behind_it_refused(name, ends):
     *taken, refused = ends
     for value in taken:
         assert convert(getattr(bounds, name), value, "key") == value
@@ -39,5 +36,5 @@ def test_each_end_is_taken_and_what_is_behind_it_refused(name: str, ends: Any) -
             convert(getattr(bounds, name), value, "key")
 
 
-def test_every_type_has_its_ends_here() -> None:
+def test_every_type_has_its_ends_here():
     assert {name for name in vars(bounds) if name[0].isupper()} - {"Annotated", "Ge", "Gt", "Le", "Lt"} == set(ENDS)

@@ -1,8 +1,5 @@
 """What configs/ holds, read without Hydra: files, choices, and what their comments say of keys."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +24,7 @@ FILES = [*ROOT_FILES, *CHOSEN, *BASES]
 
 
 @each("file", FILES)
-def test_every_key_has_a_comment_and_every_file_a_first_line(file: Path) -> None:
+def test_every_key_has_a_comment_and_every_file_a_first_line(file):
     assert file.read_text().startswith("# ")
     entries = catalog.entries(file)
     sections = {key.rpartition(".")[0] for key in entries}
@@ -39,7 +36,7 @@ def test_every_key_has_a_comment_and_every_file_a_first_line(file: Path) -> None
 
 
 @each("file", FILES)
-def test_the_catalog_reads_the_keys_and_defaults_that_yaml_reads(file: Path) -> None:
+def test_the_catalog_reads_the_keys_and_defaults_that_yaml_reads(file):
     known = catalog.entries(file)
     read = yaml.safe_load(file.read_text())
     read = {key: value for key, value in read.items() if key not in ("defaults", "hydra", "_target_")}
@@ -59,12 +56,12 @@ def test_the_catalog_reads_the_keys_and_defaults_that_yaml_reads(file: Path) -> 
             assert yaml.safe_load(entry.default) == value, key
 
 
-def meaning(key: str) -> tuple[str, str]:
+def meaning(key):
     found = catalog.meaning(key)
     return found.default, found.comment
 
 
-def test_a_key_means_what_its_comments_say() -> None:
+def test_a_key_means_what_its_comments_say():
     assert meaning("prompts_per_step") == ("16", "prompts sampled in a step")
     below = meaning("snapshot.old")[1]
     assert below.endswith("| sampled (trust the engine's) | recompute (always) | copy (an adapter of its own)")
@@ -73,7 +70,7 @@ def test_a_key_means_what_its_comments_say() -> None:
     assert catalog.meaning("data.path") is None  # each data set means something else by it
 
 
-def test_a_commands_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_it_did() -> None:
+def test_a_commands_keys_are_its_bases_and_its_own_and_what_it_changes_means_what_it_did():
     names = {command: [file.stem for file in catalog.root_files(command)] for command in commands.OWN}
     assert names["sft"] == ["run", "training", "sampling", "evaluation", "sft"]
     assert names["rm"] == ["run", "training", "rankings", "rm"]
@@ -84,7 +81,7 @@ def test_a_commands_keys_are_its_bases_and_its_own_and_what_it_changes_means_wha
     assert (train.default, sft.default) == ("1.0e-5", "1.0e-4")
 
 
-def test_a_command_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it() -> None:
+def test_a_command_has_the_groups_of_its_defaults_list_and_the_recipes_that_name_it():
     assert catalog.groups("sft") == ["data", "demonstrations", "generation", "logger", "recipe", "reward"]
     assert catalog.groups("rm") == ["logger", "preferences", "recipe"]
     assert catalog.groups("dpo") == ["logger", "loss", "preferences", "recipe"]
@@ -97,13 +94,13 @@ def test_a_command_has_the_groups_of_its_defaults_list_and_the_recipes_that_name
     assert catalog.choices("data", "sft") == catalog.choices("data")  # of any other group every command has all
 
 
-def test_only_the_data_of_sft_and_an_environment_may_be_absent() -> None:
+def test_only_the_data_of_sft_and_an_environment_may_be_absent():
     found = {(command, group) for command in commands.OWN for group in catalog.groups(command)}
     absent = {(command, group) for command, group in found if catalog.may_be_absent(group, command)}
     assert absent == {("sft", "data"), ("train", "environment"), ("sample", "environment")}
 
 
-def test_what_choices_share_stands_in_a_base_that_is_no_choice() -> None:
+def test_what_choices_share_stands_in_a_base_that_is_no_choice():
     assert {f"{file.parent.name}/{file.stem}" for file in BASES} == {"base/objective", "base/ratio", "base/limits"}
     assert not {"base", "objective", "ratio"} & {*catalog.groups(), *catalog.choices("algorithm")}
     assert meaning("algorithm.dual_clip")[1].startswith("clipped, when A < 0: no gradient above")
@@ -113,7 +110,7 @@ def test_what_choices_share_stands_in_a_base_that_is_no_choice() -> None:
     assert catalog.meaning("algorithm.baseline") is None  # REINFORCE's and Kimi's are different things
 
 
-def test_a_key_of_a_base_belongs_to_the_choices_that_build_on_it() -> None:
+def test_a_key_of_a_base_belongs_to_the_choices_that_build_on_it():
     known = catalog.keys("algorithm")
     assert set(known["algorithm.entropy_coef"]) == {"a2c", "grpo", "kimi", "ppo", "reinforce"}
     assert set(known["algorithm.dual_clip"]) == {"grpo", "ppo", "reinforce"}

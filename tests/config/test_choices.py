@@ -1,12 +1,8 @@
 """A misspelt value of any key that has choices is answered with the choice that was meant."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
-from collections.abc import Iterator
 from enum import Enum
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -21,7 +17,7 @@ from rlft.config.keys import options, without_key
 from rlft.types import UserError
 
 
-def choices_of(hint: Any) -> list[str]:
+def choices_of(hint):
     kinds = [
         typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind for kind in options(hint)
     ]
@@ -29,7 +25,7 @@ def choices_of(hint: Any) -> list[str]:
     return enums + [v for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
 
 
-def typed_choices(root: Any, prefix: str = "") -> Iterator[tuple[str, Any, list[str]]]:
+def typed_choices(root, prefix=""):
     """(key, type, choices) of every field below a typed section whose values are names."""
     hints = typing.get_type_hints(root, include_extras=True)
     for field in dataclasses.fields(root):
@@ -45,13 +41,13 @@ ROOTS = {**{name: commands.named(name).root for name in commands.OWN}, "sweep": 
 TYPED = [(name, *found) for name, root in ROOTS.items() for found in typed_choices(root)]
 
 
-def test_there_are_such_keys_in_every_command() -> None:
+def test_there_are_such_keys_in_every_command():
     assert {name for name, *_ in TYPED} == {*ROOTS}
     assert {"trainer.optimizer", "trainer.schedule", "cluster.placement"} <= {key for _, key, *_ in TYPED}
 
 
 @each(("command", "key", "hint", "known"), TYPED)
-def test_a_choice_without_its_last_letter_is_recognised(command: str, key: str, hint: Any, known: list[str]) -> None:
+def test_a_choice_without_its_last_letter_is_recognised(command, key, hint, known):
     for choice in (choice for choice in known if len(choice) > 3 and choice[:-1] not in known):
         if str in options(hint):
             continue  # any other text is a value as well, such as a path
@@ -62,7 +58,7 @@ def test_a_choice_without_its_last_letter_is_recognised(command: str, key: str, 
 
 
 @each("group", [group for group in groups("train") if group != "recipe"])
-def test_a_choice_of_a_group_is_recognised(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_choice_of_a_group_is_recognised(group, capsys):
     longest = max(choices(group, "train"), key=len)
     capsys.readouterr()
     assert cli.run(["train", f"{group}={longest[:-1]}"]) == 2
@@ -85,19 +81,19 @@ def test_a_choice_of_a_group_is_recognised(group: str, capsys: pytest.CaptureFix
         ("models llamma", "llama"),
     ],
 )
-def test_a_choice_elsewhere_is_recognised(words, meant, tmp_path, capsys) -> None:
+def test_a_choice_elsewhere_is_recognised(words, meant, tmp_path, capsys):
     capsys.readouterr()
     assert cli.run(words.format(folder=tmp_path).split()) == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_a_metric_of_a_study_is_recognised() -> None:
+def test_a_metric_of_a_study_is_recognised():
     plain = {"command": "rm", "eval": {"every": 1}}
     with pytest.raises(UserError, match="did you mean accuracy"):
         check_metric("accuray", plain)
 
 
-def test_a_section_of_which_nothing_is_chosen_says_what_to_add() -> None:
+def test_a_section_of_which_nothing_is_chosen_says_what_to_add():
     """That of a run of sft, for instance, whose command needs no task."""
     with pytest.raises(UserError, match=r"^data: is needed here, and none is chosen; add data=<one of arithmetic, "):
         instantiate({}, "data")

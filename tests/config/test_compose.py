@@ -1,7 +1,5 @@
 """Composition: recipes, a user's folder, values that must be given, and a run's config with changes typed later."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from rlft.runs import run_folder
 from rlft.types import UserError
 
 
-def test_nothing_chosen_leaves_out_what_a_recipe_says_of_its_keys_but_not_what_is_typed() -> None:
+def test_nothing_chosen_leaves_out_what_a_recipe_says_of_its_keys_but_not_what_is_typed():
     assert compose(["+recipe=grpo_calculator"])["environment"]["syntax"] == "xml"
     plain = compose(["+recipe=grpo_calculator", "environment=null"])
     assert "environment" not in plain
@@ -27,13 +25,13 @@ def test_nothing_chosen_leaves_out_what_a_recipe_says_of_its_keys_but_not_what_i
     assert typed["environment"]["syntax"] == "json", "which is refused: it is of no environment"
 
 
-def test_a_run_gets_the_folder_hydra_names_and_a_resumed_one_its_own() -> None:
+def test_a_run_gets_the_folder_hydra_names_and_a_resumed_one_its_own():
     assert re.fullmatch(r"runs/mine/[0-9-]+_[0-9-]+", str(compose_run(["name=mine"]).folder))
     assert compose_run(["hydra.run.dir=there"]).folder == Path("there")
     assert compose_run(["resume=runs/x/y"]).folder == Path("runs/x/y")
 
 
-def test_a_key_that_a_file_requires_must_be_given_although_a_file_before_it_has_a_value(tmp_path: Path) -> None:
+def test_a_key_that_a_file_requires_must_be_given_although_a_file_before_it_has_a_value(tmp_path):
     for name, text in {
         "recipe/first.yaml": "# @package _global_\nlora:\n  path: ???\nsteps: ???\n",
         "recipe/second.yaml": "# @package _global_\ndefaults: [first, _self_]\nsteps: 7\n",
@@ -67,7 +65,7 @@ def test_a_key_that_a_file_requires_must_be_given_although_a_file_before_it_has_
     assert compose(["data=jsonl", "data.path=a.jsonl"], requires=False)["data"]["path"] == "a.jsonl"
 
 
-def test_a_users_folder_adds_choices(tmp_path: Path) -> None:
+def test_a_users_folder_adds_choices(tmp_path):
     (tmp_path / "algorithm").mkdir()
     text = "# Mine.\ndefaults: [grpo, _self_]\nmismatch: off\nclip_low: 0.1\n"
     (tmp_path / "algorithm" / "mine.yaml").write_text(text)
@@ -77,20 +75,20 @@ def test_a_users_folder_adds_choices(tmp_path: Path) -> None:
     assert (algorithm.clip_low, algorithm.mismatch) == (0.1, Mismatch.off)
 
 
-def test_a_mismatch_mode_is_a_plain_word_on_the_command_line() -> None:
+def test_a_mismatch_mode_is_a_plain_word_on_the_command_line():
     for word in ("off", "'off'", "token_mask"):
         algorithm = instantiate(compose([f"algorithm.mismatch={word}"])["algorithm"], "algorithm")
         assert algorithm.mismatch == word.strip("'")
 
 
-def test_load_algorithm_composes_and_overrides() -> None:
+def test_load_algorithm_composes_and_overrides():
     algorithm = rlft.load_algorithm("grpo", clip_high=0.28)
     assert isinstance(algorithm, GRPO)
     assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.28)
     assert rlft.load_algorithm("gspo").ratio == "sequence"
 
 
-def test_load_algorithm_refuses_as_the_command_line_does() -> None:
+def test_load_algorithm_refuses_as_the_command_line_does():
     for name, overrides, message in (
         ("grop", {}, "algorithm: is not one of its choices, got grop; did you mean grpo?"),
         ("grpo", {"clip": 1.0}, "algorithm.clip: there is no such key"),
@@ -102,7 +100,7 @@ def test_load_algorithm_refuses_as_the_command_line_does() -> None:
 
 
 @pytest.mark.parametrize("words", [("sft", "trainer.lr=1e-4"), ("train", "data=jsonl"), ("dpo", "name=${x}"), ("sft",)])
-def test_cfg_prints_a_config_whose_values_are_not_all_given_yet(words, capsys) -> None:
+def test_cfg_prints_a_config_whose_values_are_not_all_given_yet(words, capsys):
     command, *overrides = words
     assert cli.run([command, "--cfg", "job", *overrides]) == 0
     printed = capsys.readouterr()
@@ -113,28 +111,28 @@ def test_cfg_prints_a_config_whose_values_are_not_all_given_yet(words, capsys) -
 PLAIN = compose(["generation.max_tokens=77", "generation.temperature=0.5", "reward.format.weight=3", "seed=9"])
 
 
-def test_only_what_was_named_changes() -> None:
+def test_only_what_was_named_changes():
     after = changed(PLAIN, ["trainer.lr=0.5", "group_size=3"], None)
     assert (after["trainer"]["lr"], after["group_size"]) == (0.5, 3)
     after["trainer"]["lr"], after["group_size"] = PLAIN["trainer"]["lr"], PLAIN["group_size"]
     assert after == PLAIN
 
 
-def test_a_choice_of_a_group_changes_the_whole_section_and_its_keys_follow_in_any_order() -> None:
+def test_a_choice_of_a_group_changes_the_whole_section_and_its_keys_follow_in_any_order():
     after = changed(PLAIN, ["data.path=rows.jsonl", "data=jsonl"], None)
     assert after["data"]["path"] == "rows.jsonl"
     assert "difficulty" not in after["data"]
     assert after["seed"] == 9
 
 
-def test_what_a_recipe_refers_to_does_not_change_that_order(tmp_path: Path) -> None:
+def test_what_a_recipe_refers_to_does_not_change_that_order(tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n# Mine\nname: ${data.path}_${data.subset}\n")
     after = changed(PLAIN, ["data.subset=main", "data.path=rows", "data=hub"], tmp_path)
     assert (after["data"]["path"], after["data"]["subset"]) == ("rows", "main")
 
 
-def test_other_rewards_refer_to_the_runs_own_limits() -> None:
+def test_other_rewards_refer_to_the_runs_own_limits():
     after = changed(PLAIN, ["reward=[exact_match,overlong]"], None)
     assert list(after["reward"]) == ["exact_match", "overlong"]
     assert after["reward"]["overlong"]["max_tokens"] == 77
@@ -142,13 +140,13 @@ def test_other_rewards_refer_to_the_runs_own_limits() -> None:
     assert again["reward"]["overlong"]["max_tokens"] == 55, "whatever the order"
 
 
-def test_another_engine_samples_as_the_run_did() -> None:
+def test_another_engine_samples_as_the_run_did():
     after = changed(PLAIN, ["generation=vllm"], None)
     assert after["generation"] == {**PLAIN["generation"], "engine": "vllm"}
 
 
 @pytest.mark.parametrize("began", ["snapshot.teacher_fingerprint", "teacher_fingerprint"])
-def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began, tmp_path):
     """An adapter's fingerprint and that of a separate model have names of their own."""
     before, now, base = (
         {**PLAIN, "snapshot": {**PLAIN["snapshot"], "teacher": teacher}} for teacher in ("here", "there", "base")

@@ -1,7 +1,5 @@
 """From plain values to typed ones: what is converted, and what is refused by its key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -48,7 +46,7 @@ VALUES = [
 
 
 @each(("hint", "value", "expected"), VALUES)
-def test_a_value_becomes_its_fields_type(hint: Any, value: Any, expected: Any) -> None:
+def test_a_value_becomes_its_fields_type(hint, value, expected):
     converted = convert(hint, value, "key")
     assert converted == expected
     assert type(converted) is type(expected)
@@ -80,7 +78,7 @@ def test_a_value_becomes_its_fields_type(hint: Any, value: Any, expected: Any) -
         (Inner, {"size": 0}, "must be greater than 0"),
     ],
 )
-def test_a_wrong_value_is_refused_by_its_key(hint: Any, value: Any, problem: str) -> None:
+def test_a_wrong_value_is_refused_by_its_key(hint, value, problem):
     with pytest.raises(UserError) as refusal:
         convert(hint, value, "key")
     assert refusal.value.key in ("key", "key.size")
@@ -98,19 +96,19 @@ MISSING = [
 
 
 @each(("values", "message"), MISSING)
-def test_unknown_and_missing_keys_are_told_by_their_full_name(values: Any, message: str) -> None:
+def test_unknown_and_missing_keys_are_told_by_their_full_name(values, message):
     with pytest.raises(UserError) as refusal:
         from_mapping(Outer, values, "")
     assert str(refusal.value).startswith(message)
 
 
-def test_a_target_outside_the_tree_gets_the_keys_it_takes_and_no_others() -> None:
+def test_a_target_outside_the_tree_gets_the_keys_it_takes_and_no_others():
     fraction = instantiate({"_target_": "fractions.Fraction", "numerator": 1, "denominator": 3}, "x")
     assert str(fraction) == "1/3"
     with pytest.raises(UserError, match=r"x\.denominater: there is no such key, got 3; did you mean x\.denominator\?"):
         instantiate({"_target_": "fractions.Fraction", "numerator": 1, "denominater": 3}, "x")
 
 
-def test_what_cannot_be_imported_says_why() -> None:
+def test_what_cannot_be_imported_says_why():
     with pytest.raises(UserError, match=r"^x: cannot be imported \(ModuleNotFoundError: No module named 'no'\)"):
         locate("no.such.Thing", "x")

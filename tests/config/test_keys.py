@@ -1,7 +1,5 @@
 """What is known of keys is looked up where they are defined."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,7 +21,7 @@ class Config:
     data: Annotated[dict[str, Any], Key(inside={"path": Key(free=True)})]
 
 
-def test_a_key_has_what_its_section_has_unless_it_says_otherwise() -> None:
+def test_a_key_has_what_its_section_has_unless_it_says_otherwise():
     assert [key for key, said in keys_of(Config).items() if said.free] == [
         "section", "section.path", "section.every", "data.path"
     ]  # fmt: skip
@@ -33,12 +31,12 @@ def test_a_key_has_what_its_section_has_unless_it_says_otherwise() -> None:
     assert known(Config, "nothing.here") == Key()
 
 
-def test_what_is_known_of_a_key_is_no_part_of_its_type() -> None:
+def test_what_is_known_of_a_key_is_no_part_of_its_type():
     config = from_mapping(Config, {"section": {"path": "a", "size": 1, "every": 2}, "data": {"path": "b"}}, "")
     assert config == Config(section=Section(path="a", size=1, every=2), data={"path": "b"})
 
 
-def test_a_run_of_each_kind_can_be_named_where_its_role_can_be_used() -> None:
+def test_a_run_of_each_kind_can_be_named_where_its_role_can_be_used():
     roles = {
         command: {key: said.roles for key, said in keys_of(commands.named(command).root).items() if said.roles}
         for command in commands.OWN
@@ -54,7 +52,7 @@ def test_a_run_of_each_kind_can_be_named_where_its_role_can_be_used() -> None:
     }  # fmt: skip
 
 
-def test_an_empty_section_is_a_value() -> None:
+def test_an_empty_section_is_a_value():
     assert flatten({"data": {}, "a": {"b": {"c": None}}, "d": [{"e": 1}]}) == {
         "data": {},
         "a.b.c": None,

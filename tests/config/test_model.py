@@ -1,7 +1,5 @@
 """Which folder model.path means, and what is refused of it before a library could read it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +13,7 @@ from rlft.config.model import check_local, looks_local, resolve_path
 from rlft.types import UserError
 
 
-def test_a_recipes_folder_that_nothing_brings_is_refused_with_the_page_that_makes_it(tmp_path, monkeypatch) -> None:
+def test_a_recipes_folder_that_nothing_brings_is_refused_with_the_page_that_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     repository = Path(__file__).parents[2]
     texts = {file.name: yaml.safe_load(file.read_text()) for file in (repository / "recipes").glob("*.yaml")}
@@ -28,7 +26,7 @@ def test_a_recipes_folder_that_nothing_brings_is_refused_with_the_page_that_make
         assert str(Path(path)) in (repository / page).read_text()
 
 
-def test_a_folder_with_a_config_an_embedded_model_and_a_hub_id_pass(tmp_path: Path) -> None:
+def test_a_folder_with_a_config_an_embedded_model_and_a_hub_id_pass(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for path in (str(tmp_path), "embedded:tiny-arithmetic", "org/model"):
         check_local(path)
@@ -63,13 +61,8 @@ MISSING = {"weights": "*.safetensors", "a tokenizer": "tokenizer*", "config.json
     [(what, *words) for what in MISSING for words in LOADING + (PLANNING if what != "weights" else [])],
 )
 def test_a_folder_that_lacks_files_is_refused_before_torch_is_imported(
-    missing: str,
-    key: str,
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    missing, key, words, tmp_path, monkeypatch, capsys
+):
     shutil.copytree(Path(rlft.__file__).parent / "assets/tiny-arithmetic", folder := tmp_path / "model")
     for file in folder.glob(MISSING[missing]):
         file.unlink()

@@ -1,7 +1,5 @@
 """A YAML file of the user's own, given by its path, is a recipe wherever it lies."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -33,13 +31,13 @@ prompts:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path
 
 
-def written(file: Path, text: str = TEXT) -> Path:
+def written(file, text=TEXT):
     (file.parent / "models" / "mine").mkdir(parents=True, exist_ok=True)
     rows = [json.dumps({"prompt": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(40)]
     (file.parent / "rows.jsonl").write_text("\n".join(rows))
@@ -47,7 +45,7 @@ def written(file: Path, text: str = TEXT) -> Path:
     return file
 
 
-def composed(*words: str, command: str = "train") -> dict[str, Any]:
+def composed(*words, command="train"):
     parsed = parse(words, command)
     return compose(parsed.overrides, parsed.config_dir, command)
 
@@ -61,9 +59,7 @@ def composed(*words: str, command: str = "train") -> dict[str, Any]:
         ("steps=3/run.yaml", "steps=3"), ("qa/\"{'ü'}%2F.yaml", "\"{'ü'}%2F"),
     ],
 )  # fmt: skip
-def test_a_file_is_a_recipe_wherever_it_lies_and_its_paths_are_relative_to_it(
-    typed: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_a_recipe_wherever_it_lies_and_its_paths_are_relative_to_it(typed, name, tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -82,13 +78,13 @@ def test_a_file_is_a_recipe_wherever_it_lies_and_its_paths_are_relative_to_it(
     assert list(plain["reward"]) == ["exact_match", "format"]
 
 
-def test_a_typed_path_stays_relative_to_the_working_directory(workplace: Path) -> None:
+def test_a_typed_path_stays_relative_to_the_working_directory(workplace):
     (workplace / "qa").mkdir()
     written(workplace / "qa" / "run.yaml")
     assert composed("qa/run.yaml", "data.path=rows.jsonl", "name=x")["data"]["path"] == "rows.jsonl"
 
 
-def test_a_file_may_build_on_files_next_to_it_and_on_rlfts_recipes(workplace: Path) -> None:
+def test_a_file_may_build_on_files_next_to_it_and_on_rlfts_recipes(workplace):
     (workplace / "qa").mkdir()
     written(workplace / "qa" / "common.yaml", "data: jsonl\ndata.path: rows.jsonl\nname: common\n")
     text = "# @package _global_\ndefaults:\n  - {}\n  - override /algorithm: dapo\nsteps: 3\n"
@@ -98,7 +94,7 @@ def test_a_file_may_build_on_files_next_to_it_and_on_rlfts_recipes(workplace: Pa
     assert (on_rlfts["group_size"], on_rlfts["name"], on_rlfts["trainer"]["lr"]) == (8, "qa", 1e-3)
 
 
-def test_every_key_that_may_hold_a_path_is_relative_to_its_file(workplace: Path) -> None:
+def test_every_key_that_may_hold_a_path_is_relative_to_its_file(workplace):
     (workplace / "qa" / "there").mkdir(parents=True)
     keys = ["data.held_out_path", "curriculum.path", "critic.init", "snapshot.reference", "reward.learned.path"]
     assert all(map(is_path_key, keys))
@@ -136,7 +132,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("typed", REFUSED)
-def test_a_wrong_file_is_refused_with_its_line(typed: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_file_is_refused_with_its_line(typed, workplace, capsys):
     (workplace / "qa").mkdir()
     (workplace / "folder.yaml").mkdir()
     written(workplace / "qa" / "run.yaml")
@@ -150,13 +146,13 @@ def test_a_wrong_file_is_refused_with_its_line(typed: str, workplace: Path, caps
         assert all(part in without_job for part in expected), (words, shown)
 
 
-def test_a_typed_key_hides_the_files_line(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_typed_key_hides_the_files_line(workplace, capsys):
     written(workplace / "run.yaml", "steps: -5\n")
     assert cli.run(["train", "run.yaml", "steps=-6"]) == 2
     assert "line" not in capsys.readouterr().err
 
 
-def test_a_file_named_like_a_recipe_is_told_from_it(workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_named_like_a_recipe_is_told_from_it(workplace, caplog):
     written(workplace / "grpo_arithmetic.yaml", "steps: 3\n")
     assert composed("+recipe=grpo_arithmetic")["steps"] == 40
     assert "to use the file of that name write grpo_arithmetic.yaml" in caplog.text
@@ -164,7 +160,7 @@ def test_a_file_named_like_a_recipe_is_told_from_it(workplace: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "plan train", "reward try", "eval", "sample", "doctor"])
-def test_every_command_that_takes_a_recipe_takes_a_file(command, workplace, capsys) -> None:
+def test_every_command_that_takes_a_recipe_takes_a_file(command, workplace, capsys):
     (workplace / "qa").mkdir()
     written(workplace / "qa" / "run.yaml", "scoring.timeout: -1\n")
     assert cli.run([*command.split(), "qa/run.yaml"]) == 2
@@ -182,7 +178,7 @@ OWN_WORDS = {
 
 @pytest.mark.parametrize("form", ["sections", "dotted"])
 @pytest.mark.parametrize("command", OWN_WORDS)
-def test_keys_of_other_commands_are_left_out_of_a_file_and_said(command, form, workplace, caplog, capsys) -> None:
+def test_keys_of_other_commands_are_left_out_of_a_file_and_said(command, form, workplace, caplog, capsys):
     """One file serves train and this command: it has each key of train, with another value where it is a number."""
     keys = {key: value for key, value in flat(composed("+recipe=ppo_arithmetic")) if key != "command"}
     keys |= {key: value + 1 for key, value in keys.items() if type(value) is int}
@@ -214,7 +210,7 @@ def test_keys_of_other_commands_are_left_out_of_a_file_and_said(command, form, w
     assert "lorra" in refused
 
 
-def test_keys_that_are_left_out_of_a_file_that_another_builds_on_are_said_once(workplace, caplog) -> None:
+def test_keys_that_are_left_out_of_a_file_that_another_builds_on_are_said_once(workplace, caplog):
     written(workplace / "below.yaml", "group_size: 2\ndata.path: rows.jsonl\n")
     written(workplace / "above.yaml", "defaults: [below]\nalgorithm.gamma: 1\n")
     for _ in range(2):  # jobs of a sweep
@@ -223,14 +219,14 @@ def test_keys_that_are_left_out_of_a_file_that_another_builds_on_are_said_once(w
     assert sorted(caplog.messages) == [said.format("above", "algorithm.gamma"), said.format("below", "group_size")]
 
 
-def flat(config: Any, section: str = "") -> list[tuple[str, Any]]:
+def flat(config, section=""):
     """(key, value) of all that is no section."""
     if not isinstance(config, dict) or not config:
         return [(section, config)]
     return [pair for key, value in config.items() for pair in flat(value, f"{section}.{key}".removeprefix("."))]
 
 
-def test_a_sweep_over_files_has_a_job_for_each(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_over_files_has_a_job_for_each(workplace, capsys):
     for name in ("a", "b"):
         written(workplace / f"{name}.yaml", f"steps: 1\nprompts_per_step: 1\ngroup_size: 2\nseed: {ord(name)}\n")
     common = ["generation=scripted", "generation.scripted.answers={*: [yes]}", "generation.max_tokens=2", "lora.rank=2"]
@@ -248,14 +244,14 @@ def test_a_sweep_over_files_has_a_job_for_each(workplace: Path, capsys: pytest.C
         (["+recipe=grpo_gsm8k", "data.path=qa"], "hub"), ([], "arithmetic"),
     ],
 )  # fmt: skip
-def test_a_path_to_a_file_of_data_needs_no_source(words: list[str], source: str, workplace: Path) -> None:
+def test_a_path_to_a_file_of_data_needs_no_source(words, source, workplace):
     (workplace / "qa").mkdir()
     (workplace / "rows.csv").write_text("question,response\n1 + 1?,2\n")
     written(Path("qa/run.yaml"), "data.path: ../rows.csv\n")
     assert composed(*words)["data"]["_target_"].startswith(f"rlft.data.{source}.")
 
 
-def test_a_path_to_a_file_of_data_chooses_the_source_where_a_command_has_none_otherwise(workplace: Path) -> None:
+def test_a_path_to_a_file_of_data_chooses_the_source_where_a_command_has_none_otherwise(workplace):
     for text, words in (
         ("data.path: rows.jsonl\n", ()),
         ("data: null\n", ("data.path=rows.jsonl",)),
@@ -267,7 +263,7 @@ def test_a_path_to_a_file_of_data_chooses_the_source_where_a_command_has_none_ot
     assert not composed(*OWN_WORDS["sft"], command="sft").get("data")
 
 
-def test_a_path_that_is_no_files_or_contradicts_the_choice_is_refused(workplace, capsys) -> None:
+def test_a_path_that_is_no_files_or_contradicts_the_choice_is_refused(workplace, capsys):
     for words in (["data.path=openai/gsm8k"], ["data=arithmetic", "data.path=rows.csv"]):
         assert cli.run(["train", *words]) == 2
         assert "it belongs to data=gsm8k and data=hub and data=jsonl" in capsys.readouterr().err

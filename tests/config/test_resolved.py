@@ -1,10 +1,7 @@
 """`auto` sizes: what they come to, and that they change no gradient's config; and what a config is warned of."""
 
-from __future__ import annotations
-
 import logging
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from rlft.config.compose import compose
 from rlft.config.resolved import build, resolve, token_budget, with_budget_of_device, with_number, with_token_budget
 
 
-def config(*overrides: str) -> dict:
+def config(*overrides):
     return compose(["model.device=cpu", *overrides])
 
 
@@ -30,11 +27,11 @@ def config(*overrides: str) -> dict:
         (["token_budget=700"], 700),
     ],
 )
-def test_on_a_cpu_the_budget_holds_the_longest_group_within_bounds(overrides: list[str], expected: int) -> None:
+def test_on_a_cpu_the_budget_holds_the_longest_group_within_bounds(overrides, expected):
     assert with_token_budget(config(*overrides))["token_budget"] == expected
 
 
-def test_on_a_gpu_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_it_is_large(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for words, expected in {
         ("prompts.max_tokens=64",): 32768,
@@ -46,7 +43,7 @@ def test_on_a_gpu_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
         assert with_budget_of_device(build(plain), plain).token_budget == expected
 
 
-def test_a_learned_reward_takes_the_runs_budget() -> None:
+def test_a_learned_reward_takes_the_runs_budget():
     plain = config("reward=[exact_match,learned]", "reward.learned.path=somewhere")
     assert plain["token_budget"] == plain["reward"]["learned"]["token_budget"] == "auto"
     built = build(plain)
@@ -54,7 +51,7 @@ def test_a_learned_reward_takes_the_runs_budget() -> None:
     assert plain["token_budget"] == "auto", "the saved config goes on saying auto"
 
 
-def test_supervised_commands_have_a_budget_without_groups() -> None:
+def test_supervised_commands_have_a_budget_without_groups():
     plain = {"prompts": {"max_tokens": 256}}
     assert token_budget(plain, gpu=False) == 1536
     assert token_budget({**plain, "max_completion_tokens": 3000}, gpu=False) == 3256
@@ -71,7 +68,7 @@ def test_supervised_commands_have_a_budget_without_groups() -> None:
         (["reward=format", "reward.format.pattern='a\\nb'"], []),  # a regular expression reads it
     ],
 )
-def test_a_text_that_holds_the_letters_of_a_line_break_is_warned_of(caplog, words, named) -> None:
+def test_a_text_that_holds_the_letters_of_a_line_break_is_warned_of(caplog, words, named):
     caplog.clear()
     resolved._warn_of_escape.cache_clear()
     with caplog.at_level(logging.WARNING):
@@ -83,7 +80,7 @@ def test_a_text_that_holds_the_letters_of_a_line_break_is_warned_of(caplog, word
 
 
 @pytest.mark.parametrize("draws", [5, slow(25)])
-def test_auto_is_never_refused_by_its_own_rule(draws: int, tmp_path: Path) -> None:
+def test_auto_is_never_refused_by_its_own_rule(draws, tmp_path):
     """Limits on both sides of the budgets that `auto` starts from, for each of five commands that have one."""
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "1?", "chosen": "1", "rejected": "2"}\n')
@@ -115,5 +112,5 @@ def test_auto_is_never_refused_by_its_own_rule(draws: int, tmp_path: Path) -> No
             commands.named(command).check(on_gpu)
 
 
-def of(command: str) -> tuple[type, str]:
+def of(command):
     return commands.named(command).root, command

@@ -1,9 +1,5 @@
 """Configs of every command and of every choice are typed sections, whose keys have bounds."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from in_one_test import each
 
@@ -22,7 +18,7 @@ FILES = {"sft": ["demonstrations.path=some.jsonl"], "rm": ["preferences.path=som
 """{command: what its config needs}."""
 
 
-def test_prompts_with_answers_are_left_out_by_default_of_sft_only() -> None:
+def test_prompts_with_answers_are_left_out_by_default_of_sft_only():
     config = build(compose([*FILES["sft"], "lora=null"], command="sft"), SftConfig, "sft")
     assert (config.data, config.lora) == ({}, None), "without an adapter there is no section"
     plain = compose([], command="sample")
@@ -46,7 +42,7 @@ COMMAND_OF = {"demonstrations": "sft", "preferences": "rm", "loss": "dpo"}
 
 
 @each(("group", "choice"), CHOICES)
-def test_every_choice_composes_and_builds(group: str, choice: str) -> None:
+def test_every_choice_composes_and_builds(group, choice):
     if group in COMMAND_OF:
         command = COMMAND_OF[group]
         plain = compose([f"{group}={choice}", *FILES[command]], command=command)
@@ -79,7 +75,7 @@ OUT_OF_BOUNDS = {
 
 
 @each(("key", "value"), OUT_OF_BOUNDS.items())
-def test_a_value_out_of_the_bounds_of_its_key_is_refused(key: str, value: Any) -> None:
+def test_a_value_out_of_the_bounds_of_its_key_is_refused(key, value):
     with pytest.raises(UserError) as refusal:
         build(with_values(DEFAULTS, {key: value}))
     assert refusal.value.key == key

@@ -1,9 +1,6 @@
 """A key that rlft doesn't have leads to the one that was meant, also from the names of other libraries."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,7 +23,7 @@ from rlft.config.suggest import (
 )
 
 
-def targets(name: str) -> Iterator[tuple[str | None, str]]:
+def targets(name):
     """(command or None for all, target as it is written) of a name of another library."""
     written = peer_names()[name]
     by_command = written.items() if isinstance(written, dict) else [(None, written)]
@@ -35,16 +32,16 @@ def targets(name: str) -> Iterator[tuple[str | None, str]]:
             yield command, target
 
 
-def key_of(target: str) -> str:
+def key_of(target):
     return re.split("; | ! |=", target)[0]
 
 
-def test_the_table_is_large() -> None:
+def test_the_table_is_large():
     assert len(peer_names()) > 250
 
 
 @each("name", peer_names())
-def test_every_target_is_a_key_of_a_command_and_is_suggested_to_those_alone_that_have_it(name: str) -> None:
+def test_every_target_is_a_key_of_a_command_and_is_suggested_to_those_alone_that_have_it(name):
     for command, target in targets(name):
         assert any(key_of(target) in known_keys(v) for v in ([command] if command else commands.OWN)), target
     if all(name in known_keys(command) for command in commands.OWN):
@@ -57,7 +54,7 @@ def test_every_target_is_a_key_of_a_command_and_is_suggested_to_those_alone_that
 
 
 @each("name", [name for name in peer_names() if name not in known_keys("train")])
-def test_the_command_line_names_the_key_that_a_peers_name_means(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_names_the_key_that_a_peers_name_means(name, capsys):
     meant = suggestions(name, "train")
     code = cli.run(["train", f"--{name}", "1"])
     told = capsys.readouterr().err
@@ -110,7 +107,7 @@ SAID = [
 
 
 @each(("typed", "key", "fragment"), SAID, ids=[typed for typed, *_ in SAID])
-def test_a_name_of_another_library_leads_to_ours(typed, key, fragment, capsys) -> None:
+def test_a_name_of_another_library_leads_to_ours(typed, key, fragment, capsys):
     code = cli.run(typed.split())
     told = capsys.readouterr()
     assert code == 2
@@ -120,19 +117,19 @@ def test_a_name_of_another_library_leads_to_ours(typed, key, fragment, capsys) -
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_refused_name_is_refused_in_every_section_of_sampling(section: str) -> None:
+def test_a_refused_name_is_refused_in_every_section_of_sampling(section):
     for name in refused_settings("sampling"):
         problem, remedy = refused_setting(f"{section}.{name}" if section else name) or ("", "")
         assert problem
         assert remedy
 
 
-def test_no_key_of_rlft_is_refused() -> None:
+def test_no_key_of_rlft_is_refused():
     for command in ("train", "sft", "rm", "sample"):
         assert [key for key in known_keys(command) if refused_setting(key)] == []
 
 
-def test_all_unknown_keys_are_named_at_once_each_with_its_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_unknown_keys_are_named_at_once_each_with_its_suggestion(capsys):
     words = ["num_generations=4", "generation.temprature=1", "learnig_rate=3", "foo=1"]
     assert cli.run(["train", *words]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -161,9 +158,7 @@ WORDS = {  # {command that reads no key of a run, or one that needs words before
 
 @pytest.mark.parametrize("every", [9, slow(1)])
 @each("command", WORDS)
-def test_all_keys_that_a_command_has_not_are_named_at_once_with_the_commands_that_have_them(
-    command, every, capsys
-) -> None:
+def test_all_keys_that_a_command_has_not_are_named_at_once_with_the_commands_that_have_them(command, every, capsys):
     of_tools = command in ("runs", "watch", "report", "diff", "audit")
     own = KEYS.get(command, set()) | (set() if of_tools else KEYS.get(command if command in commands.OWN else "train"))
     foreign = sorted({key for keys in KEYS.values() for key in keys} - own - {"run", "recipe", "hydra.run.dir"})[
@@ -185,7 +180,7 @@ def test_all_keys_that_a_command_has_not_are_named_at_once_with_the_commands_tha
 
 
 @each("group", ["data", "demonstrations", "preferences"])
-def test_a_kind_of_file_as_the_choice_of_data_leads_to_jsonl(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_of_file_as_the_choice_of_data_leads_to_jsonl(group, capsys):
     command = {"data": "train", "demonstrations": "sft", "preferences": "dpo"}[group]
     for suffix in (*DATA_SUFFIXES, ".gz", ".zip"):
         for value in (suffix[1:], suffix, f"mine{suffix}", f"MINE{suffix.upper()}"):

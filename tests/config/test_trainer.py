@@ -1,7 +1,5 @@
 """Lanes of a run: what `auto` gives, and what a resumed run keeps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from in_one_test import each
@@ -27,7 +25,7 @@ AUTO: dict[str, Any] = {"lanes": "auto"}
         ({"ranks": 2}, None, 2),
     ],
 )
-def test_a_run_has_the_lanes_with_which_it_began(now: Any, before: Any, lanes: Any) -> None:
+def test_a_run_has_the_lanes_with_which_it_began(now, before, lanes):
     given = dict(now)
     kept = kept_lanes(now, before)
     assert kept == ({**now, "lanes": lanes} if lanes != "auto" else now)
@@ -43,7 +41,7 @@ def test_a_run_has_the_lanes_with_which_it_began(now: Any, before: Any, lanes: A
         ({"sequence_ranks": 2}, 1, 2),
     ],
 )
-def test_lanes_and_parts_are_counted(keys: Any, lanes: int, parts: int) -> None:
+def test_lanes_and_parts_are_counted(keys, lanes, parts):
     cluster = ClusterConfig(**keys)
     assert (cluster.num_lanes, cluster.num_parts) == (lanes, parts)
 
@@ -57,7 +55,7 @@ def test_lanes_and_parts_are_counted(keys: Any, lanes: int, parts: int) -> None:
         ({"kind": "local"}, "10.0.0.1:6379", None),
     ],
 )
-def test_a_ray_cluster_is_joined_by_its_key_or_rays_variable(monkeypatch, keys, variable, address) -> None:
+def test_a_ray_cluster_is_joined_by_its_key_or_rays_variable(monkeypatch, keys, variable, address):
     monkeypatch.setenv("RAY_ADDRESS", variable)
     cluster = ClusterConfig(**keys)
     assert (cluster.joined_address, cluster.is_joined) == (address, address is not None)

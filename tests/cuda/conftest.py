@@ -1,7 +1,5 @@
 """Tests that need a CUDA GPU: `make test-cuda`. Without one they are collected and skipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,12 +9,12 @@ HERE = Path(__file__).parent
 REASON = "there is no CUDA GPU here"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         skip(items)
 
 
-def skip(items: list[pytest.Item]) -> None:
+def skip(items):
     """Marks those of this folder; the hook is given the items of the whole session."""
     for item in items:
         if HERE in item.path.parents:
@@ -24,5 +22,5 @@ def skip(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def gpu() -> torch.device:
+def gpu():
     return torch.device("cuda")

@@ -1,9 +1,5 @@
 """The flash attention of packed rows on a GPU, in bfloat16, against attention through a mask in float64."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from dense_attention import masked
@@ -13,7 +9,6 @@ from rlft.model.kernels import flash_attention
 from rlft.model.kernels.attention import RowAttention
 from rlft.model.kernels.split_attention import Scoring
 from rlft.model.packing import pack
-from rlft.types import Batch
 
 SCALE = 0.3
 
@@ -21,15 +16,8 @@ SCALE = 0.3
 @pytest.mark.parametrize(("heads", "key_heads", "head_size"), [(4, 2, 64), (14, 2, 64), (12, 2, 128), (8, 1, 96)])
 @pytest.mark.parametrize(("prompt", "completion", "group"), [(7, 5, 3), (256, 128, 4), (64, 300, 2)])
 def test_outputs_and_gradients_are_off_by_roundings_alone(
-    heads: int,
-    key_heads: int,
-    head_size: int,
-    prompt: int,
-    completion: int,
-    group: int,
-    make_batch: Callable[..., Batch],
-    gpu: torch.device,
-) -> None:
+    heads, key_heads, head_size, prompt, completion, group, make_batch, gpu
+):
     """Each number is rounded by two calls and once merged, by half of 2^-7 of the largest one."""
     rows = [
         (unit, range(1, prompt + unit + 1), range(1, completion + i)) for unit in (0, 1) for i in range(1, group + 1)

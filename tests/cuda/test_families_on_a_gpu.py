@@ -1,7 +1,5 @@
 """Packed rows and decoding of models of many kinds on a GPU, against the same models' own eager rows on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +7,12 @@ import attention_families
 import hybrid_models
 import pytest
 import torch
-from torch import Tensor
 
 from rlft.batch import to_device
 from rlft.config.model import KernelChoice
 from rlft.model.backbone import Backbone
 from rlft.model.forward import choose, open_prefix_cache, padded_forward
 from rlft.model.kernels import recurrent, selection
-from rlft.types import Batch
 
 ALL_EXPERTS = {"num_experts_per_tok": 4}
 """All are chosen, since the roundings of 16 bits may change a choice."""
@@ -38,13 +34,13 @@ COMPLETIONS = [[[9, 30, 31, 2, 55, 7], [70, 71, 72, 73, 74, 75]], [[61, 80, 81, 
 
 
 @pytest.fixture
-def batch(make_batch: Callable[..., Batch]) -> Batch:
+def batch(make_batch):
     return make_batch(
         [(u, prompt, own) for u, prompt in enumerate(PROMPTS) for own in [*COMPLETIONS[u], COMPLETIONS[u][0][:1]]]
     )
 
 
-def pass_of(model: Any, batch: Batch, choice: KernelChoice) -> tuple[Tensor, Tensor, Tensor | None]:
+def pass_of(model, batch, choice):
     """(log-probs, the embedding's gradient, log-probs of decoding if packed), in float64 on a CPU."""
     recurrent.install_functions(model)
     weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(1)).to(model.device)
@@ -68,14 +64,14 @@ def pass_of(model: Any, batch: Batch, choice: KernelChoice) -> tuple[Tensor, Ten
     return tuple(None if x is None else x.double().cpu() for x in results)  # pyright: ignore[reportReturnType]
 
 
-def sampled(logprobs: Tensor) -> Tensor:
+def sampled(logprobs):
     """Those of the tokens that are decoded, `[4, 6]`."""
     rows = logprobs[[0, 1, 3, 4]]
     return rows[rows != 0].view(4, 6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_rows_and_decoding_have_the_numbers_of_a_cpu(kind: str, batch: Batch, gpu: torch.device) -> None:
+def test_packed_rows_and_decoding_have_the_numbers_of_a_cpu(kind, batch, gpu):
     expected, slope, _ = pass_of(KINDS[kind](), batch, KernelChoice.plain)
     found, gradient, decoded = pass_of(KINDS[kind]().to(gpu), to_device(batch, gpu), KernelChoice.auto)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
@@ -85,9 +81,7 @@ def test_packed_rows_and_decoding_have_the_numbers_of_a_cpu(kind: str, batch: Ba
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_16_bits_they_are_as_near_to_32_bits_as_the_models_own_rows(
-    kind: str, batch: Batch, gpu: torch.device
-) -> None:
+def test_in_16_bits_they_are_as_near_to_32_bits_as_the_models_own_rows(kind, batch, gpu):
     """At most twice as far, since both are off by roundings of the same size that add up in another order."""
     rounded = KINDS[kind]().bfloat16()
     exact, slope, _ = pass_of(rounded.float(), batch, KernelChoice.plain)
@@ -106,9 +100,7 @@ def test_in_16_bits_they_are_as_near_to_32_bits_as_the_models_own_rows(
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "olmoe"])
-def test_adapters_of_experts_have_the_gradients_of_a_cpu(
-    kind: str, batch: Batch, backbone: Backbone, make_roles: Callable[..., Any], gpu: torch.device
-) -> None:
+def test_adapters_of_experts_have_the_gradients_of_a_cpu(kind, batch, backbone, make_roles, gpu):
     found = []
     for device in (torch.device("cpu"), gpu):
         model = KINDS[kind]().to(device)

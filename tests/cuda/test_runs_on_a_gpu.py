@@ -1,10 +1,7 @@
 """Whole runs with vLLM on a GPU: steps of the embedded model, a kill and a resume, and `rlft doctor`."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 from run_folders import metrics
@@ -19,7 +16,7 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_steps_with_vllm_have_finite_numbers_and_a_small_gap(tmp_path: Path) -> None:
+def test_steps_with_vllm_have_finite_numbers_and_a_small_gap(tmp_path):
     run = start_fresh("train", *SMALL, "steps=3", "hydra.run.dir=run", cwd=tmp_path)
     assert run.wait().code == 0, run.wait().err
     lines = metrics(tmp_path / "run")
@@ -29,7 +26,7 @@ def test_steps_with_vllm_have_finite_numbers_and_a_small_gap(tmp_path: Path) -> 
     assert happens(lambda: not marked(run.mark), within_s=END_S)
 
 
-def test_a_run_that_is_killed_leaves_no_process_and_goes_on_with_its_next_step(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_leaves_no_process_and_goes_on_with_its_next_step(tmp_path):
     kill = {"at": "rlft.generation.vllm.generator:VLLMGenerator.sample", "call": 2, "do": "kill", "when": "after"}
     killed = start_fresh("train", *SMALL, "steps=3", "hydra.run.dir=run", cwd=tmp_path, events=(kill,))
     assert killed.wait().code == -9, killed.wait().err
@@ -45,7 +42,7 @@ def test_a_run_that_is_killed_leaves_no_process_and_goes_on_with_its_next_step(t
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_the_doctor_finds_nothing_wrong(engine: str, tmp_path: Path) -> None:
+def test_the_doctor_finds_nothing_wrong(engine, tmp_path):
     """With `transformers` the trainer's own base decodes, by flash attention with each prompt's keys once."""
     variables = {"HF_HUB_OFFLINE": "1"}
     asked = start_fresh(

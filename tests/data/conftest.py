@@ -21,7 +21,7 @@ def shipped(group: str, name: str) -> dict[str, Any]:
     return yaml.safe_load((config_folder() / group / f"{name}.yaml").read_text())
 
 
-def maker(group: str) -> Make:
+def maker(group):
     """Makes the component of configs/<group>/<name>.yaml with some keys overridden."""
 
     def make(name: str, **overrides: Any) -> Any:
@@ -31,22 +31,22 @@ def maker(group: str) -> Make:
 
 
 @pytest.fixture
-def make_data() -> Make:
+def make_data():
     return maker("data")
 
 
 @pytest.fixture
-def make_demonstrations() -> Make:
+def make_demonstrations():
     return maker("demonstrations")
 
 
 @pytest.fixture
-def make_preferences() -> Make:
+def make_preferences():
     return maker("preferences")
 
 
 @pytest.fixture
-def write() -> Callable[..., Path]:
+def write():
     """Writes objects as the lines of a JSONL file."""
 
     def write_lines(path: Path, *rows: Any) -> Path:
@@ -57,7 +57,7 @@ def write() -> Callable[..., Path]:
 
 
 @pytest.fixture
-def load(make_data: Make, write: Make, tmp_path: Path) -> Make:
+def load(make_data, write, tmp_path):
     """Reads rows as prompts, all of which are held out: `load(*rows, **keys)`."""
 
     def load_rows(*rows: Any, **keys: Any) -> Sequence[Prompt]:
@@ -68,7 +68,7 @@ def load(make_data: Make, write: Make, tmp_path: Path) -> Make:
 
 
 @pytest.fixture
-def trained_rows(write: Make, tmp_path: Path) -> Make:
+def trained_rows(write, tmp_path):
     """The training split of these lines by a maker; one other question is held out in a file of its own."""
 
     def load(make: Make, *lines: Any, **keys: Any) -> Any:
@@ -81,7 +81,7 @@ def trained_rows(write: Make, tmp_path: Path) -> Make:
 
 
 @pytest.fixture
-def hub_sets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def hub_sets(monkeypatch):
     """{split: its rows} of every set on a hub that answers; an exception in place of rows is raised."""
     import datasets.config
 
@@ -99,7 +99,7 @@ def hub_sets(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.fixture
-def sample() -> Make:
+def sample():
     """Makes a line of `rlft sample`: the completion `text` of the prompt `name`."""
 
     def make(name: str, text: str, reward: float = 0.0, *, cut: bool = False, **keys: Any) -> dict[str, Any]:
@@ -120,6 +120,6 @@ def sample() -> Make:
 
 
 @pytest.fixture
-def gsm8k_mini() -> Path:
+def gsm8k_mini():
     """Problems in GSM8K's format, written for this project."""
     return Path(__file__).parent / "gsm8k_mini"

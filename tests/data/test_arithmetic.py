@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Callable
 
 import pytest
 from in_one_test import each
 
-from rlft.data.arithmetic import Arithmetic, Drawn, split_of
+from rlft.data.arithmetic import Arithmetic, split_of
 from rlft.data.chains import Chain, Chains
 from rlft.data.shapes import Shapes
 from rlft.types import Split
@@ -20,7 +17,7 @@ DIGESTS = {"arithmetic": "f1050c687b01b9a1", "chains": "ff8c56f295e395ef", "shap
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_the_same_keys_draw_the_same_prompts_and_another_seed_or_size_others(name: str) -> None:
+def test_the_same_keys_draw_the_same_prompts_and_another_seed_or_size_others(name):
     def drawn(split: Split, seed: int = 3, size: int = 100) -> list:
         return SOURCES[name](size=size, held_out_size=20, seed=seed).load(split)
 
@@ -35,7 +32,7 @@ def test_the_same_keys_draw_the_same_prompts_and_another_seed_or_size_others(nam
 
 
 @each("made", SOURCES.values(), ids=list(SOURCES))
-def test_the_splits_share_no_problem_whatever_the_seeds(made: Callable[..., Drawn]) -> None:
+def test_the_splits_share_no_problem_whatever_the_seeds(made):
     train = {p.id for p in made(seed=0, size=1000, held_out_size=1).load(Split.train)}
     for seed in (0, 1, 2):
         held_out = {p.id for p in made(seed=seed, size=1, held_out_size=200).load(Split.held_out)}
@@ -43,14 +40,14 @@ def test_the_splits_share_no_problem_whatever_the_seeds(made: Callable[..., Draw
         assert not train & held_out
 
 
-def test_the_split_of_a_problem_is_fixed() -> None:
+def test_the_split_of_a_problem_is_fixed():
     # The embedded model was trained on the training side: moving the boundary would leak held-out problems into it.
     # The first bytes of the sha256 are 25 < 0.1 * 256 = 25.6, and 26.
     assert {split_of(problem) for problem in ("12+59", Chain(1, (("+", 40),)).identity)} == {Split.held_out}
     assert {split_of(problem) for problem in ("12+83", Chain(2, (("+", 2),)).identity)} == {Split.train}
 
 
-def test_answers_are_right_and_never_negative() -> None:
+def test_answers_are_right_and_never_negative():
     seen = set()
     problems = Arithmetic(difficulty=2, operations=["+", "-", "*"], size=300, held_out_size=60, seed=0)
     for prompt in problems.load(Split.train):
@@ -61,6 +58,6 @@ def test_answers_are_right_and_never_negative() -> None:
     assert seen == {"+", "-", "*"}
 
 
-def test_the_config_gives_the_documented_sizes(make_data) -> None:
+def test_the_config_gives_the_documented_sizes(make_data):
     data = make_data("arithmetic")
     assert (len(data.load(Split.train)), len(data.load(Split.held_out))) == (4096, 256)

@@ -1,11 +1,8 @@
 """Prompts chosen by how often they are solved: the draws, the weights, what is left out, and files of pass rates."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +18,12 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def curriculum(right: Sequence[float], wrong: Sequence[float], seed: int = 0, **changed: Any) -> Curriculum:
+def curriculum(right, wrong, seed=0, **changed):
     return Curriculum(CurriculumConfig(**SETTINGS | changed), np.array(right, float), np.array(wrong, float), seed)
 
 
 # -- draws -------------------------------------------------------------------------------------------------------------
-def test_each_index_of_a_positive_weight_is_drawn_once() -> None:
+def test_each_index_of_a_positive_weight_is_drawn_once():
     weights = np.random.RandomState(0).random_sample(1000)
     weights[::3] = 0
     assert sorted(drawn(weights, 5)) == np.flatnonzero(weights).tolist()
@@ -36,7 +33,7 @@ def test_each_index_of_a_positive_weight_is_drawn_once() -> None:
 
 
 @pytest.mark.parametrize("number", [2000, slow(20_000)])
-def test_each_next_index_is_drawn_by_weight_from_those_that_are_left(number: int) -> None:
+def test_each_next_index_is_drawn_by_weight_from_those_that_are_left(number):
     first, second = np.zeros(3), np.zeros((3, 3))
     for seed in range(number):
         one, other = islice(drawn(np.array([1.0, 2.0, 7.0]), seed), 2)
@@ -48,19 +45,19 @@ def test_each_next_index_is_drawn_by_weight_from_those_that_are_left(number: int
     assert second[2, 1] / number == pytest.approx(0.7 * 2 / 3, abs=bound)
 
 
-def test_all_machines_draw_the_same() -> None:
+def test_all_machines_draw_the_same():
     assert list(drawn(np.arange(1.0, 9.0), 2**40 + 7)) == [6, 7, 5, 2, 4, 3, 1, 0]
 
 
 # -- weights and bounds ------------------------------------------------------------------------------------------------
-def test_the_weight_is_the_mean_of_p_times_1_minus_p_over_the_posterior() -> None:
+def test_the_weight_is_the_mean_of_p_times_1_minus_p_over_the_posterior():
     weights = curriculum([0, 4, 0, 8], [0, 4, 8, 0])._weights()
     # Beta(1, 1): 1 / (2 * 3). Beta(5, 5): 25 / (10 * 11). Beta(1, 9) and Beta(9, 1): 9 / (10 * 11).
     assert weights.tolist() == [1 / 6, 25 / 110, 9 / 110, 9 / 110]
     assert curriculum([0, 4], [0, 4], weight="uniform")._weights().tolist() == [1, 1]
 
 
-def test_prompts_out_of_bounds_are_left_out_and_unknown_ones_are_not() -> None:
+def test_prompts_out_of_bounds_are_left_out_and_unknown_ones_are_not():
     right, wrong = [0, 0, 1, 8, 7, 0.0, 0.4], [8, 0, 7, 0, 1, 0.9, 0.6]
     assert curriculum(right, wrong).left_out().tolist() == [False] * 7
     assert np.flatnonzero(curriculum(right, wrong, above=0.0).left_out()).tolist() == [0]
@@ -73,7 +70,7 @@ def test_prompts_out_of_bounds_are_left_out_and_unknown_ones_are_not() -> None:
     assert set(chosen.of_step(2, 5)) > {1, 5, 6}
 
 
-def test_what_was_counted_fades_until_a_prompt_is_unknown_again() -> None:
+def test_what_was_counted_fades_until_a_prompt_is_unknown_again():
     chosen = curriculum([0] * 4, [0] * 4, memory=0.5, above=0.0)
     chosen.of_step(0, 2)
     chosen.count([2], [0], 8)
@@ -90,7 +87,7 @@ def test_what_was_counted_fades_until_a_prompt_is_unknown_again() -> None:
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-def test_a_step_is_chosen_once_and_by_what_was_counted_before() -> None:
+def test_a_step_is_chosen_once_and_by_what_was_counted_before():
     chosen = curriculum([0] * 64, [0] * 64, memory=0.5)
     first = chosen.of_step(0, 8)
     assert len(set(first)) == 8
@@ -103,13 +100,13 @@ def test_a_step_is_chosen_once_and_by_what_was_counted_before() -> None:
     assert chosen.right[first].tolist() == [4] * 8
 
 
-def test_a_prompt_that_occurs_twice_in_a_step_is_counted_twice() -> None:
+def test_a_prompt_that_occurs_twice_in_a_step_is_counted_twice():
     chosen = curriculum([0] * 2, [0] * 2)
     chosen.count([1, 1], [3, 1], 4)
     assert (chosen.right.tolist(), chosen.wrong.tolist()) == ([0, 4], [0, 4])
 
 
-def test_a_share_of_a_step_is_drawn_from_those_solved_before() -> None:
+def test_a_share_of_a_step_is_drawn_from_those_solved_before():
     right = [1.0 if i % 8 == 0 else 0.0 for i in range(256)]
     wrong = [8 - r for r in right]
 
@@ -125,7 +122,7 @@ def test_a_share_of_a_step_is_drawn_from_those_solved_before() -> None:
     assert all(len(set(curriculum(right, wrong, replay=1.0).of_step(step, 40))) == 40 for step in range(4))
 
 
-def test_it_goes_on_from_a_checkpoint() -> None:
+def test_it_goes_on_from_a_checkpoint():
     straight, until = curriculum([0] * 64, [0] * 64, memory=0.9, replay=0.5), 3
     groups = [[int(n) for n in np.random.RandomState(step).randint(0, 5, 8)] for step in range(6)]
 
@@ -149,7 +146,7 @@ def test_it_goes_on_from_a_checkpoint() -> None:
     assert resumed.state(6)[1] == straight.state(6)[1]
 
 
-def test_a_fork_with_another_seed_or_size_chooses_its_steps_itself() -> None:
+def test_a_fork_with_another_seed_or_size_chooses_its_steps_itself():
     source = curriculum([1] * 64, [1] * 64)
     source.of_step(3, 8)
     for seed, number in ((1, 8), (0, 4)):
@@ -166,7 +163,7 @@ Write = Callable[..., str]
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Write:
+def write(tmp_path):
     """Writes completions, {prompt: rewards}, as `rlft sample` does, and returns the file's path."""
 
     def written(completions: dict[int, Sequence[float | None]], **changed: Any) -> str:
@@ -184,7 +181,7 @@ def write(tmp_path: Path) -> Write:
     return written
 
 
-def test_a_file_of_samples_gives_pass_rates(write: Write) -> None:
+def test_a_file_of_samples_gives_pass_rates(write):
     # A reward that was not finite is none.
     known = read_pass_rates(write({0: [1, 0.5], 2: [0.25, None], 1: [1, 1]}), "math", 0.5, PROMPTS)
     assert (known.right.tolist(), known.wrong.tolist()) == ([2, 2, 0, 0], [0, 0, 2, 0])
@@ -195,7 +192,7 @@ def test_a_file_of_samples_gives_pass_rates(write: Write) -> None:
     )
 
 
-def test_what_is_in_a_conversation_is_known_by_its_id(write: Write) -> None:
+def test_what_is_in_a_conversation_is_known_by_its_id(write):
     opened = [{"role": "user", "content": "What is 0? The board is empty."}]
     assert read_pass_rates(write({0: [1]}, mask=[1], prompt=opened), "math", 1, PROMPTS).right.tolist() == [1, 0, 0, 0]
 
@@ -212,6 +209,6 @@ def test_what_is_in_a_conversation_is_known_by_its_id(write: Write) -> None:
         ({}, {}, r"has none of the training prompts"),
     ],
 )
-def test_other_files_are_refused(write: Write, rewards: Any, changed: Any, fragment: str) -> None:
+def test_other_files_are_refused(write, rewards, changed, fragment):
     with pytest.raises(UserError, match=f"curriculum.path: .*{fragment}"):
         read_pass_rates(write(rewards, **changed), "math", 1, PROMPTS)

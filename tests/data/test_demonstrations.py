@@ -1,14 +1,13 @@
 """Demonstrations: prompts with completions, chats of one or several turns, and what rlft sample wrote."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 from data_rows import says, user
 
 from rlft.data.records import sampled_with
-from rlft.types import Demonstration, Split, UserError
+from rlft.types import Split, UserError
 
 SYSTEM = {"role": "system", "content": "own"}
 
@@ -17,25 +16,23 @@ TALK = [user("a"), says("b"), user("c"), says("d")]
 
 
 @pytest.fixture
-def learned(make_demonstrations, trained_rows) -> Callable[..., list[Demonstration]]:
+def learned(make_demonstrations, trained_rows):
     return partial(trained_rows, make_demonstrations)
 
 
-def told(found: list[Demonstration]) -> list[tuple[str, list[str], str]]:
+def told(found):
     """(prompt id, contents of the prompt, completion) of each."""
     return [(d.prompt.id, [m["content"] for m in d.prompt.messages], d.completion) for d in found]
 
 
 @pytest.mark.parametrize("with_examples", [False, True])
-def test_examples_that_a_completion_was_sampled_with_are_learned_only_on_request(
-    learned, sample, with_examples
-) -> None:
+def test_examples_that_a_completion_was_sampled_with_are_learned_only_on_request(learned, sample, with_examples):
     line = sample("1 + 1", "2") | {"examples": [user("0?"), says("0")]}
     ((_, prompt, completion),) = told(learned(line, with_examples=with_examples))
     assert (prompt, completion) == ([*["0?", "0"] * with_examples, "What is 1 + 1?"], "2")
 
 
-def test_a_prompt_and_its_completion_may_be_texts_or_messages(learned) -> None:
+def test_a_prompt_and_its_completion_may_be_texts_or_messages(learned):
     found = learned(
         {"prompt": "1?", "completion": " 1"},
         {"prompt": [SYSTEM, user("2?")], "completion": [says("2")]},
@@ -49,7 +46,7 @@ def test_a_prompt_and_its_completion_may_be_texts_or_messages(learned) -> None:
     assert all((d.completion_ids, d.prompt.answer) == ((), "") for d in found)
 
 
-def test_a_completion_may_be_made_of_several_fields(learned, caplog) -> None:
+def test_a_completion_may_be_made_of_several_fields(learned, caplog):
     row = {"Body": "3 apples, 1 eaten.", "Question": "Left?", "Equation": "( 3.0 - 1.0 )", "Answer": 2.0}
     keys = {"prompt_field": "Question", "prompt_template": "{Body} {Question}", "other": row | {"Body": "None."}}
     with caplog.at_level(logging.WARNING):
@@ -73,20 +70,18 @@ def test_a_completion_may_be_made_of_several_fields(learned, caplog) -> None:
         learned(row, completion_field="{Equation} = {Answer}", **keys | {"prompt_template": "{Body} {Answer}"})
 
 
-def test_the_last_assistant_message_of_a_chat_is_learned(learned) -> None:
+def test_the_last_assistant_message_of_a_chat_is_learned(learned):
     found = learned({"messages": [SYSTEM, *TALK]}, {"messages": [*TALK, user("thanks")]})
     assert told(found) == [("mine.jsonl:1", ["own", "a", "b", "c"], "d"), ("mine.jsonl:2", ["a", "b", "c"], "d")]
     assert [m["role"] for m in found[0].prompt.messages] == ["system", "user", "assistant", "user"]
 
 
-def test_all_assistant_messages_are_learned_where_asked_each_after_what_precedes_it(learned) -> None:
+def test_all_assistant_messages_are_learned_where_asked_each_after_what_precedes_it(learned):
     found = learned({"messages": [SYSTEM, *TALK]}, turns="all", prompt_template="Q: {question}")
     assert told(found) == [("mine.jsonl:1:2", ["own", "Q: a"], "b"), ("mine.jsonl:1", ["own", "a", "b", "Q: c"], "d")]
 
 
-def test_chats_that_open_alike_are_on_one_side_where_all_turns_are_learned(
-    make_demonstrations, write, tmp_path
-) -> None:
+def test_chats_that_open_alike_are_on_one_side_where_all_turns_are_learned(make_demonstrations, write, tmp_path):
     # The opening of a chat is a question of its own: it must not be held out in one chat and learned in another.
     lines = [{"messages": [user(f"{i}"), says("b"), user(f"more {j}"), says("d")]} for i in range(40) for j in range(3)]
     keys = {"path": str(write(tmp_path / "a.jsonl", *lines)), "held_out_fraction": 0.5}
@@ -101,7 +96,7 @@ def test_chats_that_open_alike_are_on_one_side_where_all_turns_are_learned(
     assert openings(Split.train, "last") & openings(Split.held_out, "last")
 
 
-def test_a_question_is_held_out_here_as_it_is_among_prompts(make_data, make_demonstrations, write, tmp_path) -> None:
+def test_a_question_is_held_out_here_as_it_is_among_prompts(make_data, make_demonstrations, write, tmp_path):
     rows = [{"prompt": f"{i} + {i}?", "answer": 2 * i, "completion": f"It is {2 * i}."} for i in range(300)]
     path = str(write(tmp_path / "a.jsonl", *rows))
     for split in Split:
@@ -112,7 +107,7 @@ def test_a_question_is_held_out_here_as_it_is_among_prompts(make_data, make_demo
 
 
 # -- what rlft sample wrote --------------------------------------------------------------------------------------------
-def test_sampled_tokens_are_learned_as_they_were_sampled(learned, sample) -> None:
+def test_sampled_tokens_are_learned_as_they_were_sampled(learned, sample):
     found = learned(sample("p", "ab"), sample("p", "c", cut=True), sample("q", "d"), prompt_template="not: {question}")
     assert told(found) == [(name, [f"What is {name}?"], text) for name, text in [("p", "ab"), ("p", "c"), ("q", "d")]]
     assert [d.completion_ids for d in found] == [(97, 98, 0), (99,), (100, 0)]
@@ -121,7 +116,7 @@ def test_sampled_tokens_are_learned_as_they_were_sampled(learned, sample) -> Non
     assert sampled_with(d.prompt for d in found) == {"0123456789ab"}
 
 
-def test_sampled_texts_are_tokenised_anew_where_asked_and_cut_ones_left_out(learned, sample, caplog) -> None:
+def test_sampled_texts_are_tokenised_anew_where_asked_and_cut_ones_left_out(learned, sample, caplog):
     lines = [sample("p", "ab"), sample("p", "c", cut=True), sample("q", "d", token_ids=[])]
     with caplog.at_level(logging.WARNING):
         found = learned(*lines, token_ids="text")
@@ -132,14 +127,14 @@ def test_sampled_texts_are_tokenised_anew_where_asked_and_cut_ones_left_out(lear
         learned(lines[1], token_ids="text")
 
 
-def test_two_samplings_whose_ids_clash_are_refused(learned, sample) -> None:
+def test_two_samplings_whose_ids_clash_are_refused(learned, sample):
     other = sample("p", "b") | {"prompt": [user("something else")]}
     with pytest.raises(UserError, match=r"^demonstrations\.path: two different prompts have the same id, got p"):
         learned(sample("p", "a"), other)
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
-def test_a_hub_set_without_a_held_out_split_is_split_by_hash(make_demonstrations, hub_sets) -> None:
+def test_a_hub_set_without_a_held_out_split_is_split_by_hash(make_demonstrations, hub_sets):
     hub_sets["train"] = [{"messages": [user(f"{i}?"), says(f"{i}!")], "source": None} for i in range(200)]
     data = make_demonstrations("hub", path="some/set")
     train, held_out = data.load(Split.train), data.load(Split.held_out)
@@ -157,7 +152,7 @@ CALLING = [user("a"), {"role": "assistant", "content": None, "tool_calls": [CALL
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_calls_thoughts_and_tools_of_a_chat_are_kept(learned) -> None:
+def test_calls_thoughts_and_tools_of_a_chat_are_kept(learned):
     first, last = learned({"messages": CALLING, "tools": [TOOL]}, turns="all")
     assert (first.completion, first.fields, first.prompt.tools) == ("", {"tool_calls": [AS_OBJECT]}, (TOOL,))
     assert (last.completion, last.fields) == ("2", {"reasoning_content": "so"})
@@ -172,7 +167,7 @@ def test_calls_thoughts_and_tools_of_a_chat_are_kept(learned) -> None:
     assert (bare.completion, bare.fields, bare.prompt.tools) == ("2", {"reasoning_content": "so"}, ())
 
 
-def test_an_assistants_message_of_weight_0_is_only_read(learned) -> None:
+def test_an_assistants_message_of_weight_0_is_only_read(learned):
     talk = [TALK[0], {**TALK[1], "weight": 1}, TALK[2], {**TALK[3], "weight": 0}]
     assert told(learned({"messages": talk})) == [("mine.jsonl:1", ["a"], "b")]
     assert told(learned({"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}, turns="all")) == [

@@ -1,7 +1,5 @@
 """Demonstrations, rankings, texts and what a teacher reads as tokens: what is kept, left out and refused."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import logging
@@ -23,7 +21,6 @@ from rlft.config.model import KernelChoice, ModelConfig
 from rlft.config.schema import PromptsConfig
 from rlft.data.arithmetic import split_of
 from rlft.data.examples import (
-    PretrainText,
     Text,
     TextTokens,
     as_batch,
@@ -39,11 +36,10 @@ from rlft.data.examples import (
 from rlft.data.files import files_at
 from rlft.data.prompts import permutation, prompts_for_step, tokenizer_fingerprint
 from rlft.loop.metrics import text_loss
-from rlft.model.backbone import Backbone, ends_of
+from rlft.model.backbone import ends_of
 from rlft.model.forward import choose
 from rlft.tokens.text import RunTokenizer, rendered, turn_ends
 from rlft.types import (
-    Batch,
     Demonstration,
     Prompt,
     Ranking,
@@ -58,15 +54,15 @@ END = 2
 """<|im_end|> in the embedded vocabulary."""
 
 
-def asked(question: str, **metadata: str) -> Prompt:
+def asked(question, **metadata):
     return Prompt(id=question, messages=({"role": "user", "content": question},), answer="", metadata=metadata)
 
 
-def demonstrated(question: str, completion: str, ids: Sequence[int] = (), **metadata: str) -> Demonstration:
+def demonstrated(question, completion, ids=(), **metadata):
     return Demonstration(prompt=asked(question, **metadata), completion=completion, completion_ids=tuple(ids))
 
 
-def ranked(question: str, *completions: str, **metadata: str) -> Ranking:
+def ranked(question, *completions, **metadata):
     """Best first, n - 1 down to 0."""
     scores = tuple(float(len(completions) - 1 - i) for i in range(len(completions)))
     return Ranking(prompt=asked(question, **metadata), completions=completions, scores=scores)
@@ -76,7 +72,7 @@ Scan = Callable[..., Any]
 
 
 @pytest.fixture
-def scan(backbone: Backbone) -> Scan:
+def scan(backbone):
     """Scans demonstrations or rankings with the embedded model's tokenizer."""
 
     def scanned(given: Sequence[Any], limit: int = 64, **keys: Any) -> Any:
@@ -86,14 +82,14 @@ def scan(backbone: Backbone) -> Scan:
     return scanned
 
 
-def ids_of(backbone: Backbone, text: str) -> list[int]:
+def ids_of(backbone, text):
     return backbone.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
 
 # -- demonstrations ----------------------------------------------------------------------------------------------------
 def test_a_demonstration_is_its_prompt_as_it_is_sampled_from_and_its_completion_with_an_end(
-    backbone: Backbone, scan: Scan, make_prompt: Callable[..., Prompt]
-) -> None:
+    backbone, scan, make_prompt
+):
     """Sampled tokens are kept exactly, whatever their text says, and without an end where none was sampled."""
     assert turn_ends(backbone.tokenizer, "chat").closing == (END,)
     mine = tokenizer_fingerprint(backbone.tokenizer)
@@ -104,7 +100,7 @@ def test_a_demonstration_is_its_prompt_as_it_is_sampled_from_and_its_completion_
     assert kept.ids[kept.num_given :].tolist() == [7, 7]
 
 
-def test_without_a_special_token_in_the_chat_template_the_end_token_ends_a_turn(tiny_path: Path) -> None:
+def test_without_a_special_token_in_the_chat_template_the_end_token_ends_a_turn(tiny_path):
     tokenizer = RunTokenizer(AutoTokenizer.from_pretrained(tiny_path))
     for template in ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}", None):
         tokenizer.own.chat_template = template
@@ -115,14 +111,14 @@ def test_without_a_special_token_in_the_chat_template_the_end_token_ends_a_turn(
         scan_demonstrations([demonstrated("1 + 1?", "2")], tokenizer, PROMPTS, 64, Split.train)
 
 
-def test_tokens_of_another_tokenizer_are_refused(scan: Scan) -> None:
+def test_tokens_of_another_tokenizer_are_refused(scan):
     with pytest.raises(UserError, match=r"^demonstrations: was sampled with another .*\(0123\).*token_ids=text"):
         scan([demonstrated("1?", "x", [7], tokenizer="0123")])
     with pytest.raises(UserError, match=r"^preferences: was sampled with another tokenizer \(0123\)"):
         scan([ranked("1?", "x", "y", tokenizer="0123")])
 
 
-def test_what_exceeds_a_limit_is_dropped_with_a_word_or_refused(scan: Scan) -> None:
+def test_what_exceeds_a_limit_is_dropped_with_a_word_or_refused(scan):
     # A letter is a token. "abc" and its end are 4 tokens: at the limit; "abcd" is over it, and so is the prompt of 80.
     given = [demonstrated("1?", "abc"), demonstrated("2?", "abcd"), demonstrated("x" * 80, "abc")]
     found = scan(given, limit=4)
@@ -137,7 +133,7 @@ def test_what_exceeds_a_limit_is_dropped_with_a_word_or_refused(scan: Scan) -> N
         scan(given[1:2], limit=4)
 
 
-def test_demonstrations_of_one_prompt_are_one_group(scan: Scan) -> None:
+def test_demonstrations_of_one_prompt_are_one_group(scan):
     given = [("1?", "a"), ("2?", "b"), ("1?", "c"), ("3?", "d"), ("1?", "a")]
     found = scan([demonstrated(question, completion) for question, completion in given])
     batch = found.batch(range(5))
@@ -150,16 +146,16 @@ def test_demonstrations_of_one_prompt_are_one_group(scan: Scan) -> None:
     assert set(groups) == {0, 1, 2}
 
 
-def rows_of(batch: Any) -> Any:
+def rows_of(batch):
     return zip(batch.token_ids, batch.loss_mask, batch.attention_mask, strict=True)
 
 
-def completions(batch: Any) -> list[tuple[int, ...]]:
+def completions(batch):
     """The learned tokens of each row."""
     return [tuple(ids[learned].tolist()) for ids, learned, _ in rows_of(batch)]
 
 
-def test_an_updates_examples_depend_on_nothing_but_seed_and_step(backbone: Backbone, scan) -> None:
+def test_an_updates_examples_depend_on_nothing_but_seed_and_step(backbone, scan):
     found = scan([demonstrated(f"{i}?", f"{i}") for i in range(20)])
     forwards = [completions(found.at(3, step, 4)) for step in range(10)]
     assert [completions(found.at(3, step, 4)) for step in reversed(range(10))][::-1] == forwards
@@ -171,7 +167,7 @@ def test_an_updates_examples_depend_on_nothing_but_seed_and_step(backbone: Backb
     assert sorted(backbone.decode(row[:-1]) for row in forwards[0]) == ["0", "1", "17", "19"]
 
 
-def test_the_fingerprint_covers_tokens_order_and_where_the_prompt_ends(scan: Scan) -> None:
+def test_the_fingerprint_covers_tokens_order_and_where_the_prompt_ends(scan):
     a, b = demonstrated("1?", "ab"), demonstrated("2?", "b")
     known = [
         scan([a, b]),
@@ -187,8 +183,8 @@ def test_the_fingerprint_covers_tokens_order_and_where_the_prompt_ends(scan: Sca
 
 # -- rankings ----------------------------------------------------------------------------------------------------------
 def test_a_ranking_keeps_its_order_scores_and_sampled_tokens_and_each_other_completion_has_an_end(
-    backbone: Backbone, scan: Scan, make_prompt: Callable[..., Prompt]
-) -> None:
+    backbone, scan, make_prompt
+):
     mine = ranked("2?", "x", "y", tokenizer=tokenizer_fingerprint(backbone.tokenizer))
     given = [ranked("1?", "abc", "d", "ef"), replace(mine, completion_ids=((9, 9), (8,)))]
     ranking, sampled = scan(given).rankings
@@ -198,7 +194,7 @@ def test_a_ranking_keeps_its_order_scores_and_sampled_tokens_and_each_other_comp
     assert ranking.scores == (2.0, 1.0, 0.0)
 
 
-def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_pair_is_dropped(scan) -> None:
+def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_pair_is_dropped(scan):
     # Limit 3: "ab" and its end fit, "abc" does not. Of the second ranking one completion is left, which is no pair.
     found = scan([ranked("1?", "abc", "ab", "b"), ranked("2?", "abc", "ab")], limit=3)
     [ranking] = found.rankings
@@ -216,7 +212,7 @@ def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_
     assert len(scan([tied, ranked("2?", "a", "b")], limit=3).rankings) == 1
 
 
-def test_rankings_of_an_update_depend_on_seed_step_and_what_they_are_for(scan: Scan) -> None:
+def test_rankings_of_an_update_depend_on_seed_step_and_what_they_are_for(scan):
     found = scan([ranked(f"{i}?", "a", "b") for i in range(12)])
 
     def prompts(seed: int, purpose: str) -> list[tuple[int, ...]]:
@@ -228,14 +224,14 @@ def test_rankings_of_an_update_depend_on_seed_step_and_what_they_are_for(scan: S
     assert prompts(1, "rankings") != prompts(1, "replay")
 
 
-def test_the_fingerprint_of_rankings_covers_their_scores(scan: Scan) -> None:
+def test_the_fingerprint_of_rankings_covers_their_scores(scan):
     mine = ranked("1?", "a", "b")
     others = [replace(mine, scores=(2.0, 0.0)), replace(mine, completions=("b", "a")), ranked("2?", "a", "b")]
     assert len({scan([one]).fingerprint for one in (mine, *others)}) == 4
 
 
 # -- prompts that have begun to say something --------------------------------------------------------------------------
-def test_a_think_that_the_prompt_has_opened_is_not_taught_a_second_time() -> None:
+def test_a_think_that_the_prompt_has_opened_is_not_taught_a_second_time():
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -266,7 +262,7 @@ ASKED = Prompt(id="p", messages=({"role": "user", "content": "2 + 3?"},), answer
 NEXT = {"role": "user", "content": "And 4?"}
 
 
-def test_what_is_learned_is_what_the_template_writes() -> None:
+def test_what_is_learned_is_what_the_template_writes():
     for name, shape in SHAPES.items():
         tokenizer = shaped_tokenizer(name)
         found = scan_demonstrations(
@@ -293,7 +289,7 @@ def test_what_is_learned_is_what_the_template_writes() -> None:
         assert any(tokenizer(whole)["input_ids"][: len(own)] == own for whole in wholes), name  # type: ignore[index]
 
 
-def test_turns_that_a_template_refuses_or_drops_a_part_of_are_learned_as_texts() -> None:
+def test_turns_that_a_template_refuses_or_drops_a_part_of_are_learned_as_texts():
     tokenizer = shaped_tokenizer("a base with another end")
     refusing = "{% if messages[-1].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
     tokenizer = with_attributes(tokenizer, chat_template=refusing + str(tokenizer.chat_template))
@@ -308,7 +304,7 @@ def test_turns_that_a_template_refuses_or_drops_a_part_of_are_learned_as_texts()
     assert "it drops a part of their text" in note
 
 
-def test_a_models_ends_are_those_of_its_files(tmp_path: Path, tiny_path: Path) -> None:
+def test_a_models_ends_are_those_of_its_files(tmp_path, tiny_path):
     """generation_config.json names further ends; without it config.json does."""
     tokenizer = shaped_tokenizer("a base with another end")
     own = turn_ends(tokenizer, "chat").ids
@@ -326,16 +322,14 @@ def test_a_models_ends_are_those_of_its_files(tmp_path: Path, tiny_path: Path) -
 
 
 # -- pretraining texts -------------------------------------------------------------------------------------------------
-def test_texts_come_in_file_order_and_as_they_stand_with_what_is_given_before_them(write, tmp_path: Path) -> None:
+def test_texts_come_in_file_order_and_as_they_stand_with_what_is_given_before_them(write, tmp_path):
     rows = [("", " a\n"), (" q\n", "é <|im_end|>"), (" ", "a"), ("", "a")]
     file = str(write(tmp_path / "a.jsonl", *({"before": before, "body": body} for before, body in rows)))
     assert load_texts(file, "body", None) == [Text(context="", text=text) for _, text in rows]
     assert load_texts(file, "body", "before") == [Text(context=before, text=text) for before, text in rows]
 
 
-def test_the_script_gives_the_text_that_ships_about_problems_of_the_training_split(
-    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_gives_the_text_that_ships_about_problems_of_the_training_split(backbone, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     maker: Any = importlib.import_module("make_arithmetic_examples")
     texts = load_texts("embedded:arithmetic-text", "text", "given")
@@ -352,44 +346,44 @@ def test_the_script_gives_the_text_that_ships_about_problems_of_the_training_spl
 LIMITS: dict[str, Any] = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
 
 
-def letters(texts: Sequence[str], **keys: Any) -> dict[str, list[list[int]]]:
+def letters(texts, **keys):
     """A tokenizer whose tokens are characters, with their code points: a is 97."""
     return {"input_ids": [[ord(sign) for sign in text] for text in texts]}
 
 
-def parted(texts: Sequence[str]) -> list[Text]:
+def parted(texts):
     """Texts written as given^learned, or as learned alone."""
     return [Text(context=given, text=text) for given, _, text in (written.rpartition("^") for written in texts)]
 
 
-def pretraining(texts: Sequence[str], **keys: Any) -> PretrainText:
+def pretraining(texts, **keys):
     return scan_texts(parted(texts), letters, **LIMITS | keys)  # type: ignore[arg-type]
 
 
-def words(texts: Sequence[TextTokens]) -> list[str]:
+def words(texts):
     return ["".join(map(chr, text.ids)) for text in texts]
 
 
-def written(texts: Sequence[TextTokens]) -> list[str]:
+def written(texts):
     """Each as given^learned."""
     return [
         f"{word[: text.num_given]}^{word[text.num_given :]}" for word, text in zip(words(texts), texts, strict=True)
     ]
 
 
-def texts_in(batch: Batch) -> list[str]:
+def texts_in(batch):
     """The texts of a batch."""
     kept = (ids[mask].tolist() for ids, mask in zip(batch.token_ids, batch.attention_mask, strict=True))
     return ["".join(map(chr, ids)) for ids in kept]
 
 
-def digest(text: str) -> bytes:
+def digest(text):
     """sha256 of the tokens, int32 with the lowest byte first."""
     return hashlib.sha256(b"".join(ord(sign).to_bytes(4, "little") for sign in text)).digest()
 
 
 # -- texts as tokens ---------------------------------------------------------------------------------------------------
-def test_texts_are_cut_at_the_limit_and_dropped_below_two_tokens_with_a_word() -> None:
+def test_texts_are_cut_at_the_limit_and_dropped_below_two_tokens_with_a_word():
     # Of 5 texts "a" has 1 token; "bcdef" has 5 and "ghij" 4, which are more than 3; "klm" is exactly at the limit.
     found = pretraining(["a", "bcdef", "ghij", "klm", "no"], max_tokens=3)
     assert sorted(words([*found.train_texts, *found.held_out_texts])) == ["bcd", "ghi", "klm", "no"]
@@ -403,7 +397,7 @@ def test_texts_are_cut_at_the_limit_and_dropped_below_two_tokens_with_a_word() -
     )
 
 
-def test_what_is_given_counts_towards_the_limit_and_is_never_learned() -> None:
+def test_what_is_given_counts_towards_the_limit_and_is_never_learned():
     # 4 tokens in all: "ab^cdef" loses "ef"; "ghij^k" and "lmnop^q" have nothing left to learn; "rst^u" just fits; of
     # "^vw" and "xy" the first token is given.
     texts = ["ab^cdef", "ghij^k", "lmnop^q", "rst^u", "^vw", "xy", "z^0"]
@@ -415,7 +409,7 @@ def test_what_is_given_counts_towards_the_limit_and_is_never_learned() -> None:
     )
 
 
-def test_what_is_given_and_what_is_learned_are_tokenised_each_for_itself() -> None:
+def test_what_is_given_and_what_is_learned_are_tokenised_each_for_itself():
     def pairs(texts: Sequence[str], **keys: Any) -> dict[str, list[list[int]]]:
         """A tokenizer whose tokens are characters, except that "ab" is one, "X"."""
         return letters([text.replace("ab", "X") for text in texts])
@@ -424,7 +418,7 @@ def test_what_is_given_and_what_is_learned_are_tokenised_each_for_itself() -> No
     assert sorted(written([*found.train_texts, *found.held_out_texts])) == ["cX^d", "ca^bd"]
 
 
-def test_special_tokens_in_a_text_are_read_as_such_and_none_are_added(backbone: Backbone, caplog) -> None:
+def test_special_tokens_in_a_text_are_read_as_such_and_none_are_added(backbone, caplog):
     long = "<|im_start|>" + "A" * 600  # more than the model's 512
     with caplog.at_level(logging.WARNING):
         found = scan_texts(parted([long, "A<|im_end|>"]), backbone.tokenizer, **LIMITS | {"max_tokens": 3})
@@ -433,7 +427,7 @@ def test_special_tokens_in_a_text_are_read_as_such_and_none_are_added(backbone: 
     assert caplog.text == ""
 
 
-def test_held_out_texts_are_those_of_the_lowest_hashes_in_the_order_of_the_file() -> None:
+def test_held_out_texts_are_those_of_the_lowest_hashes_in_the_order_of_the_file():
     texts = [f"text {i}" for i in range(40)]
     found = pretraining(texts, held_out=6)
     lowest = set(sorted(texts, key=digest)[:6])
@@ -444,7 +438,7 @@ def test_held_out_texts_are_those_of_the_lowest_hashes_in_the_order_of_the_file(
     assert set(words(pretraining(texts, held_out=9).held_out_texts)) > lowest
 
 
-def test_a_text_that_is_held_out_is_trained_on_nowhere() -> None:
+def test_a_text_that_is_held_out_is_trained_on_nowhere():
     # Each text three times, once with an end that is cut off: after the cut all three are the same.
     texts = [f"{i:03d}{end}" for end in ("", "", " more") for i in range(40)]
     found = pretraining(texts, max_tokens=3, held_out=10)
@@ -460,7 +454,7 @@ def test_a_text_that_is_held_out_is_trained_on_nowhere() -> None:
     assert not set(held_out) & set(train)
 
 
-def test_the_fingerprint_covers_the_tokens_of_all_texts_which_are_given_and_their_order() -> None:
+def test_the_fingerprint_covers_the_tokens_of_all_texts_which_are_given_and_their_order():
     # Each text: how many tokens are given, in 4 bytes with the lowest first, and the digest of all its tokens.
     one = b"\x01\0\0\0"
     by_hand = hashlib.sha256(one + digest("ab") + one + digest("cde") + one + digest("f g")).hexdigest()
@@ -495,7 +489,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_too_little_text_is_refused(keys: dict[str, int], message: str) -> None:
+def test_too_little_text_is_refused(keys, message):
     texts = ["ab", "cd", "ef", "ab", "x"]
     with pytest.raises(UserError) as refusal:
         pretraining(texts, **keys)
@@ -507,11 +501,11 @@ def test_too_little_text_is_refused(keys: dict[str, int], message: str) -> None:
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------
-def tokens(ids: Sequence[int], num_given: int) -> TextTokens:
+def tokens(ids, num_given):
     return TextTokens(ids=np.array(ids, dtype=np.int32), num_given=num_given)
 
 
-def test_a_text_is_a_row_whose_given_tokens_are_the_prompt_and_the_rest_predicted() -> None:
+def test_a_text_is_a_row_whose_given_tokens_are_the_prompt_and_the_rest_predicted():
     # Token 0 is a token like others, also at the end of a text: lengths say what is padding.
     batch = as_batch([tokens([7, 5, 0], 1), tokens([3, 4], 1), tokens([0, 6, 8, 9], 3)])
     assert batch.token_ids.tolist() == [[7, 5, 0, 0], [3, 4, 0, 0], [0, 6, 8, 9]]
@@ -525,12 +519,12 @@ def test_a_text_is_a_row_whose_given_tokens_are_the_prompt_and_the_rest_predicte
 
 
 @pytest.fixture
-def ten() -> PretrainText:
+def ten():
     """9 texts to train on, 2 an update, 3 updates a step."""
     return pretraining([f"text {i}" for i in range(10)], sequences_per_update=2, updates_per_step=3)
 
 
-def test_updates_go_through_the_texts_pass_after_pass(ten: PretrainText) -> None:
+def test_updates_go_through_the_texts_pass_after_pass(ten):
     # A pass of 9 texts has 4 whole updates; so updates 0..3 (step 0, and the first of step 1) are one pass, and so on.
     updates = [texts_in(ten.batch(5, step, update)) for step in range(8) for update in range(3)]
     for start in range(0, 24, 4):
@@ -540,7 +534,7 @@ def test_updates_go_through_the_texts_pass_after_pass(ten: PretrainText) -> None
     assert updates[0] != updates[4]
 
 
-def test_an_updates_texts_depend_on_nothing_but_seed_step_and_update(ten: PretrainText) -> None:
+def test_an_updates_texts_depend_on_nothing_but_seed_step_and_update(ten):
     forwards = [texts_in(ten.batch(5, step, update)) for step in range(8) for update in range(3)]
     permutation.cache_clear()
     backwards = [texts_in(ten.batch(5, step, update)) for step in reversed(range(8)) for update in reversed(range(3))]
@@ -552,13 +546,13 @@ def test_an_updates_texts_depend_on_nothing_but_seed_step_and_update(ten: Pretra
     assert forwards[:2] == [["text 2", "text 4"], ["text 9", "text 7"]]
 
 
-def test_an_update_that_a_step_does_not_have_is_refused(ten: PretrainText) -> None:
+def test_an_update_that_a_step_does_not_have_is_refused(ten):
     for update in (-1, 3):
         with pytest.raises(ValueError, match="a step has 3 updates"):
             ten.batch(5, 0, update)
 
 
-def test_the_loss_is_that_of_each_text_by_itself(backbone: Backbone) -> None:
+def test_the_loss_is_that_of_each_text_by_itself(backbone):
     """Each text alone in the model's own forward, without packing, padding or masks, is the reference."""
     answer = "<think>3+4=7</think><answer>7</answer><|im_end|>"
     texts = parted(["<|im_start|>user\n^What is 1 + 2?", "2+2=4", "a^b", f"3 + 4?^{answer}"])
@@ -577,7 +571,7 @@ def test_the_loss_is_that_of_each_text_by_itself(backbone: Backbone) -> None:
         assert text_loss(roles, found.batch(0, 0, 0), token_budget) == pytest.approx(total / tokens, rel=2e-6)
 
 
-def test_the_shipped_text_begins_at_the_loss_that_the_embedded_model_was_taught(backbone: Backbone) -> None:
+def test_the_shipped_text_begins_at_the_loss_that_the_embedded_model_was_taught(backbone):
     """Only answers are learned: the questions, which the model was never taught, would cost it 10 nats per token."""
     texts = load_texts("embedded:arithmetic-text", "text", "given")
     found = scan_texts(texts, backbone.tokenizer, **LIMITS | {"held_out": 128})

@@ -1,11 +1,8 @@
 """Images in rows: every form of them, their places in the question, and what is refused by row and key."""
 
-from __future__ import annotations
-
 import base64
 import json
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ CONTENT = {name: drawing(name).data for name in ("3-a", "4-b", "1-c", "2-d", "5-
 A, B, *_ = CONTENT.values()
 
 
-def test_an_image_has_one_digest_in_each_form(tmp_path: Path) -> None:
+def test_an_image_has_one_digest_in_each_form(tmp_path):
     file = tmp_path / "a.png"
     file.write_bytes(A)
     text = base64.b64encode(A).decode()
@@ -42,12 +39,12 @@ def test_an_image_has_one_digest_in_each_form(tmp_path: Path) -> None:
         ("data:image/png;base64,%", "no base64"),
     ],
 )
-def test_what_is_no_image_is_refused(value: Any, problem: str) -> None:
+def test_what_is_no_image_is_refused(value, problem):
     with pytest.raises(RowError, match=problem):
         image_of(value, "picture")
 
 
-def asked(content: Any) -> list[dict[str, Any]]:
+def asked(content):
     return [{"role": "user", "content": content}]
 
 
@@ -70,7 +67,7 @@ TEXT_PART = {"type": "text", "text": "How many?"}
          f"{IMAGE}?"),
     ],
 )  # fmt: skip
-def test_images_stand_where_the_row_says(question: Any, field: Any, expected: str) -> None:
+def test_images_stand_where_the_row_says(question, field, expected):
     row, images = with_images({"asked": question, "picture": field}, "asked", "picture" if field else None)
     found = row["asked"]
     if isinstance(found, list):
@@ -90,12 +87,12 @@ def test_images_stand_where_the_row_says(question: Any, field: Any, expected: st
         (None, [A], "the question is null"),
     ],
 )
-def test_images_without_a_place_are_refused(question: Any, field: Any, problem: str) -> None:
+def test_images_without_a_place_are_refused(question, field, problem):
     with pytest.raises(RowError, match=problem):
         with_images({"asked": question, "picture": field}, "asked", "picture" if field else None)
 
 
-def test_rows_of_parquet_with_bytes_and_of_json_with_base64_are_the_same_prompts(make_data, tmp_path: Path) -> None:
+def test_rows_of_parquet_with_bytes_and_of_json_with_base64_are_the_same_prompts(make_data, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -113,7 +110,7 @@ def test_rows_of_parquet_with_bytes_and_of_json_with_base64_are_the_same_prompts
     assert {answer: images[0].data for answer, images in found[0].items()} == expected
 
 
-def test_images_of_a_hub_set_stay_as_they_are_stored(make_data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_a_hub_set_stay_as_they_are_stored(make_data, monkeypatch):
     """In a column, in a list, and in the parts of a chat; `datasets` would decode each at every access."""
     import datasets
 
@@ -142,7 +139,7 @@ def test_images_of_a_hub_set_stay_as_they_are_stored(make_data, monkeypatch: pyt
     assert all(prompt.messages[0]["content"] == f"{IMAGE}?" for prompt in prompts)
 
 
-def test_a_bad_image_is_refused_by_row_and_key(load) -> None:
+def test_a_bad_image_is_refused_by_row_and_key(load):
     row = {"prompt": "How many?", "answer": "1", "picture": "missing.png"}
     with pytest.raises(UserError, match=r"^data\.image_field: .*a\.jsonl.*1.*names no file"):
         load(row, image_field="picture")
@@ -150,7 +147,7 @@ def test_a_bad_image_is_refused_by_row_and_key(load) -> None:
         load(row, image_field="picture", few_shot=1)
 
 
-def test_images_stand_at_their_marks_or_before_the_question_and_any_other_number_is_refused(tmp_path: Path) -> None:
+def test_images_stand_at_their_marks_or_before_the_question_and_any_other_number_is_refused(tmp_path):
     """Marks and images of each number up to 3, as text, in chats of both forms and in parts, over one or two turns."""
     images = list(CONTENT.values())[:3]
     for marks, number, form, turns in product(range(4), range(4), ("text", "role", "from", "parts"), (1, 2)):
@@ -176,7 +173,7 @@ def test_images_stand_at_their_marks_or_before_the_question_and_any_other_number
         assert (read, [image.data for image in found]) == ("|x|".join(expected), images[:number])
 
 
-def test_images_stand_where_their_numbers_are() -> None:
+def test_images_stand_where_their_numbers_are():
     """Each order of up to three numbered marks, and numbers that are none of the images'."""
     images = list(CONTENT.values())[:3]
     for count in (1, 2, 3):
@@ -192,8 +189,8 @@ def test_images_stand_where_their_numbers_are() -> None:
 
 
 def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them(
-    make_data, make_demonstrations, make_preferences, tmp_path: Path
-) -> None:
+    make_data, make_demonstrations, make_preferences, tmp_path
+):
     """Each form of an image x names of fields x prompts, demonstrations and preferences; the named key then works."""
 
     def parsed(row: dict[str, Any], make: Any = make_data, **keys: str) -> list[Any]:
@@ -233,7 +230,7 @@ def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
-def test_other_names_of_roles_are_these_roles() -> None:
+def test_other_names_of_roles_are_these_roles():
     """Names x upper and lower case x both forms of messages."""
     call = json.dumps({"name": "add", "arguments": {"a": 1}})
     names = {"human": "user", "prompter": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",

@@ -1,7 +1,5 @@
 """The same rows are the same prompts in every kind of file, and a bad row is named by its file and place."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip
@@ -13,7 +11,6 @@ import lzma
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -30,12 +27,12 @@ from rlft.data.examples import load_texts
 from rlft.data.files import ANSWERS, CHATS, PROMPTS, files_at, tables
 from rlft.data.records import Stored
 from rlft.data.tables import JsonDocument, JsonLines, Parquet
-from rlft.types import Prompt, Split, UserError
+from rlft.types import Split, UserError
 
 ROWS = [{"prompt": f'Line one,\n"{i}" ä?', "answer": str(i)} for i in range(40)]
 
 
-def as_csv(rows: Sequence[dict[str, Any]], delimiter: str = ",") -> bytes:
+def as_csv(rows, delimiter=","):
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter)
     writer.writeheader()
@@ -43,13 +40,13 @@ def as_csv(rows: Sequence[dict[str, Any]], delimiter: str = ",") -> bytes:
     return text.getvalue().encode()
 
 
-def as_parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+def as_parquet(rows):
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), buffer, row_group_size=7)
     return buffer.getvalue()
 
 
-def as_lines(rows: Sequence[Any]) -> bytes:
+def as_lines(rows):
     return "\n".join(map(json.dumps, rows)).encode()
 
 
@@ -73,17 +70,17 @@ KINDS: dict[str, Callable[[Sequence[dict[str, Any]]], bytes]] = {
 }
 
 
-def read(make_data: Callable[..., Any], path: Path, **keys: Any) -> list[Sequence[Prompt]]:
+def read(make_data, path, **keys):
     data = make_data("jsonl", path=str(path), **keys)
     return [data.load(split) for split in Split]
 
 
-def content(found: list[Sequence[Prompt]]) -> list[list[tuple[str, str]]]:
+def content(found):
     return [[(prompt.messages[0]["content"], prompt.answer) for prompt in prompts] for prompts in found]
 
 
 @each("name", list(KINDS))
-def test_rows_are_the_same_whatever_file_holds_them(make_data, tmp_path: Path, monkeypatch, name: str) -> None:
+def test_rows_are_the_same_whatever_file_holds_them(make_data, tmp_path, monkeypatch, name):
     (tmp_path / "same.jsonl").write_bytes(as_lines(ROWS))
     expected = content(read(make_data, tmp_path / "same.jsonl"))
     assert sum(map(len, expected)) == 40
@@ -98,7 +95,7 @@ def test_rows_are_the_same_whatever_file_holds_them(make_data, tmp_path: Path, m
         assert [[prompts[i] for i in range(len(prompts) - 1, -1, -1)][::-1] for prompts in large] == held
 
 
-def test_the_files_of_a_folder_are_read_as_one(make_data, tmp_path: Path, monkeypatch) -> None:
+def test_the_files_of_a_folder_are_read_as_one(make_data, tmp_path, monkeypatch):
     folder = tmp_path / "set"
     (folder / "data").mkdir(parents=True)
     for i, name in enumerate(("train-00000-of-00002.parquet", "train-00001-of-00002.parquet")):
@@ -129,7 +126,7 @@ LAYOUTS: list[tuple[str, str | list[str]]] = [  # (files, those that are read, o
 
 
 @each(("names", "expected"), LAYOUTS)
-def test_a_folder_is_read_by_the_names_in_it(tmp_path_factory, names: str, expected: list[str] | str) -> None:
+def test_a_folder_is_read_by_the_names_in_it(tmp_path_factory, names, expected):
     folder = tmp_path_factory.mktemp("layout")
     for name in names.split():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -143,7 +140,7 @@ def test_a_folder_is_read_by_the_names_in_it(tmp_path_factory, names: str, expec
     assert str(refusal.value).startswith("data.path: ")
 
 
-def test_a_folder_holds_out_its_own_test_files_where_that_is_said(make_data, tmp_path: Path, caplog) -> None:
+def test_a_folder_holds_out_its_own_test_files_where_that_is_said(make_data, tmp_path, caplog):
     (tmp_path / "train.csv").write_bytes(as_csv(ROWS[:30]))
     (tmp_path / "test.csv").write_bytes(as_csv(ROWS[30:]))
     with caplog.at_level(logging.WARNING):
@@ -154,7 +151,7 @@ def test_a_folder_holds_out_its_own_test_files_where_that_is_said(make_data, tmp
     assert held_out[0].id == "test.csv:2"  # below the header
 
 
-def test_a_file_is_known_by_its_first_bytes_where_its_name_says_nothing(tmp_path: Path) -> None:
+def test_a_file_is_known_by_its_first_bytes_where_its_name_says_nothing(tmp_path):
     kinds = {"rows.txt": as_lines(ROWS), "rows": as_parquet(ROWS), "rows.data": json.dumps(ROWS).encode()}
     for name, bytes_ in kinds.items():
         (tmp_path / name).write_bytes(bytes_)
@@ -163,8 +160,8 @@ def test_a_file_is_known_by_its_first_bytes_where_its_name_says_nothing(tmp_path
 
 
 def test_preferences_demonstrations_and_texts_are_read_from_the_same_files(
-    make_demonstrations, make_preferences, tmp_path: Path
-) -> None:
+    make_demonstrations, make_preferences, tmp_path
+):
     rows = [{"prompt": f"{i}?", "completion": "x", "chosen": "a", "rejected": "b"} for i in range(40)]
     for name in ("a.csv", "array.json", "a.parquet", "a.jsonl.gz"):
         (tmp_path / name).write_bytes(KINDS[name](rows))
@@ -183,7 +180,7 @@ CHAT = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "co
 SECTIONS = {"data": "train", "demonstrations": "sft", "preferences": "rm"}
 
 
-def keys_read(section: str, row: dict[str, Any], folder: Path, *words: str) -> dict[str, Any]:
+def keys_read(section, row, folder, *words):
     """The keys of the section, after a file with such rows was looked at."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for _ in range(3)))
@@ -196,7 +193,7 @@ PAIRS = [*((prompt, ANSWERS[0]) for prompt in PROMPTS), *((PROMPTS[0], answer) f
 
 
 @each(("prompt", "answer"), PAIRS)
-def test_any_pair_of_usual_names_is_read_without_keys(prompt: str, answer: str, tmp_path: Path) -> None:
+def test_any_pair_of_usual_names_is_read_without_keys(prompt, answer, tmp_path):
     row = {"id": 3, prompt: "What is 1 + 1?", answer: "2", "source": "x"}
     values = keys_read("data", row, tmp_path)
     assert (values["prompt_field"], values["answer_field"]) == (prompt, answer)
@@ -205,20 +202,20 @@ def test_any_pair_of_usual_names_is_read_without_keys(prompt: str, answer: str, 
 
 
 @each(("prompt", "chosen", "rejected"), [(p, *CHOICES[i % len(CHOICES)]) for i, p in enumerate(PROMPTS)])
-def test_pairs(prompt: str, chosen: str, rejected: str, tmp_path: Path) -> None:
+def test_pairs(prompt, chosen, rejected, tmp_path):
     values = keys_read("preferences", {prompt: "1 + 1?", chosen: "2", rejected: "3"}, tmp_path)
     assert [values[f"{key}_field"] for key in ("prompt", "chosen", "rejected")] == [prompt, chosen, rejected]
 
 
 @each(("name", "section"), itertools.product(CHATS, ("data", "demonstrations")))
-def test_chats(name: str, section: str, tmp_path: Path) -> None:
+def test_chats(name, section, tmp_path):
     values = keys_read(section, {name: CHAT}, tmp_path)
     assert values["messages_field"] == name
     assert values.get("answer_field") is None
 
 
 @each(("prompt", "answer"), PAIRS)
-def test_a_name_of_ones_own_stays_and_the_others_are_guessed(prompt: str, answer: str, tmp_path: Path) -> None:
+def test_a_name_of_ones_own_stays_and_the_others_are_guessed(prompt, answer, tmp_path):
     values = keys_read("data", {prompt: "1 + 1?", "gold": "2"}, tmp_path, "data.answer_field=gold")
     assert (values["prompt_field"], values["answer_field"]) == (prompt, "gold")
     values = keys_read("data", {"asked": "1 + 1?", answer: "2"}, tmp_path, "data.prompt_field=asked")
@@ -241,9 +238,7 @@ def test_a_name_of_ones_own_stays_and_the_others_are_guessed(prompt: str, answer
         ({"messages": CHAT}, ("data.messages_field=messages", "data.answer_field=null"), ("prompt", None)),
     ],
 )
-def test_what_a_row_leaves_open_is_not_guessed(
-    row: dict[str, Any], words: tuple[str, ...], read_with: tuple[str, str | None], tmp_path: Path
-) -> None:
+def test_what_a_row_leaves_open_is_not_guessed(row, words, read_with, tmp_path):
     values = keys_read("data", row, tmp_path, *words)
     assert (values["prompt_field"], values["answer_field"]) == read_with
 
@@ -284,8 +279,8 @@ WRONG = [
 
 @each(("command", "section", "kind", "key"), WRONG)
 def test_a_wrong_name_of_ones_own_is_refused_by_its_key_with_the_fields_of_the_row(
-    command: str, section: str, kind: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    command, section, kind, key, tmp_path, capsys
+):
     row, _ = NEEDED[section][kind]
     (file := tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     for wrong, remedy in (("nope", "name one of these"), (f"{[*row][-1]}x", f"did you mean {[*row][-1]}?")):
@@ -296,13 +291,13 @@ def test_a_wrong_name_of_ones_own_is_refused_by_its_key_with_the_fields_of_the_r
         assert capsys.readouterr().err.splitlines() == [said]
 
 
-def test_rows_that_are_read_as_they_are_keep_their_keys(tmp_path: Path) -> None:
+def test_rows_that_are_read_as_they_are_keep_their_keys(tmp_path):
     row = {"prompt": "1 + 1?", "answer": "2", "question": "2 + 2?", "response": "4"}
     assert keys_read("data", row, tmp_path)["prompt_field"] == "prompt"
     assert keys_read("data", row | {"q": "?"}, tmp_path, "data.prompt_field=q")["prompt_field"] == "q"
 
 
-def test_a_table_is_read_and_the_guess_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_is_read_and_the_guess_is_said(tmp_path, caplog):
     with (tmp_path / "mine.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("problem", "solution"), ("1 + 1?", "2")])
     plain = settled(compose(("data=jsonl", f"data.path={tmp_path / 'mine.csv'}"), None, "train"))
@@ -311,7 +306,7 @@ def test_a_table_is_read_and_the_guess_is_said(tmp_path: Path, caplog: pytest.Lo
     assert caplog.messages == [f"{said}data.prompt_field=problem data.answer_field=solution"]
 
 
-def test_data_of_ones_own_class_are_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_ones_own_class_are_not_looked_into(tmp_path, monkeypatch):
     source = "class Rows:\n    def __init__(self, path, **keys):\n        self.path = path\n"
     (tmp_path / "rows_of_mine.py").write_text(source)
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?"}\n')
@@ -322,13 +317,13 @@ def test_data_of_ones_own_class_are_not_looked_into(tmp_path: Path, monkeypatch:
         assert settled(own)["data"] == own["data"]
 
 
-def test_a_first_record_without_rows_leaves_the_keys(tmp_path: Path) -> None:
+def test_a_first_record_without_rows_leaves_the_keys(tmp_path):
     nested = ("data.rows=items", "data.prompt_field=problem")
     for items, field in (([], "problem"), ([{"question": "1 + 1?", "answer": "2"}], "question")):
         assert keys_read("data", {"items": items}, tmp_path, *nested)["prompt_field"] == field
 
 
-def test_a_held_out_file_is_looked_at_too(tmp_path: Path) -> None:
+def test_a_held_out_file_is_looked_at_too(tmp_path):
     for name, row in (("train", {"prompt": "1 + 1?", "answer": "2"}), ("test", {"q": "1 + 2?", "answer": "3"})):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     files = (f"data.path={tmp_path / 'train.jsonl'}", f"data.held_out_path={tmp_path / 'test.jsonl'}")
@@ -351,7 +346,7 @@ print("torch" in sys.modules)
 """
 
 
-def test_a_wrong_field_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+def test_a_wrong_field_is_refused_before_torch_is_imported(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"q": "1 + 1?", "answer": "2"}\n')
     words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}")
@@ -361,9 +356,7 @@ def test_a_wrong_field_is_refused_before_torch_is_imported(tmp_path: Path) -> No
     assert done.stdout.splitlines() == [f"{problem}; {remedy}", "False"]
 
 
-def test_large_files_that_are_parsed_as_a_whole_are_not_parsed_before_the_run_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_that_are_parsed_as_a_whole_are_not_parsed_before_the_run_reads_them(tmp_path, monkeypatch):
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(50)], indent=1))
     words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}")
@@ -373,7 +366,7 @@ def test_large_files_that_are_parsed_as_a_whole_are_not_parsed_before_the_run_re
     resolve(settled(compose(words, None, "train")))
 
 
-def test_of_tables_that_know_their_extent_the_records_make_it_up(tmp_path: Path) -> None:
+def test_of_tables_that_know_their_extent_the_records_make_it_up(tmp_path):
     rows = [{"question": f"{i} + ä?", "answer": str(i)} for i in range(300)]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     cells = "".join(",".join(row) + "\n" for row in (rows[0], *(row.values() for row in rows))).encode()
@@ -396,7 +389,7 @@ def test_of_tables_that_know_their_extent_the_records_make_it_up(tmp_path: Path)
     assert all(0.95 < share <= 1 for share in known.values())
 
 
-def test_a_field_that_several_keys_name_is_not_blamed_on_one(tmp_path: Path) -> None:
+def test_a_field_that_several_keys_name_is_not_blamed_on_one(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"q": "1 + 1?"}\n')
     words = ("+recipe=grpo_arithmetic", "data=jsonl", f"data.path={file}", "data.image_field=prompt")

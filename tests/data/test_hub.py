@@ -21,7 +21,7 @@ NOBODY_LISTENS = "http://127.0.0.1:9"
 """The discard port: refused at once on any ordinary machine, so tests never leave it."""
 
 
-def load_in_a_fresh_process(folder: Path, endpoint: str, **keys: object) -> tuple[float, subprocess.CompletedProcess]:
+def load_in_a_fresh_process(folder, endpoint, **keys):
     """Seconds and result of loading data=gsm8k as a new program would, with an empty cache below `folder`."""
     code = f"""
 import yaml
@@ -39,7 +39,7 @@ print(len(prompts), prompts[0].answer)
     return time.monotonic() - start, ended
 
 
-def test_gsm8k_recipe_keys_read_a_folder_in_its_format(make_data, gsm8k_mini: Path) -> None:
+def test_gsm8k_recipe_keys_read_a_folder_in_its_format(make_data, gsm8k_mini):
     data = make_data("gsm8k", path=str(gsm8k_mini))
     train, held_out = data.load(Split.train), data.load(Split.held_out)
     assert (len(train), len(held_out)) == (24, 8)
@@ -50,7 +50,7 @@ def test_gsm8k_recipe_keys_read_a_folder_in_its_format(make_data, gsm8k_mini: Pa
     assert train[0].messages[1]["content"].startswith("Ines bakes 4 trays")
 
 
-def test_without_a_held_out_split_a_part_of_the_training_split_is_held_out(make_data, gsm8k_mini: Path) -> None:
+def test_without_a_held_out_split_a_part_of_the_training_split_is_held_out(make_data, gsm8k_mini):
     data = make_data("gsm8k", path=str(gsm8k_mini), held_out_split=None, held_out_fraction=0.3)
     one_file = make_data("gsm8k", path=str(gsm8k_mini / "train.jsonl"), held_out_fraction=0.3)
     for split in Split:
@@ -58,7 +58,7 @@ def test_without_a_held_out_split_a_part_of_the_training_split_is_held_out(make_
 
 
 @pytest.mark.parametrize("place", [".", "main", "data"])
-def test_the_sets_own_parquet_files_are_read(make_data, gsm8k_mini: Path, tmp_path: Path, place: str) -> None:
+def test_the_sets_own_parquet_files_are_read(make_data, gsm8k_mini, tmp_path, place):
     import pyarrow
     import pyarrow.parquet
 
@@ -75,7 +75,7 @@ def test_the_sets_own_parquet_files_are_read(make_data, gsm8k_mini: Path, tmp_pa
     assert [(p.messages, p.answer) for p in ours] == [(p.messages, p.answer) for p in theirs]
 
 
-def test_what_looks_like_a_path_or_exists_is_local(tmp_path: Path, monkeypatch) -> None:
+def test_what_looks_like_a_path_or_exists_is_local(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert local_path("openai/gsm8k", "data.path") is None
     Path("openai/gsm8k").mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_what_looks_like_a_path_or_exists_is_local(tmp_path: Path, monkeypatch) 
             local_path(missing, "data.path")
 
 
-def test_a_folder_without_the_files_is_refused(make_data, gsm8k_mini: Path, tmp_path: Path) -> None:
+def test_a_folder_without_the_files_is_refused(make_data, gsm8k_mini, tmp_path):
     shutil.copy(gsm8k_mini / "train.jsonl", tmp_path)
     with pytest.raises(UserError, match=r"^data\.path: the folder has no files of the split test, got") as refusal:
         make_data("gsm8k", path=str(tmp_path)).load(Split.train)
@@ -95,7 +95,7 @@ def test_a_folder_without_the_files_is_refused(make_data, gsm8k_mini: Path, tmp_
     assert len(kept.load(Split.train)) + len(kept.load(Split.held_out)) == 24
 
 
-def test_gsm8k_answers(make_data, write, tmp_path: Path) -> None:
+def test_gsm8k_answers(make_data, write, tmp_path):
     answers = {
         "so 9 * 2 = 18\n#### 18": "18", "#### -5": "-5", "#### 1,234,567": "1234567", "#### $20": "20",
         "#### 2.50": "2.50", "#### .5": ".5", "####7.": "7", "#### 1\n#### 2": "2",
@@ -105,7 +105,7 @@ def test_gsm8k_answers(make_data, write, tmp_path: Path) -> None:
     assert [prompt.answer for prompt in data.load(Split.held_out)] == list(answers.values())
 
 
-def test_without_network_and_files_it_stops_in_time_naming_both_keys(tmp_path: Path) -> None:
+def test_without_network_and_files_it_stops_in_time_naming_both_keys(tmp_path):
     seconds, ended = load_in_a_fresh_process(tmp_path, NOBODY_LISTENS)
     last = ended.stderr.strip().splitlines()[-1]
     assert "data.path: the hub cannot be reached" in last
@@ -115,14 +115,14 @@ def test_without_network_and_files_it_stops_in_time_naming_both_keys(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_hub_that_never_answers_costs_the_probe_only(tmp_path: Path) -> None:
+def test_a_hub_that_never_answers_costs_the_probe_only(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         seconds, ended = load_in_a_fresh_process(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert "data.path: the hub cannot be reached" in ended.stderr
     assert PROBE_SECONDS <= seconds < 15
 
 
-def test_a_cached_set_works_offline(gsm8k_mini: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_cached_set_works_offline(gsm8k_mini, tmp_path, monkeypatch):
     import datasets
 
     # The cache's layout for openai/gsm8k, main: made from the local files, then given the hub set's name.
@@ -156,7 +156,7 @@ def test_a_cached_set_works_offline(gsm8k_mini: Path, tmp_path: Path, monkeypatc
         ),
     ],
 )
-def test_what_the_hub_refuses_is_told_by_its_key(make_data, hub_sets, error, key: str, problem: str) -> None:
+def test_what_the_hub_refuses_is_told_by_its_key(make_data, hub_sets, error, key, problem):
     import datasets
 
     if isinstance(error, str):
@@ -168,14 +168,14 @@ def test_what_the_hub_refuses_is_told_by_its_key(make_data, hub_sets, error, key
     assert problem in str(refusal.value)
 
 
-def test_numbers_of_a_hub_set_are_those_that_it_holds() -> None:
+def test_numbers_of_a_hub_set_are_those_that_it_holds():
     """Else a run that is recorded could not resume: its prompts would be others."""
     rows = datasets.Dataset(pyarrow.table({"answer": pyarrow.array([0.1, 2.0], pyarrow.float32())}))
     assert [record.fields for record in HubTable(rows, "set", "train").records()] == rows.to_list()
     assert rows[0] == {"answer": 0.10000000149011612}
 
 
-def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, make_demonstrations, hub_sets) -> None:
+def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, make_demonstrations, hub_sets):
     hub_sets["test"] = [{"question": "1?", "answer": "#### 1"}]
     hub_sets["train"] = [{"question": "2?", "answer": "#### 2"}, {"q": 3}]
     data = make_data("gsm8k")

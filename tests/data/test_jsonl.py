@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import itertools
 import json
 import logging
 import random
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,15 @@ from rlft.data import jsonl
 from rlft.data.files import tables
 from rlft.data.prompts import PromptSet, scan, untokenised
 from rlft.data.records import RecordRow, Stored, first_by_identity
-from rlft.model.backbone import Backbone
 from rlft.types import Prompt, Split, UserError
 from tests.helpers.family_tokenizers import with_attributes
 
 
-def sums(count: int) -> list[dict]:
+def sums(count):
     return [{"prompt": f"{i} + {i} = ?", "answer": 2 * i} for i in range(count)]
 
 
-def test_a_row_becomes_a_prompt(make_data, write, tmp_path: Path) -> None:
+def test_a_row_becomes_a_prompt(make_data, write, tmp_path):
     file = write(tmp_path / "a.jsonl", {"q": "7 + 7?", "a": 14, "more": [1]}, {"q": "8 + 8?", "a": " 16 "})
     data = make_data(
         "jsonl",
@@ -46,7 +43,7 @@ def test_a_row_becomes_a_prompt(make_data, write, tmp_path: Path) -> None:
     assert [p.id for p in data.load(Split.held_out)] == ["b.jsonl:1"]
 
 
-def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, write, tmp_path: Path) -> None:
+def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, write, tmp_path):
     turns = [
         {"role": "system", "content": "own"},
         {"role": "user", "content": "a"},
@@ -67,7 +64,7 @@ def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, write, tm
     assert (last.messages, last.answer) == (tuple(turns), "d")
 
 
-def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(load) -> None:
+def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(load):
     def read(*parts: object) -> Prompt:
         [prompt] = load({"m": [{"role": "user", "content": list(parts)}], "answer": 1}, messages_field="m")
         return prompt
@@ -81,7 +78,7 @@ def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(load) -> N
         read()
 
 
-def test_the_pattern_takes_the_last_match_and_its_first_group(load) -> None:
+def test_the_pattern_takes_the_last_match_and_its_first_group(load):
     rows = [{"prompt": f"{i}", "answer": f"#### 1\nso\n#### {i},000"} for i in range(9)]
     grouped = load(*rows, answer_pattern=r"#### ([\d,]+)", answer_remove=",")
     whole = load(*rows, answer_pattern=r"[\d,]+")
@@ -89,7 +86,7 @@ def test_the_pattern_takes_the_last_match_and_its_first_group(load) -> None:
     assert [prompt.answer for prompt in whole] == [f"{i},000" for i in range(9)]
 
 
-def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make_data, write, tmp_path: Path) -> None:
+def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make_data, write, tmp_path):
     rows = sums(2000)
     # The same question twice, once with other white space, must not be on both sides.
     rows += [{"prompt": f"  {row['prompt'].replace(' ', '  ')}", "answer": 0} for row in rows]
@@ -101,7 +98,7 @@ def test_hash_splits_are_disjoint_and_complete_and_about_the_fraction_asked(make
     assert abs(len(set(asked[Split.held_out])) - 500) < 97
 
 
-def test_the_split_of_a_question_depends_on_nothing_else(make_data, write, tmp_path: Path) -> None:
+def test_the_split_of_a_question_depends_on_nothing_else(make_data, write, tmp_path):
     rows = sums(200)
     one = make_data("jsonl", path=str(write(tmp_path / "a.jsonl", *rows)))
     two = make_data("jsonl", path=str(write(tmp_path / "b.jsonl", *rows[::-2])), prompt_template="?{question}")
@@ -110,7 +107,7 @@ def test_the_split_of_a_question_depends_on_nothing_else(make_data, write, tmp_p
         assert prompt.messages[0]["content"].removeprefix("?") not in held_out
 
 
-def test_training_questions_that_are_held_out_are_left_out(make_data, write, tmp_path: Path, caplog) -> None:
+def test_training_questions_that_are_held_out_are_left_out(make_data, write, tmp_path, caplog):
     file, other = write(tmp_path / "a.jsonl", *sums(10)), write(tmp_path / "b.jsonl", *sums(3))
     data = make_data("jsonl", path=str(file), held_out_path=str(other))
     with caplog.at_level(logging.WARNING):
@@ -122,13 +119,11 @@ def test_training_questions_that_are_held_out_are_left_out(make_data, write, tmp
 WORKED = {"answer_pattern": "#### (.*)", "prompt_template": "Q: {question}"}
 
 
-def worked(count: int) -> list[dict]:
+def worked(count):
     return [{"prompt": f"{i} + {i} = ?", "answer": f"so {{final}}\n#### {2 * i}"} for i in range(count)]
 
 
-def test_worked_examples_come_before_the_question_and_after_the_system_message(
-    make_data, write, tmp_path: Path
-) -> None:
+def test_worked_examples_come_before_the_question_and_after_the_system_message(make_data, write, tmp_path):
     path = str(write(tmp_path / "a.jsonl", *worked(50)))
     keys = {"path": path, "system_prompt": "Be brief.", **WORKED}
     plain = make_data("jsonl", **keys).load(Split.held_out)
@@ -148,7 +143,7 @@ def test_worked_examples_come_before_the_question_and_after_the_system_message(
     assert prompt.messages[2]["content"] == shown
 
 
-def test_examples_are_training_questions_and_never_the_question_itself(make_data, write, tmp_path: Path) -> None:
+def test_examples_are_training_questions_and_never_the_question_itself(make_data, write, tmp_path):
     rows = worked(40)
     # Asked twice, with other white space: still one example.
     rows += [row | {"prompt": f" {row['prompt']} "} for row in rows]
@@ -169,7 +164,7 @@ def test_examples_are_training_questions_and_never_the_question_itself(make_data
     assert len({example for examples in shown for example in examples}) == 4
 
 
-def test_a_chat_is_an_example_without_its_system_message(make_data, write, tmp_path: Path) -> None:
+def test_a_chat_is_an_example_without_its_system_message(make_data, write, tmp_path):
     def talk(i: int) -> list[dict]:
         turns = [("system", f"own {i}"), ("user", f"a {i}"), ("assistant", f"b {i}"), ("user", f"c {i}")]
         return [{"role": role, "content": text} for role, text in [*turns, ("assistant", f"d {i}")]]
@@ -182,7 +177,7 @@ def test_a_chat_is_an_example_without_its_system_message(make_data, write, tmp_p
     assert [m["content"] for m in second.messages] == ["own 1", "a 0", "b 0", "Q: c 0", "d 0", "a 1", "b 1", "Q: c 1"]
 
 
-def test_fields_that_rewards_read_go_with_the_prompt(load) -> None:
+def test_fields_that_rewards_read_go_with_the_prompt(load):
     row = {"prompt": "Add", "answer": "-", "tests": ["assert add(1, 2) == 3"]}
     (prompt,) = load(row, metadata_fields=["tests"])
     assert prompt.metadata == {"tests": ["assert add(1, 2) == 3"]}
@@ -207,7 +202,7 @@ def test_a_pattern_that_cuts_numbers_is_named_with_their_count_and_an_example(lo
     assert "cuts a number in 2 of 6 answers: a.jsonl:2 has the answer '80'" in caplog.text
 
 
-def test_numbers_and_booleans_are_written_out_and_one_that_is_missing_is_refused(load) -> None:
+def test_numbers_and_booleans_are_written_out_and_one_that_is_missing_is_refused(load):
     numbers = {1e-05: "0.00001", 1e16: "10000000000000000", 2.5: "2.5", 18.0: "18", -3: "-3", 1e-7: "0.0000001"}
     numbers |= {True: "true", False: "false", "yes": "yes"}
     prompts = load(*({"prompt": f"{i}", "answer": number} for i, number in enumerate(numbers)))
@@ -220,7 +215,7 @@ def test_numbers_and_booleans_are_written_out_and_one_that_is_missing_is_refused
 
 # -- large files -------------------------------------------------------------------------------------------------------
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path):
     """60 rows; `other.jsonl` beside it has some of their questions."""
     write(tmp_path / "mine.jsonl", range(60))
     write(tmp_path / "other.jsonl", range(0, 60, 7))
@@ -228,12 +223,12 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def streams(monkeypatch):
     """From its call on everything is large."""
     return lambda: monkeypatch.setattr(jsonl, "STREAMED_BYTES", 0)
 
 
-def write(file: Path, numbers: Sequence[int]) -> None:
+def write(file, numbers):
     """Questions of unlike lengths, some twice, with blank lines between them and a byte order mark before them."""
     lines = []
     for i in numbers:
@@ -258,15 +253,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("split", list(Split))
 @pytest.mark.parametrize("keys", WAYS.values(), ids=list(WAYS))
-def test_streamed_data_are_what_held_data_are(
-    keys: dict[str, Any],
-    split: Split,
-    mine: Path,
-    make_data: Callable[..., Any],
-    backbone: Backbone,
-    streams: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_streamed_data_are_what_held_data_are(keys, split, mine, make_data, backbone, streams, monkeypatch):
     monkeypatch.chdir(mine.parent)
     tokenizer = with_attributes(backbone.tokenizer, chat_template=THINKING)
 
@@ -296,7 +283,7 @@ def test_streamed_data_are_what_held_data_are(
         assert 5 < int(held_set.notes[0].split()[0]) < 50  # train prompts longer than the limit were dropped
 
 
-def test_the_files_of_a_hub_set_are_streamed_too(make_data, tmp_path: Path, streams) -> None:
+def test_the_files_of_a_hub_set_are_streamed_too(make_data, tmp_path, streams):
     for name, numbers in (("train", range(30)), ("test", range(5, 10))):
         rows = ({"question": f"{i}?", "answer": f"so\n#### {i}"} for i in numbers)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -309,7 +296,7 @@ def test_the_files_of_a_hub_set_are_streamed_too(make_data, tmp_path: Path, stre
     assert len(held[0]) == 25, "five questions are held out"
 
 
-def test_a_file_that_changes_while_it_is_in_use_changes_nothing(mine: Path, make_data, streams) -> None:
+def test_a_file_that_changes_while_it_is_in_use_changes_nothing(mine, make_data, streams):
     streams()
     prompts = make_data("jsonl", path=str(mine)).load(Split.train)
     before = list(prompts)
@@ -319,9 +306,7 @@ def test_a_file_that_changes_while_it_is_in_use_changes_nothing(mine: Path, make
     assert list(prompts) == before
 
 
-def test_a_folder_for_temporary_files_that_is_full_or_missing_is_refused(
-    mine: Path, make_data: Callable[..., Any], streams: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_for_temporary_files_that_is_full_or_missing_is_refused(mine, make_data, streams, monkeypatch):
     streams()
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "TemporaryFile", partial(Path("/dev/full").open, "w+b"))
@@ -336,7 +321,7 @@ def test_a_folder_for_temporary_files_that_is_full_or_missing_is_refused(
 
 
 @pytest.mark.parametrize("limit", [0, 2**30])
-def test_what_a_rows_own_reading_lacks_is_not_blamed_on_temporary_files(limit: int, mine: Path, monkeypatch) -> None:
+def test_what_a_rows_own_reading_lacks_is_not_blamed_on_temporary_files(limit, mine, monkeypatch):
     def parse(fields: Mapping[str, Any], row_id: str) -> list[Any]:
         raise FileNotFoundError("picture.png")
 
@@ -345,9 +330,7 @@ def test_what_a_rows_own_reading_lacks_is_not_blamed_on_temporary_files(limit: i
         jsonl.rows(tables([mine], "data.path"), parse, "data.path")
 
 
-def test_rows_that_are_learned_are_in_memory_and_not_in_a_file_as_well(
-    mine: Path, make_demonstrations: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, streams: Callable[[], None]
-) -> None:
+def test_rows_that_are_learned_are_in_memory_and_not_in_a_file_as_well(mine, make_demonstrations, monkeypatch, streams):
     made = make_demonstrations("jsonl", path=str(mine), completion_field="prompt")
     held = made.load(Split.train)
     streams()
@@ -356,7 +339,7 @@ def test_rows_that_are_learned_are_in_memory_and_not_in_a_file_as_well(
 
 
 @pytest.mark.slow
-def test_what_is_held_of_large_data_is_16_bytes_a_row(make_data, tmp_path: Path, streams) -> None:
+def test_what_is_held_of_large_data_is_16_bytes_a_row(make_data, tmp_path, streams):
     streams()
     file = tmp_path / "large.jsonl"
     with file.open("w") as lines:
@@ -373,7 +356,7 @@ def test_what_is_held_of_large_data_is_16_bytes_a_row(make_data, tmp_path: Path,
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-def test_the_first_rows_by_identity_are_those_of_all_rows_sorted() -> None:
+def test_the_first_rows_by_identity_are_those_of_all_rows_sorted():
     drawn = random.Random(0)
     for number, kinds in itertools.product((1, 2, 5), (1, 3, 40)):
         rows = [RecordRow(identity=f"{drawn.randrange(kinds):03}", made=i) for i in range(100)]

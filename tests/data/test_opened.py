@@ -1,7 +1,5 @@
 """Files that are not read are known by their first bytes, and the refusal says how their rows can be had."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -9,14 +7,13 @@ import pickle
 import subprocess
 import zipfile
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from rlft.types import Split, UserError
 
 
-def test_what_is_not_read_is_named_with_the_way(make_data, tmp_path: Path) -> None:
+def test_what_is_not_read_is_named_with_the_way(make_data, tmp_path):
     """The way is run where a tool for it is everywhere."""
     rows = [{"prompt": f"{i}?", "answer": "1"} for i in range(8)]
     text = "prompt,answer\n" + "".join(f"{i}. Où?,Café\n" for i in range(20))

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 from data_rows import says, user
 
 from rlft.data.fields import RowError, TypedRow, UselessRow
-from rlft.data.preferences import RankingSet
 from rlft.data.records import sampled_with
 from rlft.types import Ranking, Split, UserError
 
@@ -18,18 +16,18 @@ PAIR = {"prompt": "1?", "chosen": "good", "rejected": "bad"}
 
 
 @pytest.fixture
-def scan(make_preferences, trained_rows) -> Callable[..., RankingSet]:
+def scan(make_preferences, trained_rows):
     return partial(trained_rows, make_preferences)
 
 
-def told(found: RankingSet) -> list[tuple[str, list[str], list[tuple[str, float]]]]:
+def told(found):
     """(prompt id, contents of the prompt, completions with their scores) of each."""
     scored = [(r.prompt, list(zip(r.completions, r.scores, strict=True))) for r in found.rankings]
     return [(prompt.id, [m["content"] for m in prompt.messages], completions) for prompt, completions in scored]
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
-def test_a_pair_after_a_prompt_scores_one_and_zero(scan) -> None:
+def test_a_pair_after_a_prompt_scores_one_and_zero(scan):
     found = scan(
         PAIR,
         {"messages": [user("a"), says("b"), user("c")], "chosen": [says("good")], "rejected": [says("")]},
@@ -44,26 +42,26 @@ def test_a_pair_after_a_prompt_scores_one_and_zero(scan) -> None:
     assert (found.num_identical, found.num_tied, found.note) == (0, 0, None)
 
 
-def test_the_common_beginning_of_two_whole_chats_is_the_prompt(scan) -> None:
+def test_the_common_beginning_of_two_whole_chats_is_the_prompt(scan):
     start = [{"role": "system", "content": "own"}, user("a"), says("b"), user("c")]
     line = {"prompt": "another text", "chosen": [*start, says("good")], "rejected": [*start, says("bad")]}
     found = scan(line, system_prompt="ours")
     assert told(found) == [("mine.jsonl:1", ["own", "a", "b", "c"], [("good", 1.0), ("bad", 0.0)])]
 
 
-def test_a_margin_says_by_how_much_the_chosen_one_is_better(scan) -> None:
+def test_a_margin_says_by_how_much_the_chosen_one_is_better(scan):
     found = scan(PAIR | {"by": 2.5}, PAIR | {"prompt": "2?", "by": 0}, margin_field="by")
     assert told(found) == [("mine.jsonl:1", ["1?"], [("good", 2.5), ("bad", 0.0)])]
     assert found.num_tied == 1
 
 
 # -- ranked lists ------------------------------------------------------------------------------------------------------
-def test_completions_are_ranked_by_their_scores(scan) -> None:
+def test_completions_are_ranked_by_their_scores(scan):
     found = scan({"prompt": "1?", "completions": ["a", "b", "c", "d"], "scores": [0.5, 2, -1, 2]})
     assert told(found) == [("mine.jsonl:1", ["1?"], [("b", 2.0), ("d", 2.0), ("a", 0.5), ("c", -1.0)])]
 
 
-def test_completions_without_scores_are_in_order_only_where_it_is_said(scan) -> None:
+def test_completions_without_scores_are_in_order_only_where_it_is_said(scan):
     line = {"prompt": "1?", "completions": ["a", "b", "c"]}
     assert told(scan(line, ranked=True)) == [("mine.jsonl:1", ["1?"], [("a", 2.0), ("b", 1.0), ("c", 0.0)])]
     with pytest.raises(UserError, match=r"mine\.jsonl:1: there are no scores .*; set preferences\.ranked=true if"):
@@ -71,7 +69,7 @@ def test_completions_without_scores_are_in_order_only_where_it_is_said(scan) -> 
 
 
 # -- what rlft sample wrote --------------------------------------------------------------------------------------------
-def test_sampled_lines_of_a_prompt_are_ranked_together_by_the_reward_asked_for(scan, sample) -> None:
+def test_sampled_lines_of_a_prompt_are_ranked_together_by_the_reward_asked_for(scan, sample):
     lines = [
         sample("p", "a", 0.5, rewards={"math": 1.0}),
         sample("q", "x", 0.0, rewards={"math": 0.0}),
@@ -90,7 +88,7 @@ def test_sampled_lines_of_a_prompt_are_ranked_together_by_the_reward_asked_for(s
     assert by_math.num_tied == 1
 
 
-def test_the_same_tokens_count_once_and_other_tokens_of_the_same_text_count(scan, sample) -> None:
+def test_the_same_tokens_count_once_and_other_tokens_of_the_same_text_count(scan, sample):
     lines = [sample("p", "a", 1.0), sample("p", "a", 1.0), sample("p", "a", 0.5, token_ids=[7, 0]), sample("p", "b")]
     (tokens,) = scan(*lines).rankings
     assert (tokens.completions, tokens.scores) == (("a", "a", "b"), (1.0, 0.5, 0.0))
@@ -99,7 +97,7 @@ def test_the_same_tokens_count_once_and_other_tokens_of_the_same_text_count(scan
     assert sampled_with([texts.prompt]) == set()
 
 
-def test_a_reward_that_is_not_there_is_told_with_those_that_are(scan, sample) -> None:
+def test_a_reward_that_is_not_there_is_told_with_those_that_are(scan, sample):
     with pytest.raises(
         UserError, match=r"mine\.jsonl:1: there is no reward 'math'; set .*rank_by to reward or format$"
     ):
@@ -108,13 +106,13 @@ def test_a_reward_that_is_not_there_is_told_with_those_that_are(scan, sample) ->
         scan(sample("p", "a", float("nan")))
 
 
-def test_two_samplings_whose_ids_clash_are_refused(scan, sample) -> None:
+def test_two_samplings_whose_ids_clash_are_refused(scan, sample):
     with pytest.raises(UserError, match=r"^preferences\.path: two different prompts have the same id, got p"):
         scan(sample("p", "a"), sample("p", "b") | {"prompt": [user("something else")]})
 
 
 # -- what teaches nothing ----------------------------------------------------------------------------------------------
-def test_what_teaches_nothing_is_left_out_and_counted(scan, sample) -> None:
+def test_what_teaches_nothing_is_left_out_and_counted(scan, sample):
     found = scan(
         PAIR,
         {"prompt": "2?", "chosen": "same", "rejected": "same"},
@@ -131,7 +129,7 @@ def test_what_teaches_nothing_is_left_out_and_counted(scan, sample) -> None:
     )
 
 
-def test_where_nothing_is_left_it_is_refused(scan) -> None:
+def test_where_nothing_is_left_it_is_refused(scan):
     with pytest.raises(UserError) as refusal:
         scan(PAIR | {"rejected": "good"}, {"prompt": "3?", "completions": ["a", "b"], "scores": [1, 1]})
     assert str(refusal.value) == (
@@ -142,7 +140,7 @@ def test_where_nothing_is_left_it_is_refused(scan) -> None:
 
 
 # -- splits and refusals -----------------------------------------------------------------------------------------------
-def test_no_question_is_in_both_splits(make_preferences, write, sample, tmp_path: Path) -> None:
+def test_no_question_is_in_both_splits(make_preferences, write, sample, tmp_path):
     pairs = [PAIR | {"prompt": f"{i}?", "chosen": f"{i} {j}"} for i in range(60) for j in range(2)]
     samples = [sample(f"{i}", text, reward) for text, reward in (("a", 0.0), ("b", 1.0)) for i in range(60)]
     data = make_preferences("jsonl", path=str(write(tmp_path / "a.jsonl", *pairs, *samples)), held_out_fraction=0.5)
@@ -155,7 +153,7 @@ def test_no_question_is_in_both_splits(make_preferences, write, sample, tmp_path
     assert len(train) + len(held_out) == 120 + 60  # each pair, and both samples of a prompt together
 
 
-def test_pairs_without_a_prompt_of_their_own_have_it_in_their_texts(scan) -> None:
+def test_pairs_without_a_prompt_of_their_own_have_it_in_their_texts(scan):
     start = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: A name?\n\nAssistant:"
     hh = {"chosen": f"{start} Ada.", "rejected": f"{start} No.\n\nWhy?"}
     assert told(scan(hh, format="hh")) == [
@@ -172,7 +170,7 @@ def test_pairs_without_a_prompt_of_their_own_have_it_in_their_texts(scan) -> Non
         scan(PAIR, format="hh")
 
 
-def test_a_hub_set_is_read_as_a_file_is(make_preferences, hub_sets) -> None:
+def test_a_hub_set_is_read_as_a_file_is(make_preferences, hub_sets):
     rows = [{"chosen": [user(f"{i}"), says("a")], "rejected": [user(f"{i}"), says("b")]} for i in range(3)]
     hub_sets.update(train_prefs=rows, test_prefs=rows[:1])
     data = make_preferences("hub", path="some/set", train_split="train_prefs", held_out_split="test_prefs")
@@ -187,8 +185,8 @@ def test_a_hub_set_is_read_as_a_file_is(make_preferences, hub_sets) -> None:
     [("completion", "label", [True, False]), ("response", "helpfulness", [4, 1.5]), ("text", "s", ["3", "-1e1"])],
 )
 def test_completions_with_a_score_each_are_ranked_by_prompt(
-    make_preferences, write, tmp_path: Path, completion: str, score: str, values: Sequence[Any]
-) -> None:
+    make_preferences, write, tmp_path, completion, score, values
+):
     rows = [
         {"prompt": f"{i}?", completion: f"{i} {'worse' if value is values[-1] else 'better'}", score: value}
         for value in reversed(values)
@@ -208,7 +206,7 @@ def test_completions_with_a_score_each_are_ranked_by_prompt(
     assert sum(found.num_tied for found in sets) == 1
 
 
-def test_completions_that_are_chats_or_null_are_ranked_as_texts_are(make_preferences) -> None:
+def test_completions_that_are_chats_or_null_are_ranked_as_texts_are(make_preferences):
     """Each completion as text, chat of a table and null x one with its score, lists and columns."""
     forms: Sequence[Callable[[str], Any]] = (
         lambda text: text,

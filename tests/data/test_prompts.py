@@ -33,11 +33,11 @@ def tokenizer():
     return RunTokenizer(AutoTokenizer.from_pretrained(TINY))
 
 
-def fingerprint(prompts: list[Prompt]) -> str:
+def fingerprint(prompts):
     return hashlib.sha256(b"".join(map(fingerprinted, prompts))).hexdigest()
 
 
-def prompt(name: str, text: str, answer: str = "1") -> Prompt:
+def prompt(name, text, answer="1"):
     return Prompt(id=name, messages=({"role": "user", "content": text},), answer=answer)
 
 
@@ -45,7 +45,7 @@ THREE = [prompt("a", "What is 1 + 2?"), prompt("b", "What is 11 + 22?"), prompt(
 
 
 # -- scan --------------------------------------------------------------------------------------------------------------
-def test_token_ids_are_the_chat_template_with_the_start_of_the_answer(tokenizer) -> None:
+def test_token_ids_are_the_chat_template_with_the_start_of_the_answer(tokenizer):
     found = scan(THREE, tokenizer, 100, "refuse", Split.train)
     for given, scanned in zip(THREE, found.prompts, strict=True):
         text = tokenizer.apply_chat_template([*given.messages], add_generation_prompt=True, tokenize=False)
@@ -58,7 +58,7 @@ def test_token_ids_are_the_chat_template_with_the_start_of_the_answer(tokenizer)
     assert found.notes == ()
 
 
-def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_by_number_and_name(tokenizer) -> None:
+def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_by_number_and_name(tokenizer):
     a, b, c = (len(p.token_ids) for p in scan(THREE, tokenizer, 100, "drop", Split.train).prompts)
     found = scan(THREE, tokenizer, b, "drop", Split.train)  # exactly at the limit is within
     assert [p.id for p in found.prompts] == ["a", "b"]
@@ -75,7 +75,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_by_number_and
     )
 
 
-def test_a_prompt_without_a_token_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer) -> None:
+def test_a_prompt_without_a_token_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer):
     for prompts, problem in (
         (
             [THREE[0], prompt("b", ""), THREE[2]],
@@ -90,7 +90,7 @@ def test_a_prompt_without_a_token_an_empty_split_and_ids_that_occur_twice_are_re
 
 
 @each("added", ["$A", "<bos> $A", "<bos> $A <eos>", "<bos> <bos> $A <eos> <eos>"])
-def test_a_raw_prompt_begins_as_the_tokenizer_has_it_and_does_not_end(added: str) -> None:
+def test_a_raw_prompt_begins_as_the_tokenizer_has_it_and_does_not_end(added):
     gemma = copy.deepcopy(family_tokenizer("gemma"))
     special_tokens = [(token, gemma.convert_tokens_to_ids(token)) for token in ("<bos>", "<eos>")]
     gemma.backend_tokenizer.post_processor = TemplateProcessing(single=added, special_tokens=special_tokens)
@@ -105,7 +105,7 @@ def test_a_raw_prompt_begins_as_the_tokenizer_has_it_and_does_not_end(added: str
     assert list(found.token_ids) == [gemma.bos_token_id, *plain]
 
 
-def test_raw_prompts_are_the_plain_texts_also_where_there_is_a_chat_template(tokenizer) -> None:
+def test_raw_prompts_are_the_plain_texts_also_where_there_is_a_chat_template(tokenizer):
     turns = [("system", "1"), ("user", "2"), ("assistant", "3"), ("user", "4")]
     talk = Prompt(id="a", messages=tuple({"role": r, "content": c} for r, c in turns), answer="1")
     found = scan([talk], tokenizer, 100, "drop", Split.train, style="raw")
@@ -118,7 +118,7 @@ def test_raw_prompts_are_the_plain_texts_also_where_there_is_a_chat_template(tok
         assert scan([talk], plain, 100, "drop", Split.train, style=style) == found  # as asked for: nothing to note
 
 
-def test_a_template_that_takes_no_system_message_is_told_with_the_way_out() -> None:
+def test_a_template_that_takes_no_system_message_is_told_with_the_way_out():
     strict = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
     strict.own.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -130,7 +130,7 @@ def test_a_template_that_takes_no_system_message_is_told_with_the_way_out() -> N
         scan([with_system], strict, 100, "drop", Split.train)
 
 
-def test_a_call_of_the_tokenizer_takes_so_many_prompts_and_no_more_characters() -> None:
+def test_a_call_of_the_tokenizer_takes_so_many_prompts_and_no_more_characters():
     def sizes(lengths: list[int]) -> list[int]:
         chunks = list(chunked(["x" * length for length in lengths], len))
         assert [len(text) for chunk in chunks for text in chunk] == lengths
@@ -143,7 +143,7 @@ def test_a_call_of_the_tokenizer_takes_so_many_prompts_and_no_more_characters() 
 
 
 # -- fingerprint -------------------------------------------------------------------------------------------------------
-def test_the_fingerprint_covers_ids_tokens_answers_and_order(tokenizer) -> None:
+def test_the_fingerprint_covers_ids_tokens_answers_and_order(tokenizer):
     found = scan(THREE, tokenizer, 100, "drop", Split.train)
     assert found.fingerprint == scan(list(THREE), tokenizer, 100, "drop", Split.train).fingerprint
     assert len(found.fingerprint) == 64
@@ -158,7 +158,7 @@ def test_the_fingerprint_covers_ids_tokens_answers_and_order(tokenizer) -> None:
     assert len({found.fingerprint, *(fingerprint(other) for other in others)}) == 6
 
 
-def test_the_fingerprint_keeps_fields_apart() -> None:
+def test_the_fingerprint_keeps_fields_apart():
     one = [replace(prompt("a", ""), token_ids=(1,), answer="23")]
     two = [replace(prompt("a", ""), token_ids=(1, 2), answer="3")]
     assert fingerprint(one) != fingerprint(two)
@@ -166,7 +166,7 @@ def test_the_fingerprint_keeps_fields_apart() -> None:
     assert fingerprint(one) == hashlib.sha256(b'["a", [1], "23"]\n').hexdigest()
 
 
-def test_a_tokenizers_fingerprint_changes_with_what_its_ids_mean(tokenizer) -> None:
+def test_a_tokenizers_fingerprint_changes_with_what_its_ids_mean(tokenizer):
     def changed(**keys) -> str:
         other = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
         for name, value in keys.items():
@@ -184,7 +184,7 @@ def test_a_tokenizers_fingerprint_changes_with_what_its_ids_mean(tokenizer) -> N
 
 # -- prompts_for_step --------------------------------------------------------------------------------------------------
 @each(("num_prompts", "per_step"), [(10, 5), (10, 3), (7, 7), (11, 6), (1, 1), (256, 32)])
-def test_no_prompt_comes_twice_in_an_epoch_or_a_step(num_prompts: int, per_step: int) -> None:
+def test_no_prompt_comes_twice_in_an_epoch_or_a_step(num_prompts, per_step):
     steps = num_prompts // per_step
     for epoch in range(20):
         taken = [i for s in range(steps) for i in prompts_for_step(num_prompts, per_step, 3, epoch * steps + s)]
@@ -192,7 +192,7 @@ def test_no_prompt_comes_twice_in_an_epoch_or_a_step(num_prompts: int, per_step:
         assert set(taken) <= set(range(num_prompts))
 
 
-def test_every_prompt_gets_its_turn_also_where_steps_do_not_fill_an_epoch() -> None:
+def test_every_prompt_gets_its_turn_also_where_steps_do_not_fill_an_epoch():
     # 11 prompts, 6 a step: an epoch passes over 5, so a prompt misses 40 epochs with probability (5/11)**40 = 2e-14.
     counts = [0] * 11
     for step in range(40):
@@ -203,14 +203,14 @@ def test_every_prompt_gets_its_turn_also_where_steps_do_not_fill_an_epoch() -> N
     assert max(counts) < 21.8 + 5 * 3.1
 
 
-def test_with_fewer_prompts_than_a_step_takes_epochs_follow_without_a_gap() -> None:
+def test_with_fewer_prompts_than_a_step_takes_epochs_follow_without_a_gap():
     stream = [i for step in range(6) for i in prompts_for_step(3, 4, 0, step)]
     assert len(stream) == 24
     for epoch in range(8):
         assert sorted(stream[3 * epoch : 3 * epoch + 3]) == [0, 1, 2]
 
 
-def test_a_step_depends_on_nothing_but_its_arguments() -> None:
+def test_a_step_depends_on_nothing_but_its_arguments():
     forwards = [prompts_for_step(50, 8, 1, step) for step in range(30)]
     permutation.cache_clear()
     assert [prompts_for_step(50, 8, 1, step) for step in reversed(range(30))] == forwards[::-1]
@@ -220,20 +220,20 @@ def test_a_step_depends_on_nothing_but_its_arguments() -> None:
     assert prompts_for_step(10, 5, 0, 0) == [6, 9, 8, 7, 3]
 
 
-def test_the_steps_of_an_epoch_draw_one_permutation() -> None:
+def test_the_steps_of_an_epoch_draw_one_permutation():
     permutation.cache_clear()
     for step in range(100):
         prompts_for_step(1_000_000, 64, 0, step)
     assert permutation.cache_info().misses == 1
 
 
-def test_sizes_that_make_no_sense_are_refused() -> None:
+def test_sizes_that_make_no_sense_are_refused():
     for arguments in ((0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 0, -1)):
         with pytest.raises(ValueError):
             prompts_for_step(*arguments)
 
 
-def test_the_embedded_task_is_scanned_whole(tokenizer) -> None:
+def test_the_embedded_task_is_scanned_whole(tokenizer):
     data = Arithmetic(difficulty=2, operations=["+", "-"], size=4096, held_out_size=256, seed=0)
     assert len(scan(data.load(Split.train), tokenizer, 64, "refuse", Split.train).prompts) == 4096
 
@@ -244,15 +244,15 @@ START = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 SYSTEM = "Answer as <answer>a number</answer>, and nothing else."
 
 
-def with_template(template: str):
+def with_template(template):
     return with_attributes(family_tokenizer("qwen2.5"), chat_template=template)
 
 
-def asked(*messages: tuple[str, str]) -> Prompt:
+def asked(*messages):
     return Prompt(id="p", messages=tuple({"role": role, "content": text} for role, text in messages), answer="1")
 
 
-def test_the_words_of_every_message_must_be_in_what_the_template_writes() -> None:
+def test_the_words_of_every_message_must_be_in_what_the_template_writes():
     chat = [("system", SYSTEM), ("user", "What is 1 + 2?"), ("assistant", "<think>so</think>3"), ("user", "And 2 + 2?")]
     for dropped, key in (("system", "data.system_prompt"), ("user", "data"), ("assistant", "data")):
         drops = with_template(TURNS.replace("in messages", f"in messages if m.role != '{dropped}'") + START)
@@ -264,7 +264,7 @@ def test_the_words_of_every_message_must_be_in_what_the_template_writes() -> Non
         scan([asked(*chat)], kept, 400, "refuse", Split.train)
 
 
-def test_a_template_that_moves_a_message_or_reads_a_switch_in_it_leaves_nothing_out() -> None:
+def test_a_template_that_moves_a_message_or_reads_a_switch_in_it_leaves_nothing_out():
     moved = "{% for m in messages if m.role == 'user' %}[{{ m.content }}\n\n{{ messages[0].content }}]{% endfor %}"
     scan([asked(("system", f"  {SYSTEM}\n"), ("user", "2?"))], with_template(moved), 400, "refuse", Split.train)
     switch = with_template(TURNS.replace("m.content", "m.content.replace('/no_think', '')") + START)
@@ -272,7 +272,7 @@ def test_a_template_that_moves_a_message_or_reads_a_switch_in_it_leaves_nothing_
     scan([asked(("system", "/no_think"), ("user", "2?"))], switch, 400, "refuse", Split.train)
 
 
-def test_an_error_of_the_template_is_refused_by_name() -> None:
+def test_an_error_of_the_template_is_refused_by_name():
     for broken, cause in (
         ("{{ messages + 1 }}", "TypeError"),
         ("{{ 1 / 0 }}", "ZeroDivision"),
@@ -281,7 +281,7 @@ def test_an_error_of_the_template_is_refused_by_name() -> None:
             scan(THREE, with_template(broken), 400, "refuse", Split.train)
 
 
-def test_prompts_know_what_they_have_begun_to_say() -> None:
+def test_prompts_know_what_they_have_begun_to_say():
     thinking = with_template(TURNS + START.replace("{% endif %}", "<think>\n{% endif %}"))
     assert [p.tail for p in scan(THREE, thinking, 400, "refuse", Split.train).prompts] == ["<think>\n"] * 3
     plain = scan([prompt("a", "1 + 2?\n<think>")], thinking, 400, "refuse", Split.train, style="raw")

@@ -1,7 +1,5 @@
 """What docs/how-to/data.md says of published sets: each command reads rows of the set's form, made for this project."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -11,7 +9,6 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-import pytest
 from in_one_test import each
 
 from rlft.config.compose import compose
@@ -26,15 +23,15 @@ COMMANDS = dict(LINE.findall(PAGE.read_text().replace(r"\|", "¦")))
 Rows = Sequence[Mapping[str, Any]]
 
 
-def message(role: str, content: str) -> dict[str, str]:
+def message(role, content):
     return {"role": role, "content": content}
 
 
-def chat(*contents: str) -> list[dict[str, str]]:
+def chat(*contents):
     return [message(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
 
 
-def shared(*values: str) -> list[dict[str, str]]:
+def shared(*values):
     return [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(values)]
 
 
@@ -128,19 +125,19 @@ EACH: dict[str, tuple[Mapping[str, Any], list[str], Any]] = {
 """{set: (a row as published, the prompt's messages without ours, what is read of its answers or completions)}."""
 
 
-def write(file: Path, rows: Rows) -> None:
+def write(file, rows):
     if file.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows]), file)
     else:
         file.write_text(json.dumps(rows, indent=1) if file.suffix == ".json" else "\n".join(map(json.dumps, rows)))
 
 
-def varied(row: Mapping[str, Any], i: int) -> dict[str, Any]:
+def varied(row, i):
     """The row with another question: every one asks Ada, or is about her."""
     return json.loads(json.dumps(row).replace("Ada", f"Ada{i}"))
 
 
-def read_by(found: Any) -> tuple[list[str], Any]:
+def read_by(found):
     """(the prompt's messages, what is read beside them)."""
     if isinstance(found, Prompt):
         return [m["content"] for m in found.messages], [found.answer, *found.other_answers]
@@ -148,14 +145,12 @@ def read_by(found: Any) -> tuple[list[str], Any]:
     return messages, list(found.completions) if isinstance(found, Ranking) else found.completion
 
 
-def test_every_set_of_the_page_is_tried() -> None:
+def test_every_set_of_the_page_is_tried():
     assert sorted(COMMANDS) == sorted(EACH)
 
 
 @each("name", list(EACH))
-def test_the_command_of_a_published_set_reads_its_rows(
-    name: str, hub_sets: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_of_a_published_set_reads_its_rows(name, hub_sets, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # A shell splits the words: the page has its quotes.
     split = subprocess.run(

@@ -11,16 +11,16 @@ from slow_cases import slow
 import rlft
 from rlft.data import reasoning_gym as module
 from rlft.data.records import identity
-from rlft.types import Prompt, Split, UserError
+from rlft.types import Split, UserError
 
 SMALL = {"size": 40, "held_out_size": 8}
 
 
-def questions(prompts: list[Prompt]) -> list[str]:
+def questions(prompts):
     return [p.metadata["reasoning_gym"]["entry"]["question"] for p in prompts]
 
 
-def test_an_entry_becomes_a_prompt_with_all_its_verifier_needs(make_data) -> None:
+def test_an_entry_becomes_a_prompt_with_all_its_verifier_needs(make_data):
     options = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
     data = make_data("reasoning_gym", **SMALL, options=options, prompt_template="Now: {question}")
     prompt = data.load(Split.train)[0]
@@ -40,7 +40,7 @@ FEW = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
 
 @pytest.mark.usefixtures("gym_here")
 @pytest.mark.parametrize(("task", "options"), [("chain_sum", FEW), slow("gsm_symbolic", {})])
-def test_splits_are_disjoint_by_construction_also_between_seeds(make_data, task: str, options) -> None:
+def test_splits_are_disjoint_by_construction_also_between_seeds(make_data, task, options):
     data = [make_data("reasoning_gym", **SMALL, task=task, options=options, seed=seed) for seed in (0, 1)]
     train = {identity([{"role": "user", "content": q}]) for d in data for q in questions(d.load(Split.train))}
     held_out = {identity([{"role": "user", "content": q}]) for d in data for q in questions(d.load(Split.held_out))}
@@ -49,14 +49,14 @@ def test_splits_are_disjoint_by_construction_also_between_seeds(make_data, task:
 
 
 @pytest.mark.usefixtures("gym_here")
-def test_no_question_comes_twice_in_a_task_with_few_of_them(make_data) -> None:
+def test_no_question_comes_twice_in_a_task_with_few_of_them(make_data):
     # tower_of_hanoi repeats itself: 18 distinct questions in the first 20.
     asked = questions(make_data("reasoning_gym", **SMALL, task="tower_of_hanoi").load(Split.train))
     assert len(set(asked)) == 40
 
 
 @pytest.mark.slow
-def test_ransom_note_is_the_same_under_every_hash_seed(tmp_path: Path) -> None:
+def test_ransom_note_is_the_same_under_every_hash_seed(tmp_path):
     # The library makes this task from a set: without a fixed hash seed a resumed run would see changed data.
     code = (
         "from rlft.data.reasoning_gym import make\n"
@@ -78,7 +78,7 @@ def test_ransom_note_is_the_same_under_every_hash_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("gym_here")
-def test_a_composite_of_tasks_can_be_asked_for(make_data) -> None:
+def test_a_composite_of_tasks_can_be_asked_for(make_data):
     parts = [{"name": name, "weight": 1, "config": {}} for name in ("chain_sum", "letter_counting")]
     prompts = make_data("reasoning_gym", **SMALL, task="composite", options={"datasets": parts}).load(Split.train)
     sources = {p.metadata["reasoning_gym"]["entry"]["metadata"]["source_dataset"] for p in prompts}
@@ -101,20 +101,20 @@ def test_a_composite_of_tasks_can_be_asked_for(make_data) -> None:
         ({"size": 201, "options": FEW}, "data.size", "not that many distinct train questions of chain_sum"),
     ],
 )
-def test_what_the_library_cannot_make_is_refused(make_data, keys, key: str, told: str) -> None:
+def test_what_the_library_cannot_make_is_refused(make_data, keys, key, told):
     with pytest.raises(UserError) as refusal:
         make_data("reasoning_gym", **SMALL | keys).load(Split.train)
     assert refusal.value.key == key
     assert told in str(refusal.value)
 
 
-def test_a_missing_library_is_told_with_its_extra(make_data, monkeypatch) -> None:
+def test_a_missing_library_is_told_with_its_extra(make_data, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install .*'rlft\[reasoning-gym\]'"):
         make_data("reasoning_gym", **SMALL).load(Split.train)
 
 
-def test_neither_file_imports_the_library_or_torch(tmp_path: Path) -> None:
+def test_neither_file_imports_the_library_or_torch(tmp_path):
     code = (
         "import sys, rlft.data.reasoning_gym, rlft.data.hub, rlft.data.arithmetic, rlft.reward.reasoning_gym\n"
         "assert not {'reasoning_gym', 'torch', 'datasets', 'huggingface_hub', 'numpy'} & set(sys.modules)"
@@ -124,7 +124,7 @@ def test_neither_file_imports_the_library_or_torch(tmp_path: Path) -> None:
     )
 
 
-def test_a_child_that_dies_is_no_silent_short_set(monkeypatch) -> None:
+def test_a_child_that_dies_is_no_silent_short_set(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="ended early"):
         module.make("chain_sum", '{"max_terms": 7}', 3, 1, 12345)

@@ -1,7 +1,5 @@
 """What is stored is read as lists are, and lines of rlft sample as they were written."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -29,7 +27,7 @@ SEQUENCES: dict[str, tuple[Sequence[Any], list[Any]]] = {
 
 
 @each(("stored", "held"), SEQUENCES.values(), ids=list(SEQUENCES))
-def test_what_is_stored_is_read_as_a_list_is(stored: Sequence[Any], held: list[Any]) -> None:
+def test_what_is_stored_is_read_as_a_list_is(stored, held):
     assert (len(stored), list(stored)) == (len(held), held)
     assert [stored[i] for i in range(-len(held), len(held))] == [*held, *held]
     for i, j, k in itertools.product((None, 0, 2, -3, 99), (None, 0, 4, -1, 99), (None, 1, 2, -1)):
@@ -43,7 +41,7 @@ def test_what_is_stored_is_read_as_a_list_is(stored: Sequence[Any], held: list[A
 
 
 # -- lines of rlft sample ----------------------------------------------------------------------------------------------
-def test_a_line_has_exactly_these_keys_and_reads_back(sample) -> None:
+def test_a_line_has_exactly_these_keys_and_reads_back(sample):
     line = sample("1 + 1", "2!", 0.5, index=4, rewards={"math": 1.0, "format": 0.0})
     assert line == {
         "prompt_id": "1 + 1", "index": 4, "prompt": [{"role": "user", "content": "What is 1 + 1?"}], "answer": "2",
@@ -63,7 +61,7 @@ def test_a_line_has_exactly_these_keys_and_reads_back(sample) -> None:
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_worked_examples_stand_apart_from_the_question_and_come_back_on_request(system, number) -> None:
+def test_worked_examples_stand_apart_from_the_question_and_come_back_on_request(system, number):
     asked = [{"role": "user", "content": "What is 1?"}]
     examples = [{"role": role, "content": f"{role} {i}"} for i in range(number) for role in ("user", "assistant")]
     first = [] if system is None else [{"role": "system", "content": system}]
@@ -77,7 +75,7 @@ def test_worked_examples_stand_apart_from_the_question_and_come_back_on_request(
     assert parse_sampled(line, with_tokens=True, with_examples=True).prompt.messages == prompt.messages
 
 
-def test_rewards_that_are_no_finite_numbers_become_null(sample) -> None:
+def test_rewards_that_are_no_finite_numbers_become_null(sample):
     line = sample("1", "2", math.inf, rewards={"judge": math.nan})
     assert (line["reward"], line["rewards"]) == (None, {"judge": None})
     read = parse_sampled(line, with_tokens=True)
@@ -103,13 +101,13 @@ def test_rewards_that_are_no_finite_numbers_become_null(sample) -> None:
         ({"prompt": [{"role": "bot", "content": "?"}]}, "message 0 of field 'prompt' must be"),
     ],
 )
-def test_a_line_that_was_changed_by_hand_is_refused(sample, changed, problem: str) -> None:
+def test_a_line_that_was_changed_by_hand_is_refused(sample, changed, problem):
     with pytest.raises(RowError) as refusal:
         parse_sampled(sample("1", "2") | changed, with_tokens=True)
     assert str(refusal.value).startswith(problem)
 
 
-def test_tokens_of_another_tokenizer_are_refused_with_the_way_out() -> None:
+def test_tokens_of_another_tokenizer_are_refused_with_the_way_out():
     check_tokenizer(set(), "0123456789ab", "demonstrations.path")
     check_tokenizer({"0123456789ab"}, "0123456789ab", "demonstrations.path")
     with pytest.raises(UserError) as refusal:
@@ -120,7 +118,7 @@ def test_tokens_of_another_tokenizer_are_refused_with_the_way_out() -> None:
     )
 
 
-def test_a_conversation_keeps_its_mask_and_turns_and_is_not_learned_from() -> None:
+def test_a_conversation_keeps_its_mask_and_turns_and_is_not_learned_from():
     """Its tokens are not all the policy's: an environment's would be learned as the policy's own."""
     spoken = Completion(
         text="a b c",

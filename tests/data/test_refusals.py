@@ -1,7 +1,5 @@
 """What is refused of data, demonstrations, preferences and texts: keys, files and rows, each by its key and place."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging
@@ -27,7 +25,7 @@ Load = Callable[..., Any]
 
 
 @pytest.fixture
-def load(make_data, make_demonstrations, make_preferences) -> Load:
+def load(make_data, make_demonstrations, make_preferences):
     """Loads the training split of a section: `load(section, file, ..keys)`."""
     makers = {"data": make_data, "demonstrations": make_demonstrations, "preferences": make_preferences}
 
@@ -96,14 +94,12 @@ DRAWN: dict[str, dict[str, list[dict[str, Any]]]] = {
 }
 
 
-def cases(table: dict[str, dict[str, list[dict[str, Any]]]]) -> list[tuple[str, dict[str, Any], str]]:
+def cases(table):
     return [(what, keys, key) for what, by_key in table.items() for key, found in by_key.items() for keys in found]
 
 
 @each("section, keys, key", cases(KEYS))
-def test_of_what_is_read_from_files_the_key_is_named(
-    section: str, keys: dict[str, Any], key: str, load: Load, write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_what_is_read_from_files_the_key_is_named(section, keys, key, load, write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, count in (("good", 5), ("same_questions", 9)):
         write(tmp_path / f"{name}.jsonl", *(LINE | {"prompt": f"{i}?"} for i in range(count)))
@@ -116,13 +112,13 @@ def test_of_what_is_read_from_files_the_key_is_named(
 
 
 @each("kind, keys, key", cases(DRAWN))
-def test_of_what_is_drawn_the_key_is_named(kind: str, keys: dict[str, Any], key: str, make_data) -> None:
+def test_of_what_is_drawn_the_key_is_named(kind, keys, key, make_data):
     with pytest.raises(UserError) as refusal:
         make_data(kind, **keys).load(Split.held_out if key == "held_out_size" else Split.train)
     assert refusal.value.key == f"data.{key}"
 
 
-def test_of_texts_the_key_is_named_with_what_it_wants(load: Load, write, tmp_path: Path) -> None:
+def test_of_texts_the_key_is_named_with_what_it_wants(load, write, tmp_path):
     missing = tmp_path / "missing.jsonl"
     with pytest.raises(UserError) as refusal:
         load("pretrain", missing)
@@ -155,7 +151,7 @@ CALL = {"name": "add", "arguments": "a b"}
 Rows = list[tuple[Any, str, dict[str, Any], str]]
 
 
-def rows(found: list[tuple[Any, str]], remedy: str = NAMES, **keys: Any) -> Rows:
+def rows(found, remedy=NAMES, **keys):
     """Each (line, what is wrong with it) with the keys it is read by and what the refusal proposes."""
     return [(line, problem, keys, remedy) for line, problem in found]
 
@@ -272,9 +268,7 @@ for section, found in SURROGATES.items():
 
 
 @each("section, line, problem, keys, remedy", [(section, *row) for section, found in REFUSED.items() for row in found])
-def test_a_row_is_refused_by_its_place(
-    section: str, line: Any, problem: str, keys: dict[str, Any], remedy: str, load: Load, tmp_path: Path
-) -> None:
+def test_a_row_is_refused_by_its_place(section, line, problem, keys, remedy, load, tmp_path):
     good = LINE | {"m": [user("q"), says("1")], "given": "q"}
     good, line = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in (good, line))
     file = tmp_path / "mine.jsonl"
@@ -290,7 +284,7 @@ def test_a_row_is_refused_by_its_place(
 
 
 @pytest.mark.parametrize("section", ["data", "demonstrations", "preferences"])
-def test_a_row_of_a_set_of_the_hub_with_half_a_character_is_refused(section: str, load: Load, tmp_path: Path) -> None:
+def test_a_row_of_a_set_of_the_hub_with_half_a_character_is_refused(section, load, tmp_path):
     fields = {"prompt_field": "prompt", "answer_field": "answer", "answer_pattern": None} if section == "data" else {}
     for row in SURROGATES[section]:
         file = tmp_path / "train.jsonl"
@@ -301,7 +295,7 @@ def test_a_row_of_a_set_of_the_hub_with_half_a_character_is_refused(section: str
         assert str(refusal.value).startswith(said)
 
 
-def test_whole_characters_that_json_writes_as_two_halves_are_read(load: Load, write, tmp_path: Path) -> None:
+def test_whole_characters_that_json_writes_as_two_halves_are_read(load, write, tmp_path):
     whole = "\U0001f600"
     file = write(tmp_path / "train.jsonl", *(LINE | {"prompt": f"{i} {whole}"} for i in range(40)))
     assert "\\ud83d\\ude00" in file.read_text()
@@ -316,7 +310,7 @@ def test_whole_characters_that_json_writes_as_two_halves_are_read(load: Load, wr
         ('name: "\\ud800"\n', "name"),
     ],
 )
-def test_half_a_character_in_a_recipe_is_refused_by_its_key(yaml: str, key: str, tmp_path: Path) -> None:
+def test_half_a_character_in_a_recipe_is_refused_by_its_key(yaml, key, tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\n# Mine.\n{yaml}")
     composed = compose(["data=jsonl", "data.path=x", "+recipe=mine"], tmp_path)
@@ -352,9 +346,7 @@ USELESS: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {  # {section: [(row
 
 
 @each("section, row, problem, keys", [(section, *case) for section, cases in USELESS.items() for case in cases])
-def test_a_row_with_nothing_to_learn_is_left_out_and_named(
-    section: str, row: Any, problem: str, keys: dict[str, Any], request, trained_rows, caplog
-) -> None:
+def test_a_row_with_nothing_to_learn_is_left_out_and_named(section, row, problem, keys, request, trained_rows, caplog):
     caplog.clear()
     make = request.getfixturevalue(f"make_{section}")
     good = {"prompt": "0?", "completion": "0", "completions": ["a", "b"], "scores": [1, 0]}
@@ -398,7 +390,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 
 @each("name", list(BAD))
-def test_bad_files_are_refused_by_file_and_place_however_large(load: Load, tmp_path: Path, monkeypatch, name) -> None:
+def test_bad_files_are_refused_by_file_and_place_however_large(load, tmp_path, monkeypatch, name):
     file, (content, problem) = tmp_path / name, BAD[name]
     file.write_bytes(content)
     told = []

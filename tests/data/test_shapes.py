@@ -1,7 +1,5 @@
 """Pictures whose shapes are counted: a function of their names, with splits that share none."""
 
-from __future__ import annotations
-
 from collections import Counter
 from io import BytesIO
 
@@ -13,11 +11,11 @@ from rlft.data.shapes import CELL, CELLS, Shapes, drawing, pixels_of
 from rlft.types import IMAGE, Split, UserError
 
 
-def task(**keys: int) -> Shapes:
+def task(**keys):
     return Shapes(**{"most": 9, "size": 60, "held_out_size": 30, "seed": 0, **keys})
 
 
-def test_pictures_are_those_of_their_names() -> None:
+def test_pictures_are_those_of_their_names():
     train = task().load(Split.train)
     assert {int(p.answer) for p in train} == set(range(1, 10))
     for prompt in train[:5]:
@@ -28,7 +26,7 @@ def test_pictures_are_those_of_their_names() -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 10))
-def test_a_picture_has_as_many_cells_with_a_shape_as_its_name_says(number: int) -> None:
+def test_a_picture_has_as_many_cells_with_a_shape_as_its_name_says(number):
     pixels = pixels_of(f"{number}-abc").astype(int)
     background = Counter(map(tuple, pixels.reshape(-1, 3))).most_common()
     dark = next(color for color, _ in background if max(color) <= 60)
@@ -36,7 +34,7 @@ def test_a_picture_has_as_many_cells_with_a_shape_as_its_name_says(number: int) 
     assert sum((cell != dark).any() for cell in cells) == number
 
 
-def test_without_pillow_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_it_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^data: the pillow library is not installed, got shapes; .*rlft\[vision\]"):
         task().load(Split.train)

@@ -1,7 +1,5 @@
 """Rows that libraries write in every form are read back equal, by what a file is: its name says nothing here."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip
@@ -15,7 +13,6 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -42,7 +39,7 @@ PIECES = (
 )
 
 
-def random_rows(seed: int, number: int = 8) -> list[dict[str, str]]:
+def random_rows(seed, number=8):
     """Rows of texts of all pieces, none of them blank."""
     draw = random.Random(seed)
     return [
@@ -51,20 +48,20 @@ def random_rows(seed: int, number: int = 8) -> list[dict[str, str]]:
     ]
 
 
-def read(path: Path, nested: str | None = None) -> list[dict[str, Any]]:
+def read(path, nested=None):
     found = tables(files_at(str(path), "data.path"), "data.path", nested)
     return [dict(row) for table in found for record in table.records() for row in
             rows_of(record, table, lambda fields, _: [fields], "data.path")]  # fmt: skip
 
 
-def archived(content: bytes) -> bytes:
+def archived(content):
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as opened:
         opened.writestr("inside", content)
     return archive.getvalue()
 
 
-def by_arrow(name: str) -> Callable[[bytes], bytes]:
+def by_arrow(name):
     def pack(content: bytes) -> bytes:
         buffer = pyarrow.BufferOutputStream()
         with pyarrow.CompressedOutputStream(buffer, name) as stream:
@@ -96,7 +93,7 @@ NESTED: Mapping[str | None, Callable[[Rows], Any]] = {
 }  # fmt: skip
 
 
-def json_files(rows: Rows) -> Files:
+def json_files(rows):
     """Each way to lay out JSON x ASCII or not."""
     for (path, nest), indent, ascii_ in product(NESTED.items(), (None, 1), (True, False)):
         yield "json", json.dumps(nest(rows), indent=indent, ensure_ascii=ascii_).encode(), path
@@ -109,7 +106,7 @@ def json_files(rows: Rows) -> Files:
         yield "json", "\n".join(halves).encode(), "meta.qas"
 
 
-def csv_files(rows: Rows) -> Files:
+def csv_files(rows):
     for delimiter, quoting, end in product(DELIMITERS, (csv.QUOTE_MINIMAL, csv.QUOTE_ALL), ("\n", "\r\n", "\r")):
         for prefix, suffix in (("", ""), ("sep=" + delimiter + end, f'"","",""{end}'), ("", (2 * delimiter + end) * 9)):
             text = io.StringIO()
@@ -120,13 +117,13 @@ def csv_files(rows: Rows) -> Files:
             yield "csv", (prefix + text.getvalue() + suffix.replace(",", delimiter)).encode(), None
 
 
-def write_feather(table: pyarrow.Table, buffer: pyarrow.BufferOutputStream) -> None:
+def write_feather(table, buffer):
     """As pyarrow.feather does, which imports pandas."""
     with pyarrow.ipc.new_file(buffer, table.schema, options=pyarrow.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_table(table)
 
 
-def column_files(rows: Rows) -> Files:
+def column_files(rows):
     table = pyarrow.Table.from_pylist([dict(row) for row in rows])
     nested = pyarrow.Table.from_pylist([{"set": {"qas": [dict(row) for row in rows[i::2]]}} for i in range(2)])
     for part, path in ((table, None), (nested, "set.qas")):
@@ -141,19 +138,19 @@ def column_files(rows: Rows) -> Files:
             yield "columns", buffer.getvalue().to_pybytes(), path
 
 
-def write(file: Path, content: bytes) -> Path:
+def write(file, content):
     file.write_bytes(content)
     return file
 
 
-def own(rows: Rows, read_rows: Rows, path: str | None) -> list[dict[str, Any]]:
+def own(rows, read_rows, path):
     """What was read, in the order of the ids, without the fields around it."""
     found = [{name: row[name] for name in rows[0]} for row in read_rows]
     return sorted(found, key=lambda row: row["prompt"][:2])
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_a_library_wrote_is_read_back_equal(tmp_path: Path, every: int) -> None:
+def test_what_a_library_wrote_is_read_back_equal(tmp_path, every):
     """(44 layouts of JSON + 8) x 6 encodings, 72 of CSV x 6 encodings, 8 of columns x 7; each packed in one of 7 ways.
 
     By default one of 7, which are in all layouts, encodings and packings.
@@ -173,7 +170,7 @@ def test_what_a_library_wrote_is_read_back_equal(tmp_path: Path, every: int) -> 
     assert sum(not is_plain(write(file, pack(b"[]"))) for pack in PACKED) == len(PACKED) - 1 == len(UNPACK) - 1
 
 
-def test_a_saved_set_is_read_from_its_folder_by_split(make_data, tmp_path: Path) -> None:
+def test_a_saved_set_is_read_from_its_folder_by_split(make_data, tmp_path):
     """Folders that `datasets` saved, of one split and of several, with the cache files that it leaves in them."""
     import datasets
 
@@ -203,7 +200,7 @@ def test_a_saved_set_is_read_from_its_folder_by_split(make_data, tmp_path: Path)
     assert read(tmp_path / "odd" / "sft") == rows
 
 
-def test_every_nesting_is_refused_with_the_path_that_reads_it(make_data, tmp_path: Path) -> None:
+def test_every_nesting_is_refused_with_the_path_that_reads_it(make_data, tmp_path):
     """Each layout x document, one line and lines x pieces of the form that a config asks for: the remedy is run."""
     rows = [{"question": f"{i}?", "solution": str(i)} for i in range(40)]
     keys = {"prompt_field": "question", "answer_field": "solution", "held_out_fraction": 0.5}
@@ -224,7 +221,7 @@ def test_every_nesting_is_refused_with_the_path_that_reads_it(make_data, tmp_pat
     assert number == 8 * 6
 
 
-def test_only_what_lacks_a_field_is_refused_with_a_path_to_rows(make_data, tmp_path: Path) -> None:
+def test_only_what_lacks_a_field_is_refused_with_a_path_to_rows(make_data, tmp_path):
     """Rows that have their fields, of a form that is not read x what they hold besides x lines and a document."""
     bad: Sequence[Any] = (
         [{"role": "user", "content": [{"type": "text", "text": None}]}],
@@ -245,7 +242,7 @@ def test_only_what_lacks_a_field_is_refused_with_a_path_to_rows(make_data, tmp_p
     assert number == 7 * 2 * 2
 
 
-def test_tables_of_markdown_are_refused_with_what_writes_them_as_csv(tmp_path: Path) -> None:
+def test_tables_of_markdown_are_refused_with_what_writes_them_as_csv(tmp_path):
     """Rules x bars at the ends x names of files; the command is run, and its output read."""
     file, rows = tmp_path / "a.csv", [{"prompt": "1 - 1?", "answer": "0"}, {"prompt": "2?", "answer": "-"}]
     for rule, bar in product(("---|---", " :--- | ---: ", "--|--"), ("|", "")):
@@ -259,7 +256,7 @@ def test_tables_of_markdown_are_refused_with_what_writes_them_as_csv(tmp_path: P
         assert read(tmp_path / "b.csv") == rows, (rule, bar)
 
 
-def test_numbers_of_32_bits_are_the_shortest_that_are_the_same(make_data, tmp_path: Path) -> None:
+def test_numbers_of_32_bits_are_the_shortest_that_are_the_same(make_data, tmp_path):
     """Random decimals, whole numbers of each size, and null."""
     rng = random.Random(0)
     texts = [str(rng.randrange(10**6) / 1000) for _ in range(300)] + [str(rng.randrange(2**24)) for _ in range(100)]
@@ -274,7 +271,7 @@ def test_numbers_of_32_bits_are_the_shortest_that_are_the_same(make_data, tmp_pa
     assert found == {f"{i}?": (text.removesuffix(".0"), None) for i, text in enumerate(texts)}
 
 
-def test_a_path_that_leads_nowhere_is_refused_with_those_that_lead_to_rows(make_data, tmp_path: Path) -> None:
+def test_a_path_that_leads_nowhere_is_refused_with_those_that_lead_to_rows(make_data, tmp_path):
     for path, nest in ((path, nest) for path, nest in NESTED.items() if path != "sets.1"):
         document = nest([{"prompt": "1?", "answer": "1"}] * 9)
         known = list(paths_to_rows(document))
@@ -285,7 +282,7 @@ def test_a_path_that_leads_nowhere_is_refused_with_those_that_lead_to_rows(make_
             assert path is None or any(name in str(refusal.value) for name in known)
 
 
-def test_what_encloses_a_row_is_in_its_template(make_data, tmp_path: Path) -> None:
+def test_what_encloses_a_row_is_in_its_template(make_data, tmp_path):
     """SQuAD's form, with the context of each question; and names of rows as the field `key`."""
     data = [
         {"title": t, "paragraphs": [{"context": f"{t}{c}", "qas": [{"question": f"{t}{c}{q}?", "answers": [{"text": q}]}
@@ -330,7 +327,7 @@ SHEETS: dict[str, tuple[str, list[dict[str, str]] | str]] = {
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_tables_are_read_as_spreadsheets_write_them(tmp_path: Path, every: int) -> None:
+def test_tables_are_read_as_spreadsheets_write_them(tmp_path, every):
     """Each irregularity x delimiter x line end x byte order mark x name of the file; by default one of 5 of them."""
     number = checked = 0
     for irregular, delimiter, end, encoding, name in product(
@@ -365,7 +362,7 @@ def test_tables_are_read_as_spreadsheets_write_them(tmp_path: Path, every: int) 
     assert checked > (1300 if every == 1 else 1300 // every - 50)
 
 
-def test_workbooks_are_read_by_sheet(tmp_path: Path) -> None:
+def test_workbooks_are_read_by_sheet(tmp_path):
     import openpyxl
 
     book, rows = openpyxl.Workbook(), random_rows(2)
@@ -389,7 +386,7 @@ def test_workbooks_are_read_by_sheet(tmp_path: Path) -> None:
         read(tmp_path / "a.xlsx")
 
 
-def test_a_workbook_without_openpyxl_is_refused_with_the_command(tmp_path: Path, monkeypatch) -> None:
+def test_a_workbook_without_openpyxl_is_refused_with_the_command(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "a.xlsx", "w") as opened:
         opened.writestr("xl/workbook.xml", "")
         opened.writestr("xl/other.xml", "")
@@ -414,7 +411,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], Any]] = {
 """{name: (schema, value)}. A struct has one order of fields in all rows, so rows keep this one."""
 
 
-def composed(rng: random.Random, names: list[str], wordy: bool) -> dict[str, Any]:
+def composed(rng, names, wordy):
     """A row with a tool of these parameters and a call with a part of them; `wordy`: with all fields that may be left
     out.
     """
@@ -447,12 +444,12 @@ def cases(seed: int) -> list[dict[str, Any]]:
     return [composed(rng, names, True), *(composed(rng, each, False) for each in some)]
 
 
-def read_turns(make: Callable[..., Any], table: Any, turns: str) -> list[Any]:
+def read_turns(make, table, turns):
     demonstrations = make("jsonl", path="a.jsonl", turns=turns)
     return [row.made for row in rows([table], demonstrations.parse, "demonstrations.path")[0]]
 
 
-def written(folder: Path, given: list[dict[str, Any]], form: str) -> Any:
+def written(folder, given, form):
     """The rows as a table of this form."""
     import datasets
 
@@ -468,7 +465,7 @@ def written(folder: Path, given: list[dict[str, Any]], form: str) -> Any:
 
 
 @pytest.mark.parametrize("form", ["parquet", "hub"])
-def test_chats_with_tools_are_the_same_from_typed_tables_and_from_jsonl(make_demonstrations, form, tmp_path) -> None:
+def test_chats_with_tools_are_the_same_from_typed_tables_and_from_jsonl(make_demonstrations, form, tmp_path):
     """31 rows of each of 2 seeds, 2 turns of each: 124 demonstrations, and their tokens with two templates."""
     num_fillers = 0
     for seed in range(2):
@@ -490,7 +487,7 @@ def test_chats_with_tools_are_the_same_from_typed_tables_and_from_jsonl(make_dem
     assert num_fillers > 500
 
 
-def test_a_null_that_somebody_wrote_into_a_line_is_said(make_demonstrations, tmp_path: Path) -> None:
+def test_a_null_that_somebody_wrote_into_a_line_is_said(make_demonstrations, tmp_path):
     """At each depth of the arguments of a call, and in a schema."""
     for arguments in ({"a": None}, {"a": {"b": None}}, {"a": [None]}, {"a": [{"b": None, "c": 1}]}):
         call = {"function": {"name": "f", "arguments": arguments}}

@@ -1,14 +1,11 @@
 """Every field of a row can stand in its prompt, as options, system messages and history do."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +47,7 @@ ROW = {
         ('{question} {"answer": 5} {the sum} {}', 'Q {"answer": 5} {the sum} {}'),
     ],
 )
-def test_a_template_takes_the_rows_fields_and_leaves_the_rest(template: str, expected: str) -> None:
+def test_a_template_takes_the_rows_fields_and_leaves_the_rest(template, expected):
     assert filled(template, "Q", ROW)[0] == expected
 
 
@@ -64,7 +61,7 @@ def test_a_template_takes_the_rows_fields_and_leaves_the_rest(template: str, exp
         ("list", "field 'list' must be a string or number, it is a list"),
     ],
 )
-def test_a_name_that_is_no_field_is_refused(name: str, problem: str) -> None:
+def test_a_name_that_is_no_field_is_refused(name, problem):
     with pytest.raises(RowError) as refusal:
         filled(f"{{question}} {{{name}}}", "Q", ROW)
     assert problem in str(refusal.value)
@@ -79,23 +76,21 @@ def test_a_name_that_is_no_field_is_refused(name: str, problem: str) -> None:
         (r"Add. \boxed{answer}", "answer", r"has no \{question\}"),
     ],
 )
-def test_a_template_without_a_question_or_with_the_answer_is_refused(
-    template: str, answer_field: str, problem: str
-) -> None:
+def test_a_template_without_a_question_or_with_the_answer_is_refused(template, answer_field, problem):
     with pytest.raises(UserError, match=f"^data.prompt_template: {problem}"):
         check_template(template, "data.prompt_template", answer_field)
     for shown in ("{question} {{solution}}", r"{question} \boxed{solution}", "{Body}"):  # not the answer
         check_template(shown, "data.prompt_template", "solution")
 
 
-def test_every_item_of_a_list_is_reached_by_a_star() -> None:
+def test_every_item_of_a_list_is_reached_by_a_star():
     row = {"completions": [{"response": "a", "score": {"x": 1}}, {"response": "b", "score": {"x": 2}}]}
     assert value_of(row, "completions.*.response") == ["a", "b"]
     assert value_of(row, "completions.*.score.x") == [1, 2]
     assert value_of({"list": ["a", "b"]}, "list.*") == ["a", "b"]
 
 
-def test_a_question_that_is_typed_has_no_fields() -> None:
+def test_a_question_that_is_typed_has_no_fields():
     assert for_typed("{Body} {Question}") == "{question}"
     assert prompt_of("2+2?", "Add.", r"{question} in \boxed{answer}, as {{x}} or {y z}") == (
         {"role": "system", "content": "Add."},
@@ -103,7 +98,7 @@ def test_a_question_that_is_typed_has_no_fields() -> None:
     )
 
 
-def test_a_question_in_two_fields_is_known_by_both(load, caplog) -> None:
+def test_a_question_in_two_fields_is_known_by_both(load, caplog):
     rows = [{"Body": f"{i} apples.", "Question": "How many?", "Answer": float(i)} for i in (1, 2)]
     with caplog.at_level(logging.WARNING):
         prompts = load(*rows, prompt_template="{Body} {Question}", answer_field="Answer")
@@ -112,7 +107,7 @@ def test_a_question_in_two_fields_is_known_by_both(load, caplog) -> None:
     assert found == [("1 apples. How many?", "1"), ("2 apples. How many?", "2")]
 
 
-def test_the_key_of_a_wrong_template_is_named_with_the_row(load) -> None:
+def test_the_key_of_a_wrong_template_is_named_with_the_row(load):
     with pytest.raises(UserError) as refusal:
         load({"prompt": "1?", "answer": "1"}, prompt_template="{promt}")
     assert refusal.value.key == "data.prompt_template"
@@ -123,7 +118,7 @@ def test_the_key_of_a_wrong_template_is_named_with_the_row(load) -> None:
         load({"prompt": "1?", "answer": "1"}, answer_field="{tests}")
 
 
-def test_equal_questions_with_other_answers_are_counted_and_named(load, caplog) -> None:
+def test_equal_questions_with_other_answers_are_counted_and_named(load, caplog):
     rows = [("1?", "1"), ("2?", "2"), (" 1? ", "one"), ("2?", " 2 "), ("1?", "uno"), ("3?", ["a", "b"]), ("3?", "b")]
     with caplog.at_level(logging.WARNING):
         load(*({"prompt": prompt, "answer": answer} for prompt, answer in rows))
@@ -133,7 +128,7 @@ def test_equal_questions_with_other_answers_are_counted_and_named(load, caplog) 
     )
 
 
-def test_any_of_several_answers_is_right_and_all_of_them_are_the_data(load) -> None:
+def test_any_of_several_answers_is_right_and_all_of_them_are_the_data(load):
     row = {"prompt": "Capital?", "info": {"truth": ["#### Paris", "#### Lutetia", "#### Paris"]}}
     (prompt,) = load(row, answer_field="info.truth", answer_pattern="#### (.*)")
     assert (prompt.answer, prompt.other_answers) == ("Paris", ("Lutetia",))
@@ -142,7 +137,7 @@ def test_any_of_several_answers_is_right_and_all_of_them_are_the_data(load) -> N
     assert fingerprinted(prompt) != fingerprinted(alone)
 
 
-def test_prompts_may_be_chats_and_may_have_no_answer(load) -> None:
+def test_prompts_may_be_chats_and_may_have_no_answer(load):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1?"}]
     (prompt,) = load({"prompt": chat}, answer_field=None, prompt_template="Q: {question}")
     assert [m["content"] for m in prompt.messages] == ["Be brief.", "Q: 1?"]
@@ -151,7 +146,7 @@ def test_prompts_may_be_chats_and_may_have_no_answer(load) -> None:
         load({"prompt": [*chat, {"role": "assistant", "content": "1"}]}, answer_field=None)
 
 
-def test_an_answer_may_be_made_of_several_fields(load) -> None:
+def test_an_answer_may_be_made_of_several_fields(load):
     row = {"prompt": "def f():", "test": "def check(c):\n    assert c() == {1: 2}", "entry_point": "f"}
     (prompt,) = load(row, answer_field="{test}\n\ncheck({entry_point})")
     assert prompt.answer == "def check(c):\n    assert c() == {1: 2}\n\ncheck(f)"
@@ -171,7 +166,7 @@ def test_an_answer_may_be_made_of_several_fields(load) -> None:
         (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
     ],
 )
-def test_the_answer_of_a_solution_is_in_its_last_box(load, solution: str, answer: str) -> None:
+def test_the_answer_of_a_solution_is_in_its_last_box(load, solution, answer):
     assert load({"prompt": "?", "answer": solution}, answer_pattern="boxed")[0].answer == answer
 
 
@@ -188,7 +183,7 @@ FORMS: Mapping[str, Callable[[Sequence[str], Sequence[str]], Any]] = {
 PREFIXES = ("", "({}) ", "{}) ", "{}. ", "({})")
 
 
-def option_rows() -> Iterator[tuple[dict[str, Any], Any, dict[str, str]]]:
+def option_rows():
     """(row, options_field, {label: text}): forms x labels x prefixes x numbers of options."""
     for form, labels, prefix, number in product(FORMS, (string.ascii_uppercase, "123456", "abcdef"), PREFIXES, (2, 6)):
         own, texts = list(labels[:number]), list(TEXTS[:number])
@@ -203,7 +198,7 @@ def option_rows() -> Iterator[tuple[dict[str, Any], Any, dict[str, str]]]:
 
 
 @pytest.mark.parametrize("template", ["{question}", "{options}\n\nWhich of these: {question}"])
-def test_options_are_written_with_their_labels_and_the_reward_reads_the_same(make_data, template: str) -> None:
+def test_options_are_written_with_their_labels_and_the_reward_reads_the_same(make_data, template):
     number = 0
     for row, field, expected in option_rows():
         data = make_data(
@@ -220,7 +215,7 @@ def test_options_are_written_with_their_labels_and_the_reward_reads_the_same(mak
     assert number == 6 * 3 * 5 * 2
 
 
-def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data, write, tmp_path: Path) -> None:
+def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data, write, tmp_path):
     """Each set of those that are none x nothing that says so x form x table; an index counts all items of a list."""
     texts, number = ("x", "y", "z", "w"), 0
     for given, none, form in product(
@@ -245,14 +240,14 @@ def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data
     assert number == 11 * (4 * 2 + 3) * 2
 
 
-def test_what_are_no_options_is_refused_by_the_key(make_data, write, tmp_path: Path) -> None:
+def test_what_are_no_options_is_refused_by_the_key(make_data, write, tmp_path):
     for value in ("Rome", [], 5, None, {"text": ["a", "b"], "label": ["A"]}, [{"a": 1}, {"a": 2}]):
         file = write(tmp_path / "a.jsonl", {"prompt": "1?", "answer": "A", "c": value})
         with pytest.raises(UserError, match=r"^data\.options_field: .*a\.jsonl:1: in 'c' "):
             make_data("jsonl", path=str(file), options_field="c").load(Split.train)
 
 
-def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make_preferences, write, tmp_path) -> None:
+def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make_preferences, write, tmp_path):
     rows = [
         {"prompt": f"{i}?", "answer": str(i), "completion": "c", "chosen": "c", "rejected": "r", "s": system}
         for i, system in enumerate(["Be brief.", "", None, "  "] * 10)
@@ -273,7 +268,7 @@ def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make
 
 def test_history_is_read_as_the_turns_before_and_options_are_written_behind_the_question(
     make_data, make_demonstrations, make_preferences
-) -> None:
+):
     """Lengths x sections; the system message stands before it, and the template is that of the last turn alone."""
     for number, make in product(range(4), (make_data, make_demonstrations, make_preferences)):
         row = {"prompt": "q", "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "s": "S"}
@@ -288,7 +283,7 @@ def test_history_is_read_as_the_turns_before_and_options_are_written_behind_the_
 
 def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(
     make_data, make_demonstrations, make_preferences, caplog
-) -> None:
+):
     """Prompt as text or chat, or no prompt, x section: the turns of history are in the prompt, or there is a note."""
     chat, whole = [{"role": "user", "content": "q"}], [{"role": "user", "content": "q"}]
     number = 0
@@ -318,9 +313,7 @@ def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(
     assert number == 14
 
 
-def test_what_has_a_meaning_and_is_not_read_is_noted_once(
-    make_data, make_demonstrations, make_preferences, caplog
-) -> None:
+def test_what_has_a_meaning_and_is_not_read_is_noted_once(make_data, make_demonstrations, make_preferences, caplog):
     """Each field of the list x section, unless it is blank or a key names it; the note names the way."""
     base = {"prompt": "1?", "answer": "1", "completion": "c", "chosen": "c", "rejected": "r"}
     number = 0

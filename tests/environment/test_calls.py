@@ -1,7 +1,5 @@
 """Calls of tools are read as each family's template writes them, and what cannot be read is told."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from typing import Any
@@ -39,7 +37,7 @@ FORMS = {
 }
 
 
-def written(family: str, number: int) -> str:
+def written(family, number):
     """A turn with so many calls, as the family's template writes it."""
     tokenizer = family_tokenizer(family)
     calls = [
@@ -57,7 +55,7 @@ def written(family: str, number: int) -> str:
     ("family", "number"),
     [(family, n) for family in FORMS for n in (1, 2) if (family, n) != ("llama-3", 2)],  # which writes one call a turn
 )
-def test_what_a_template_writes_is_read(family: str, number: int) -> None:
+def test_what_a_template_writes_is_read(family, number):
     reader = reader_of("template", CallTemplate(family_tokenizer(family), [ADD], OPENING))
     assert reader == FORMS[family]
     calls = reader.calls(written(family, number))
@@ -67,7 +65,7 @@ def test_what_a_template_writes_is_read(family: str, number: int) -> None:
 
 
 @each("family", FORMS)
-def test_text_without_a_call_has_none(family: str) -> None:
+def test_text_without_a_call_has_none(family):
     reader = reader_of("template", CallTemplate(family_tokenizer(family), [ADD], OPENING))
     for text in ("", "It is 5.", '{"answer": 5}', "a {b} c", "<think>{</think>"):
         assert reader.calls(text) == []
@@ -86,7 +84,7 @@ def test_text_without_a_call_has_none(family: str) -> None:
         ('<tool_call>{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}", "too many digits"),
     ],
 )
-def test_a_call_that_cannot_be_made_says_why(text: str, problem: str) -> None:
+def test_a_call_that_cannot_be_made_says_why(text, problem):
     [call] = FORMS["qwen2.5"].calls(text)
     assert problem in call.problem
 
@@ -104,7 +102,7 @@ TWO_CALLS = [{"name": "add", "arguments": {"a": n, "say": '{"name": 1}'}} for n 
          [{"code": "a\nb"}, {}]),
     ],
 )  # fmt: skip
-def test_json_stands_anywhere_and_in_the_ways_of_policies(reader: CallReader, text: str, called: list[Any]) -> None:
+def test_json_stands_anywhere_and_in_the_ways_of_policies(reader, text, called):
     assert [(c.name, c.arguments, c.problem) for c in reader.calls(text)] == [("add", given, "") for given in called]
     [broken] = JsonCalls().calls('so {"name": "add", "arguments": {')
     assert "not valid JSON" in broken.problem
@@ -137,7 +135,7 @@ MARKED = '{"name": "add", "arguments": {"say": "<tool_call>{\\"name\\": \\"add\\
         (f"«{MARKED}»\n«{TWO}»", [None, 2]),
     ],
 )
-def test_calls_are_read_as_json_outside_of_reasoning(text: str, called: list[int | None]) -> None:
+def test_calls_are_read_as_json_outside_of_reasoning(text, called):
     readers = {
         ("<tool_call>", "</tool_call>"): FORMS["qwen2.5"],
         ("[TOOL_CALLS]", ""): FORMS["mistral"],
@@ -171,14 +169,14 @@ def test_calls_are_read_as_json_outside_of_reasoning(text: str, called: list[int
         ('{"name": 5}', []),
     ],
 )
-def test_an_object_without_a_marker_is_a_call_only_if_it_names_a_tool_or_is_nothing_else(text, called) -> None:
+def test_an_object_without_a_marker_is_a_call_only_if_it_names_a_tool_or_is_nothing_else(text, called):
     unmarked = TemplateCalls(marker="", name="name", arguments="arguments", tools=frozenset({"add"}))
     for reader in (JsonCalls([ADD]), unmarked):
         if reader is not unmarked or not text.endswith(": "):  # what begins as a call and is broken is told of there
             assert [call.name for call in reader.calls(text)] == called, reader
 
 
-def test_calls_in_xml_are_read_outside_of_reasoning_and_keep_their_arguments() -> None:
+def test_calls_in_xml_are_read_outside_of_reasoning_and_keep_their_arguments():
     reader = XmlCalls([ADD])
     call = '<call tool="add"><say>{}</say></call>'
     text = f"<think>{call.format(1)}</think>{call.format('<think>2')} and {call.format('3')}"
@@ -212,7 +210,7 @@ def test_whatever_the_policy_writes_is_a_call_or_a_problem(form: CallReader, tex
         assert f"{call.name}{call.written}{call.problem}".encode()
 
 
-def test_xml_calls_have_values_of_their_parameters_types() -> None:
+def test_xml_calls_have_values_of_their_parameters_types():
     reader = XmlCalls([ADD])
     [call] = reader.calls('<call tool="add"><a>2</a><b>[1]</b><say>3 < 4 </say></call> and more')
     assert call.arguments == {"a": 2, "b": [1], "say": "3 < 4 "}
@@ -225,7 +223,7 @@ def test_xml_calls_have_values_of_their_parameters_types() -> None:
         assert problem in call.problem
 
 
-def test_a_tokenizer_that_describes_its_answers_is_read_by_transformers() -> None:
+def test_a_tokenizer_that_describes_its_answers_is_read_by_transformers():
     template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",
@@ -246,7 +244,7 @@ def test_a_tokenizer_that_describes_its_answers_is_read_by_transformers() -> Non
     assert "cannot be read" in broken.problem
 
 
-def test_a_template_with_a_form_of_its_own_is_refused() -> None:
+def test_a_template_with_a_form_of_its_own_is_refused():
     tokenizer = family_tokenizer("smollm2")  # its template shows no calls at all
     with pytest.raises(UserError, match=r"environment.syntax: .* not known here, got template; use .*json or xml"):
         reader_of("template", CallTemplate(tokenizer, [ADD], OPENING))

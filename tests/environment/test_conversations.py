@@ -1,9 +1,7 @@
 """Conversations over an engine: tokens, masks, seeds, limits and rewards."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +30,12 @@ SAMPLING = Sampling(max_tokens=1000, temperature=1.0)
 TOKENIZER = family_tokenizer("qwen2.5")
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name, **arguments):
     """A call as Qwen2.5's template writes it."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-def prompt(name: str = "p", tokenizer: RunTokenizer = TOKENIZER, **metadata: Any) -> Prompt:
+def prompt(name="p", tokenizer=TOKENIZER, **metadata):
     messages = ({"role": "user", "content": "2 + 3?"},)
     ids = tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, return_dict=False)
     return Prompt(id=name, messages=messages, answer="5", token_ids=tuple(ids), metadata=metadata)
@@ -56,7 +54,7 @@ class Recorder(ScriptedGenerator):
 
 
 @pytest.fixture
-def converse() -> Iterator[Converse]:
+def converse():
     """Opens conversations of a scripted policy: `converse({"*": [["call", "answer"]]}, environment)`."""
     opened: list[Conversations] = []
 
@@ -75,31 +73,31 @@ def converse() -> Iterator[Converse]:
         conversations.close()
 
 
-def tools(*names: str, **limits: Any) -> Tools:
+def tools(*names, **limits):
     return Tools(**{**LIMITS, **limits}, tools=names or TOOLS)
 
 
-def duck(name: str, **limits: Any) -> ToolClass:
+def duck(name, **limits):
     return ToolClass(**{**LIMITS, "reward": "get_reward", **limits}, factory=f"conversation_tools.{name}")
 
 
-def game(name: str) -> Game:
+def game(name):
     return Game(**LIMITS, factory=f"conversation_tools.{name}", arguments={})
 
 
-def one(groups: Sequence[Group]) -> Completion:
+def one(groups):
     [group] = groups
     [rollout] = group.rollouts
     assert fault(rollout.completion) is None
     return rollout.completion
 
 
-def sampled_text(completion: Completion) -> str:
+def sampled_text(completion):
     mask = completion.mask or [True] * len(completion.token_ids)
     return TOKENIZER.decode([t for t, own in zip(completion.token_ids, mask, strict=True) if own])
 
 
-def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(converse: Converse) -> None:
+def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(converse):
     said = [call("add", a=2, b=3), "It is 5."]
     conversations = converse({"*": [said]}, tools("conversation_tools.add"))
     asked = prompt()
@@ -129,7 +127,7 @@ def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(
     assert not completion.mask[first.end]
 
 
-def test_a_policy_that_calls_nothing_says_what_it_says_without_an_environment(converse: Converse) -> None:
+def test_a_policy_that_calls_nothing_says_what_it_says_without_an_environment(converse):
     """Also the seeds and limits that the engine gets are those of a run without an environment."""
     texts = {"*": ["one", "two", "three"]}
     conversations = converse(texts, tools())
@@ -146,7 +144,7 @@ def test_a_policy_that_calls_nothing_says_what_it_says_without_an_environment(co
             assert len(rollout.completion.turns) == 1
 
 
-def test_a_rounds_prompts_are_whole_conversations_with_seeds_and_rests_of_their_own(converse: Converse) -> None:
+def test_a_rounds_prompts_are_whole_conversations_with_seeds_and_rests_of_their_own(converse):
     texts = {"*": [[call("say", text="a"), "done"], "nothing to call"]}
     conversations = converse(texts, tools())
     sampling = replace(SAMPLING, max_tokens=200)
@@ -166,7 +164,7 @@ def test_a_rounds_prompts_are_whole_conversations_with_seeds_and_rests_of_their_
     assert again == [group], "it replays"
 
 
-def test_conversations_do_not_depend_on_those_beside_them(converse: Converse) -> None:
+def test_conversations_do_not_depend_on_those_beside_them(converse):
     texts = {"*": [[call("increase", by=1), call("draw"), "done"], [call("draw"), "done"], "no"]}
     prompts, seeds = [prompt(str(i)) for i in range(6)], [100 * i for i in range(6)]
     together = converse(texts, duck("Counter", workers=2)).sample(prompts, 3, seeds, SAMPLING)
@@ -191,9 +189,7 @@ def test_conversations_do_not_depend_on_those_beside_them(converse: Converse) ->
         ({"max_turns": 50}, FinishReason.length, None),
     ],
 )
-def test_each_limit_ends_a_conversation_with_its_own_reason(
-    converse: Converse, limits: dict[str, Any], reason: FinishReason, turns: int | None
-) -> None:
+def test_each_limit_ends_a_conversation_with_its_own_reason(converse, limits, reason, turns):
     said = call("misbehave", how="hang" if reason is FinishReason.time else "well")
     conversations = converse({"*": [said]}, tools(**limits))
     completion = one(conversations.sample([prompt()], 1, [0], replace(SAMPLING, max_tokens=400)))
@@ -213,7 +209,7 @@ def test_each_limit_ends_a_conversation_with_its_own_reason(
         assert completion.num_sampled == 5
 
 
-def test_parallel_calls_are_made_and_answered_in_their_order(converse: Converse) -> None:
+def test_parallel_calls_are_made_and_answered_in_their_order(converse):
     both = f"{call('increase', by=2)}\n{call('increase', by=3)}"
     completion = one(converse({"*": [[both, "done"]]}, duck("Counter")).sample([prompt()], 1, [0], SAMPLING))
     assert [c.answer for c in completion.turns[0].calls] == ["2", "5"]
@@ -221,7 +217,7 @@ def test_parallel_calls_are_made_and_answered_in_their_order(converse: Converse)
     assert "<tool_response>\n2\n</tool_response>\n<tool_response>\n5\n</tool_response>" in text
 
 
-def test_a_class_of_trls_form_begins_by_the_row_and_gives_a_reward(converse: Converse) -> None:
+def test_a_class_of_trls_form_begins_by_the_row_and_gives_a_reward(converse):
     conversations = converse({"*": [[call("increase", by=2), "done"]]}, duck("Counter"))
     [plain, opened] = conversations.sample([prompt("p"), prompt("q", start=40)], 2, [0, 2], SAMPLING)
     assert [r.completion.turns[-1].reward for r in plain.rollouts] == [2.0, 2.0]
@@ -232,7 +228,7 @@ def test_a_class_of_trls_form_begins_by_the_row_and_gives_a_reward(converse: Con
     assert all(r.prompt is opened.prompt for r in opened.rollouts)
 
 
-def test_openings_that_differ_are_masked_parts_of_completions(converse: Converse) -> None:
+def test_openings_that_differ_are_masked_parts_of_completions(converse):
     conversations = converse({"*": ["done"]}, duck("DiceAtReset"))
     [group] = conversations.sample([prompt()], 2, [0], SAMPLING)
     rows = [TOKENIZER.decode([*group.prompt.token_ids, *r.completion.token_ids]) for r in group.rollouts]
@@ -246,7 +242,7 @@ def test_openings_that_differ_are_masked_parts_of_completions(converse: Converse
         assert rollout.completion.turns[0].end == len(rollout.completion.token_ids)
 
 
-def test_a_worker_that_dies_takes_no_conversations_state_along(converse: Converse) -> None:
+def test_a_worker_that_dies_takes_no_conversations_state_along(converse):
     """Sibling 0 kills the worker that both live in, after both have counted; they go on from where they were."""
     scripts = [[*(call("increase", by=by) for by in steps), "done"] for steps in ((3, 99, 4), (10, -1, 20))]
     texts = {"*": scripts}
@@ -261,7 +257,7 @@ THOUGHTS = [f"<think>\nthought {i}\n</think>\n\nanswer {i}" for i in range(3)]
 QWEN3 = family_tokenizer("qwen3")
 
 
-def test_where_the_template_rewrites_history_the_policy_reads_it_rewritten_in_a_branch(converse: Converse) -> None:
+def test_where_the_template_rewrites_history_the_policy_reads_it_rewritten_in_a_branch(converse):
     """Qwen3's drops the thinking of earlier turns when a user speaks again."""
     conversations = converse({"*": [THOUGHTS]}, game("Chatty"), tokenizer=QWEN3)
     [group] = conversations.sample([prompt(tokenizer=QWEN3)], 2, [0], SAMPLING)
@@ -291,7 +287,7 @@ def test_where_the_template_rewrites_history_the_policy_reads_it_rewritten_in_a_
     assert list(last).count(start) == 6, "theirs, and that of the turn to come"
 
 
-def test_branches_are_counted_behind_openings_that_differ(converse: Converse) -> None:
+def test_branches_are_counted_behind_openings_that_differ(converse):
     conversations = converse({"*": [THOUGHTS]}, game("ChattyDice"), tokenizer=QWEN3)
     [group] = conversations.sample([prompt()], 2, [0], SAMPLING)
     for rollout, drawn in zip(group.rollouts, (1, 2), strict=True):
@@ -302,7 +298,7 @@ def test_branches_are_counted_behind_openings_that_differ(converse: Converse) ->
 
 
 @pytest.mark.parametrize("syntax", ["json", "xml"])
-def test_other_syntaxes_explain_themselves_and_answer_as_users(converse: Converse, syntax: str) -> None:
+def test_other_syntaxes_explain_themselves_and_answer_as_users(converse, syntax):
     written = {
         "json": 'So {"name": "add", "arguments": {"a": 2, "b": 3}}',
         "xml": 'So <call tool="add"><a>2</a><b>3</b></call>',
@@ -313,14 +309,14 @@ def test_other_syntaxes_explain_themselves_and_answer_as_users(converse: Convers
     assert "<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n" in TOKENIZER.decode(list(completion.token_ids))
 
 
-def test_an_environment_that_cannot_begin_stops_the_run(converse: Converse) -> None:
+def test_an_environment_that_cannot_begin_stops_the_run(converse):
     conversations = converse({"*": ["x"]}, duck("Counter"))
     with pytest.raises(EnvironmentFailure, match=r"prompt 'p' \(Error: ValueError: invalid literal.*repair its reset"):
         conversations.sample([prompt(start="no number")], 1, [0], SAMPLING)
     assert conversations.sample([prompt()], 1, [0], SAMPLING), "and the next call is none the worse"
 
 
-def test_what_an_environment_puts_behind_a_prompt_takes_no_room_that_was_not_planned(converse: Converse) -> None:
+def test_what_an_environment_puts_behind_a_prompt_takes_no_room_that_was_not_planned(converse):
     """Rows have at most 1200 tokens: the prompt, three hundred digits behind it, and what is left for the policy."""
     conversations = converse({"*": ["x" * 2000]}, duck("Counter", max_answer=3000))
     [group] = conversations.sample([prompt(start=10**300)], 1, [0], replace(SAMPLING, max_tokens=1190))
@@ -332,7 +328,7 @@ def test_what_an_environment_puts_behind_a_prompt_takes_no_room_that_was_not_pla
 
 
 # -- the tokens of a conversation --------------------------------------------------------------------------------------
-def rollout_of(transcript: Transcript, prompt: Sequence[int]) -> Rollout:
+def rollout_of(transcript, prompt):
     completion = Completion(
         text="",
         token_ids=tuple(transcript.token_ids),
@@ -345,7 +341,7 @@ def rollout_of(transcript: Transcript, prompt: Sequence[int]) -> Rollout:
     return Rollout(prompt=asked, completion=completion, policy_version=0)
 
 
-def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first() -> None:
+def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first():
     def noted(number: int, size: int) -> numpy.ndarray:
         experts = numpy.full((size, 1, 2), number, numpy.uint8)
         experts[-1] = 255  # nothing was sampled after the last token
@@ -362,7 +358,7 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first() -> No
     assert transcript.experts[:, 0, 0].tolist() == [0, 0, 0, 0, 255, 1, 1, 1, 255]
 
 
-def test_a_conversation_that_shares_no_token_is_another_one() -> None:
+def test_a_conversation_that_shares_no_token_is_another_one():
     with pytest.raises(ValueError, match="none of its tokens"):
         Transcript([1]).set_context([2, 3])
 

@@ -1,15 +1,13 @@
 """Games: the policy's whole turns are moves, which may be rewarded."""
 
-from __future__ import annotations
-
 from rlft.types import FinishReason
 from tests.environment import test_conversations
-from tests.environment.test_conversations import SAMPLING, TOKENIZER, Converse, game, prompt
+from tests.environment.test_conversations import SAMPLING, TOKENIZER, game, prompt
 
 converse = test_conversations.converse
 
 
-def test_a_game_answers_whole_turns_and_rewards_each(converse: Converse) -> None:
+def test_a_game_answers_whole_turns_and_rewards_each(converse):
     conversations = converse({"*": [["low or high?", "{answer}"], ["?", "9"]]}, game("Guessing"))
     [group] = conversations.sample([prompt()], 2, [0], SAMPLING)
     right, wrong = (r.completion for r in group.rollouts)

@@ -1,23 +1,19 @@
 """Tools of servers of the Model Context Protocol, made with the official SDK and without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from run_processes import happens, is_alive
 
 from rlft import cli
 from rlft.environment.mcp import Mcp, checked
-from rlft.environment.pool import EnvironmentPool, Job, Order, Reply
+from rlft.environment.pool import EnvironmentPool, Job, Order
 from rlft.environment.protocol import Cause
 from rlft.types import UserError
 from tests.environment.test_conversations import LIMITS
@@ -28,28 +24,28 @@ COMMAND = (sys.executable, str(HELPERS / "mcp_server.py"))
 SERVER = Mcp(**LIMITS | {"call_timeout": 300.0, "timeout": 900.0}, command=COMMAND, env={}, shared=False)
 
 
-def bare(how: str, **changed: Any) -> Mcp:
+def bare(how, **changed):
     return replace(SERVER, command=(sys.executable, str(HELPERS / "bare_mcp_server.py"), how), **changed)
 
 
-def job(key: int, *calls: tuple[str, dict[str, Any]]) -> Job:
+def job(key, *calls):
     orders = [Order(kind="call", seed=0, name=name, values=values) for name, values in calls]
     return Job(key=key, orders=orders, left_s=SERVER.timeout)
 
 
-def texts(replies: list[Reply]) -> list[str]:
+def texts(replies):
     return [reply.text for reply in replies]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[EnvironmentPool]:
+def pool():
     """Of servers that go on after their input has ended."""
     with closing(EnvironmentPool(bare("stays"))) as opened:
         yield opened
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
-def test_each_conversation_has_a_server_of_its_own_with_its_state_whose_errors_are_answers_with_a_cause() -> None:
+def test_each_conversation_has_a_server_of_its_own_with_its_state_whose_errors_are_answers_with_a_cause():
     """A server of the official SDK."""
     calls = (
         ("subtract", {}), ("add", {"number": "two"}), ("add", {}), ("misbehave", {"how": "fail"}),
@@ -75,14 +71,14 @@ def test_each_conversation_has_a_server_of_its_own_with_its_state_whose_errors_a
     assert texts(replies)[7].startswith("Error: RuntimeError: the tool's server has ended: it has closed")
 
 
-def test_what_is_no_message_is_skipped_and_other_content_is_named(pool: EnvironmentPool) -> None:
+def test_what_is_no_message_is_skipped_and_other_content_is_named(pool):
     [replies] = pool.run([job(0, *(("misbehave", {"how": how}) for how in ("garbage", "refuses")))])
     assert [(reply.text, reply.cause) for reply in replies] == [
         ("0\n[image]", None), ("Error: RuntimeError: not today", Cause.raised),
     ]  # fmt: skip
 
 
-def test_nothing_that_a_server_has_started_outlives_its_conversation_or_its_worker(pool: EnvironmentPool) -> None:
+def test_nothing_that_a_server_has_started_outlives_its_conversation_or_its_worker(pool):
     [[own], [other]] = pool.run([job(3, ("pids", {})), job(4, ("pids", {}))])
     of_own, of_other = ([int(pid) for pid in reply.text.split()] for reply in (own, other))
     assert all(map(is_alive, [*of_own, *of_other]))
@@ -93,7 +89,7 @@ def test_nothing_that_a_server_has_started_outlives_its_conversation_or_its_work
     assert happens(lambda: not any(map(is_alive, of_other)), within_s=60)
 
 
-def test_a_call_that_takes_too_long_ends_its_server() -> None:
+def test_a_call_that_takes_too_long_ends_its_server():
     with closing(EnvironmentPool(bare("answers", call_timeout=8.0))) as pool:
         [replies] = pool.run([job(0, ("misbehave", {"how": "hangs"}), ("pids", {}))])
     assert [(reply.text, reply.cause) for reply in replies] == [
@@ -102,7 +98,7 @@ def test_a_call_that_takes_too_long_ends_its_server() -> None:
     ]
 
 
-def test_a_shared_server_keeps_its_state_between_conversations_and_is_replaced() -> None:
+def test_a_shared_server_keeps_its_state_between_conversations_and_is_replaced():
     with closing(EnvironmentPool(bare("answers", shared=True))) as pool:
         replies = pool.run([job(key, ("add", {"number": 1})) for key in range(3)])
         assert sorted(map(texts, replies)) == [["1"], ["2"], ["3"]]
@@ -111,7 +107,7 @@ def test_a_shared_server_keeps_its_state_between_conversations_and_is_replaced()
 
 
 # -- lists -------------------------------------------------------------------------------------------------------------
-def test_the_list_of_tools_is_shown_page_by_page() -> None:
+def test_the_list_of_tools_is_shown_page_by_page():
     schemas = bare("stays").schemas()
     assert [schema["function"]["name"] for schema in schemas] == ["add", "misbehave", "pids"]
     assert schemas[-1]["function"]["parameters"] == {"type": "object", "properties": {}}
@@ -121,7 +117,7 @@ def test_the_list_of_tools_is_shown_page_by_page() -> None:
     ("how", "fragment"),
     [("hangs", r"\(Error: no answer within 3 s\)"), ("ends", r"\(Error: RuntimeError: the tool's server has ended\)")],
 )
-def test_a_server_that_does_not_list_its_tools_is_refused(how: str, fragment: str) -> None:
+def test_a_server_that_does_not_list_its_tools_is_refused(how, fragment):
     with pytest.raises(UserError, match=f"^environment.command: its server does not list its tools {fragment}, got"):
         bare(how, call_timeout=3.0 if how == "hangs" else 300.0).schemas()
 
@@ -141,7 +137,7 @@ TOOL = {"name": "add", "description": "", "parameters": {"type": "object"}}
          "the arguments of its tool add have no valid JSON schema"),
     ],
 )  # fmt: skip
-def test_tools_that_cannot_be_called_are_refused(tools: list[dict[str, Any]], fragment: str) -> None:
+def test_tools_that_cannot_be_called_are_refused(tools, fragment):
     assert checked([TOOL], "serve") == [TOOL]
     with pytest.raises(UserError, match=f"^environment.command: .*{fragment}.*, got serve; "):
         checked(tools, "serve")
@@ -149,7 +145,7 @@ def test_tools_that_cannot_be_called_are_refused(tools: list[dict[str, Any]], fr
 
 # -- a run -------------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_policy_calls_a_servers_tools(tmp_path: Path) -> None:
+def test_a_policy_calls_a_servers_tools(tmp_path):
     words = (
         "train", "+recipe=grpo_calculator", "environment=mcp", f"environment.command=[{','.join(COMMAND)}]",
         "environment.call_timeout=300", "environment.timeout=900", "environment.workers=1", "steps=1",

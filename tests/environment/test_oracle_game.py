@@ -1,5 +1,4 @@
 from collections import Counter
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -29,14 +28,14 @@ GAMES: list[list[tuple[str, tuple[str, float | None, bool]]]] = [
 
 
 @each("turns", GAMES)
-def test_who_asks_a_helper_hears_it_and_the_answer_alone_is_rewarded(turns: list[tuple[str, Any]]) -> None:
+def test_who_asks_a_helper_hears_it_and_the_answer_alone_is_rewarded(turns):
     play = OracleGame()
     assert "A, B or C" in play.reset(**ROW)
     for said, got in turns:
         assert play.step(said) == got
 
 
-def test_whoever_asks_at_random_is_right_in_a_third_of_the_games() -> None:
+def test_whoever_asks_at_random_is_right_in_a_third_of_the_games():
     data = Arithmetic(difficulty=3, operations=["+", "-", "*"], size=600, held_out_size=1, seed=0)
     right = Counter[str]()
     prompts = data.load(Split.train)
@@ -51,6 +50,6 @@ def test_whoever_asks_at_random_is_right_in_a_third_of_the_games() -> None:
     assert all(0.28 * len(prompts) < count < 0.39 * len(prompts) for count in right.values())
 
 
-def test_another_question_is_refused() -> None:
+def test_another_question_is_refused():
     with pytest.raises(ValueError, match="use data=arithmetic"):
         OracleGame().reset(prompt=[{"role": "user", "content": "Who is it?"}], answer="1")

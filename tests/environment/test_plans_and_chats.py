@@ -1,10 +1,8 @@
 """`rlft plan` tries an environment once, and `rlft chat` uses a run's tools and shows its calls."""
 
-from __future__ import annotations
-
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.m
 
 
 @pytest.mark.parametrize("syntax", slow_but("template", ["template", "json", "xml"]))
-def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax: str) -> None:
+def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax):
     environment = ToolClass(**{**LIMITS, "syntax": syntax}, factory="conversation_tools.Counter", reward="get_reward")
     tried = try_environment(environment, TOKENIZER, prompt(start=40))
     assert tried.error is None
@@ -39,14 +37,14 @@ def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax:
     assert tried.failed == []
 
 
-def test_a_plan_names_an_environment_that_cannot_begin() -> None:
+def test_a_plan_names_an_environment_that_cannot_begin():
     environment = ToolClass(**LIMITS, factory="conversation_tools.Counter", reward="get_reward")
     tried = try_environment(environment, TOKENIZER, prompt(start="none"))
     assert tried.error is not None
     assert "cannot begin a conversation of prompt 'p'" in tried.error
 
 
-def test_a_plan_plays_a_game_and_makes_arguments_up() -> None:
+def test_a_plan_plays_a_game_and_makes_arguments_up():
     game = Game(**LIMITS, factory="conversation_tools.Guessing", arguments={})
     tried = try_environment(game, TOKENIZER, prompt())
     assert tried.said == [("done", "high"), ("done", "")]
@@ -55,7 +53,7 @@ def test_a_plan_plays_a_game_and_makes_arguments_up() -> None:
     assert added.said[0][1] == "2", "1 + 1"
 
 
-def test_a_plan_has_an_agent_play_once_and_a_chat_has_none() -> None:
+def test_a_plan_has_an_agent_play_once_and_a_chat_has_none():
     keys = {**LIMITS, "port": 0, "body_bytes": 10_000, "command": None}
     tried = try_environment(Endpoint(**keys, agent="endpoint_agents.talks"), TOKENIZER, prompt())
     assert [said for said, _ in tried.said] == ["done", "done"]
@@ -70,7 +68,7 @@ def test_a_plan_has_an_agent_play_once_and_a_chat_has_none() -> None:
 
 
 @pytest.fixture
-def chat_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def chat_of(monkeypatch, capsys):
     """(what a chat prints, the prompts of a policy) that says these texts in turn, and is asked these questions."""
 
     def chat_of(script: list[str], asks: str, *words: str) -> tuple[list[str], list[Prompt]]:
@@ -89,7 +87,7 @@ def chat_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return chat_of
 
 
-def test_a_chat_shows_calls_and_answers_and_keeps_them_in_its_history(chat_of: Callable[..., Any]) -> None:
+def test_a_chat_shows_calls_and_answers_and_keeps_them_in_its_history(chat_of):
     said = '<call tool="calculate"><expression>12*12</expression></call>'
     lines, asked = chat_of([said, "It is 144."], "12 * 12?\nAgain?\n", "environment.syntax=xml")
     shown = [said, "  calculate(<expression>12*12</expression>)", "  -> 144", "It is 144."]
@@ -101,7 +99,7 @@ def test_a_chat_shows_calls_and_answers_and_keeps_them_in_its_history(chat_of: C
     ]  # fmt: skip
 
 
-def test_limits_of_a_conversation_are_named_in_a_chat(chat_of: Callable[..., Any]) -> None:
+def test_limits_of_a_conversation_are_named_in_a_chat(chat_of):
     call = '{"name": "calculate", "arguments": {"expression": "1"}}'
     lines, _ = chat_of([call, call], "1?\n", "environment.syntax=json", "environment.max_turns=2")
     assert any("(cut: environment.max_turns)" in line for line in lines)

@@ -1,10 +1,7 @@
 """The workers of environments: what an interrupted call leaves, and those that cannot start or are killed idle."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -23,25 +20,23 @@ from tests.environment.test_conversations import LIMITS
 TOOLS = Tools(**LIMITS, tools=("conversation_tools.say", "conversation_tools.misbehave", "conversation_tools.hashed"))
 
 
-def job(key: int, text: str, tool: str = "say", left_s: float = 60.0) -> Job:
+def job(key, text, tool="say", left_s=60.0):
     values: dict[str, Any] = {"how" if tool == "misbehave" else "text": text}
     return Job(key=key, orders=[Order(kind="call", seed=0, name=tool, values=values)], left_s=left_s)
 
 
 @pytest.fixture
-def pool() -> Iterator[EnvironmentPool]:
+def pool():
     with closing(EnvironmentPool(replace(TOOLS, workers=2))) as opened:
         yield opened
 
 
-def test_replies_come_in_the_order_of_jobs(pool: EnvironmentPool) -> None:
+def test_replies_come_in_the_order_of_jobs(pool):
     assert [reply.text for [reply] in pool.run([job(k, str(k)) for k in range(20)])] == [str(k) for k in range(20)]
     assert pool.run([]) == []
 
 
-def test_what_an_interruption_left_is_not_taken_for_an_answer(
-    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_interruption_left_is_not_taken_for_an_answer(pool, monkeypatch):
     pool.run([job(0, "up"), job(1, "up")])
     receive = EnvironmentWorker.receive
 
@@ -55,7 +50,7 @@ def test_what_an_interruption_left_is_not_taken_for_an_answer(
     assert [reply.text for [reply] in pool.run([job(2, "new"), job(3, "newer")])] == ["new", "newer"]
 
 
-def test_a_worker_that_is_killed_while_idle_is_replaced(pool: EnvironmentPool) -> None:
+def test_a_worker_that_is_killed_while_idle_is_replaced(pool):
     pool.run([job(0, "up"), job(1, "up")])
     for child in psutil.Process().children():
         if child.pid in {worker.pid for worker in pool._workers.all}:
@@ -67,12 +62,12 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(pool: EnvironmentPool) -
     assert [reply.text for [reply] in pool.run([job(4, "a"), job(5, "b")])] == ["a", "b"]
 
 
-def test_orders_beyond_a_conversations_time_are_not_made(pool: EnvironmentPool) -> None:
+def test_orders_beyond_a_conversations_time_are_not_made(pool):
     [[late]] = pool.run([job(0, "x", left_s=0.0)])
     assert (late.cause, late.text) == (Cause.time, "Error: the time for all calls is used up")
 
 
-def test_closing_leaves_no_process_of_a_tool() -> None:
+def test_closing_leaves_no_process_of_a_tool():
     pool = EnvironmentPool(TOOLS)
     pool.run([job(0, "fork", "misbehave")])
     workers = [worker.pid for worker in pool._workers.all]
@@ -83,7 +78,7 @@ def test_closing_leaves_no_process_of_a_tool() -> None:
     assert not any(psutil.pid_exists(pid) for pid in workers if pid)
 
 
-def test_an_environment_that_cannot_start_says_why() -> None:
+def test_an_environment_that_cannot_start_says_why():
     problem = r"cannot be started in its workers \(RuntimeError: no server"
     with (
         closing(EnvironmentPool(CannotStart(**LIMITS, tools=TOOLS.tools))) as pool,
@@ -92,7 +87,7 @@ def test_an_environment_that_cannot_start_says_why() -> None:
         pool.run([job(0, "x")])
 
 
-def test_every_worker_hashes_texts_alike_and_as_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_worker_hashes_texts_alike_and_as_the_user_has_set_it(monkeypatch):
     """A tool that walks a set of texts answers a resumed run as it has answered the interrupted one."""
 
     def found() -> str:

@@ -1,11 +1,8 @@
 """Arguments of calls against schemas: right ones made from a schema, and wrong ones by one change that it forbids."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +27,7 @@ RIGHT: dict[str, list[Any]] = {
 }
 
 
-def some_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+def some_schema(rng, depth=0):
     kind = rng.choice([*RIGHT, *(["array", "object"] if depth < 3 else [])])
     schema: dict[str, Any] = {"type": kind, "description": "x"}
     if kind == "array":
@@ -46,7 +43,7 @@ def some_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     return schema
 
 
-def right_values(schema: dict[str, Any], rng: random.Random) -> Any:
+def right_values(schema, rng):
     if schema.get("nullable") and rng.random() < 0.3:
         return None
     if schema["type"] == "array":
@@ -57,7 +54,7 @@ def right_values(schema: dict[str, Any], rng: random.Random) -> Any:
     return rng.choice(schema.get("enum") or RIGHT[schema["type"]])
 
 
-def wrong_values(value: Any, schema: dict[str, Any], rng: random.Random) -> Iterator[Any]:
+def wrong_values(value, schema, rng):
     """The value with one change, anywhere in it, that the schema forbids."""
     nullable = schema.get("nullable", False)
     yield rng.choice([each for each in WRONG[schema["type"]] if not (nullable and each is None)])
@@ -76,7 +73,7 @@ def wrong_values(value: Any, schema: dict[str, Any], rng: random.Random) -> Iter
             yield {key: each for key, each in value.items() if key != name}
 
 
-def test_right_arguments_are_taken_and_each_forbidden_change_is_told() -> None:
+def test_right_arguments_are_taken_and_each_forbidden_change_is_told():
     rng, number = random.Random(0), 0
     for _ in range(250):
         parameters = {**some_schema(rng, 3), "type": "object", "properties": {}, "required": []}
@@ -98,7 +95,7 @@ def test_right_arguments_are_taken_and_each_forbidden_change_is_told() -> None:
     assert number > 1000
 
 
-def checker_of(schema: dict[str, Any], **more: Any) -> Checker:
+def checker_of(schema, **more):
     parameters = {"type": "object", "properties": {"a": schema}, **more}
     return Checker([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
 
@@ -113,14 +110,14 @@ BROKEN: list[dict[str, Any]] = [
 INSIDE = ("{}", "items", "anyOf", "properties")
 
 
-def test_schemas_that_are_none_are_refused_at_the_start_by_the_tools_name() -> None:
+def test_schemas_that_are_none_are_refused_at_the_start_by_the_tools_name():
     for broken, place in itertools.product(BROKEN, INSIDE):
         schema = {"{}": broken, "items": {"items": broken}, "anyOf": {"anyOf": [broken]}}.get(place)
         with pytest.raises(UserError, match=r"^environment: the parameters of the tool f are no JSON schema"):
             checker_of(schema or {"properties": {"b": broken}})
 
 
-def test_whole_numbers_become_int_in_branches_that_want_no_other_numbers() -> None:
+def test_whole_numbers_become_int_in_branches_that_want_no_other_numbers():
     integer, null, number = {"type": "integer"}, {"type": "null"}, {"type": "number"}
     defs = {"i": integer, "n": {"anyOf": [{"$ref": "#/$defs/i"}, null]}}
     wanted = [integer, *({"$ref": f"#/$defs/{name}"} for name in defs)]
@@ -137,7 +134,7 @@ def test_whole_numbers_become_int_in_branches_that_want_no_other_numbers() -> No
             checker_of(schema).checked("f", {"a": 1.0})
 
 
-def test_no_more_errors_are_looked_for_than_are_told() -> None:
+def test_no_more_errors_are_looked_for_than_are_told():
     class Text(str):
         read = 0
 
@@ -150,7 +147,7 @@ def test_no_more_errors_are_looked_for_than_are_told() -> None:
     assert Text.read < 10
 
 
-def test_what_a_schema_cannot_be_checked_for_is_told_as_malformed() -> None:
+def test_what_a_schema_cannot_be_checked_for_is_told_as_malformed():
     with pytest.raises(Malformed, match="nested too deep or too large"):
         checker_of({"$ref": "#/$defs/x"}, **{"$defs": {"x": {"$ref": "#/$defs/x"}}}).checked("f", {"a": 1})
     with pytest.raises(Malformed, match="nested too deep or too large"):

@@ -1,16 +1,11 @@
 """Whole runs of conversations and of agents from outside: killed, resumed and sampled by engines of their own, they are
 one run, whatever the agents look at."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 from audited_runs import lines_of
 from run_folders import check_same
-from run_processes import Nursery
 from slow_cases import slow
 
 COMMON = (
@@ -29,14 +24,12 @@ AGENT = (
 )  # fmt: skip
 
 
-def kill(update: int) -> list[dict[str, Any]]:
+def kill(update):
     return [{"at": "rlft.trainer.optimizer:Optimizer.update", "call": update, "do": "kill"}]
 
 
 @pytest.mark.slow
-def test_a_run_of_conversations_is_the_same_killed_and_resumed_with_an_engine_apart(
-    forks: Nursery, tmp_path: Path
-) -> None:
+def test_a_run_of_conversations_is_the_same_killed_and_resumed_with_an_engine_apart(forks, tmp_path):
     forks.run("train", *GAME, cwd=tmp_path, ends=0)
     whole = (tmp_path / "run").rename(tmp_path / "whole")
     lines = lines_of(whole / "rollouts/step_000001.jsonl")
@@ -61,9 +54,7 @@ REWRITING = """\
 
 
 @pytest.mark.parametrize("algorithm", [("algorithm=grpo",), slow(("algorithm=ppo", "critic.kind=shared"))])
-def test_a_policy_learns_in_branches_what_it_sampled_in_them(
-    algorithm: tuple[str, ...], forks: Nursery, tiny_path: Path, tmp_path: Path
-) -> None:
+def test_a_policy_learns_in_branches_what_it_sampled_in_them(algorithm, forks, tiny_path, tmp_path):
     model = tmp_path / "rewriting"
     shutil.copytree(tiny_path, model)
     (model / "chat_template.jinja").write_text(REWRITING, encoding="utf-8")
@@ -87,7 +78,7 @@ def test_a_policy_learns_in_branches_what_it_sampled_in_them(
 
 
 # -- agents ------------------------------------------------------------------------------------------------------------
-def check_repeated(forks: Nursery, tmp_path: Path) -> None:
+def check_repeated(forks, tmp_path):
     """A run of four steps, killed in the update of the last, ends as it would have; and so without its checkpoint."""
     run, again = tmp_path / "run", tmp_path / "again"
     third = (run / "rollouts/step_000003.jsonl").read_bytes()
@@ -100,7 +91,7 @@ def check_repeated(forks: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks: Nursery, tmp_path: Path) -> None:
+def test_a_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks, tmp_path):
     """The last checkpoint is of two steps: the two behind it are repeated as they were."""
     forks.run("train", *AGENT, "eval.every=2", cwd=tmp_path, events=kill(4), ends=-9)
     run, again = tmp_path / "run", tmp_path / "again"
@@ -121,9 +112,7 @@ def test_a_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks: 
 
 
 @pytest.mark.slow
-def test_an_overlapped_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(
-    forks: Nursery, tmp_path: Path
-) -> None:
+def test_an_overlapped_run_with_an_agent_by_the_clock_is_the_same_killed_and_resumed(forks, tmp_path):
     """Killed while the last checkpoint is of two steps and a third is sampled."""
     overlapped = ("overlap.lag=1", "algorithm.mismatch=token_truncate", "eval.every=0")
     forks.run("train", *AGENT, *overlapped, cwd=tmp_path, events=kill(4), ends=-9)

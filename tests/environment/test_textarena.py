@@ -1,7 +1,5 @@
 """Games of the real TextArena library."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -14,11 +12,11 @@ from rlft.types import UserError
 from tests.environment.test_conversations import LIMITS
 
 
-def arena(game: str = "GuessTheNumber-v0", **keys: Any) -> TextArena:
+def arena(game="GuessTheNumber-v0", **keys):
     return TextArena(**{**LIMITS, "game": game, "arguments": {}, "opponents": [], "player": 0, **keys})
 
 
-def test_the_policy_reads_what_is_new_and_the_last_answer_has_the_games_reward() -> None:
+def test_the_policy_reads_what_is_new_and_the_last_answer_has_the_games_reward():
     match = arena().make()
     assert isinstance(match, Match)
     opening = match.reset({"seed": 3}, 7)
@@ -33,7 +31,7 @@ def test_the_policy_reads_what_is_new_and_the_last_answer_has_the_games_reward()
     assert (step.observation, step.reward, step.done) == ("Congratulations! You guessed the correct number.", 1.0, True)
 
 
-def test_siblings_play_the_same_game_and_a_row_may_name_its_own() -> None:
+def test_siblings_play_the_same_game_and_a_row_may_name_its_own():
     def numbers(row: dict[str, Any], seed: int) -> Any:
         match = arena(arguments={"max_number": 10**6}).make()
         match.reset(row, seed)
@@ -43,7 +41,7 @@ def test_siblings_play_the_same_game_and_a_row_may_name_its_own() -> None:
 
 
 @pytest.mark.parametrize("player", [0, 1])
-def test_an_opponent_moves_between_the_policys_turns(player: int) -> None:
+def test_an_opponent_moves_between_the_policys_turns(player):
     match = arena("TicTacToe-v0", opponents=["conversation_tools.Remembers"], player=player).make()
     text = match.reset({}, 0)
     assert f"You are Player {player} in Tic Tac Toe" in text
@@ -63,7 +61,7 @@ def test_an_opponent_moves_between_the_policys_turns(player: int) -> None:
     assert step.observation
 
 
-def test_a_game_that_an_opponent_ends_before_the_first_turn_is_over_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_game_that_an_opponent_ends_before_the_first_turn_is_over_with_it(monkeypatch):
     match = arena("TicTacToe-v0", opponents=["conversation_tools.gives_up"], player=1).make()
     assert match.reset({}, 0) == "", "two invalid moves in a row lose the game"
     monkeypatch.setattr(match._game, "step", lambda action: pytest.fail("a game that is over is not played on"))
@@ -71,7 +69,7 @@ def test_a_game_that_an_opponent_ends_before_the_first_turn_is_over_with_it(monk
     assert (step.reward, step.done) == (1.0, True)
 
 
-def test_what_the_game_says_of_the_policys_own_moves_is_shown() -> None:
+def test_what_the_game_says_of_the_policys_own_moves_is_shown():
     match = arena("IteratedRockPaperScissors-v0", opponents=["conversation_tools.plays_rock"]).make()
     match.reset({}, 0)
     step = match.step("I take [paper]")
@@ -79,7 +77,7 @@ def test_what_the_game_says_of_the_policys_own_moves_is_shown() -> None:
     assert step.observation == f"{own}\n{result}"
 
 
-def test_an_invalid_move_is_answered_and_a_second_one_ends_the_game() -> None:
+def test_an_invalid_move_is_answered_and_a_second_one_ends_the_game():
     match = arena().make()
     match.reset({}, 0)
     first, second = match.step("nothing"), match.step("nothing")
@@ -90,7 +88,7 @@ def test_an_invalid_move_is_answered_and_a_second_one_ends_the_game() -> None:
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
-def test_a_game_that_begins_is_not_refused() -> None:
+def test_a_game_that_begins_is_not_refused():
     arena("TicTacToe-v0", opponents=["conversation_tools.first_free_cell"]).check()
 
 
@@ -113,18 +111,18 @@ def test_a_game_that_begins_is_not_refused() -> None:
         ({"player": 1}, r"environment.player: is beyond the game's last player \(0\): .*, got 1; lower it, or name"),
     ],
 )
-def test_what_cannot_be_played_is_refused(keys: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_played_is_refused(keys, problem):
     with pytest.raises(UserError, match=problem):
         arena(**keys).check()
 
 
-def test_a_game_whose_beginning_hangs_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_game_whose_beginning_hangs_is_refused_in_time(monkeypatch):
     hanging = replace(arena(opponents=["conversation_tools.sleeps"], player=1, game="TicTacToe-v0"), call_timeout=0.5)
     with pytest.raises(UserError, match=r"does not begin with 2 players \(Error: no answer within 0.5 s\)"):
         hanging.check()
 
 
-def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"library is not installed, got textarena; .*pip install .*'rlft\[textarena"):
         arena().check()

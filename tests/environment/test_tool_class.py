@@ -1,27 +1,23 @@
 """Classes written for TRL's `environment_factory`, with nothing changed in them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from slow_cases import slow
 
 from rlft.environment.tool_class import ToolClass
 from rlft.types import EnvironmentFailure
 from tests.environment import test_conversations
-from tests.environment.test_conversations import LIMITS, SAMPLING, Converse, call, one, prompt
+from tests.environment.test_conversations import LIMITS, SAMPLING, call, one, prompt
 
 converse = test_conversations.converse
 
 
-def made_for_trl(name: str, **keys: Any) -> ToolClass:
+def made_for_trl(name, **keys):
     made = ToolClass(**{**LIMITS, "reward": "get_reward", **keys}, factory=f"trl_environments.{name}")
     made.check()
     return made
 
 
-def test_a_class_that_draws_its_own_task_gives_all_siblings_the_same(converse: Converse) -> None:
+def test_a_class_that_draws_its_own_task_gives_all_siblings_the_same(converse):
     environment = made_for_trl("SelfSampled")
     assert [schema["function"]["name"] for schema in environment.schemas()] == ["count"]
     conversations = converse({"*": [[call("count", step=step), "done"] for step in range(1, 7)]}, environment)
@@ -32,14 +28,14 @@ def test_a_class_that_draws_its_own_task_gives_all_siblings_the_same(converse: C
 
 
 @pytest.mark.parametrize(("step", "reward"), [(4, 1.0), slow(3, 0.0)])
-def test_coroutines_are_run_and_columns_of_the_data_come_to_reset(converse: Converse, step: int, reward: float) -> None:
+def test_coroutines_are_run_and_columns_of_the_data_come_to_reset(converse, step, reward):
     conversations = converse({"*": [[call("count", step=step), "done"]]}, made_for_trl("FromRows"))
     completion = one(conversations.sample([prompt(target=4)], 1, [0], SAMPLING))
     assert completion.turns[0].answer == str(step)
     assert completion.turns[-1].reward == reward
 
 
-def test_a_reward_that_an_attribute_holds_is_named_by_a_key(converse: Converse) -> None:
+def test_a_reward_that_an_attribute_holds_is_named_by_a_key(converse):
     said = [call("guess", guess="[crate]"), call("guess", guess="[crane]"), call("guess", guess="[crane]"), "done"]
     conversations = converse({"*": [said]}, made_for_trl("Guesses", reward="reward"))
     completion = one(conversations.sample([prompt()], 1, [0], SAMPLING))
@@ -52,7 +48,7 @@ def test_a_reward_that_an_attribute_holds_is_named_by_a_key(converse: Converse) 
     assert not made_for_trl("Guesses").rewards_turns
 
 
-def test_an_attribute_that_is_not_there_is_told(converse: Converse) -> None:
+def test_an_attribute_that_is_not_there_is_told(converse):
     conversations = converse({"*": [["done"]]}, made_for_trl("Guesses", reward="points"))
     with pytest.raises(EnvironmentFailure, match=r"cannot say the reward of prompt .*no attribute 'points'"):
         conversations.sample([prompt()], 1, [0], SAMPLING)

@@ -1,9 +1,5 @@
 """Python functions as tools: what their arguments may be, and what is told of those that fail."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from in_one_test import each
 from slow_cases import slow
@@ -11,12 +7,12 @@ from slow_cases import slow
 from rlft.environment.protocol import Checker, Malformed
 from rlft.environment.tools import schema_of
 from tests.environment import test_conversations
-from tests.environment.test_conversations import SAMPLING, TOKENIZER, Converse, call, one, prompt, tools
+from tests.environment.test_conversations import SAMPLING, TOKENIZER, call, one, prompt, tools
 
 converse = test_conversations.converse
 
 
-def add(a: int, b: int, how: str | None = None, *rest: int) -> str:
+def add(a, b, how=None, *rest):
     """Adds.
 
     Args:
@@ -28,7 +24,7 @@ def add(a: int, b: int, how: str | None = None, *rest: int) -> str:
     return f"{a + b} {rest} {how}"
 
 
-def free(a: int, **others: str) -> str:
+def free(a, **others):
     """Takes any.
 
     Args:
@@ -50,7 +46,7 @@ def free(a: int, **others: str) -> str:
         (free, {"color": "red"}, "free: 'a' is a required property"),
     ],
 )
-def test_arguments_of_python_functions(function: Any, arguments: dict[str, Any], told: str | None) -> None:
+def test_arguments_of_python_functions(function, arguments, told):
     checker = Checker([schema_of(function, "environment.tools", "mine")])
     if told is None:
         assert checker.checked(function.__name__, arguments) == arguments
@@ -73,9 +69,7 @@ def test_arguments_of_python_functions(function: Any, arguments: dict[str, Any],
         ("shout", "", "x" * 400 + f" [cut: {2**20 - 400} more characters]"),
     ],
 )
-def test_a_tool_that_misbehaves_is_told_and_the_conversation_goes_on(
-    converse: Converse, how: str, cause: str, said: str
-) -> None:
+def test_a_tool_that_misbehaves_is_told_and_the_conversation_goes_on(converse, how, cause, said):
     texts = {"*": [[call("misbehave", how=how), call("add", a=1, b=1), "done"]]}
     conversations = converse(texts, tools(call_timeout=0.5))
     completion = one(conversations.sample([prompt()], 1, [0], SAMPLING))
@@ -89,7 +83,7 @@ def test_a_tool_that_misbehaves_is_told_and_the_conversation_goes_on(
     assert foreign.count(end) == 2, "that of each answer's message"
 
 
-def test_a_malformed_call_is_answered_with_the_error(converse: Converse) -> None:
+def test_a_malformed_call_is_answered_with_the_error(converse):
     wrong = {
         "<tool_call>\n{'name': 'add'}\n</tool_call>": "not valid JSON",
         call("subtract", a=1, b=2): "Error: there is no tool 'subtract'; the tools are add",

@@ -1,7 +1,5 @@
 """What stands between turns: tokens put together turn by turn are those of the whole conversation's template."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,12 +29,12 @@ SAID = st.text("abc 12.\n", min_size=1, max_size=12).map(lambda text: f"x{text}x
 """What the policy says: it never begins or ends with spaces, which templates strip."""
 
 
-def asked(system: bool = False) -> list[dict[str, Any]]:
+def asked(system=False):
     question = {"role": "user", "content": "1 + 1? mark0mark"}
     return [{"role": "system", "content": "Be brief."}, question] if system else [question]
 
 
-def said(family: str, text: str, calls: bool) -> dict[str, Any]:
+def said(family, text, calls):
     """A turn of the policy, as its family's template has it."""
     content = f"<think>\n{text}\n</think>\n\n{text}" if family == "qwen3" else text
     turn: dict[str, Any] = {"role": "assistant", "content": content}
@@ -46,20 +44,20 @@ def said(family: str, text: str, calls: bool) -> dict[str, Any]:
     return turn
 
 
-def answers_of(role: str, texts: Sequence[str]) -> list[dict[str, Any]]:
+def answers_of(role, texts):
     if role == "user":
         return [{"role": "user", "content": texts[0]}]
     return [{"role": "tool", "name": "add", "tool_call_id": "abcdefghi", "content": text} for text in texts]
 
 
-def ids_of_template(family: str, messages: Sequence[dict[str, Any]], tools: bool, start: bool) -> list[int]:
+def ids_of_template(family, messages, tools, start):
     ids = family_tokenizer(family).apply_chat_template(
         [*messages], tools=[ADD] if tools else None, add_generation_prompt=start, return_dict=False
     )
     return [int(token) for token in ids]  # type: ignore[arg-type]
 
 
-def follow(family: str, role: str, system: bool, turns: Sequence[tuple[str, Sequence[str]]]) -> list[list[int]]:
+def follow(family, role, system, turns):
     """[the tokens of the conversation put together, those of its template], up to the end of the last turn.
 
     The policy samples what the template of the whole conversation has where its turns are.

@@ -1,7 +1,5 @@
 """What is noted of rows while they are decoded: several tokens of each at a time are those that come one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ LETTERS = "abcdef"
 ENDS = frozenset({5})
 
 
-def sampled(rows: int, tokens: int, limits_R: torch.Tensor, stop: tuple[str, ...]) -> Sampled:
+def sampled(rows, tokens, limits_R, stop):
     watch = StopStrings(stop, lambda ids: "".join(LETTERS[i] for i in ids), [()] * rows) if stop else None
     return Sampled(torch.Size((rows, tokens)), ENDS, watch, limits_R, None)
 

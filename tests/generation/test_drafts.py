@@ -1,7 +1,5 @@
 """Drafts change neither what is sampled nor its log-probs, only the number of passes."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,17 +1,13 @@
 """What an engine is, by ones from outside: a module with keys, availability, memory and remedies, always closed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_folders import metrics, rollouts
-from run_processes import Ended, Nursery
 from slow_cases import slow
 
 from rlft import cli
@@ -178,14 +174,14 @@ TINY = (
 )  # fmt: skip
 
 
-def typed(*words: str) -> list[str]:
+def typed(*words):
     """These words, and those of TINY whose keys are not among them."""
     given = {word.partition("=")[0] for word in words}
     return [*(word for word in TINY if word.partition("=")[0] not in given), *words]
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path, monkeypatch):
     """A folder with the module and its YAML, in which a user types."""
     (tmp_path / "plain_engine.py").write_text(PLAIN)
     (tmp_path / "canned_engine.py").write_text(MODULE)
@@ -197,7 +193,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def train(forks: Nursery, workplace: Path) -> Callable[..., Ended]:
+def train(forks, workplace):
     """`rlft train` with this engine and more words, in a process of its own."""
     words = ("train", "--config-dir", "mine")
     return lambda *more, events=(): forks.run(*words, *typed(*more), cwd=workplace, events=events)
@@ -287,7 +283,7 @@ def test_what_is_wrong_with_it_is_refused_by_its_own_keys(words, line, workplace
     assert not Path("run").exists()
 
 
-def test_its_memory_and_what_makes_it_smaller_are_planned(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_memory_and_what_makes_it_smaller_are_planned(workplace, capsys):
     def planned(*words: str, fits: bool) -> dict[str, Any]:
         assert cli.run(["plan", "--json", "--config-dir", "mine", *typed(*words)]) == (0 if fits else 1)
         return json.loads(capsys.readouterr().out)
@@ -308,7 +304,7 @@ def test_its_memory_and_what_makes_it_smaller_are_planned(workplace: Path, capsy
     assert ways["generation.canned.megabytes"] == "1"
 
 
-def test_one_without_keys_is_named_by_its_class(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_without_keys_is_named_by_its_class(workplace, capsys):
     words = ["train", *typed("generation=auto", "steps=1")]
     words.append("generation.engine=canned_engine.Canned")
     assert cli.run(words) == 2, "this one needs a key"
@@ -317,7 +313,7 @@ def test_one_without_keys_is_named_by_its_class(workplace: Path, capsys: pytest.
     assert Path("journal.txt").read_text().split() == ["opened", "sampled", "closed"]
 
 
-def test_a_module_and_a_yaml_are_enough(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_and_a_yaml_are_enough(workplace, capsys):
     """Nothing but its keys, `open` and the three methods of a generator: no memory, no remedies, no list to be on."""
     section = "plain:\n  _target_: plain_engine.Plain\n  texts: [aye, <think></think>, nay]\n"
     Path("mine/generation/plain.yaml").write_text(f"defaults: [auto, _self_]\nengine: plain\n{section}")
@@ -343,7 +339,7 @@ def test_an_engine_that_rounds_the_trainers_base_is_refused_where_all_weights_ar
     assert "rounds the sum of base and adapter, and lora=null has none" in capsys.readouterr().err
 
 
-def test_units_keep_what_an_engine_computes_together() -> None:
+def test_units_keep_what_an_engine_computes_together():
     whole = units_of(64, divisible=False, num_engines=4)
     assert [whole(8, 16), whole(8, 3), whole(128, 16)] == [8, 8, 1]  # 64 / 8; the same for fewer prompts; at least one
     parts = units_of(64, divisible=True, num_engines=4)

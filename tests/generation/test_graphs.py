@@ -1,7 +1,5 @@
 """Sizes of what CUDA graphs hold: buckets of rows, and room for keys that grows as decodings are rehearsed."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

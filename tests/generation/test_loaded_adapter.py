@@ -1,7 +1,5 @@
 """What engines hold is compared as checksums of bits, whatever fills them up."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -14,14 +12,14 @@ from rlft.types import Adapter
 A, B = "base_model.model.layers.0.q_proj.lora_A.weight", "base_model.model.layers.0.q_proj.lora_B.weight"
 
 
-def adapter(alpha: float = 5.0, **config: object) -> Adapter:
+def adapter(alpha=5.0, **config):
     dice = torch.Generator().manual_seed(0)
     weights = {A: torch.randn(3, 7, generator=dice), B: torch.randn(4, 3, generator=dice)}
     return Adapter(version=3, weights=weights, config={"r": 3, "lora_alpha": alpha, **config})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_what_an_engine_rounds_scales_and_fills_up_is_what_was_published(dtype: torch.dtype) -> None:
+def test_what_an_engine_rounds_scales_and_fills_up_is_what_was_published(dtype):
     down, up = torch.zeros(8, 7, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
     down[:3], up[:, :3] = adapter().weights[A], adapter().weights[B]
     up *= 5 / 3  # as vLLM does, after rounding
@@ -34,7 +32,7 @@ def test_what_an_engine_rounds_scales_and_fills_up_is_what_was_published(dtype: 
     assert str(text).startswith(said)
 
 
-def test_any_changed_bit_changes_a_fingerprint_and_tensors_of_one_shape_have_their_own() -> None:
+def test_any_changed_bit_changes_a_fingerprint_and_tensors_of_one_shape_have_their_own():
     dice = torch.Generator().manual_seed(0)
     tensors = {str(i): torch.randn(5, 6, generator=dice) for i in range(4)}
     tensors |= {"other": torch.ones(2), "none": torch.ones(0)}
@@ -51,7 +49,7 @@ def test_any_changed_bit_changes_a_fingerprint_and_tensors_of_one_shape_have_the
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tensors_are_rounded_and_then_multiplied_each_by_its_own_scale(dtype: torch.dtype) -> None:
+def test_tensors_are_rounded_and_then_multiplied_each_by_its_own_scale(dtype):
     dice = torch.Generator().manual_seed(0)
     tensors = {str(i): torch.randn(5, 6, generator=dice) for i in range(5)}
     scales = {"1": 5 / 3, "2": 5 / 3, "4": 0.3}
@@ -60,7 +58,7 @@ def test_tensors_are_rounded_and_then_multiplied_each_by_its_own_scale(dtype: to
     assert fingerprints(tensors, dtype) == fingerprints({name: tensor.to(dtype) for name, tensor in tensors.items()})
 
 
-def test_the_scale_is_pefts_also_by_pattern_and_for_rslora() -> None:
+def test_the_scale_is_pefts_also_by_pattern_and_for_rslora():
     from peft import LoraConfig, get_peft_model
     from torch import nn
 
@@ -77,7 +75,7 @@ def test_the_scale_is_pefts_also_by_pattern_and_for_rslora() -> None:
         assert (len(found), len(set(found.values()))) == (6, 4)
 
 
-def test_what_is_missing_left_over_or_wrong_beside_the_tensors_is_named() -> None:
+def test_what_is_missing_left_over_or_wrong_beside_the_tensors_is_named():
     expected = published(adapter(), "float32")
     for found, said in (
         (LoadedAdapter(tensors={}), "policy version 3: it holds no adapter"),

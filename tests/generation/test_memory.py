@@ -1,7 +1,5 @@
 """Parts of memory, and when they are there."""
 
-from __future__ import annotations
-
 from rlft.generation.memory import MemoryPart, When, busiest, peak
 
 

@@ -1,18 +1,15 @@
 """Several engines behind the interface of one: failures of every kind change no completion."""
 
-from __future__ import annotations
-
 import re
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from pool_engines import BUCKET, ThreadLauncher, ThreadWorker
+from pool_engines import BUCKET, ThreadLauncher
 from run_processes import happens
 
 from rlft.generation import pool as engine_pool, sending
@@ -20,7 +17,7 @@ from rlft.generation.engine import FreshnessCheck, StaleEngineError
 from rlft.generation.pool import EngineError, EnginePool, _Failed
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.system.process.worker import WorkerSpec
-from rlft.types import Adapter, EnvironmentFailure, Group, Image, Prompt, Sampling, Turn, UserError
+from rlft.types import Adapter, EnvironmentFailure, Image, Prompt, Sampling, Turn, UserError
 
 PROMPTS = [Prompt(id=f"p{i}", messages=(), answer="", token_ids=(1, 2), metadata={"kept": i}) for i in range(7)]
 SEEDS = [10 * i for i in range(7)]
@@ -28,14 +25,14 @@ SAMPLING = Sampling(max_tokens=4, temperature=1.0)
 HEALTHY = {"faults": {}, "stale": (), "corrupt": False, "delay_s": 0.0}
 
 
-def adapter(version: int) -> Adapter:
+def adapter(version):
     return Adapter(version=version, weights={"a": torch.full((2, 2), float(version))}, config={"r": 2})
 
 
 VERSION_3 = adapter(3)
 
 
-def checked(pool: EnginePool, freshness: Freshness, version: int, *read_back: Adapter) -> float | None:
+def checked(pool, freshness, version, *read_back):
     """Publishes the version and has it checked; the trainer's scores are those of a healthy engine."""
     pool.load(adapter(version))
     trainer: Any = SimpleNamespace(score=lambda sequences: [[-float(version)] for _ in sequences])
@@ -46,12 +43,12 @@ Open = Callable[..., EnginePool]
 
 
 @pytest.fixture
-def notes() -> list[str]:
+def notes():
     return []
 
 
 @pytest.fixture
-def open_pool(tmp_path: Path, notes: list[str]) -> Open:
+def open_pool(tmp_path, notes):
     def opened(*engines, replacements=(), timeout_s=30.0, first=VERSION_3, **more):
         """With `first` loaded."""
         launcher = ThreadLauncher(tmp_path, replacements)
@@ -67,15 +64,15 @@ def open_pool(tmp_path: Path, notes: list[str]) -> Open:
     return opened
 
 
-def launcher_of(pool: EnginePool) -> ThreadLauncher:
+def launcher_of(pool):
     return pool.test_launcher  # type: ignore[attr-defined]
 
 
-def texts(groups: Sequence[Group]) -> list[list[str]]:
+def texts(groups):
     return [[rollout.completion.text for rollout in group.rollouts] for group in groups]
 
 
-def sampled(pool: EnginePool) -> list[list[str]]:
+def sampled(pool):
     return texts(pool.sample(PROMPTS, 2, SEEDS, SAMPLING))
 
 
@@ -83,7 +80,7 @@ EXPECTED = [[f"p{i} 3 {10 * i}", f"p{i} 3 {10 * i + 1}"] for i in range(7)]
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 5])
-def test_groups_come_in_the_order_of_their_prompts(num_engines: int, open_pool: Open) -> None:
+def test_groups_come_in_the_order_of_their_prompts(num_engines, open_pool):
     delays = [1.0 if i == 0 < num_engines - 1 else 0.03 * (num_engines - i) for i in range(num_engines)]
     engines = [{"delay_s": delay_s} for delay_s in delays]  # the first one is the slowest
     pool, told = open_pool(*engines), list[list[list[str]]]()
@@ -116,20 +113,20 @@ def test_engines_get_the_content_of_images_since_their_machine_may_not_have_the_
         engine.prompts = ()
 
 
-def test_every_engine_samples_all_prompts_where_each_is_compared(open_pool: Open) -> None:
+def test_every_engine_samples_all_prompts_where_each_is_compared(open_pool):
     pool = open_pool({}, {"faults": {0: "die"}}, {})
     sampled = pool.sample_each(PROMPTS, 2, SEEDS, SAMPLING)
     assert [texts(groups) for groups in sampled] == [EXPECTED] * 3
     assert pool.num_restarts == 1
 
 
-def large(version: int) -> Adapter:
+def large(version):
     """Five numbers and a tensor of one: three buckets of two numbers each."""
     weights = {"a": torch.arange(5.0) + version, "b": torch.full((1,), float(version))}
     return Adapter(version=version, weights=weights, config={"r": 2})
 
 
-def check_holds(worker: ThreadWorker, version: int) -> None:
+def check_holds(worker, version):
     assert worker.held.version == version
     loaded, expected = worker.held.loaded.weights, large(version).weights
     assert loaded.keys() == expected.keys()
@@ -137,11 +134,11 @@ def check_holds(worker: ThreadWorker, version: int) -> None:
 
 
 @pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buckets(monkeypatch):
     monkeypatch.setattr(sending, "BUCKET", 8)
 
 
-def test_a_large_version_is_sent_in_buckets_each_once_for_all_engines(open_pool: Open, small_buckets: None) -> None:
+def test_a_large_version_is_sent_in_buckets_each_once_for_all_engines(open_pool, small_buckets):
     pool = open_pool({}, {}, {}, first=None)
     for version in (3, 4):
         pool.load(large(version))
@@ -154,8 +151,8 @@ def test_a_large_version_is_sent_in_buckets_each_once_for_all_engines(open_pool:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_engine_that_dies_in_a_publish_is_replaced_and_gets_it_from_its_beginning(
-    number: int, open_pool: Open, small_buckets: None, notes: list[str]
-) -> None:
+    number, open_pool, small_buckets, notes
+):
     pool = open_pool({}, {"faults": {BUCKET - number: "die"}}, first=large(3))
     [note] = notes
     assert note.startswith("engine-1 is replaced: engine-1 was killed by SIGKILL; its log is ")
@@ -212,7 +209,7 @@ def test_an_engine_that_fails_is_replaced_and_no_completion_differs(fault, said,
     assert new.methods[:3] == ["started", "load", "score"]
 
 
-def test_a_finished_group_forgives_failures_and_some_without_one_in_between_stop_the_run(open_pool: Open) -> None:
+def test_a_finished_group_forgives_failures_and_some_without_one_in_between_stop_the_run(open_pool):
     sometimes = {"faults": {1: "raise"}}  # one unit each, then a failure: four units need three replacements
     pool = open_pool(sometimes, replacements=[sometimes] * 5, max_restarts=1)
     assert sampled(pool) == EXPECTED
@@ -224,7 +221,7 @@ def test_a_finished_group_forgives_failures_and_some_without_one_in_between_stop
         pool.sample(PROMPTS, 2, SEEDS, SAMPLING)
 
 
-def test_what_is_no_fault_of_the_engine_starts_none_again(open_pool: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_fault_of_the_engine_starts_none_again(open_pool, monkeypatch):
     pool, refused = open_pool({"faults": {0: "environment"}}), open_pool({}, first=None)
     with pytest.raises(EnvironmentFailure, match="repair its get_reward"):
         sampled(pool)
@@ -235,7 +232,7 @@ def test_what_is_no_fault_of_the_engine_starts_none_again(open_pool: Open, monke
     assert pool.num_restarts == refused.num_restarts == 0
 
 
-def test_every_engine_is_checked_and_a_stale_one_is_replaced_once(open_pool: Open, notes: list[str]) -> None:
+def test_every_engine_is_checked_and_a_stale_one_is_replaced_once(open_pool, notes):
     pool, freshness = open_pool({}, {"stale": (3,)}, first=None), Freshness([[5, 6], [7, 8, 9]], 0.5, 1)
     assert [checked(pool, freshness, version) for version in (2, 3)] == [0.0, 0.0]
     assert [note.split(":")[0] for note in notes] == ["engine-1 is replaced"]
@@ -246,7 +243,7 @@ def test_every_engine_is_checked_and_a_stale_one_is_replaced_once(open_pool: Ope
         checked(again, Freshness([[5, 6]], 0.5, 1), 3)
 
 
-def test_every_engine_is_asked_what_it_holds_also_one_that_joins_later(open_pool: Open, notes: list[str]) -> None:
+def test_every_engine_is_asked_what_it_holds_also_one_that_joins_later(open_pool, notes):
     """Log-probs of a stale engine differ by 1 here, which is allowed."""
     faults: dict[str, Any] = {"faults": {0: "die"}}
     pool = open_pool(faults, {"stale": (3,)}, replacements=[{}, {"stale": (3,)}], first=None)
@@ -266,7 +263,7 @@ def test_every_engine_is_asked_what_it_holds_also_one_that_joins_later(open_pool
     assert notes[2].startswith("engine-0 is replaced: freshness: the engine does not hold policy version 3")
 
 
-def test_an_engine_that_joins_later_is_checked_also_where_no_check_is_due(open_pool: Open) -> None:
+def test_an_engine_that_joins_later_is_checked_also_where_no_check_is_due(open_pool):
     pool = open_pool({"faults": {0: "die"}}, replacements=[{"stale": (3,)}, {"stale": (3,)}], first=None)
     freshness = Freshness([[5, 6]], 0.5, 100)
     assert [checked(pool, freshness, version) for version in (2, 3)] == [0.0, None]
@@ -285,7 +282,7 @@ def test_an_engine_that_never_starts_is_named_with_the_end_of_its_log(open_pool,
     assert time.monotonic() - begun > 0.3
 
 
-def test_an_engine_that_fails_in_the_rehearsal_is_replaced_and_all_are_closed_once(open_pool: Open) -> None:
+def test_an_engine_that_fails_in_the_rehearsal_is_replaced_and_all_are_closed_once(open_pool):
     pool = open_pool({"faults": {-1: "raise"}}, {})
     pool.rehearse([[1, 2]], 2, 4)
     workers = launcher_of(pool).workers
@@ -296,7 +293,7 @@ def test_an_engine_that_fails_in_the_rehearsal_is_replaced_and_all_are_closed_on
     assert all(worker.killed.is_set() for worker in workers)
 
 
-def test_an_engine_that_does_not_close_is_killed(open_pool: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_close_is_killed(open_pool, monkeypatch):
     monkeypatch.setattr(engine_pool, "CLOSE_S", 0.1)
     pool = open_pool({"delay_s": 5.0})
     launcher_of(pool).workers[0].call("sample", PROMPTS, 2, SEEDS, SAMPLING)

@@ -1,7 +1,5 @@
 """The cache of any model; that its rows are the right ones is seen in tests/model/kernels/test_prefix_cache.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlft.generation.repeated_cache import cache_argument

@@ -1,7 +1,5 @@
 """An engine that says what it was given: texts by prompt and seed, limits and stops."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A version on its way to engines: what arrives in buckets, and folders, of which nothing stays behind."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools
@@ -9,14 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save
-from torch import Tensor
 
 from rlft.generation import sending
 from rlft.generation.sending import PREFIX, AdapterFiles, Assembly, Incoming, Outgoing, Part, memory_folder, parts_of
@@ -28,7 +23,7 @@ SIZE = 100
 """Bytes of a bucket."""
 
 
-def weights() -> dict[str, Tensor]:
+def weights():
     """Tensors larger and smaller than a bucket, of several dtypes, also views that do not lie in a row."""
     numbers = torch.arange(60.0)
     return {
@@ -38,17 +33,17 @@ def weights() -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def sent(tensors: dict[str, Tensor], version: int = 1) -> tuple[Outgoing, list[bytes]]:
+def sent(tensors, version=1):
     outgoing = Outgoing(Adapter(version=version, weights=tensors, config={}), lambda file: file)
     return outgoing, [outgoing.bucket(number) for number in range(len(outgoing))]
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setattr(sending, "BUCKET", SIZE)
 
 
-def test_all_bits_arrive_in_their_order(small: None) -> None:
+def test_all_bits_arrive_in_their_order(small):
     """24 + 240 + 4 bytes, 140, 72 and 8, of one dtype in a bucket of 100: 3 + 2 + 1 + 1."""
     outgoing, files = sent(weights())
     assert len(files) == 7
@@ -66,7 +61,7 @@ def test_all_bits_arrive_in_their_order(small: None) -> None:
         assert all(part.values.untyped_storage().nbytes() <= SIZE for part in parts_of(file))
 
 
-def test_the_buckets_before_the_newest_one_are_not_kept(small: None) -> None:
+def test_the_buckets_before_the_newest_one_are_not_kept(small):
     class Kept(list[bytes]):
         alive = 0
 
@@ -83,7 +78,7 @@ def test_the_buckets_before_the_newest_one_are_not_kept(small: None) -> None:
         assert Kept.alive == 1
 
 
-def test_a_version_that_fits_in_one_bucket_is_a_plain_safetensors_file() -> None:
+def test_a_version_that_fits_in_one_bucket_is_a_plain_safetensors_file():
     tensors = {"b": torch.ones(2, 3), "a": torch.zeros(4)}
     outgoing, files = sent(tensors)
     assert files == [save(tensors, metadata={"format": "pt"})]
@@ -91,7 +86,7 @@ def test_a_version_that_fits_in_one_bucket_is_a_plain_safetensors_file() -> None
     assert [parts_of(file) for file in sent({})[1]] == [[]], "one bucket also without tensors"
 
 
-def test_lost_changed_and_exchanged_buckets_give_another_digest(small: None) -> None:
+def test_lost_changed_and_exchanged_buckets_give_another_digest(small):
     outgoing, files = sent(weights())
 
     def digests(arriving: list[bytes]) -> list[str]:
@@ -109,7 +104,7 @@ def test_lost_changed_and_exchanged_buckets_give_another_digest(small: None) -> 
         assert all(a != b for a, b in itertools.zip_longest(found[first:], expected[first : len(found)]))
 
 
-def test_weights_that_move_after_they_were_first_sent_have_another_digest_than_the_version(small: None) -> None:
+def test_weights_that_move_after_they_were_first_sent_have_another_digest_than_the_version(small):
     tensors = weights()
     outgoing, _ = sent(tensors)
     before = outgoing.sha256(0)
@@ -117,7 +112,7 @@ def test_weights_that_move_after_they_were_first_sent_have_another_digest_than_t
     assert hashlib.sha256(outgoing.bucket(0)).hexdigest() != before == outgoing.sha256(0)
 
 
-def test_a_part_is_written_into_a_tensor_however_that_lies() -> None:
+def test_a_part_is_written_into_a_tensor_however_that_lies():
     for place in (torch.zeros(2, 3), torch.zeros(3, 2).t()):
         Part("a", torch.tensor([1.0, 2.0, 3.0]), 2, (2, 3)).write_into(place)
         assert place.tolist() == [[0, 0, 1], [2, 3, 0]]
@@ -126,19 +121,19 @@ def test_a_part_is_written_into_a_tensor_however_that_lies() -> None:
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-def adapter(version: int, value: float) -> Adapter:
+def adapter(version, value):
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": {"q_proj", "k_proj"}}
     return Adapter(version=version, weights={NAME: torch.full((2, 3), value)}, config=config)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[AdapterFiles]:
+def files(tmp_path):
     files = AdapterFiles(tmp_path)
     yield files
     files.close()
 
 
-def test_an_adapter_is_written_under_the_names_peft_reads(files: AdapterFiles, tmp_path: Path) -> None:
+def test_an_adapter_is_written_under_the_names_peft_reads(files, tmp_path):
     folder = files.write(adapter(17, 0.5))
     torch.testing.assert_close(load_file(folder / "adapter_model.safetensors")[NAME], torch.full((2, 3), 0.5))
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -156,14 +151,14 @@ def test_an_adapter_is_written_under_the_names_peft_reads(files: AdapterFiles, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_are_made_in_memory_where_there_is_a_memory_file_system() -> None:
+def test_folders_are_made_in_memory_where_there_is_a_memory_file_system():
     files = AdapterFiles()
     assert files.root.parent == memory_folder()
     assert files.root.name.startswith(f"{PREFIX}{os.getpid()}-")
     files.close()
 
 
-def test_a_process_that_ends_leaves_no_folder_and_that_of_a_killed_one_is_removed_later(tmp_path: Path) -> None:
+def test_a_process_that_ends_leaves_no_folder_and_that_of_a_killed_one_is_removed_later(tmp_path):
     """Ended by an exception, and by SIGKILL; a live one keeps its own, also when a child that it has forked ends."""
     fork = "pid = os.fork(); pid or sys.exit(); os.waitpid(pid, 0); print('child gone', flush=True); sys.stdin.read()"
     ways = {"failing": "raise RuntimeError", "killed": "sys.stdin.read()", "live": fork}
@@ -185,7 +180,7 @@ def test_a_process_that_ends_leaves_no_folder_and_that_of_a_killed_one_is_remove
     assert owners() == set()
 
 
-def holder(parent: Path, then: str) -> subprocess.Popen[str]:
+def holder(parent, then):
     """A process that holds adapter files under `parent`, says so, and goes on with `then`."""
     code = "import os, sys; from pathlib import Path; from rlft.generation.sending import AdapterFiles\n"
     code += f"files = AdapterFiles(Path({str(parent)!r})); print('ready', flush=True)\n{then}"
@@ -205,7 +200,7 @@ def test_without_locks_adapters_are_written_and_nobody_elses_are_removed(tmp_pat
     other.close()
 
 
-def test_a_full_memory_file_system_is_named(files: AdapterFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_memory_file_system_is_named(files, monkeypatch):
     """A container's /dev/shm has 64 MB if nobody asks for more."""
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr("safetensors.torch.save_file", Mock(side_effect=full))

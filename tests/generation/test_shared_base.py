@@ -1,18 +1,13 @@
 """One copy of the base for trainer and engine, shown with an engine whose weights lie as vLLM's do on a GPU."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fused_engine import fused
 from run_folders import metrics, rollouts
-from run_processes import Ended, Nursery
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlft.generation.shared_base import SharedBaseError, checksum, share
 
@@ -26,7 +21,7 @@ HEADS = {"head_dim": 8}
 FAMILIES = {"llama": HEADS | {"attention_bias": True}, "mistral": HEADS, "qwen2": {}, "qwen3": HEADS}
 
 
-def model_of(family: str, **changes: Any) -> PreTrainedModel:
+def model_of(family, **changes):
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family], **changes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False).eval()
@@ -62,7 +57,7 @@ def test_every_tensor_becomes_a_view_and_the_model_computes_the_same_bits(family
     assert sum(parameter.numel() for parameter in model.parameters()) == 0, "nothing of the engine's storage is held"
 
 
-def test_a_tensor_that_differs_stays_apart_and_is_named() -> None:
+def test_a_tensor_that_differs_stays_apart_and_is_named():
     model = model_of("qwen2")
     engine = fused(model)
     parameters = dict(engine.named_parameters())
@@ -90,7 +85,7 @@ def test_a_tensor_that_differs_stays_apart_and_is_named() -> None:
         ("model.norm.weight", lambda t: t.to("meta"), "on meta in the engine"),
     ],
 )
-def test_what_lies_otherwise_in_the_engine_stays_apart_with_its_reason(name: str, change: Any, reason: str) -> None:
+def test_what_lies_otherwise_in_the_engine_stays_apart_with_its_reason(name, change, reason):
     model = model_of("mistral")
     engine = fused(model)
     path, _, leaf = name.rpartition(".")
@@ -102,7 +97,7 @@ def test_what_lies_otherwise_in_the_engine_stays_apart_with_its_reason(name: str
     assert all(reason in why for why in apart.values()), apart
 
 
-def test_a_tensor_without_a_counterpart_is_named() -> None:
+def test_a_tensor_without_a_counterpart_is_named():
     model = model_of("llama")
     engine = fused(model)
     del engine.model.layers.__dict__["_modules"]["1"]  # type: ignore[union-attr,operator]
@@ -115,7 +110,7 @@ def test_a_tensor_without_a_counterpart_is_named() -> None:
     assert set(share(model, engine, CPU).apart.values()) == {"made in inference mode by the engine"}
 
 
-def test_a_changed_tensor_is_an_error_that_names_it_and_so_is_another_base_at_a_resume() -> None:
+def test_a_changed_tensor_is_an_error_that_names_it_and_so_is_another_base_at_a_resume():
     model = model_of("llama")
     found = share(model, fused(model), CPU)
     saved = found.check_content()
@@ -132,7 +127,7 @@ def test_a_changed_tensor_is_an_error_that_names_it_and_so_is_another_base_at_a_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_a_checksum_sees_one_changed_bit_and_two_that_would_cancel(dtype: torch.dtype, monkeypatch: Any) -> None:
+def test_a_checksum_sees_one_changed_bit_and_two_that_would_cancel(dtype, monkeypatch):
     tensor = torch.randn(37, 11, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = checksum(tensor)
     monkeypatch.setattr("rlft.generation.shared_base.CHUNK", 100)
@@ -156,19 +151,19 @@ TINY = (
 
 
 @pytest.fixture
-def train(forks: Nursery, tmp_path: Path) -> Callable[..., Ended]:
+def train(forks, tmp_path):
     return lambda folder, *words, events=(): forks.run(
         "train", *TINY, f"hydra.run.dir={folder}", *words, cwd=tmp_path, events=events
     )
 
 
-def results(folder: Path) -> Any:
+def results(folder):
     """Metrics, rollouts and adapters."""
     adapters = [file.read_bytes() for file in sorted(folder.glob("checkpoints/*/policy/*.safetensors"))]
     return metrics(folder), rollouts(folder), adapters
 
 
-def checksums_of(folder: Path) -> Any:
+def checksums_of(folder):
     state = json.loads((folder / "checkpoints" / "step_000003" / "state.json").read_text())
     return state.get("base_checksums")
 

@@ -1,7 +1,5 @@
 """Where a completion ends by its text, and what is shown of it; every engine is held to this."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The engine on the trainer's own base: what a completion depends on, what it costs, how it ends, what is drawn."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

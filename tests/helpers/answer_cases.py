@@ -1,7 +1,5 @@
 """Pairs of an answer and a reference whose meaning is known, and whether reward=math finds it."""
 
-from __future__ import annotations
-
 import random
 import string
 import sys

@@ -1,7 +1,5 @@
 """Tiny random models of the families with softmax attention, whose windows are shorter than the prompts of tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

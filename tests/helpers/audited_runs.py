@@ -1,7 +1,5 @@
 """Audits of runs that were changed, and ways to change them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence

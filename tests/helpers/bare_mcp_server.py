@@ -1,7 +1,5 @@
 """A server of the Model Context Protocol without a library, which misbehaves as its argument or a call says."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Objects that workers of a cluster hold in tests, and a program that starts one and waits."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ Folders and files of a test's own may change between two configs; nothing of the
 which makes a copy in a fifth of `copy.deepcopy`'s time.
 """
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import IO, Any

@@ -1,7 +1,5 @@
 """Tools, environments and opponents of conversations in tests; imported by worker processes, too."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """A clock that counts the calls of functions, so that a repeated run has the same times."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

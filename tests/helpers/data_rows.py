@@ -1,7 +1,5 @@
 """Messages of rows of data, and all that is read of a source."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rlft.types import Prompt, Split

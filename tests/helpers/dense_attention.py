@@ -1,7 +1,5 @@
 """Attention over a packed row from its definition, through a mask of every token by every token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Checks as `rlft doctor` has them, that need no model: `doctor_checks:opened` opens their subject."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ Nothing here changes what a test computes. Processes that tests start do everyth
 embedded task is kept by all that it depends on; other tasks and tokenizers are read each time.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -1,7 +1,5 @@
 """Agents that play through an endpoint in tests; imported by worker processes, too, so that bare HTTP is enough."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.error

@@ -1,7 +1,5 @@
 """Studies whose runs are a function of values, step and seed: they leave evaluations and nothing else."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

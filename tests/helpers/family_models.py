@@ -1,7 +1,5 @@
 """Tiny random models of every family of causal language models that transformers has, made by rules on field names."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shutil

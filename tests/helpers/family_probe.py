@@ -1,7 +1,5 @@
 """Tries what rlft does with a tiny random model of a family; write_families.py writes the results down."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

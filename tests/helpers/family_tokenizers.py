@@ -5,8 +5,6 @@ families' regular expressions, or SentencePiece's BPE with bytes to fall back on
 newlines and other characters.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rewards with a fault each, as people write them, and the words in which `rlft reward try` names it."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

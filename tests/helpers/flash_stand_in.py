@@ -11,8 +11,6 @@ tensor, or of keys that are not in it, and a `longest` that a run exceeds. A lon
 means to torch that every run has one query, which it then folds with the heads that share keys.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

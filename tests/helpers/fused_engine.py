@@ -1,8 +1,6 @@
 """An engine whose weights lie as vLLM's do on a GPU, on a CPU: q, k, v and gate, up in one tensor, padded embeddings,
 linear layers inside `.base_layer`. It decodes by transformers on views of them, and lends them to the trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Drafts that a test gives, right ones and wrong ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,6 @@
 model_config, backbone = half_model.model_config, half_model.backbone
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

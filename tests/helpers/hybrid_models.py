@@ -1,7 +1,5 @@
 """Tiny random models of the families with recurrent layers, with the vocabulary of the embedded model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import attention_families

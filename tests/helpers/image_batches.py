@@ -1,7 +1,5 @@
 """Prompts with drawn images, and batches of completions of them."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Many small cases as one test: a suite of thousands of items spends minutes on the items themselves."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence

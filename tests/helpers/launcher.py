@@ -24,8 +24,6 @@ line of JSON on its stdin
 the child has ended it says how, as `subprocess` would: the exit code, or minus the signal.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno

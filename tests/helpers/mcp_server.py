@@ -1,7 +1,5 @@
 """A server of the Model Context Protocol, made with the official SDK: tools with state, and one that misbehaves."""
 
-from __future__ import annotations
-
 import os
 
 from mcp.server.mcpserver import MCPServer

@@ -1,7 +1,5 @@
 """Ranks in threads of this process, and how they meet there, each with connections of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Mixtures of experts by family: the fields that make one with four experts, of which a token goes to two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MANY = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}

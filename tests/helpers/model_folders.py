@@ -1,7 +1,5 @@
 """Folders of tiny models with random weights, with the embedded model's tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

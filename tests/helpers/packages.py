@@ -1,7 +1,5 @@
 """Packages as pip leaves them, so far as Python finds entry points by them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plans of runs, made once for the same words, and what they count of memory."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

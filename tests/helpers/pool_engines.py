@@ -1,7 +1,5 @@
 """A launcher of workers in threads, and engines that fail as they are told: the pool's logic without processes."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A Ray cluster of two "machines": nodes on this machine, with folders for temporary files of their own."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

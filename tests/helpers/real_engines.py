@@ -1,7 +1,5 @@
 """Real engines: vLLM with keys of tests, and workers of a cluster compared with the engine in this process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """`rlft` in processes of its own: fresh ones, and children of a nursery that spares them the imports (launcher.py)."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs to export, report and talk to: one that was trained, and ones put together from a config and tensors."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path

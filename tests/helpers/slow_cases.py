@@ -1,7 +1,5 @@
 """Cases of a test that `make test` leaves to `make test-all`, where one case or a few prove the kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

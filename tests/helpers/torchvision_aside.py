@@ -4,8 +4,6 @@ vLLM reads images with its Python part, which needs none of them but wants two t
 folder of its own (scripts/install.py), so that transformers does not come upon it elsewhere.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

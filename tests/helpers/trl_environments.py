@@ -1,7 +1,5 @@
 """Environments as TRL's users write them, with nothing of rlft in them: `environment_factory` in its forms."""
 
-from __future__ import annotations
-
 import random
 
 

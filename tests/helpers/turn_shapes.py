@@ -3,8 +3,6 @@
 Each shape has the tokens and the structure of its family: where a turn's end stands, and what else stands there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

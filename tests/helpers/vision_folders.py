@@ -1,7 +1,5 @@
 """Folders of tiny models with random weights that read images, each with the processor of its family."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

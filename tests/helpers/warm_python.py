@@ -1,7 +1,5 @@
 """Workers that are forked from a process which has imported what they need, but computed nothing, in no time."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Mapping, Sequence

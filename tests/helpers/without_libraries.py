@@ -1,7 +1,5 @@
 """For a process of its own: importing a heavy library raises, so that what a command does before it is seen."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 from collections.abc import Sequence

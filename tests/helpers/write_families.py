@@ -7,8 +7,6 @@ tests/model/test_families.py compares the file with what is found; run this afte
 of the releases of transformers and vLLM. What vLLM serves is read from its source: importing it takes ten seconds.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,6 +1,5 @@
 """Runs, steps and evaluations made up for the loggers' tests."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,14 @@ from rlft.system import interrupt
 from rlft.types import Completion, Evaluation, FinishReason, Group, Prompt, Rollout
 
 
-def rollout(name: str, text: str, version: int | None = 0) -> Rollout:
+def rollout(name, text, version=0):
     prompt = Prompt(id=name, messages=({"role": "user", "content": f"What is {name}?"},), answer="3")
     completion = Completion(text=text, token_ids=(5, 6), logprobs=(-0.5, -0.25), finish_reason=FinishReason.stop)
     return Rollout(prompt=prompt, completion=completion, policy_version=version)
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., RunInfo]:
+def make_run(tmp_path):
     def make(step: int = 0, steps: int = 6, folder: Path = tmp_path / "run") -> RunInfo:
         sizes = [("prompts per step", "2", "prompts sampled in a step"), ("engine", "scripted", "as asked")]
         return RunInfo(folder=folder, name="tiny", config={"seed": 0}, step=step, steps=steps, sizes=sizes)
@@ -27,7 +26,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunInfo]:
 
 
 @pytest.fixture
-def make_step() -> Callable[..., StepRecord]:
+def make_step():
     """A step of one prompt with two completions; `text` is the first one's. Keywords are metrics, `__` for `/`."""
 
     def make(step: int, text: str = "2", rewards: tuple[float, ...] = (0.0, 1.0), **metrics: float) -> StepRecord:
@@ -45,7 +44,7 @@ def make_step() -> Callable[..., StepRecord]:
 
 
 @pytest.fixture
-def make_evaluation() -> Callable[..., Evaluation]:
+def make_evaluation():
     def make(step: int, accuracy: float = 0.5, texts: tuple[str, ...] = ("3", "4")) -> Evaluation:
         examples = tuple(rollout(f"1+2+{i}*0", text, step) for i, text in enumerate(texts))
         scores = tuple(float(text.endswith("3")) for text in texts)
@@ -62,7 +61,7 @@ def make_evaluation() -> Callable[..., Evaluation]:
 
 
 @pytest.fixture(autouse=True)
-def goes_on() -> Iterator[None]:
+def goes_on():
     """A call that was given up makes the process end soon after its command; this one has more tests to do."""
     yield
     interrupt._ends_soon = False

@@ -1,11 +1,7 @@
 """Alarms about trouble that develops slowly, and hints about single steps."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +21,11 @@ HEALTHY = {
 }  # fmt: skip
 
 
-def alarms(*words: str) -> Alarms:
+def alarms(*words):
     return Alarms(build(compose(list(words))).alarms)
 
 
-def series(steps: int, **changes: Any) -> list[dict[str, float]]:
+def series(steps, **changes):
     """Healthy metrics that wander a little, with changes: numbers, or functions of the step."""
     found = []
     for step in range(1, steps + 1):
@@ -41,15 +37,15 @@ def series(steps: int, **changes: Any) -> list[dict[str, float]]:
     return found
 
 
-def heard(found: Alarms, steps: list[dict[str, float]], first: int = 1) -> list[tuple[int, str]]:
+def heard(found, steps, first=1):
     return [(n, name) for n, metrics in enumerate(steps, first) for name in found.step(n, metrics)]
 
 
-def test_a_healthy_run_raises_none() -> None:
+def test_a_healthy_run_raises_none():
     assert heard(alarms(), series(200)) == []
 
 
-def after(step: int, value: float, before: float) -> Callable[[int], float]:
+def after(step, value, before):
     return lambda n: value if n > step else before
 
 
@@ -73,7 +69,7 @@ CASES: list[tuple[dict[str, Any], list[int], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "steps", "name", "words"), CASES, ids=[case[2] for case in CASES])
-def test_a_series_that_goes_wrong_is_told(changes: dict[str, Any], steps: list[int], name: str, words: str) -> None:
+def test_a_series_that_goes_wrong_is_told(changes, steps, name, words):
     found, texts = alarms(), []
     for step, metrics in enumerate(series(84, **changes), 1):
         told = found.step(step, metrics)
@@ -97,11 +93,11 @@ def test_a_series_that_goes_wrong_is_told(changes: dict[str, Any], steps: list[i
         ({"loss__value": lambda n: 2.0 / n}, "a critic that learns"),
     ],
 )
-def test_what_only_looks_like_it_is_not(changes: dict[str, Any], why: str) -> None:
+def test_what_only_looks_like_it_is_not(changes, why):
     assert heard(alarms(), series(100, **changes)) == [], why
 
 
-def test_a_reward_that_varies_within_steps_is_not_constant_though_its_mean_is() -> None:
+def test_a_reward_that_varies_within_steps_is_not_constant_though_its_mean_is():
     found = alarms("alarms.constant_reward=2")
     for step in (1, 2, 3):
         assert not found.step(step, {**HEALTHY, "reward/exact_match": 0.5}, ["exact_match"])
@@ -110,7 +106,7 @@ def test_a_reward_that_varies_within_steps_is_not_constant_though_its_mean_is() 
     assert told == [[], ["constant_reward_exact_match"]]
 
 
-def evaluated(found: Alarms, rewards: list[float], accuracies: list[float]) -> list[dict[str, str]]:
+def evaluated(found, rewards, accuracies):
     told = [found.evaluation(0, accuracies[0], 0.02)]
     for n, (reward, accuracy) in enumerate(zip(rewards, accuracies[1:], strict=True), 1):
         found.step(10 * n, {**HEALTHY, "reward/mean": reward})
@@ -118,7 +114,7 @@ def evaluated(found: Alarms, rewards: list[float], accuracies: list[float]) -> l
     return told
 
 
-def test_accuracy_that_falls_while_the_reward_rises_is_told() -> None:
+def test_accuracy_that_falls_while_the_reward_rises_is_told():
     told = evaluated(alarms(), [0.5, 0.6, 0.7, 0.8], [0.4, 0.6, 0.58, 0.5, 0.49])
     assert [list(found) for found in told] == [[], [], [], ["accuracy_falls"], []], "0.1 is more than 3 x 0.028"
     text = "held-out accuracy fell from 0.600 to 0.500 while reward/mean rose from 0.500 to 0.700"
@@ -131,7 +127,7 @@ def test_accuracy_that_falls_while_the_reward_rises_is_told() -> None:
         assert not any(evaluated(alarms(), rewards, accuracies))
 
 
-def test_an_evaluation_before_the_first_step_is_held_against_later_ones_and_kept_as_json() -> None:
+def test_an_evaluation_before_the_first_step_is_held_against_later_ones_and_kept_as_json():
     found, resumed = alarms(), alarms()
     assert not found.evaluation(0, 0.6, 0.02)
     resumed.restore(json.loads(json.dumps(found.state(), allow_nan=False)))
@@ -141,7 +137,7 @@ def test_an_evaluation_before_the_first_step_is_held_against_later_ones_and_kept
         assert "fell from 0.600 to 0.400 while reward/mean is 0.700: the reward" in told["accuracy_falls"]
 
 
-def test_what_is_remembered_survives_a_checkpoint() -> None:
+def test_what_is_remembered_survives_a_checkpoint():
     changes = {"reward__length": 0.0, "policy__grad_norm": lambda n: 9.0 if n == 40 else 0.3}
     steps = series(84, kl__reference=after(10, 0.6, 0.1), **changes)
     whole = heard(alarms(), steps)
@@ -155,9 +151,7 @@ def test_what_is_remembered_survives_a_checkpoint() -> None:
 
 
 @pytest.mark.slow
-def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_same(tmp_path, capsys):
     words = [
         "train", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=8",
         "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=0", "model.device=cpu",

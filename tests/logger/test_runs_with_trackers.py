@@ -1,11 +1,8 @@
 """A run's files, and what is made of them, are the same with every tracker and without."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +33,7 @@ RAISING = "class Raising:\n" + "".join(
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def train(tmp_path_factory):
     """Trains with these words, in a folder that is the working directory from then on; returns the run's folder."""
     place = tmp_path_factory.mktemp("tracked")
     (place / "mine" / "logger").mkdir(parents=True)
@@ -53,11 +50,11 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def alone(train: Callable[..., Path]) -> Path:
+def alone(train):
     return train("alone")
 
 
-def content(folder: Path, names: list[str]) -> dict[str, Any]:
+def content(folder, names):
     """What is in these files, without times and digests of them."""
     files: dict[str, Any] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
     for name in ("metrics.jsonl", "chain.jsonl"):
@@ -67,9 +64,7 @@ def content(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tracker", ["wandb", *map(slow, ("mlflow", "trackio")), "tensorboard", "raising"])
-def test_a_tracker_changes_no_file_of_a_run_not_even_by_its_errors(
-    tracker: str, train: Callable[..., Path], alone: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tracker_changes_no_file_of_a_run_not_even_by_its_errors(tracker, train, alone, capfd):
     folder = train(tracker, *TRACKERS[tracker])
     names = [str(file.relative_to(alone)) for file in alone.rglob("*") if file.is_file() and file.name != "config.yaml"]
     assert {"metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000001.jsonl"} <= {*names}
@@ -79,9 +74,7 @@ def test_a_tracker_changes_no_file_of_a_run_not_even_by_its_errors(
 
 
 @pytest.mark.slow
-def test_what_reads_a_run_needs_no_logger(
-    train: Callable[..., Path], alone: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_reads_a_run_needs_no_logger(train, alone, capfd, monkeypatch):
     tracked = train("read", *TRACKERS["wandb"])
     monkeypatch.chdir(alone.parents[1])
 
@@ -112,9 +105,7 @@ def test_what_reads_a_run_needs_no_logger(
 
 
 @pytest.mark.slow
-def test_a_sweep_with_a_tracker_has_its_table(
-    alone: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_with_a_tracker_has_its_table(alone, capfd, monkeypatch):
     monkeypatch.chdir(alone.parents[1])
     words = ["trainer.lr=0.01,0.001", *TRACKERS["wandb"], "hydra.sweep.dir=sweep"]
     assert cli.run(["train", "-m", *WORDS, *words]) == 0

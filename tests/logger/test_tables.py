@@ -1,7 +1,5 @@
 """Commands that are printed are copied as one line, however narrow the terminal is."""
 
-from __future__ import annotations
-
 import ast
 import io
 import random
@@ -20,7 +18,7 @@ from rlft.system.terminal import CheckRow, Status, command_line, pip_install, un
 RLFT = Path(__file__).parents[2] / "rlft"
 
 
-def commands(seed: int) -> list[str]:
+def commands(seed):
     """Commands as rlft makes them, of words that occur in them."""
     rng = random.Random(seed)
     words = ["steps=80", "runs/grpo_arithmetic/2026-11-29_08-41-01", "runs/my first/a", "+recipe=grpo_gsm8k", "--json"]
@@ -31,7 +29,7 @@ def commands(seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_every_way_to_print_leaves_a_command_in_one_line(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_to_print_leaves_a_command_in_one_line(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     for command in commands(width):
         terminal = StandardOutput(width=width, file=io.StringIO(), color_system=None)
@@ -48,13 +46,13 @@ def test_every_way_to_print_leaves_a_command_in_one_line(width: int, monkeypatch
         assert sum(command in line for line in lines) == 9, (width, command, "\n".join(lines))
 
 
-def test_other_words_are_broken_as_before() -> None:
+def test_other_words_are_broken_as_before():
     for text in ("no command", "of rlft sft, and not of this", "rlft", "the engine's pip", "a=b c=d", "hf is a hub"):
         assert with_spaces(unbroken(text)) == text
         assert "\ue000" not in unbroken(text).replace("rlft\ue000sft", "").replace("hf\ue000is\ue000a", "")
 
 
-def test_what_prints_on_a_terminal_is_this_console() -> None:
+def test_what_prints_on_a_terminal_is_this_console():
     """rich's own would break lines; chat and others that are given a terminal have it from `open_terminal`."""
     consoles = ("Terminal", "StandardOutput")
     made = [
@@ -68,9 +66,7 @@ def test_what_prints_on_a_terminal_is_this_console() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("model", ["tiny", "Qwen/Qwen2.5-Math-1.5B-Instruct", "HuggingFaceTB/SmolLM2-360M-Instruct"])
-def test_a_long_value_stands_next_to_its_key_and_moves_what_explains_it(
-    model: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_value_stands_next_to_its_key_and_moves_what_explains_it(model, width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     show_rows([("model", model, "on cpu with words that are wrapped and more of them"), ("rank", "8", "of adapters")])
     lines = capsys.readouterr().out.splitlines()

@@ -1,9 +1,6 @@
 """What every run does before its first step: the rehearsal takes the longest shapes, and changes nothing of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ LONGEST = 2 * (PROMPT + 3 * 20)  # both groups, of the longest completions
 RECIPES = ["algorithm=grpo", "algorithm=ppo critic.kind=adapter", "algorithm=grpo algorithm.entropy_coef=0.01"]
 
 
-def run(folder: Path, *words: str) -> dict[str, bytes]:
+def run(folder, *words):
     given = {word.partition("=")[0] for word in words}
     common = [word for word in TINY if word.partition("=")[0] not in given]
     assert cli.run(["train", *common, *words, f"hydra.run.dir={folder}"]) == 0
@@ -38,7 +35,7 @@ def run(folder: Path, *words: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("words", slow_but(RECIPES[1], RECIPES))
-def test_a_run_is_the_same_with_and_without_it(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_the_same_with_and_without_it(words, tmp_path, monkeypatch):
     rehearsed = run(tmp_path / "a", *words.split(), "lora.dropout=0.1")
     monkeypatch.setattr(RunDriver, "rehearse", lambda self, step: None)
     assert run(tmp_path / "b", *words.split(), "lora.dropout=0.1") == rehearsed

@@ -1,7 +1,5 @@
 """What an engine holds and computes is what was published: copies, fixed tokens, sampled ones, and decoding."""
 
-from __future__ import annotations
-
 import math
 import signal
 from dataclasses import replace
@@ -356,7 +354,7 @@ def test_an_engine_that_cannot_tell_what_it_holds_is_noted_once(backbone):
 
 
 # -- in 16 bits --------------------------------------------------------------------------------------------------------
-def bfloat16_gaps(num_tokens: int, seed: int, largest: float = 1.56) -> torch.Tensor:
+def bfloat16_gaps(num_tokens, seed, largest=1.56):
     """Gaps of identical weights as published: normal with a standard deviation of 0.05 nats, 95 % below 0.11, and a few
     tokens (one in 250) up to 1.56 apart."""
     dice = torch.Generator().manual_seed(seed)
@@ -365,7 +363,7 @@ def bfloat16_gaps(num_tokens: int, seed: int, largest: float = 1.56) -> torch.Te
     return gaps
 
 
-def scored(gaps: torch.Tensor) -> tuple[Fixed, Fixed]:
+def scored(gaps):
     trainer = -5 * torch.rand(len(gaps), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return Fixed(*(trainer + gaps).tolist()), Fixed(*trainer.tolist())
 

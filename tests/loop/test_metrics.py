@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,13 +26,11 @@ from rlft.loop.metrics import (
     summarise,
     unknown_token_metrics,
 )
-from rlft.model.backbone import Backbone
-from rlft.model.roles import POLICY, Roles
+from rlft.model.roles import POLICY
 from rlft.system import memory
 from rlft.system.device import peak_memory_bytes
 from rlft.system.seeds import sampling_seeds
 from rlft.types import (
-    Batch,
     Branch,
     Completion,
     FinishReason,
@@ -308,7 +303,7 @@ TINY = (
 ROWS = [(0, (5, 6), (7, 8, 9)), (0, (5, 6), (10, 11)), (1, (3, 4, 5), (6, 7)), (1, (3, 4, 5), (8, 9, 10, 11))]
 
 
-def run(folder: Path, *words: str, steps: int = 4) -> dict[str, Any]:
+def run(folder, *words, steps=4):
     assert cli.run(["train", *TINY, *words, f"steps={steps}", f"hydra.run.dir={folder}"]) == 0
     found: dict[str, Any] = {}
     for file in sorted(folder.rglob("*")):
@@ -321,7 +316,7 @@ def run(folder: Path, *words: str, steps: int = 4) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("algorithm=ppo", "critic.kind=adapter", "epochs=2", "snapshot.old=copy")])
-def test_looking_at_tokens_changes_nothing_of_the_run(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_looking_at_tokens_changes_nothing_of_the_run(words, tmp_path):
     def without(rows: Any) -> list[dict[str, Any]]:
         measured = ("time/", "memory/")
         return [{k: v for k, v in row.items() if k != "tokens" and not k.startswith(measured)} for row in rows]
@@ -340,7 +335,7 @@ def test_looking_at_tokens_changes_nothing_of_the_run(words: tuple[str, ...], tm
         assert sum("tokens" in line for line in looked[f"step_{step:06d}.jsonl"]) == kept, "two groups of three"
 
 
-def test_a_runs_values_are_of_its_tokens(tmp_path: Path) -> None:
+def test_a_runs_values_are_of_its_tokens(tmp_path):
     found = run(tmp_path / "run", "token_values.every=2", steps=2)["step_000002.jsonl"]
     kept = [line for line in found if "tokens" in line]
     assert kept
@@ -353,7 +348,7 @@ def test_a_runs_values_are_of_its_tokens(tmp_path: Path) -> None:
     assert any(line["tokens"]["after"] != line["tokens"]["old"] for line in kept), "an update moves them"
 
 
-def dense(roles: Roles, row: int, batch: Batch) -> tuple[list[float], list[float]]:
+def dense(roles, row, batch):
     """Log-probs and entropies of a row's completion by the plain forward of one row."""
     ids = batch.token_ids[row][batch.attention_mask[row]]
     with torch.no_grad():
@@ -399,7 +394,7 @@ def test_tokens_of_an_answer_are_shown_without_values(make_roles, make_batch, ba
     assert [value for value in values.old if value is not None] == pytest.approx(expected, abs=2e-5)
 
 
-def test_whole_groups_are_chosen_those_that_teach_first() -> None:
+def test_whole_groups_are_chosen_those_that_teach_first():
     groups = torch.tensor([4, 4, 7, 7, 9, 9])
     zero_rows = torch.tensor([True, True, False, True, False, False])
     assert chosen_rows(groups, zero_rows, 1).tolist() == [2, 3]
@@ -408,7 +403,7 @@ def test_whole_groups_are_chosen_those_that_teach_first() -> None:
 
 
 @each("text", ["12+3=15", "n\u00e9 \u2192 \U0001f600!", "<think>7</think>\n\n x", "\u00e9\u00e9"])
-def test_the_pieces_are_the_text(text: str, backbone: Backbone) -> None:
+def test_the_pieces_are_the_text(text, backbone):
     ids = backbone.tokenizer(text)["input_ids"]
     found = pieces(ids, backbone.decode_all)
     assert "".join(found) == backbone.decode_all(ids) == text

@@ -1,8 +1,5 @@
 """From an engine to its generator, and to its end."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -11,14 +8,12 @@ from unittest.mock import Mock
 import pytest
 
 from rlft.config.model import LoraSettings
-from rlft.config.schema import RunConfig
 from rlft.generation.engine import Engine, EngineArgs, TeacherSettings
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.loop import parts
 from rlft.loop.parts import Engines, engine_args, load_for_training, opened_teacher
 from rlft.model.activations import activation_bytes, set_checkpointing
-from rlft.model.backbone import Backbone
 from rlft.model.forward import Forward
 from rlft.system import device
 from rlft.types import UserError
@@ -56,19 +51,19 @@ class Shared(Started):
 
 
 @pytest.fixture
-def started() -> Iterator[list[Closing]]:
+def started():
     Started.started.clear()
     yield Started.started
     Started.started.clear()
 
 
 @pytest.fixture
-def config(run_config: Any) -> RunConfig:
+def config(run_config):
     return run_config("generation.scripted.answers={*: [aye]}", "generation.transformers.batch_size=12")
 
 
 @pytest.fixture
-def args(config: RunConfig, make_roles: Any, backbone: Backbone) -> EngineArgs:
+def args(config, make_roles, backbone):
     return engine_args(config, replace(config.lora, rank=4), make_roles())
 
 
@@ -110,7 +105,7 @@ def test_engines_are_closed_once_however_a_run_ends(error, args, started):
     assert [engine.closed for engine in started] == [1, 1, 1]
 
 
-def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args: EngineArgs, started: list[Closing]) -> None:
+def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args, started):
     with Engines() as engines:
         with engines.opened(Shared(), args) as first:
             assert first.slot is args.slot is not None  # type: ignore[attr-defined]
@@ -129,7 +124,7 @@ def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args: EngineAr
     assert [engine.closed for engine in started] == [1, 1, 1, 1]
 
 
-def test_an_engine_that_fails_to_close_serves_no_other_job(args: EngineArgs, started: list[Closing]) -> None:
+def test_an_engine_that_fails_to_close_serves_no_other_job(args, started):
     with Engines() as engines:
         with engines.opened(Shared(), args) as first:
             first.close = Mock(side_effect=RuntimeError("a CUDA error"))  # type: ignore[method-assign]

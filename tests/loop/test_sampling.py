@@ -1,14 +1,11 @@
 """Dynamic sampling: which groups are replaced, by what, at what cost."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -281,7 +278,7 @@ class Engine:
     def sleep(self) -> None: ...
 
 
-def group_of(prompt: Prompt, version: int, n: int, seed: int) -> Group:
+def group_of(prompt, version, n, seed):
     completions = [
         Completion(
             text=f"{version} 😀" if i else "",
@@ -295,7 +292,7 @@ def group_of(prompt: Prompt, version: int, n: int, seed: int) -> Group:
     return Group(prompt=prompt, rollouts=tuple(rollouts))
 
 
-def sampler_with(engine: Any, *words: str) -> StepSampler:
+def sampler_with(engine, *words):
     given = {word.partition("=")[0] for word in words}
     prompts = [Prompt(id=str(i), messages=(), answer="", token_ids=(i, i + 1)) for i in range(8)]
     return StepSampler(
@@ -303,20 +300,20 @@ def sampler_with(engine: Any, *words: str) -> StepSampler:
     )
 
 
-def next_samples(engine: Any, lag: int, *, concurrently: bool) -> NextSamples:
+def next_samples(engine, lag, *, concurrently):
     return NextSamples(sampler_with(engine), cast(Any, None), lag, 9, concurrently=concurrently)
 
 
-def unpublished(version: int) -> None:
+def unpublished(version):
     raise AssertionError(version)
 
 
-def versions(groups: Sequence[Group]) -> set[int | None]:
+def versions(groups):
     return {rollout.policy_version for group in groups for rollout in group.rollouts}
 
 
 @pytest.mark.parametrize(("lag", "concurrently"), [(1, True), (1, False), (0, True)])
-def test_a_step_has_the_groups_of_the_version_before_it(lag: int, concurrently: bool) -> None:
+def test_a_step_has_the_groups_of_the_version_before_it(lag, concurrently):
     engine = Engine()
     ahead = next_samples(engine, lag, concurrently=concurrently)
     seen = []
@@ -334,7 +331,7 @@ def test_a_step_has_the_groups_of_the_version_before_it(lag: int, concurrently: 
     assert beside == ([False, *[concurrently] * 4] if lag else [False] * 4)
 
 
-def test_what_fails_beside_the_update_is_raised_when_it_is_waited_for() -> None:
+def test_what_fails_beside_the_update_is_raised_when_it_is_waited_for():
     engine = Engine()
     engine.sample = Mock(side_effect=RuntimeError("no engine is left"))  # type: ignore[method-assign]
     ahead = next_samples(engine, 1, concurrently=True)
@@ -344,7 +341,7 @@ def test_what_fails_beside_the_update_is_raised_when_it_is_waited_for() -> None:
     ahead.close()
 
 
-def test_groups_of_another_version_stop_the_run() -> None:
+def test_groups_of_another_version_stop_the_run():
     engine = Engine()
     ahead = next_samples(engine, 1, concurrently=False)
     engine.version = 1
@@ -357,7 +354,7 @@ def test_groups_of_another_version_stop_the_run() -> None:
     check_versions(unnamed, {4})
 
 
-def spoken(groups: list[Group], prompts: Sequence[Prompt]) -> list[Group]:
+def spoken(groups, prompts):
     """One completion without tokens of its own, and one with a mask, a turn's call and a branch."""
     call = ToolCall(name="add", arguments='{"a": 1}', answer="2\n", failed=False)
     turns = (Turn(end=1, text="1+1", answer="2", reward=0.1, calls=(call,)), Turn(end=2))
@@ -368,7 +365,7 @@ def spoken(groups: list[Group], prompts: Sequence[Prompt]) -> list[Group]:
     return [groups[0], replace(groups[1], rollouts=rollouts), *groups[2:]]
 
 
-def opened(groups: list[Group], prompts: Sequence[Prompt]) -> list[Group]:
+def opened(groups, prompts):
     """An environment has put something behind a prompt."""
     messages = ({"role": "user", "content": "A board."},)
     behind = replace(prompts[1], token_ids=(*prompts[1].token_ids, 7), messages=messages)
@@ -377,7 +374,7 @@ def opened(groups: list[Group], prompts: Sequence[Prompt]) -> list[Group]:
 
 
 @pytest.mark.parametrize("changed", [lambda groups, prompts: groups, spoken, opened], ids=["plain", "spoken", "opened"])
-def test_groups_come_back_from_a_checkpoint_as_they_were(changed: Any) -> None:
+def test_groups_come_back_from_a_checkpoint_as_they_were(changed):
     sampler = sampler_with(Engine(), "group_size=3")
     prompts = sampler.prompts_at(2)
     groups = changed(sampler.sample(2), prompts)
@@ -391,7 +388,7 @@ def test_groups_come_back_from_a_checkpoint_as_they_were(changed: Any) -> None:
             assert list(message) == list(own), "keys keep their order"
 
 
-def test_a_checkpoint_keeps_the_experts_that_the_engine_has_chosen() -> None:
+def test_a_checkpoint_keeps_the_experts_that_the_engine_has_chosen():
     sampler = sampler_with(Engine(), "group_size=3")
     groups = sampler.sample(2)
     numbers = itertools.count()
@@ -411,7 +408,7 @@ def test_a_checkpoint_keeps_the_experts_that_the_engine_has_chosen() -> None:
             assert numpy.array_equal(rollout.completion.experts, other.completion.experts)
 
 
-def test_a_fork_with_other_samples_does_not_take_the_groups() -> None:
+def test_a_fork_with_other_samples_does_not_take_the_groups():
     own = derived_from(sampler_with(Engine()), 2)
     assert derived_from(sampler_with(Engine(), "trainer.lr=1"), 2) == own
     for word in ("seed=1", "group_size=8", "generation.temperature=0.5", "prompts_per_step=2"):
@@ -419,23 +416,23 @@ def test_a_fork_with_other_samples_does_not_take_the_groups() -> None:
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
-def run(folder: Path, *words: str) -> Path:
+def run(folder, *words):
     given = {word.partition("=")[0] for word in words}
     assert cli.run([*(w for w in WORDS if w.partition("=")[0] not in given), *words, f"hydra.run.dir={folder}"]) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(tmp_path_factory):
     return run(tmp_path_factory.mktemp("straight") / "run")
 
 
-def sampled_by(folder: Path, step: int) -> set[int]:
+def sampled_by(folder, step):
     lines = (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
     return {json.loads(line)["policy_version"] for line in lines}
 
 
-def test_every_step_trains_on_what_the_version_before_it_sampled_also_resumed(straight: Path, tmp_path: Path) -> None:
+def test_every_step_trains_on_what_the_version_before_it_sampled_also_resumed(straight, tmp_path):
     assert [sampled_by(straight, step) for step in range(1, 6)] == [{0}, {0}, {1}, {2}, {3}]
     lines = metrics(straight)
     distance = [line["sampler/kl"] for line in lines]
@@ -453,7 +450,7 @@ def test_every_step_trains_on_what_the_version_before_it_sampled_also_resumed(st
 
 
 @pytest.mark.slow
-def test_a_fork_goes_on_with_the_groups_unless_it_samples_others(straight: Path, tmp_path: Path) -> None:
+def test_a_fork_goes_on_with_the_groups_unless_it_samples_others(straight, tmp_path):
     checkpoint = str(straight / "checkpoints" / "step_000002")
     for name, words, expected in (
         ("same", [], [{1}, {2}, {3}]),
@@ -466,7 +463,7 @@ def test_a_fork_goes_on_with_the_groups_unless_it_samples_others(straight: Path,
 
 
 @pytest.mark.slow
-def test_dynamic_sampling_replaces_groups_by_the_newest_version_and_repeats(tmp_path: Path) -> None:
+def test_dynamic_sampling_replaces_groups_by_the_newest_version_and_repeats(tmp_path):
     words = ("dynamic_sampling.max_rounds=1", "eval.correct_at=0.5", "steps=4")
     run(tmp_path / "run", *words)
     replaced = [sampled_by(tmp_path / "run", step) for step in range(1, 5)]
@@ -478,7 +475,7 @@ def test_dynamic_sampling_replaces_groups_by_the_newest_version_and_repeats(tmp_
     check_same(tmp_path / "again", tmp_path / "run")
 
 
-def test_a_lag_on_a_gpu_that_engine_and_trainer_share_is_refused() -> None:
+def test_a_lag_on_a_gpu_that_engine_and_trainer_share_is_refused():
     two = "cluster.engines=2"
     for words, device in (((two,), "cuda"), ((), "cpu"), (("overlap.lag=0",), "cuda")):
         check_lag_has_devices(sampler_with(Engine(), *words).config, device)

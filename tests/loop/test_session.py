@@ -5,11 +5,8 @@ roles are built, and again after each step that ends one. So in a list of what h
 has them, and after the last step of a run stand those that open the next one, for a run that goes on from there.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -148,14 +145,14 @@ WORDS = (
 AHEAD = ("overlap.lag=1", "algorithm.mismatch=token_truncate", "dynamic_sampling.max_rounds=1")
 
 
-def run(folder: Path, *words: str, code: int = 0) -> Path:
+def run(folder, *words, code=0):
     given = {word.partition("=")[0] for word in words}
     kept = (word for word in WORDS if word.partition("=")[0] not in given)
     assert cli.run(["train", *kept, *words, f"hydra.run.dir={folder}"]) == code
     return folder
 
 
-def rows_of(folder: Path, step: int) -> dict[str, list[float]]:
+def rows_of(folder, step):
     """{prompt id: the first rewards of its completions} of a step."""
     found: dict[str, list[float]] = {}
     for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines():
@@ -164,7 +161,7 @@ def rows_of(folder: Path, step: int) -> dict[str, list[float]]:
     return found
 
 
-def test_the_runs_own_groups_are_counted_and_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
+def test_the_runs_own_groups_are_counted_and_a_resumed_run_is_the_same_run(tmp_path):
     folder = run(tmp_path / "run", "curriculum.memory=1.0")
     counted: dict[str, list[float]] = {}
     for step in range(1, 5):
@@ -179,7 +176,7 @@ def test_the_runs_own_groups_are_counted_and_a_resumed_run_is_the_same_run(tmp_p
     check_resumed(folder, tmp_path / "resumed")
 
 
-def check_resumed(straight: Path, folder: Path) -> None:
+def check_resumed(straight, folder):
     shutil.copytree(straight, folder)
     for later in (3, 4):
         shutil.rmtree(folder / "checkpoints" / f"step_{later:06d}")
@@ -189,7 +186,7 @@ def check_resumed(straight: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [(), AHEAD], ids=["in time", "a step ahead, with dynamic sampling"])
-def test_a_resumed_run_and_a_longer_one_are_the_same_run(ahead: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_resumed_run_and_a_longer_one_are_the_same_run(ahead, tmp_path):
     straight = run(tmp_path / "straight", *ahead)
     assert all(len(rows_of(straight, step)) == 3 for step in range(1, 5))
     plain = run(tmp_path / "plain", *ahead, "curriculum.running=false", "curriculum.replay=0", "curriculum.below=null")
@@ -204,7 +201,7 @@ def test_a_resumed_run_and_a_longer_one_are_the_same_run(ahead: tuple[str, ...],
     check_same(longer, straight)
 
 
-def test_pass_rates_of_a_file_stay_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pass_rates_of_a_file_stay_as_they_are(tmp_path, capsys):
     words = ("generation=transformers", "generation.max_tokens=24", "model.device=cpu", "data.size=12", "dedupe=false")
     sampled = tmp_path / "sampled"
     assert cli.run(["sample", *words, "n=4", "scoring.workers=0", f"hydra.run.dir={sampled}"]) == 0

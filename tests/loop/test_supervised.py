@@ -1,15 +1,11 @@
 """Supervised fine-tuning: what is learned, by an adapter or by the model's own weights, and what comes of a run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,15 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from rlft import cli
 from rlft.config.compose import compose
-from rlft.config.model import ModelConfig
 from rlft.config.resolved import build, resolve
 from rlft.config.schema import SftConfig
 from rlft.data.examples import Examples, RankedTokens, Rankings, TextTokens
 from rlft.loop.supervised import BIAS, REFERENCE_LOGPROBS, REWARD, DemonstrationTask, PreferenceTask
-from rlft.model.backbone import Backbone, load_backbone, read_backbone
+from rlft.model.backbone import load_backbone, read_backbone
 from rlft.model.forward import Forward
 from rlft.model.full_weights import WholeModel
-from rlft.model.roles import POLICY, REFERENCE, Roles
+from rlft.model.roles import POLICY, REFERENCE
 from rlft.plan.supervised_plan import PreferencePlan, SftPlan
 from rlft.runs import checkpoint
 
@@ -40,12 +35,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # of LoRA on G
 ROWS = [([5, 6, 7], [20, 21, 2]), ([9, 10], [30, 2]), ([5, 6, 7], [22, 23, 24, 25, 2]), ([11, 12, 13, 14], [40, 2])]
 
 
-def examples(rows: Sequence[tuple[list[int], list[int]]]) -> Examples:
+def examples(rows):
     texts = (TextTokens(ids=np.array([*p, *c], dtype="<i4"), num_given=len(p)) for p, c in rows)
     return Examples(texts=tuple(texts), fingerprint="", notes=())
 
 
-def make_task(learner: Roles | WholeModel, token_budget: int = 10**6) -> DemonstrationTask:
+def make_task(learner, token_budget=10**6):
     """All of ROWS in one update."""
     keys = ["demonstrations.path=unread", f"examples_per_step={len(ROWS)}", f"token_budget={token_budget}"]
     plan = SftPlan(
@@ -56,20 +51,20 @@ def make_task(learner: Roles | WholeModel, token_budget: int = 10**6) -> Demonst
 
 
 @pytest.fixture(params=["an adapter", "all weights"])
-def learner(request: pytest.FixtureRequest, make_double: Callable[[], Backbone], make_roles: Any) -> Any:
+def learner(request, make_double, make_roles):
     """What learns, on a model of float64."""
     if request.param == "all weights":
         return WholeModel(make_double())
     return make_roles(noise=0.05, backbone=make_double())
 
 
-def log_probs(model: Any, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+def log_probs(model, prompt, completion):
     """Of each completion token, by the plainest forward there is."""
     logits = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0]
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
-def test_the_loss_is_the_mean_over_completion_tokens_and_any_token_budget_gives_its_gradient(learner: Any) -> None:
+def test_the_loss_is_the_mean_over_completion_tokens_and_any_token_budget_gives_its_gradient(learner):
     """3 + 2 + 5 + 2 = 12 tokens are learned; those of the prompts are read, 3 + 2 + 4 of three, and cost nothing."""
     nll = -torch.cat([log_probs(learner.model, *row) for row in ROWS])
     assert nll.shape == (12,)
@@ -102,7 +97,7 @@ OF_AN_ADAPTER = ("lora.", "eval.kl_base=")
 ALL_WEIGHTS = (*(key for key in TINY if not key.startswith(OF_AN_ADAPTER)), "lora=null", "trainer.lr=1e-4")
 
 
-def sft(folder: Path, *words: str, keys: Sequence[str] = TINY) -> Path:
+def sft(folder, *words, keys=TINY):
     """Runs it with these words, and those of `keys` that they do not give."""
     given = {word.partition("=")[0] for word in words}
     kept = [key for key in keys if key.partition("=")[0] not in given]
@@ -115,18 +110,18 @@ KINDS = {"adapter": ("lora.path", "policy", TINY), "whole": ("model.path", "mode
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def trained(tmp_path_factory):
     """The folder of a finished run that trained an adapter, or all weights."""
     return functools.cache(lambda kind: sft(tmp_path_factory.mktemp(kind) / "run", keys=KINDS[kind][2]))
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
+def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_training_all_weights_changes_the_runs_own_copy_alone_and_saves_a_model_for_transformers(
-    trained: Callable[[str], Path], tiny_path: Path, model_config: Callable[..., ModelConfig]
-) -> None:
+    trained, tiny_path, model_config
+):
     before = load_file(tiny_path / "model.safetensors")
     folder = trained("whole") / "checkpoints" / "step_000002" / "model"
     after = load_file(folder / "model.safetensors")
@@ -147,7 +142,7 @@ def test_training_all_weights_changes_the_runs_own_copy_alone_and_saves_a_model_
 
 
 @pytest.mark.parametrize("kind", ["adapter", slow("whole")])
-def test_a_run_is_evaluated_as_it_evaluated_itself(kind: str, trained: Callable[[str], Path]) -> None:
+def test_a_run_is_evaluated_as_it_evaluated_itself(kind, trained):
     folder = trained(kind)
     first, last = lines(folder / "eval.jsonl")
     assert last["step"] == 2
@@ -203,7 +198,7 @@ def test_another_run_goes_on_from_a_runs_newest_checkpoint(kind, trained, tmp_pa
     assert began["eval/loss"] != lines(before / "eval.jsonl")[0]["eval/loss"]
 
 
-def test_without_data_only_the_loss_is_measured(tmp_path: Path) -> None:
+def test_without_data_only_the_loss_is_measured(tmp_path):
     words = ["demonstrations.path=embedded:arithmetic-demonstrations", "steps=1", "examples_per_step=2"]
     words += ["max_completion_tokens=64", "model.device=cpu", "console=null"]
     first, last = lines(sft(tmp_path / "run", *words, keys=()) / "eval.jsonl")
@@ -243,7 +238,7 @@ def plan(command, *keys, train=RANKINGS, reference=None, replay=None):
 
 
 @pytest.fixture
-def roles(make_roles: Callable[..., Roles], make_double: Callable[[], Backbone]) -> Roles:
+def roles(make_roles, make_double):
     """A policy that is not its base, and a reward's adapter and head, not all zeros, on a model of float64."""
     made = make_roles(noise=0.05, backbone=make_double())
     made.add_scalar_role(REWARD, None, "lora.path", learns=True)
@@ -253,17 +248,17 @@ def roles(make_roles: Callable[..., Roles], make_double: Callable[[], Backbone])
     return made
 
 
-def logprobs(roles: Roles, ranking: RankedTokens) -> Tensor:
+def logprobs(roles, ranking):
     """Of each completion, by the role that is active."""
     return torch.stack([log_probs(roles.backbone.model, ranking.prompt, each).sum() for each in ranking.completions])
 
 
-def by_reference(roles: Roles, ranking: RankedTokens, role: str | None = None) -> Tensor:
+def by_reference(roles, ranking, role=None):
     with torch.no_grad(), roles.using(role):
         return logprobs(roles, ranking)
 
 
-def score(roles: Roles, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
+def score(roles, prompt, completion):
     """The head at the last token, by the plainest forward there is; the role is the active one."""
     hidden = roles.backbone.model.base_model(input_ids=torch.tensor([[*prompt, *completion]])).last_hidden_state
     return roles.heads[REWARD](hidden[0, -1])
@@ -280,23 +275,23 @@ def mean_loss(values_of, margin_of=lambda *ranks: 0.0):
     return torch.stack(losses).mean()
 
 
-def pairs(values: Sequence[Any] | Tensor) -> list[tuple[int, int]]:
+def pairs(values):
     return [(i, j) for i in range(len(values)) for j in range(i + 1, len(values))]
 
 
-def dpo_by_hand(roles: Roles, beta: float, role: str | None = None) -> Tensor:
+def dpo_by_hand(roles, beta, role=None):
     """Of beta times the difference of log-ratios."""
     return mean_loss(lambda ranking: beta * (logprobs(roles, ranking) - by_reference(roles, ranking, role)))
 
 
-def simpo_by_hand(roles: Roles, beta: float, gamma: float) -> Tensor:
+def simpo_by_hand(roles, beta, gamma):
     def rewards(ranking: RankedTokens) -> Tensor:
         return beta * logprobs(roles, ranking) / torch.tensor([len(c) for c in ranking.completions])
 
     return mean_loss(rewards, lambda *_: gamma)
 
 
-def rm_by_hand(roles: Roles, margin: float) -> Tensor:
+def rm_by_hand(roles, margin):
     """Of s_better - s_worse - margin x difference of ranks."""
     return mean_loss(lambda r: [score(roles, r.prompt, c) for c in r.completions], lambda i, j: margin * (i - j))
 
@@ -347,7 +342,7 @@ def test_a_token_budget_parts_rankings_but_tears_none_and_a_prompt_is_read_once(
         assert [len(part) for part in task.micro_batches(RANKINGS)] == sizes
 
 
-def test_metrics_are_means_over_rankings_of_means_over_pairs(roles: Roles) -> None:
+def test_metrics_are_means_over_rankings_of_means_over_pairs(roles):
     task = PreferenceTask(plan("dpo", "loss.beta=0.7"), roles)
     metrics = task.backward(0)
     with torch.no_grad():
@@ -381,7 +376,7 @@ def test_a_policy_that_is_its_reference_and_a_head_of_zeros_are_right_by_half(co
     assert metrics["accuracy/pairs"] == 0.5
 
 
-def test_an_evaluation_measures_the_held_out_rankings_as_an_update_does(roles: Roles) -> None:
+def test_an_evaluation_measures_the_held_out_rankings_as_an_update_does(roles):
     evaluated = PreferenceTask(plan("dpo"), roles).evaluate(3).metrics
     trained = PreferenceTask(plan("dpo", train=RANKINGS[:2]), roles).backward(0)
     names = {f"eval/{name.removeprefix('pairs/')}": name for name in trained}
@@ -391,7 +386,7 @@ def test_an_evaluation_measures_the_held_out_rankings_as_an_update_does(roles: R
         assert evaluated[name] == pytest.approx(trained[names[name]], rel=1e-9), name
 
 
-def test_the_evaluation_is_of_the_held_out_rankings_without_a_margin(roles: Roles) -> None:
+def test_the_evaluation_is_of_the_held_out_rankings_without_a_margin(roles):
     task = PreferenceTask(plan("rm", "margin=5"), roles)
     with roles.learning(REWARD):
         s = [[score(roles, r.prompt, c).item() for c in r.completions] for r in RANKINGS[:2]]
@@ -407,7 +402,7 @@ def test_the_evaluation_is_of_the_held_out_rankings_without_a_margin(roles: Role
 
 # -- the reference -----------------------------------------------------------------------------------------------------
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+def passes(monkeypatch):
     """The roles of all passes without gradient, in order."""
     found: list[str | None] = []
     computed = PreferenceTask._values_by
@@ -420,7 +415,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     return found
 
 
-def test_log_probs_by_the_reference_are_computed_once_for_each_ranking(roles: Roles, passes: list[str | None]) -> None:
+def test_log_probs_by_the_reference_are_computed_once_for_each_ranking(roles, passes):
     task = PreferenceTask(plan("dpo", "rankings_per_step=1"), roles)
     task.rehearse()
     assert task.known == {}, "they would be those of another micro-batch, in their last bits"
@@ -436,7 +431,7 @@ def test_log_probs_by_the_reference_are_computed_once_for_each_ranking(roles: Ro
         assert known == pytest.approx(by_reference(roles, RANKINGS[i]).tolist(), rel=1e-12)
 
 
-def test_a_loss_without_a_reference_computes_none(roles: Roles, passes: list[str | None]) -> None:
+def test_a_loss_without_a_reference_computes_none(roles, passes):
     task = PreferenceTask(plan("dpo", "loss=orpo"), roles)
     task.backward(0)
     task.rehearse()
@@ -456,7 +451,7 @@ def test_the_reference_may_be_an_adapter(make_roles, make_double, tmp_path):
     assert dpo_by_hand(roles, 0.7, REFERENCE).item() != pytest.approx(dpo_by_hand(roles, 0.7).item(), rel=1e-3)
 
 
-def test_a_checkpoint_has_them_to_the_last_bit_and_those_of_another_reference_are_not_used(roles: Roles) -> None:
+def test_a_checkpoint_has_them_to_the_last_bit_and_those_of_another_reference_are_not_used(roles):
     task = PreferenceTask(plan("dpo", "rankings_per_step=2"), roles)
     task.backward(0)
     assert len(task.known) == 2
@@ -473,7 +468,7 @@ def test_a_checkpoint_has_them_to_the_last_bit_and_those_of_another_reference_ar
 
 
 # -- centring ----------------------------------------------------------------------------------------------------------
-def best_scores(roles: Roles, head: dict[str, Tensor]) -> list[float]:
+def best_scores(roles, head):
     """Of the held-out rankings' best completions, with this head."""
     running = roles.heads[REWARD].weights()
     roles.heads[REWARD].load_state_dict(head)
@@ -483,7 +478,7 @@ def best_scores(roles: Roles, head: dict[str, Tensor]) -> list[float]:
     return found
 
 
-def test_the_saved_head_gives_the_best_held_out_completions_a_mean_of_0(roles: Roles) -> None:
+def test_the_saved_head_gives_the_best_held_out_completions_a_mean_of_0(roles):
     centred = dict(PreferenceTask(plan("rm"), roles).saved(1, {}, {}).heads[REWARD])
     plain = dict(PreferenceTask(plan("rm", "center=false"), roles).saved(1, {}, {}).heads[REWARD])
     assert sum(best_scores(roles, centred)) / 2 == pytest.approx(0, abs=1e-12)
@@ -492,7 +487,7 @@ def test_the_saved_head_gives_the_best_held_out_completions_a_mean_of_0(roles: R
     assert torch.equal(centred["weight"], plain["weight"])
 
 
-def test_centring_changes_nothing_that_is_learned(roles: Roles) -> None:
+def test_centring_changes_nothing_that_is_learned(roles):
     """The bias is no parameter of the run, it is 0 in it, and 0 again after a resume from a centred checkpoint."""
     task = PreferenceTask(plan("rm"), roles)
     before = {name: p.detach().clone() for name, p in roles.named_parameters(REWARD)}

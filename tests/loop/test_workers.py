@@ -1,16 +1,12 @@
 """Engines in workers of a cluster sample what the engine in the run's own process samples, to the last bit."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import signal
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +18,6 @@ from real_engines import check_pool_against, opened_here, sampled, signal_to
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlft.config.schema import RunConfig
 from rlft.generation import sending
 from rlft.generation.loaded_adapter import LoadedAdapter, difference, published
 from rlft.generation.sending import Outgoing
@@ -34,19 +29,19 @@ from rlft.model.full_weights import WholeModel
 from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.placement import Placement, place
 from rlft.system.process.worker import WorkerSpec
-from rlft.types import Adapter, Prompt
+from rlft.types import Adapter
 
 GPU_KEYS = ("model.device=cuda:1", "generation=transformers", "cluster.engines=2", "cluster.ranks=3")
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpus(monkeypatch):
     """Five GPUs, of which the run's own process has the second."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,2,0")
     monkeypatch.setattr(workers, "resolve_device", torch.device)
 
 
-def specs(config: RunConfig, placement: Placement) -> dict[str, tuple[float, dict[str, str]]]:
+def specs(config, placement):
     """{name: (GPUs that the launcher is asked for, its variables)} of all workers."""
     plan: Any = SimpleNamespace(config=config, placement=placement, annotated={"needs_old": False})
     all_specs = [*engine_specs(config, "transformers", placement), *rank_specs(plan)]
@@ -82,8 +77,8 @@ def test_the_launcher_is_told_the_runs_own_gpu(gpus, run_config, monkeypatch, tm
     ("kind", "order"), [("pairs", ["engine", "engine", "ranks", "base"]), ("divided", ["ranks", "base"])]
 )
 def test_ranks_load_bases_once_an_engine_on_the_same_gpu_has_measured_its_memory(
-    kind: Any, order: list[str], run_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    kind, order, run_config, monkeypatch, tmp_path
+):
     events: list[str] = []
     may_start = threading.Event()
 
@@ -120,12 +115,12 @@ ON_THE_CPU = Placement(kind="processes", reason="a test's")
 
 
 @pytest.fixture(scope="module")
-def config(run_config: Callable[..., RunConfig]) -> RunConfig:
+def config(run_config):
     return run_config(*KEYS)
 
 
 @pytest.fixture(scope="module")
-def prompts(make_prompt: Callable[..., Prompt]) -> list[Prompt]:
+def prompts(make_prompt):
     return [make_prompt(f"{7 * i} + {13 * i + 5} = ?", str(20 * i + 5)) for i in range(12)]
 
 
@@ -144,7 +139,7 @@ def test_killed_and_stopped_engines_change_no_completion(config, prompts, make_r
     assert notes[1].startswith("engine-1 is replaced: engine-1 has not answered for 3 s (sample; cluster.timeout)")
 
 
-def test_a_worker_answers_with_the_version_and_the_hash_of_what_has_come(config: RunConfig, make_roles: Any) -> None:
+def test_a_worker_answers_with_the_version_and_the_hash_of_what_has_come(config, make_roles):
     from safetensors.torch import save
 
     adapter, settings = make_roles(noise=0.02).publish(5), engine_specs(config, "transformers", ON_THE_CPU)[0].arguments
@@ -169,12 +164,12 @@ SMALL = 2**18
 
 
 @pytest.fixture(scope="module")
-def whole(run_config: Callable[..., RunConfig]) -> RunConfig:
+def whole(run_config):
     return run_config(*WHOLE)
 
 
 @pytest.fixture
-def policy(whole: RunConfig) -> WholeModel:
+def policy(whole):
     return WholeModel(read_backbone(whole.model))
 
 
@@ -187,7 +182,7 @@ def published_by(policy: WholeModel, version: int) -> Adapter:
     return policy.publish(version)
 
 
-def send(worker: EngineWorker, adapter: Adapter, lost: int | None = None) -> Outgoing:
+def send(worker, adapter, lost=None):
     """Has an engine load a version bucket by bucket, without `lost`, as if the digests were right."""
     outgoing = Outgoing(adapter, lambda file: file)
     arrived = hashlib.sha256()
@@ -204,14 +199,14 @@ def send(worker: EngineWorker, adapter: Adapter, lost: int | None = None) -> Out
     return outgoing
 
 
-def problem_of(worker: EngineWorker, adapter: Adapter, earlier: dict[int, Any] | None = None) -> str | None:
+def problem_of(worker, adapter, earlier=None):
     found = worker.loaded_adapter()
     assert isinstance(found, LoadedAdapter)
     return difference(adapter.version, found, published(adapter, found.dtype), earlier or {})
 
 
 @pytest.fixture
-def follower(whole: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineWorker]:
+def follower(whole, monkeypatch):
     monkeypatch.setattr(sending, "BUCKET", SMALL)
     worker = EngineWorker(**engine_specs(whole, "transformers", ON_THE_CPU)[0].arguments)
     yield worker
@@ -233,7 +228,7 @@ def test_all_weights_arrive_in_an_engine_to_the_last_bit(follower, policy, monke
     assert all(torch.equal(given[0].weights[name], tensor) for name, tensor in adapter.weights.items())
 
 
-def test_a_changed_bit_a_lost_bucket_and_a_stale_engine_are_seen(follower: EngineWorker, policy: WholeModel) -> None:
+def test_a_changed_bit_a_lost_bucket_and_a_stale_engine_are_seen(follower, policy):
     first = published_by(policy, 1)
     send(follower, first)
     tensors = published(first, "float32")
@@ -322,7 +317,7 @@ def test_a_worker_that_is_closed_leaves_its_base_without_adapters(config, backbo
     assert not hasattr(backbone.model, "peft_config")
 
 
-def test_several_gpus_are_tensor_parallelism_of_vllm(config: RunConfig) -> None:
+def test_several_gpus_are_tensor_parallelism_of_vllm(config):
     engine = config.generation.named("vllm")
     assert engine.with_gpus(1) is engine
     options = engine.with_gpus(4).options  # type: ignore[attr-defined]

@@ -1,13 +1,10 @@
 """Small random models of many architectures, and the plainest forward there is to hold the others to."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import flash_stand_in
@@ -25,11 +22,11 @@ from rlft.model.backbone import Backbone
 from rlft.model.kernels import attention, decoder_layer, elementwise, flash_attention, lora_linear, selection
 from rlft.model.packing import pack
 from rlft.model.text_model import causal_class
-from rlft.types import Adapter, Batch
+from rlft.types import Batch
 
 
 @pytest.fixture
-def head_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def head_calls(monkeypatch):
     """Grows by the number of hidden states each time that the packed forward asks for log-probs through the LM head."""
     calls: list[int] = []
     plain = forward.head_logprobs
@@ -43,7 +40,7 @@ def head_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def stand_in() -> Iterator[None]:
+def stand_in():
     """CUDA's flash attention on a CPU."""
     library = flash_stand_in.install()
     flash_stand_in.CALLS.clear()
@@ -52,7 +49,7 @@ def stand_in() -> Iterator[None]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Counter[str]:
+def gpu(monkeypatch, stand_in):
     """Everything that asks for a CUDA GPU gets yes; counts the branches that are computed as one function."""
     monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
     monkeypatch.setattr(elementwise, "serves", lambda x: True)
@@ -76,7 +73,7 @@ EXPERTS = {
 
 
 @pytest.fixture(scope="session")
-def entering() -> Callable[[PreTrainedModel], AbstractContextManager[list[tuple[int, ...]]]]:
+def entering():
     """[(rows, width)] of everything that goes through a model inside."""
 
     @contextmanager
@@ -122,13 +119,13 @@ MODELS: dict[str, dict[str, Any]] = {
 """{kind: fields of its config}, of the type of models that the kind begins with."""
 
 
-def type_of(kind: str) -> str:
+def type_of(kind):
     named = kind.removesuffix("_one_kv_head").removesuffix("_window").removesuffix("_full")
     return f"{named}_text" if named.endswith("_vl") else named
 
 
 @pytest.fixture(scope="session")
-def random_model() -> Callable[..., PreTrainedModel]:
+def random_model():
     """Builds a random, frozen model with the attention that `load_backbone` would give it."""
 
     def build(kind: str, dtype: torch.dtype = torch.float32, **keys: Any) -> PreTrainedModel:
@@ -147,7 +144,7 @@ def random_model() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def random_moe() -> Callable[..., PreTrainedModel]:
+def random_moe():
     """Builds a random, frozen model of this type with these fields, as transformers computes it."""
 
     def build(kind: str, keys: Mapping[str, Any], device: str = "cpu") -> PreTrainedModel:
@@ -164,7 +161,7 @@ def random_moe() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def with_lora() -> Callable[..., list[torch.nn.Parameter]]:
+def with_lora():
     """Puts an adapter that does something on these layers of a model, in PEFT's or our own; returns its parameters."""
 
     def wrap(
@@ -183,7 +180,7 @@ def with_lora() -> Callable[..., list[torch.nn.Parameter]]:
 
 
 @pytest.fixture
-def on_base(backbone: Backbone) -> Callable[..., Backbone]:
+def on_base(backbone):
     """Makes a backbone of a model, as `read_backbone` leaves it with these kernels."""
 
     def make(model: PreTrainedModel, choice: KernelChoice = KernelChoice.auto) -> Backbone:
@@ -194,7 +191,7 @@ def on_base(backbone: Backbone) -> Callable[..., Backbone]:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Iterator[Callable[[Adapter], Path]]:
+def written(tmp_path):
     """Writes a published adapter into a folder, as for an engine."""
     files = AdapterFiles(tmp_path)
     yield files.write
@@ -202,7 +199,7 @@ def written(tmp_path: Path) -> Iterator[Callable[[Adapter], Path]]:
 
 
 @pytest.fixture(scope="session")
-def weighted() -> Callable[..., Tensor]:
+def weighted():
     """A loss in which every token has its own weight, so that no error can cancel another."""
 
     def loss(*values: Tensor) -> Tensor:
@@ -213,7 +210,7 @@ def weighted() -> Callable[..., Tensor]:
 
 
 @pytest.fixture(scope="session")
-def plain() -> Callable[..., tuple[Tensor, ...]]:
+def plain():
     """(log-probs, entropy, values if there is a head for them) `[B, T]`, a row at a time: no padding, no packing, eager
     attention, no chunks."""
 
@@ -237,7 +234,7 @@ def plain() -> Callable[..., tuple[Tensor, ...]]:
 
 
 @pytest.fixture(scope="session")
-def awkward_batch(make_batch: Callable[..., Batch]) -> Batch:
+def awkward_batch(make_batch):
     """Three groups of unlike lengths: masked tokens inside a completion, an empty completion, a row alone."""
     one, two, three = [3, 17, 5, 99, 42, 8], [11, 4], [7, 7, 7, 23]
     return make_batch([
@@ -247,7 +244,7 @@ def awkward_batch(make_batch: Callable[..., Batch]) -> Batch:
 
 
 @pytest.fixture
-def tree_batch(make_batch: Callable[..., Batch]) -> tuple[Batch, Batch, list[list[tuple[int, int]]]]:
+def tree_batch(make_batch):
     """(rows with branches, the same as linear rows written by hand, of each linear row the own columns in the first).
 
     Branches leave their trunk, another branch, and the prompt before its end; one begins with a sampled token, and

@@ -1,8 +1,5 @@
 """What a forward keeps for its backward: counted from the config, and found in the autograd graph."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import attention_families
@@ -10,7 +7,6 @@ import pytest
 import torch
 from in_one_test import each
 from slow_cases import slow, slow_but
-from torch import Tensor
 from transformers import AutoConfig
 
 from rlft.config.model import KernelChoice
@@ -34,7 +30,7 @@ TOKENS = {True: ROWS * (PROMPT + COMPLETION), False: 4 * PROMPT + ROWS * COMPLET
 """{plain: tokens of a forward}: padded rows hold each prompt once a row, packed ones once a group of four."""
 
 
-def kept_bytes(forward: Callable[[], Tensor], weights: set[int]) -> int:
+def kept_bytes(forward, weights):
     """Of all tensors with a row for each token that the forward keeps for its backward, each storage once."""
     storages = {}
 
@@ -109,7 +105,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def test_layers_have_the_sizes_that_config_json_gives_each_of_them() -> None:
+def test_layers_have_the_sizes_that_config_json_gives_each_of_them():
     # 4 heads of 32 / 4 = 8 queries each, 2 heads of keys
     same = [LayerSizes(queries=32, keys=16, mlp=40, heads=4)] * 2
     no_attention = [LayerSizes(queries=64, keys=0, mlp=128, state=32 * 46)] * 2
@@ -126,7 +122,7 @@ def test_layers_have_the_sizes_that_config_json_gives_each_of_them() -> None:
         assert layer_sizes(AutoConfig.for_model(model_type, **keys)) == expected, model_type
 
 
-def test_what_flash_attentions_backward_makes_of_a_row() -> None:
+def test_what_flash_attentions_backward_makes_of_a_row():
     """12 heads of 128, 2 of keys, hidden size 1000, a prompt of 100 tokens with two completions of 450."""
     size = LayerSizes(queries=1536, keys=256, mlp=1, heads=12)
     row = FlashRows(tokens=1000, predicted=900, prompts=1, completions=2)
@@ -140,7 +136,7 @@ def test_what_flash_attentions_backward_makes_of_a_row() -> None:
         assert other.flash_gradients(1000, row, 1, 132) == 0, "heads of 512, and of 20, are not flash's"
 
 
-def test_unlike_layers_have_sizes_of_their_own() -> None:
+def test_unlike_layers_have_sizes_of_their_own():
     config = AutoConfig.for_model("gemma3n_text", **SIZES | {"head_dim": 8, "intermediate_size": [40, 56]})
     assert [layer.mlp for layer in layer_sizes(config)] == [40, 56]
     sizes = SIZES | {"num_hidden_layers": 6, "head_dim": 8, "global_head_dim": 16}

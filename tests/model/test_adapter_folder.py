@@ -1,7 +1,5 @@
 """Adapter folders, rlft's and others': what is read and refused; each field of PEFT's LoraConfig is decided."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -14,7 +12,6 @@ import pytest
 import torch
 from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from rlft.batch import score_sequences
 from rlft.config.model import LoraSettings
@@ -42,7 +39,7 @@ FIELDS = {"peft_type": "LORA", "r": 2, "lora_alpha": 4.0}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A whole folder: two tensors of an adapter, a head, a record."""
     (tmp_path / "adapter_config.json").write_text(json.dumps(FIELDS))
     tensors = {"a.lora_A.weight": torch.arange(6.0).view(2, 3), "a.lora_B.weight": torch.ones(5, 2)}
@@ -52,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tensors_and_shapes_are_read_as_they_were_saved(folder: Path) -> None:
+def test_tensors_and_shapes_are_read_as_they_were_saved(folder):
     adapter, head = load_tensors(folder, "lora.path"), load_tensors(str(folder), "critic.init", HEAD)
     assert {n: t.tolist() for n, t in adapter.items()} == {
         "a.lora_A.weight": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]],
@@ -63,12 +60,12 @@ def test_tensors_and_shapes_are_read_as_they_were_saved(folder: Path) -> None:
     assert tensor_shapes(folder, "critic.init", HEAD) == {"weight": (1, 3), "bias": (1,)}
 
 
-def test_a_config_that_names_no_kind_is_a_loras(folder: Path) -> None:
+def test_a_config_that_names_no_kind_is_a_loras(folder):
     (folder / "adapter_config.json").write_text('{"r": 2}')
     assert check_adapter_folder(folder, "lora.path") == {"r": 2}
 
 
-def test_a_folder_may_stand_in_the_users_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_may_stand_in_the_users_home(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     path = f"~/{folder.name}"
     assert check_adapter_folder(path, "lora.path") == FIELDS
@@ -78,19 +75,19 @@ def test_a_folder_may_stand_in_the_users_home(folder: Path, monkeypatch: pytest.
     check_head(path, "critic.init")
 
 
-def lost(name: str) -> Callable[[Path], object]:
+def lost(name):
     return lambda folder: (folder / name).unlink()
 
 
-def cut_short(name: str) -> Callable[[Path], object]:
+def cut_short(name):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-1])
 
 
-def written(name: str, text: str) -> Callable[[Path], object]:
+def written(name, text):
     return lambda folder: (folder / name).write_bytes(text.encode("latin-1"))
 
 
-def pickled(folder: Path) -> None:
+def pickled(folder):
     (folder / ADAPTER).rename(folder / "adapter_model.bin")
 
 
@@ -129,12 +126,12 @@ OF_A_NEEDED_PASS = ("corda", "loftq", "lora_ga")
 
 
 @pytest.fixture
-def base(random_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+def base(random_model):
     return random_model("llama", attention_bias=True, mlp_bias=True)
 
 
 @pytest.fixture
-def save(base: PreTrainedModel, tmp_path: Path) -> Callable[..., Path]:
+def save(base, tmp_path):
     """Saves a LoRA adapter that PEFT has made on a copy of the base, and that some training has moved."""
 
     def make(**keys: Any) -> Path:
@@ -152,7 +149,7 @@ def save(base: PreTrainedModel, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def roles_on(base: PreTrainedModel) -> Callable[..., Roles]:
+def roles_on(base):
     """Roles on a copy of the base, computed by PEFT's own layers."""
 
     def make(reference: Path | None = None, path: Path | None = None) -> Roles:
@@ -166,31 +163,31 @@ def roles_on(base: PreTrainedModel) -> Callable[..., Roles]:
     return make
 
 
-def of_peft(base: PreTrainedModel, folder: Path) -> list[float]:
+def of_peft(base, folder):
     """Log-probs with the adapter as PEFT itself loads it."""
     model = PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval()
     with torch.no_grad():
         return score_sequences(model, [IDS], CPU)[0]
 
 
-def of_role(roles: Roles, role: str) -> list[float]:
+def of_role(roles, role):
     with torch.no_grad(), roles.using(role):
         return score_sequences(roles.model, [IDS], CPU)[0]
 
 
-def edit(folder: Path, **fields: Any) -> None:
+def edit(folder, **fields):
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def is_unchanged(model: PreTrainedModel, base: PreTrainedModel) -> bool:
+def is_unchanged(model, base):
     """Whether the model's weights, which may have adapters on them, are those of the base, bit for bit."""
     now = {name.replace(".base_layer", ""): t for name, t in model.state_dict().items() if "lora_" not in name}
     before = base.state_dict()
     return now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
 
 
-def test_every_field_and_every_initialisation_of_the_installed_peft_is_decided() -> None:
+def test_every_field_and_every_initialisation_of_the_installed_peft_is_decided():
     decided = {*OF_THE_FUNCTION, *WITHOUT_EFFECT, *VALUES, *CHANGING_THE_BASE, *ANOTHER_FUNCTION}
     assert {field.name for field in dataclasses.fields(LoraConfig)} == decided
     offered = [v for kind in get_args(get_type_hints(LoraConfig)["init_lora_weights"]) for v in get_args(kind)]
@@ -249,7 +246,7 @@ IDLE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_the_fields_that_are_taken_mean_what_they_mean_to_peft(base, save, roles_on) -> None:
+def test_the_fields_that_are_taken_mean_what_they_mean_to_peft(base, save, roles_on):
     """Initialisations that leave the base alone among them."""
     initialised = [{"init_lora_weights": init} for init in TAKEN]
     for keys in (*FUNCTIONS, *IDLE, *initialised):
@@ -274,7 +271,7 @@ SOMETHING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_other_fields_are_refused_by_name_unless_they_say_nothing(save: Callable[..., Path]) -> None:
+def test_other_fields_are_refused_by_name_unless_they_say_nothing(save):
     assert {*CHANGING_THE_BASE, *ANOTHER_FUNCTION} < SOMETHING.keys()
     plain = json.loads((save() / "adapter_config.json").read_text())
     check_fields(plain, "folder", "k")
@@ -285,7 +282,7 @@ def test_other_fields_are_refused_by_name_unless_they_say_nothing(save: Callable
             check_fields(plain | {name: neutral}, "folder", "k")
 
 
-def test_rank_alpha_and_targets_must_be_there_and_be_what_they_are() -> None:
+def test_rank_alpha_and_targets_must_be_there_and_be_what_they_are():
     good = {"r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
     check_shape(good, "folder", "k")
     check_shape(good | {"target_modules": ".*q_proj"}, "folder", "k")

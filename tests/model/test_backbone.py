@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,7 +216,7 @@ def test_the_fingerprint_tells_bases_apart_also_from_themselves_trained_on(saved
     assert fingerprint(config) != before
 
 
-def test_one_changed_bit_of_any_element_changes_the_sum() -> None:
+def test_one_changed_bit_of_any_element_changes_the_sum():
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
         for size in (1, 3, 8, 13):
             tensor = torch.arange(size).to(dtype)
@@ -232,7 +229,7 @@ def test_one_changed_bit_of_any_element_changes_the_sum() -> None:
                 bits[index] ^= 1
 
 
-def test_the_sum_is_the_same_wherever_the_tensor_lies() -> None:
+def test_the_sum_is_the_same_wherever_the_tensor_lies():
     tensor = torch.arange(40, dtype=torch.bfloat16)
     assert bit_sum(tensor[1:12]) == bit_sum(tensor[1:12].clone())
     matrix = tensor.view(5, 8).t()
@@ -241,7 +238,7 @@ def test_the_sum_is_the_same_wherever_the_tensor_lies() -> None:
     assert bit_sum(torch.tensor(2.0)) == bit_sum(torch.tensor([2.0]))
 
 
-def test_the_fingerprint_sees_written_and_replaced_parameters_also_inside_pefts_layers() -> None:
+def test_the_fingerprint_sees_written_and_replaced_parameters_also_inside_pefts_layers():
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     weights = BaseWeights(model)
     peft.LoraModel(model, peft.LoraConfig(target_modules=["0", "1"]), "default")
@@ -263,7 +260,7 @@ def test_the_fingerprint_sees_written_and_replaced_parameters_also_inside_pefts_
 
 
 @pytest.fixture
-def adapter(make_roles: Callable[..., Any], written: Callable[..., Path]) -> Path:
+def adapter(make_roles, written):
     roles = make_roles(noise=0.05)
     folder = written(roles.publish(1))
     roles.close()
@@ -271,8 +268,8 @@ def adapter(make_roles: Callable[..., Any], written: Callable[..., Path]) -> Pat
 
 
 def test_an_adapter_whose_loading_changes_the_base_is_refused_whatever_its_config_says(
-    adapter: Path, make_roles: Callable[..., Any], model_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    adapter, make_roles, model_config, monkeypatch
+):
     shared = load_backbone(model_config())
     backbone = read_backbone(model_config())
 
@@ -289,8 +286,8 @@ def test_an_adapter_whose_loading_changes_the_base_is_refused_whatever_its_confi
 
 
 def test_a_weight_that_is_written_while_the_policy_starts_from_a_folder_is_found(
-    adapter: Path, make_roles: Callable[..., Any], model_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    adapter, make_roles, model_config, monkeypatch
+):
     backbone = read_backbone(model_config())
     real = roles_module.load_tensors
 

@@ -1,7 +1,5 @@
 """The unit of values: running statistics of returns, and a head that is rescaled with them (PopArt)."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Mixtures of experts: what is adapted in each family, the arithmetic of adapters, and which experts tokens go to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -27,7 +25,7 @@ from rlft.model.experts import LoraExperts, Routing, grouped, has_grouped_mm, in
 from rlft.model.lora_config import as_configured, lora_config
 from rlft.model.roles import POLICY, REFERENCE, SAMPLER
 from rlft.plan.model_rules import fresh_shapes
-from rlft.types import Batch, Prompt, Sampling, Scores
+from rlft.types import Prompt, Sampling, Scores
 
 LORA = LoraSettings(rank=4, alpha=4.0, dropout=0.0, target_modules="all-linear", path=None)
 ONCE = {"mixtral": True, "deepseek_v3": False, "gpt_oss": True, "jamba": True}
@@ -37,7 +35,7 @@ SEQUENCES = [[5, 9, 11, 30, 7, 8, 20, 21], [7, 8, 9, 12, 40, 41, 13, 50]]
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kinds", [ONCE, slow(FAMILIES.keys() - ONCE)], ids=["four", "all others"])
-def test_experts_and_routers_are_adapted_if_asked_for_and_other_layers_always(kinds: Any, random_moe) -> None:
+def test_experts_and_routers_are_adapted_if_asked_for_and_other_layers_always(kinds, random_moe):
     for kind in kinds:
         keys, others, routers = FAMILIES[kind]
         for experts, router in product((False, True), repeat=2):
@@ -57,7 +55,7 @@ def roles_on(make_roles, on_base, random_moe):
     return lambda kind, **keys: make_roles(backbone=on_base(random_moe(kind, FAMILIES[kind][0])), **keys)
 
 
-def scores(model: Any) -> torch.Tensor:
+def scores(model):
     with torch.no_grad():
         return torch.tensor(score_sequences(model, SEQUENCES, torch.device("cpu")))
 
@@ -65,8 +63,8 @@ def scores(model: Any) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", slow_but("gpt_oss", ONCE))
 def test_an_adapter_is_the_same_function_as_the_policy_the_reference_the_sampler_and_in_peft(
-    kind: str, roles_on, random_moe, written
-) -> None:
+    kind, roles_on, random_moe, written
+):
     router = ONCE[kind]
     switches = {"experts": True, "router": router}
     roles = roles_on(kind, noise=0.1, **switches)
@@ -97,7 +95,7 @@ def test_an_adapter_is_the_same_function_as_the_policy_the_reference_the_sampler
     torch.testing.assert_close(scores(theirs.merge_and_unload()), expected, rtol=0, atol=1e-4)
 
 
-def chosen_in(roles: Any, layer: int) -> list[torch.Tensor]:
+def chosen_in(roles, layer):
     """The experts `[N, 2]` that each later pass chooses for its tokens in this layer."""
     chosen: list[torch.Tensor] = []
     module = roles.model.get_base_model().get_submodule(f"model.layers.{layer}.mlp.experts")
@@ -105,7 +103,7 @@ def chosen_in(roles: Any, layer: int) -> list[torch.Tensor]:
     return chosen
 
 
-def test_every_parameter_of_experts_gets_a_gradient_though_some_get_no_token(roles_on, make_batch) -> None:
+def test_every_parameter_of_experts_gets_a_gradient_though_some_get_no_token(roles_on, make_batch):
     batch = make_batch([(0, [5], [12])])  # the second token predicts nothing
     for kind in ("mixtral", "gpt_oss"):
         roles = roles_on(kind, noise=0.1, experts=True, router=True)
@@ -120,7 +118,7 @@ def test_every_parameter_of_experts_gets_a_gradient_though_some_get_no_token(rol
         assert (per_expert > 0).tolist() == [expert in chosen[0][0] for expert in range(4)], kind
 
 
-def test_the_load_of_the_busiest_expert_is_that_of_passes_with_gradient(roles_on, make_batch) -> None:
+def test_the_load_of_the_busiest_expert_is_that_of_passes_with_gradient(roles_on, make_batch):
     batch = make_batch([(0, [5, 9], [12, 13, 14])])
     for kind, experts in (("mixtral", True), ("gpt_oss", False)):
         roles = roles_on(kind, experts=experts)
@@ -135,7 +133,7 @@ def test_the_load_of_the_busiest_expert_is_that_of_passes_with_gradient(roles_on
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_peft_reads_dense_layers_that_it_takes_for_those_of_experts_elsewhere(roles_on, random_moe, written) -> None:
+def test_peft_reads_dense_layers_that_it_takes_for_those_of_experts_elsewhere(roles_on, random_moe, written):
     for kind, by_weight in (("qwen3_moe", True), ("deepseek_v3", True), ("qwen2_moe", False)):
         roles = roles_on(kind, noise=0.1, dropout=0.1)
         expected, published = scores(roles.model), roles.publish(1)
@@ -159,7 +157,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def loop_over_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor, matrices: dict[str, Tensor]) -> Tensor:
+def loop_over_experts(experts, x, chosen, weights, matrices):
     """Token by token, expert by expert: the definition."""
 
     def linear(row: Tensor, name: str, expert: int) -> Tensor:
@@ -178,7 +176,7 @@ def loop_over_experts(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor, 
     return torch.stack(rows)
 
 
-def adapted(model: Any, rank: int) -> PeftModel:
+def adapted(model, rank):
     mixture = mixture_of(model)
     config = LoraConfig(
         r=rank, lora_alpha=3, target_parameters=mixture.parameters(experts=True, router=False), target_modules=[],
@@ -195,7 +193,7 @@ def adapted(model: Any, rank: int) -> PeftModel:
     [(k, r, torch.float64, 1e-10) for k in KINDS for r in (1, 4)]
     + [(k, r, torch.float32, 1e-5) for k in KINDS for r in (3, 4)],
 )
-def test_outputs_and_gradients_are_those_of_a_loop_over_experts(kind, rank, dtype, tolerance, random_moe) -> None:
+def test_outputs_and_gradients_are_those_of_a_loop_over_experts(kind, rank, dtype, tolerance, random_moe):
     model = random_moe(kind, KINDS[kind]).to(dtype)
     wrapped = adapted(model, rank).to(dtype)
     layer = next(m for m in wrapped.modules() if isinstance(m, LoraExperts))
@@ -227,7 +225,7 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_experts(kind, rank, dtyp
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(1, float(theirs.detach().abs().max())))
 
 
-def test_grouped_products_are_those_of_a_loop_whatever_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_products_are_those_of_a_loop_whatever_torch_takes(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     rows, ends = torch.randn(9, 8, generator=generator), torch.tensor([2, 2, 9], dtype=torch.int32)
     matrices = torch.randn(3, 8, 12, generator=generator)
@@ -243,20 +241,20 @@ ROWS = [(0, [5, 9, 11], [12, 13, 14, 30]), (0, [5, 9, 11], [7, 8]), (1, [20, 21]
 """Two groups, whose first prompt has two completions."""
 
 
-def softmax_first(logits: Tensor, chosen: Tensor, block: Any) -> Tensor:
+def softmax_first(logits, chosen, block):
     weights = softmax_alone(logits, chosen, block)
     return weights / weights.sum(-1, keepdim=True) if getattr(block.gate, "norm_topk_prob", True) else weights
 
 
-def softmax_last(logits: Tensor, chosen: Tensor, block: Any) -> Tensor:
+def softmax_last(logits, chosen, block):
     return logits.gather(-1, chosen).softmax(-1)
 
 
-def softmax_alone(logits: Tensor, chosen: Tensor, block: Any) -> Tensor:
+def softmax_alone(logits, chosen, block):
     return logits.softmax(-1).gather(-1, chosen)
 
 
-def sigmoid(logits: Tensor, chosen: Tensor, block: Any) -> Tensor:
+def sigmoid(logits, chosen, block):
     weights = logits.sigmoid().gather(-1, chosen)
     return weights / weights.sum(-1, keepdim=True) * getattr(block.gate, "routed_scaling_factor", 1.0)
 
@@ -274,7 +272,7 @@ BOUND = 2e-6
 
 
 @pytest.fixture
-def mixture(make_roles, on_base, random_moe) -> Callable[..., Any]:
+def mixture(make_roles, on_base, random_moe):
     """Builds roles that replay, on a random model of a type in FAMILIES; and the keys with which it was made."""
 
     def build(kind: str, dtype: torch.dtype = torch.float64, plain: bool = False, **keys: Any) -> Any:
@@ -289,7 +287,7 @@ def mixture(make_roles, on_base, random_moe) -> Callable[..., Any]:
     return build
 
 
-def imposed(roles: Any, batch: Batch) -> Batch:
+def imposed(roles, batch):
     """The batch with experts drawn at random: two different ones in each layer; unknown at each row's last token."""
     shape = (*batch.token_ids.shape, len(roles.routing.layers))
     generator = torch.Generator().manual_seed(3)
@@ -300,7 +298,7 @@ def imposed(roles: Any, batch: Batch) -> Batch:
     return replace(batch, experts=experts)
 
 
-def forced_logprobs(kind: str, model: Any, ids: list[int], experts_TLK: Tensor) -> Tensor:
+def forced_logprobs(kind, model, ids, experts_TLK):
     """Log-probs of all tokens but the first by transformers' own modules, one row alone: before each module of experts
     its choice and weights are replaced by the imposed ones."""
     blocks = [model.get_submodule(n.rpartition(".")[0]) for n, m in model.named_modules() if n.endswith(".experts")]
@@ -333,7 +331,7 @@ def forced_logprobs(kind: str, model: Any, ids: list[int], experts_TLK: Tensor) 
 @pytest.mark.parametrize("kinds", [ONCE, slow(WEIGHTS.keys() - ONCE)], ids=["four", "all others"])
 def test_a_replay_gives_the_log_probs_of_transformers_with_forced_experts_in_every_form_of_router(
     kinds, mixture, random_moe, make_batch
-) -> None:
+):
     batch = make_batch(ROWS)
     for kind in kinds:
         roles = mixture(kind)
@@ -356,7 +354,7 @@ def test_a_replay_gives_the_log_probs_of_transformers_with_forced_experts_in_eve
         assert (found - free).abs().max() > 1e-3, kind
 
 
-def test_experts_outside_the_best_groups_keep_their_own_weights(random_moe) -> None:
+def test_experts_outside_the_best_groups_keep_their_own_weights(random_moe):
     """A router that takes the best of two groups and sets the scores of the other to 0 (DeepSeek-V2)."""
     groups = {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy", "norm_topk_prob": False}
     model = random_moe("deepseek_v2", ROUTED | LATENT | groups)
@@ -375,7 +373,7 @@ def test_experts_outside_the_best_groups_keep_their_own_weights(random_moe) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_the_engine_notes_is_what_the_trainer_chooses_for_the_same_tokens(mixture, backbone) -> None:
+def test_what_the_engine_notes_is_what_the_trainer_chooses_for_the_same_tokens(mixture, backbone):
     rows = (5, 9, 11, 12), (7, 8)
     prompts = [Prompt(id=str(i), messages=(), answer="", token_ids=ids) for i, ids in enumerate(rows)]
     for plain in (False, True):
@@ -403,7 +401,7 @@ def test_what_the_engine_notes_is_what_the_trainer_chooses_for_the_same_tokens(m
         assert group.rollouts[0].completion.experts is None
 
 
-def experts_noted(roles: Any, batch: Batch) -> Tensor:
+def experts_noted(roles, batch):
     """The experts that the trainer chooses for the tokens of each row."""
     [micro] = roles.forward.placed([batch])
     with torch.no_grad(), roles.routing.noting() as noted:
@@ -411,7 +409,7 @@ def experts_noted(roles: Any, batch: Batch) -> Tensor:
         return roles.forward.experts_by_row(noted(), micro.batch, micro.layout)
 
 
-def gradients(roles: Any, micro: Any) -> list[Tensor]:
+def gradients(roles, micro):
     for _, parameter in roles.named_parameters():
         parameter.grad = None
     with roles.training(dropout=False), roles.replaying(micro.batch, micro.layout):
@@ -419,7 +417,7 @@ def gradients(roles: Any, micro: Any) -> list[Tensor]:
     return [parameter.grad.clone() for _, parameter in roles.named_parameters()]
 
 
-def test_layers_that_are_recomputed_replay_the_same_experts(mixture, make_batch) -> None:
+def test_layers_that_are_recomputed_replay_the_same_experts(mixture, make_batch):
     for plain in (False, True):  # packed and padded rows
         roles = mixture("qwen3_moe", torch.float32, plain=plain, noise=0.1, experts=True, router=True)
         [micro] = roles.forward.placed([imposed(roles, make_batch(ROWS))])
@@ -431,7 +429,7 @@ def test_layers_that_are_recomputed_replay_the_same_experts(mixture, make_batch)
         set_checkpointing(roles.backbone.model, False)
 
 
-def test_choices_that_a_replay_replaces_are_counted(mixture, make_batch) -> None:
+def test_choices_that_a_replay_replaces_are_counted(mixture, make_batch):
     batch = make_batch(ROWS)
     roles = mixture("mixtral", torch.float32, noise=0.1)
     experts = experts_noted(roles, batch)
@@ -474,7 +472,7 @@ def test_without_a_replay_what_updates_change_is_counted_against_the_pass_for_ol
     assert "router/replaced" not in roles.routing.metrics(9)
 
 
-def test_the_old_policys_choice_is_replayed_after_the_policy_has_moved(mixture, make_batch) -> None:
+def test_the_old_policys_choice_is_replayed_after_the_policy_has_moved(mixture, make_batch):
     for plain in (False, True):
         roles = mixture("mixtral", torch.float32, plain=plain, routing=RoutingSource.old, noise=0.1)
         batch, first = make_batch(ROWS), torch.tensor([False, False, True])

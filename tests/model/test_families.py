@@ -1,11 +1,8 @@
 """What families.json says of each family of models is what a tiny random model of it shows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ OF_EACH_KIND = (
 PARTS = 12
 
 
-def differences(kinds: list[str], folder: Path) -> dict[str, tuple[Family, Family]]:
+def differences(kinds, folder):
     """{family: (what was found, what families.json says)} where they differ, but for vLLM."""
     found = {}
     for kind in kinds:
@@ -45,19 +42,19 @@ def differences(kinds: list[str], folder: Path) -> dict[str, tuple[Family, Famil
     return found
 
 
-def test_a_family_of_each_kind_is_what_the_file_says(tmp_path: Path) -> None:
+def test_a_family_of_each_kind_is_what_the_file_says(tmp_path):
     assert not differences(list(OF_EACH_KIND), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_family_is_what_the_file_says(part: int, tmp_path: Path) -> None:
+def test_every_family_is_what_the_file_says(part, tmp_path):
     assert set(families()) == set(known().by_type) or transformers.__version__ != known().transformers
     assert not differences([kind for kind in families() if kind in known().by_type][part::PARTS], tmp_path)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
-def config_folder(kind: str, folder: Path) -> Path:
+def config_folder(kind, folder):
     """A model's folder without weights."""
     tiny_config(kind).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -100,11 +97,11 @@ def test_encoders_and_models_without_layers_for_an_adapter_are_refused_by_key(tm
 
 
 # -- rlft models -------------------------------------------------------------------------------------------------------
-def test_the_page_of_families_says_what_the_file_does() -> None:
+def test_the_page_of_families_says_what_the_file_does():
     assert write_families.page() == write_families.DOCS.read_text(encoding="utf-8")
 
 
-def test_families_are_listed_by_pattern(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_are_listed_by_pattern(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
     def listed(*words: str) -> str:
@@ -124,7 +121,7 @@ def test_families_are_listed_by_pattern(capsys: pytest.CaptureFixture[str], monk
     assert json.loads(listed("qwen3-vl", "--json"))["qwen3_vl"]["note"].startswith("reads images in prompts")
 
 
-def test_a_word_that_names_no_family_is_refused_with_the_one_that_was_meant() -> None:
+def test_a_word_that_names_no_family_is_refused_with_the_one_that_was_meant():
     for words, message in (
         (["quen3"], "models: there is no such family of causal language models, got quen3; did you mean qwen3?"),
         (["a", "b"], "models: takes one pattern, got a b; write rlft models <pattern>"),

@@ -1,30 +1,24 @@
 """Roles where the model's own weights are the policy: frozen copies, their passes, and what an engine is proven by."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from in_one_test import each
-from torch import Tensor
 
 from rlft.config.model import CriticConfig, CriticKind, Old
 from rlft.generation.loaded_adapter import difference
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.adapter_folder import OLD, POLICY, REFERENCE
-from rlft.model.backbone import Backbone
 from rlft.model.full_weights import WholeModel, copied_roles
 from rlft.model.networks import NO_CRITIC, NO_SNAPSHOTS
-from rlft.types import Batch
 
 ROWS = [(0, [5, 6, 7], [20, 21, 2]), (1, [9, 10], [22, 23, 24, 25])]
 
 
 @pytest.fixture
-def make_whole(make_double: Callable[[], Backbone]) -> Callable[..., WholeModel]:
+def make_whole(make_double):
     """Builds the roles of a model of float64, whose snapshots have these keys."""
 
     def make(critic: CriticConfig = NO_CRITIC, **keys: Any) -> WholeModel:
@@ -41,11 +35,11 @@ def shifted(whole: WholeModel, by: float) -> None:
         parameter.add_(by)
 
 
-def annotated(whole: WholeModel, batch: Batch) -> Batch:
+def annotated(whole, batch):
     return whole.annotate(batch, torch.zeros(len(ROWS), dtype=torch.bool), needs_old=False)
 
 
-def logprobs_of(make_double: Callable[[], Backbone], batch: Batch, by: float) -> Tensor:
+def logprobs_of(make_double, batch, by):
     """Of a model whose weights are the first ones moved by `by`, without roles."""
     whole = WholeModel(make_double())
     shifted(whole, by)
@@ -116,7 +110,7 @@ def test_copies_move_as_the_snapshots_say(make_whole, make_double, make_batch):
         ({"teacher": "base", "reference": "ema"}, [None, REFERENCE]),
     ],
 )  # fmt: skip
-def test_no_copy_is_held_that_no_role_needs(keys: dict[str, Any], roles: list[str | None]) -> None:
+def test_no_copy_is_held_that_no_role_needs(keys, roles):
     assert copied_roles(replace(NO_SNAPSHOTS, **keys)) == roles
 
 

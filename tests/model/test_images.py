@@ -1,9 +1,6 @@
 """Prompts with images: the trainer's log-probs are those of the folder's own class, and the engine decodes them."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -47,14 +44,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folder_of(tmp_path_factory):
     """The folder of a model of this kind."""
     top = tmp_path_factory.mktemp("models")
     return cache(lambda kind: vision_folders.folder_of(top / kind, kind))
 
 
 @pytest.fixture
-def roles_of(folder_of: Callable[[str], Path]) -> Iterator[Callable[[str], Roles]]:
+def roles_of(folder_of):
     """Builds a policy that says something on a model of this kind."""
     opened: list[Roles] = []
 
@@ -88,14 +85,14 @@ def by_own_class(model: Any, backbone: Backbone, rollout: Rollout) -> tuple[list
     return ids, logp.gather(-1, torch.tensor(said)[:, None])[:, 0]
 
 
-def quick(*kinds: str) -> list[Any]:
+def quick(*kinds):
     return [kind if kind in kinds else slow(kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("kind", quick("qwen3_vl", "smolvlm", "gemma3"))
 def test_log_probs_are_those_of_the_folders_own_class_and_gradients_those_of_padded_rows(
-    kind: str, roles_of: Callable[[str], Roles], folder_of: Callable[[str], Path], written: Callable[..., Path]
-) -> None:
+    kind, roles_of, folder_of, written
+):
     roles = roles_of(kind)
     backbone = roles.backbone
     assert roles.forward.packed, roles.forward.reason
@@ -164,7 +161,7 @@ def test_decoding_gives_the_log_probs_of_the_trainers_forward(kind, decoder, sta
     assert (found - batch.sampled_logprobs).abs()[batch.loss_mask].max() < 1e-4
 
 
-def test_which_layers_read_images_both_ways_is_found_in_the_masks_of_the_own_class() -> None:
+def test_which_layers_read_images_both_ways_is_found_in_the_masks_of_the_own_class():
     def kinds(own: Any, config: Any) -> set[str] | None:
         masks = ImageMasks.of(own, config)
         return None if masks is None else set(masks.kinds)
@@ -200,7 +197,7 @@ def test_the_tower_is_read_alone_and_whole(kind, folder_of, capfd):
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-def test_a_folder_without_the_weights_of_its_tower_is_refused(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_folder_without_the_weights_of_its_tower_is_refused(folder_of, tmp_path):
     folder = Path(shutil.copytree(folder_of("gemma3"), tmp_path / "gemma3"))
     weights = load_file(folder / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if "vision_tower" not in name}

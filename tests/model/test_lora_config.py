@@ -1,7 +1,5 @@
 """rsLoRA and DoRA in roles: what PEFT computes with the same tensors, in training, in decoding, and once merged."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import product
@@ -15,7 +13,7 @@ from family_models import tiny_config
 from in_one_test import each
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from slow_cases import slow
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
@@ -253,7 +251,7 @@ FOUND = {
 """{type: what is left out of all linear layers, as a regular expression over their names}."""
 
 
-def tiny(model_type: str, device: str = "cpu", **fields: Any) -> PreTrainedModel:
+def tiny(model_type, device="cpu", **fields):
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
         config = tiny_config(model_type)
@@ -263,7 +261,7 @@ def tiny(model_type: str, device: str = "cpu", **fields: Any) -> PreTrainedModel
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_adapted_layer_gets_a_gradient_and_what_gets_none_is_left_out() -> None:
+def test_every_adapted_layer_gets_a_gradient_and_what_gets_none_is_left_out():
     for model_type, expected in FOUND.items():
         model = tiny(model_type)
         layers = linear_layers(model)
@@ -279,13 +277,13 @@ def test_every_adapted_layer_gets_a_gradient_and_what_gets_none_is_left_out() ->
             assert config.exclude_modules is not None
 
 
-def test_the_families_with_kernels_have_no_layer_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_families_with_kernels_have_no_layer_that_is_left_out(monkeypatch):
     monkeypatch.setattr(module, "FAMILIES", {})
     for model_type in FAMILIES:
         assert left_out(tiny(model_type, "meta")) == {}, model_type
 
 
-def test_blocks_of_which_some_lack_a_layer_are_named_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_which_some_lack_a_layer_are_named_one_by_one(monkeypatch):
     model = tiny("olmo", "meta", num_hidden_layers=12)
     names = [f"model.layers.{i}.self_attn.{name}" for i in (1, 11) for name in ("k_proj", "v_proj")]
     names += [f"model.layers.{i}.mlp.gate_proj" for i in range(12)]
@@ -297,7 +295,7 @@ def test_blocks_of_which_some_lack_a_layer_are_named_one_by_one(monkeypatch: pyt
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_words_name_the_kinds_of_layers_and_whole_parts_without_an_adapter() -> None:
+def test_words_name_the_kinds_of_layers_and_whole_parts_without_an_adapter():
     gated = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     for model_type, expected in (
         ("olmo", (gated, "lm_head")),

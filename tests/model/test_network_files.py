@@ -4,13 +4,11 @@ The folders here have headers whose files have no numbers (holes), so that each 
 right is known by how a case is made: which tensor is left out, which is changed, and what it begins with.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -38,7 +36,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folder_of(tmp_path_factory):
     """A new copy of a folder of this family; each is made once."""
     top, number = tmp_path_factory.mktemp("families"), iter(range(10**6))
 
@@ -56,11 +54,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return copied
 
 
-def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+def shapes_of(folder):
     return {name: tuple(tensor.shape) for name, tensor in load_file(folder / WEIGHTS).items()}
 
 
-def write(file: Path, shapes: Shapes) -> None:
+def write(file, shapes):
     """A whole safetensors file of these float32 tensors, whose numbers are a hole in it."""
     header, place = {}, 0
     for name, shape in shapes.items():
@@ -73,7 +71,7 @@ def write(file: Path, shapes: Shapes) -> None:
         stream.truncate(8 + len(text) + place)
 
 
-def refusal(check: Callable[[], object]) -> str | None:
+def refusal(check):
     try:
         check()
     except UserError as error:
@@ -81,21 +79,21 @@ def refusal(check: Callable[[], object]) -> str | None:
     return None
 
 
-def of_network(network: Callable[[], Network]) -> str | None:
+def of_network(network):
     return refusal(lambda: check_files(network()))
 
 
-def of_base(folder: Path) -> str | None:
+def of_base(folder):
     return refusal(lambda: check_weights(settings(folder)))
 
 
-def configure(folder: Path, **fields: Any) -> None:
+def configure(folder, **fields):
     """Changes these fields of its config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def named(said: str | None, name: str, words: str = "") -> bool:
+def named(said, name, words=""):
     """Whether this refusal names the tensor, or the stacked experts that it is of."""
     block = name.partition(".experts.")[0] + ".experts." if ".experts." in name else name
     return said is not None and re.sub(r"^((language_)?model\.)+", "", block) in said and words in said
@@ -107,7 +105,7 @@ FAMILIES = {"llama_untied": False, "gpt2": True, "qwen3_moe": False, "mamba": Tr
 FEW = 6
 
 
-def is_of_tower(name: str) -> bool:
+def is_of_tower(name):
     return "vision" in name or "visual" in name or "multi_modal" in name
 
 
@@ -266,7 +264,7 @@ def test_another_parts_tensor_does_not_stand_in_for_one_that_is_missing(folder_o
 
 
 # -- files that are not whole ------------------------------------------------------------------------------------------
-def sharded(folder: Path, suffix: str, size: str = "100KB") -> list[Path]:
+def sharded(folder, suffix, size="100KB"):
     """The shards of this folder, written as transformers does, or as torch did."""
     model = read_backbone(settings(folder)).model
     (folder / WEIGHTS).unlink()

@@ -1,7 +1,5 @@
 """Roundings: one more in each layer moves log-probs by so much, and none in float16 loses a gradient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -81,7 +79,7 @@ def gradients(random_model, make_roles, backbone, awkward_batch):
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("kind", slow_but(CriticKind.adapter, CriticKind))
-def test_a_loss_over_many_tokens_has_the_gradient_of_a_loss_over_few(kind, layout, gradients) -> None:
+def test_a_loss_over_many_tokens_has_the_gradient_of_a_loss_over_few(kind, layout, gradients):
     exact = gradients(torch.float32, 1.0, kind, layout)
     few, many = (gradients(torch.float16, tokens, kind, layout) for tokens in (2.0**4, 2.0**18))
     # A float16 result is rounded by 2^-11 of itself, and a gradient here passes some 50 of them.
@@ -90,7 +88,7 @@ def test_a_loss_over_many_tokens_has_the_gradient_of_a_loss_over_few(kind, layou
     assert ((many == 0) & (exact != 0)).float().mean() <= 0.01
 
 
-def test_other_dtypes_have_no_scale(gradients) -> None:
+def test_other_dtypes_have_no_scale(gradients):
     for dtype in (torch.float32, torch.bfloat16):
         one, other = (gradients(dtype, tokens, CriticKind.none, "packed") for tokens in (1.0, 2.0**18))
         assert torch.equal(one, other)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
@@ -10,7 +8,6 @@ from in_one_test import each
 
 from rlft.model.packing import (
     BranchPart,
-    Runs,
     micro_batches,
     num_packed_tokens,
     pack,
@@ -142,7 +139,7 @@ def test_a_part_reads_runs_of_columns_that_end_with_the_token_before_it(tree_bat
     assert parts_of(trees)[0][3] == BranchPart(columns=(15, 3), read=((0, 4),))
 
 
-def test_each_token_is_computed_once_behind_the_tokens_that_it_continues() -> None:
+def test_each_token_is_computed_once_behind_the_tokens_that_it_continues():
     generator = random.Random(0)
     for _ in range(100):
         lengths = [generator.randrange(1, 9) for _ in range(generator.randrange(1, 5))]
@@ -163,6 +160,6 @@ def test_each_token_is_computed_once_behind_the_tokens_that_it_continues() -> No
                 assert begins[int(after)] == list(range(start, start + length))
 
 
-def masked(runs: Runs) -> tuple[torch.Tensor, torch.Tensor]:
+def masked(runs):
     index, mask = runs.index, runs.mask
     return index, torch.ones_like(index, dtype=torch.bool) if mask is None else mask

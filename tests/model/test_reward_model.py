@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -312,7 +309,7 @@ class Item(NamedTuple):
     completions: tuple[tuple[int, ...], ...]
 
 
-def drawn(number: int) -> list[Item]:
+def drawn(number):
     """Items of one to four completions, some prompts in several items."""
     random = torch.Generator().manual_seed(number)
 
@@ -326,7 +323,7 @@ def drawn(number: int) -> list[Item]:
     ]
 
 
-def tokens_by_hand(items: Sequence[Item], packed: bool, ending: int) -> int:
+def tokens_by_hand(items, packed, ending):
     """What enters the network for these items, counted in the batch that is made of them."""
     batch = batch_of_rows(rows_of(items, (0,) * ending))
     return num_packed_tokens(batch) if packed else int(batch.attention_mask.sum(1).max()) * len(batch.rewards)
@@ -335,7 +332,7 @@ def tokens_by_hand(items: Sequence[Item], packed: bool, ending: int) -> int:
 @each("ending", [0, 1])
 @each("packed", [True, False])
 @each("budget", [1, 40, 100, 300, 10_000])
-def test_parts_are_those_that_counting_each_batch_gives(budget: int, packed: bool, ending: int) -> None:
+def test_parts_are_those_that_counting_each_batch_gives(budget, packed, ending):
     items = drawn(30)
     by_hand: list[list[Item]] = []
     for item in items:

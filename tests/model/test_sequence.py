@@ -1,7 +1,5 @@
 """Ranks that share the tokens of packed rows, here in threads: together they compute what one does alone."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable
@@ -43,12 +41,12 @@ LOCK = Lock()
 
 
 @pytest.fixture(scope="module")
-def store() -> Any:
+def store():
     return open_store(LOOPBACK)
 
 
 @pytest.fixture
-def on_ranks(store: Any, request: pytest.FixtureRequest) -> Callable[[int, Callable[[], Any]], list[Any]]:
+def on_ranks(store, request):
     """Does the same work on so many ranks that share tokens; returns what each of them gives."""
 
     def on_ranks(ranks: int, work: Callable[[], Any]) -> list[Any]:
@@ -67,12 +65,12 @@ COMPLETIONS = [[[9, 30, 31, 2, 55, 7], [70, 71, 72], [73]], [[61, 80, 81, 82, 83
 
 
 @pytest.fixture
-def batch(make_batch: Callable[..., Batch]) -> Batch:
+def batch(make_batch):
     return make_batch([(u, prompt, own) for u, prompt in enumerate(PROMPTS) for own in COMPLETIONS[u]])
 
 
 @pytest.fixture
-def computed(with_lora: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+def computed(with_lora):
     """Log-probs, entropy, values, log-probs of other tokens and a KL; the gradients of a loss over them.
 
     how: the gradient checkpointing of a model with an adapter; None: all weights of the model learn.
@@ -108,7 +106,7 @@ def computed(with_lora: Callable[..., Any]) -> Callable[..., list[Tensor]]:
 
 
 @pytest.fixture
-def check(on_ranks: Any, computed: Any) -> Callable[..., None]:
+def check(on_ranks, computed):
     """Compares the numbers and the summed gradients of ranks with those of one alone."""
 
     def check(model: Any, batch: Batch, ranks: int, how: Recompute | None, bound: float = 1e-9) -> None:
@@ -133,11 +131,11 @@ FUSED: dict[str, dict[str, Any]] = {
     # With 4 there are fewer heads of keys than ranks.
     [case if case in (("qwen3", 4), ("mistral", 2)) else slow(*case) for case in product(FUSED, (2, 4))],
 )
-def test_ranks_compute_together_what_one_computes_alone(kind, ranks, batch, check) -> None:
+def test_ranks_compute_together_what_one_computes_alone(kind, ranks, batch, check):
     check(random_model(kind, FUSED[kind]).double(), batch, ranks, False)
 
 
-def test_rows_that_are_padded_are_not_shared(batch) -> None:
+def test_rows_that_are_padded_are_not_shared(batch):
     """A plan refuses models of which it knows that; others are found out when they are loaded."""
     padded = Forward(model=random_model("llama", {}), packed=False, reason="padded rows: something")
     share = TokenShare(rank=0, ranks=2, exchange=cast(Any, None))
@@ -155,7 +153,7 @@ def test_rows_that_are_padded_are_not_shared(batch) -> None:
         ("llama", "a rank without a sampled token", False),
     ],
 )
-def test_any_rows_are_shared_however_layers_are_computed(kind, rows, how, batch, tree_batch, make_batch, check) -> None:
+def test_any_rows_are_shared_however_layers_are_computed(kind, rows, how, batch, tree_batch, make_batch, check):
     alone = make_batch([(0, [5, 6, 7], [8])])
     of = {"usual": batch, "with branches": tree_batch[0], "a rank without a sampled token": alone}
     check(random_model(kind, {}).double(), of[rows], 2, how)
@@ -167,7 +165,7 @@ ALL = QUICK | OTHERS
 @pytest.mark.parametrize(
     "kind", [kind if kind in ("gemma2", "gpt_oss", "deepseek_v3", "diffllama") else slow(kind) for kind in ALL]
 )
-def test_any_softmax_attention_is_shared(kind, batch, check) -> None:
+def test_any_softmax_attention_is_shared(kind, batch, check):
     """Windows, caps and sinks, narrower heads of values; all weights learn. transformers' norms are float32."""
     model = random_model(kind, ALL[kind]).double()
     if mixture_of(model).stacked:  # the others have no float64
@@ -187,7 +185,7 @@ class WithFloat64:
         return getattr(torch, name)
 
 
-def empty(kind: str, **fields: int) -> Any:
+def empty(kind, **fields):
     config = AutoConfig.for_model(kind, **hybrid_models.SIZES | hybrid_models.HYBRIDS[kind] | fields)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
@@ -204,7 +202,7 @@ def empty(kind: str, **fields: int) -> Any:
         *(slow(kind, None) for kind in OTHER_STATES if kind in hybrid_models.known()),
     ],
 )
-def test_channels_and_heads_of_layers_with_a_state_are_shared(kind, how, ranks, batch, check, monkeypatch) -> None:
+def test_channels_and_heads_of_layers_with_a_state_are_shared(kind, how, ranks, batch, check, monkeypatch):
     assert ranks in possible_shares(empty(kind))[0]
     model = hybrid_models.random_model(kind).double()
     if mixture_of(model).stacked:
@@ -214,7 +212,7 @@ def test_channels_and_heads_of_layers_with_a_state_are_shared(kind, how, ranks, 
     check(model, batch, ranks, how)
 
 
-def test_channels_and_heads_say_how_many_ranks_may_share_a_row() -> None:
+def test_channels_and_heads_say_how_many_ranks_may_share_a_row():
     layer = empty("qwen3_5_text").model.layers[0].linear_attn
     # Channels of queries, keys and values; heads of values and of keys.
     assert parts_of(layer) == (2 * 2 * 8 + 4 * 8, 4, 2)
@@ -234,14 +232,14 @@ def test_channels_and_heads_say_how_many_ranks_may_share_a_row() -> None:
 @pytest.mark.parametrize(("kind", "replaced"), [("qwen3_5_text", "conv1d_fn"), ("lfm2", "no such")])
 def test_a_function_that_would_see_the_tokens_of_one_rank_alone_is_an_error(
     kind, replaced, batch, on_ranks, computed, monkeypatch
-) -> None:
+):
     monkeypatch.setattr(recurrent, "is_over_tokens", lambda name: name.endswith(replaced))
     with pytest.raises(AssertionError, match="another one, which would see those of this rank alone"):
         on_ranks(2, lambda: computed(hybrid_models.random_model(kind).double(), batch, None))
 
 
 @pytest.mark.parametrize("kind", [slow("qwen2_5_vl"), "qwen3_vl", slow("smolvlm"), "gemma3", slow("gemma4")])
-def test_images_of_shared_rows_are_read_as_those_of_whole_rows(kind, check, tmp_path) -> None:
+def test_images_of_shared_rows_are_read_as_those_of_whole_rows(kind, check, tmp_path):
     """Positions in height and width, vectors that deeper layers add, and images that are read both ways."""
     backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
     _, batch = of_two(backbone)
@@ -253,7 +251,7 @@ def test_images_of_shared_rows_are_read_as_those_of_whole_rows(kind, check, tmp_
     check(backbone.model.double(), replace(batch, images=replace(batch.images, vectors=vectors)), 2, None, bound=1e-6)
 
 
-def test_experts_of_shared_rows_are_noted_imposed_and_counted_as_of_whole_rows(on_ranks, batch, random_moe) -> None:
+def test_experts_of_shared_rows_are_noted_imposed_and_counted_as_of_whole_rows(on_ranks, batch, random_moe):
     """Imposed are those of the pass that notes, but for some tokens."""
     model = random_moe("olmoe", FAMILIES["olmoe"][0]).double()
     model.set_experts_implementation("eager")

@@ -1,7 +1,5 @@
 """What teachers say of the student's tokens: an adapter, the base, the base with a hint, and a model of their own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

@@ -1,10 +1,7 @@
 """The text model of a folder with a vision tower is trained alone, and its adapters are the folder's own class's."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import model_folders
@@ -31,7 +28,7 @@ LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear",
 CPU = torch.device("cpu")
 
 
-def by_own_class(folder: Path, adapter: Path | None) -> list[list[float]]:
+def by_own_class(folder, adapter):
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
@@ -40,12 +37,12 @@ def by_own_class(folder: Path, adapter: Path | None) -> list[list[float]]:
         return [score_sequences(model.eval(), [ids], CPU)[0] for ids in IDS]
 
 
-def gap(a: list[list[float]], b: list[list[float]]) -> float:
+def gap(a, b):
     return max(abs(x - y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("kind", slow_but("qwen3_5", KINDS))
-def test_a_published_adapter_is_the_own_classs_and_is_read_back(kind, written, tmp_path) -> None:
+def test_a_published_adapter_is_the_own_classs_and_is_read_back(kind, written, tmp_path):
     folder = model_folders.with_vision(tmp_path / kind, kind)
     backbone = read_backbone(settings(folder))
     assert not [name for name, _ in backbone.model.named_parameters() if "vision" in name or "visual" in name]
@@ -75,7 +72,7 @@ def test_a_published_adapter_is_the_own_classs_and_is_read_back(kind, written, t
         again.close()
 
 
-def test_an_adapter_that_peft_has_saved_for_the_own_class_is_read(tmp_path: Path) -> None:
+def test_an_adapter_that_peft_has_saved_for_the_own_class_is_read(tmp_path):
     folder = model_folders.with_vision(tmp_path / "model", "qwen3_5")
     targets = r"model\.language_model\..*\.(q_proj|down_proj)"
     torch.manual_seed(0)
@@ -94,7 +91,7 @@ def test_an_adapter_that_peft_has_saved_for_the_own_class_is_read(tmp_path: Path
     assert gap(expected, by_own_class(folder, None)) > 0.1
 
 
-def test_a_text_model_without_a_class_of_its_own_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_a_text_model_without_a_class_of_its_own_is_refused_before_weights_are_read(tmp_path):
     Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]).save_pretrained(tmp_path)
     with pytest.raises(
         UserError, match=r"^model\.path: .* for a qwen2_vl_text, the text model of a qwen2_vl, got "
@@ -103,14 +100,14 @@ def test_a_text_model_without_a_class_of_its_own_is_refused_before_weights_are_r
     assert str(tmp_path) in str(e.value)
 
 
-def test_a_model_that_is_not_inside_another_keeps_its_names(tmp_path: Path) -> None:
+def test_a_model_that_is_not_inside_another_keeps_its_names(tmp_path):
     config = read_config(settings(model_folders.llama(tmp_path / "llama")))
     assert own_class(config) is None
     assert not names_of(empty_model(config, trust_remote_code=False)).prefixes
 
 
 @pytest.mark.parametrize("kind", INSIDE)
-def test_a_text_model_that_is_only_inside_another_gets_a_head(kind: str) -> None:
+def test_a_text_model_that_is_only_inside_another_gets_a_head(kind):
     text: Any = AutoConfig.for_model(kind.removesuffix("_text")).get_text_config()
     assert type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING
     made: Any = causal_class(text)
@@ -120,7 +117,7 @@ def test_a_text_model_that_is_only_inside_another_gets_a_head(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", INSIDE)
-def test_the_config_of_such_a_text_model_is_one_of_a_model_of_texts(kind: str, tmp_path: Path) -> None:
+def test_the_config_of_such_a_text_model_is_one_of_a_model_of_texts(kind, tmp_path):
     """A run asks for the shapes of the model that it trains, and may have saved it."""
     vision = kind.removesuffix("_text")
     config = read_config(settings(vision_folders.folder_of(tmp_path / "whole", vision)))

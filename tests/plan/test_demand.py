@@ -1,7 +1,5 @@
 """What a plan counts of a vision tower is what its pass makes, without computing it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -29,7 +27,7 @@ MEMORY = [("qwen2_5_vl", 1.0), ("idefics3", 0.0), ("idefics3", float("nan"))]
     ("kind", "memory_holds"),
     [*MEMORY, *(slow(*case) for case in product(EXACT, (0.0, 1.0, float("nan"))) if case not in MEMORY)],
 )
-def test_a_pass_without_numbers_takes_the_bytes_of_one_with_numbers(kind, memory_holds, tmp_path, monkeypatch) -> None:
+def test_a_pass_without_numbers_takes_the_bytes_of_one_with_numbers(kind, memory_holds, tmp_path, monkeypatch):
     empty = torch.empty_strided
 
     def filled(*args: Any, **keywords: Any) -> torch.Tensor:
@@ -50,7 +48,7 @@ def test_a_pass_without_numbers_takes_the_bytes_of_one_with_numbers(kind, memory
 WORDS = ("+recipe=grpo_shapes", "data.size=40", "data.held_out_size=8", "prompts_per_step=4", "model.device=cpu")
 
 
-def test_the_tower_and_the_images_are_parts_of_a_plan() -> None:
+def test_the_tower_and_the_images_are_parts_of_a_plan():
     plan = planned(*WORDS, "model.dtype=float32", "steps=5", "eval.num_prompts=8")
     found = {part.name: (part.bytes, part.when) for part in parts(*counted(plan), 0)}
     # 29,232 weights, 3 frequencies and these once more; 9 vectors of 48 numbers of an image.
@@ -63,20 +61,20 @@ def test_the_tower_and_the_images_are_parts_of_a_plan() -> None:
     assert planned("+recipe=grpo_arithmetic", "data.size=40").tower is None, "texts alone take none"
 
 
-def test_engines_in_other_processes_on_the_same_device_have_towers_of_their_own() -> None:
+def test_engines_in_other_processes_on_the_same_device_have_towers_of_their_own():
     sizes = [bytes_of(*WORDS, f"cluster.engines={engines}") for engines in (0, 1)]
     for name in ("vision tower", "an image in the tower"):
         assert sizes[1][name] == 2 * sizes[0][name]
     assert sizes[1]["vectors of images"] == sizes[0]["vectors of images"]
 
 
-def test_no_more_vectors_are_kept_than_there_is_room_for() -> None:
+def test_no_more_vectors_are_kept_than_there_is_room_for():
     demand = TowerDemand(weights=1, reading=2, vectors=2**20, num_prompts=1000)
     *_, kept = demand.parts("cpu", prompts_per_step=3, trained_at_once=2, sampled_at_once=2)
     assert kept.bytes == KEPT_BYTES + 3 * 2**20
 
 
-def test_vectors_of_prompts_that_are_decoded_together_are_on_a_gpu() -> None:
+def test_vectors_of_prompts_that_are_decoded_together_are_on_a_gpu():
     demand, number = TowerDemand(weights=1, reading=2, vectors=1000, num_prompts=8), {"prompts_per_step": 3}
     number |= {"trained_at_once": 2, "sampled_at_once": 5}
     for device, trained, sampled in (("cuda", 4000, 5000), ("cpu", 2000, 0)):

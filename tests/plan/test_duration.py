@@ -1,9 +1,6 @@
 """What `rlft plan` says of time: beside all that was measured in this project, and where nothing is known."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,7 +19,7 @@ from rlft.config.compose import compose_run
 from rlft.config.resolved import resolve
 from rlft.generation.engine import Engine
 from rlft.generation.memory import ModelSizes
-from rlft.plan.cards import CARDS, Machine
+from rlft.plan.cards import CARDS
 from rlft.plan.demand import Demand, EngineWork, Networks, Rows
 from rlft.plan.duration import (
     FACTOR,
@@ -54,7 +51,7 @@ EMBEDDED = Size(hidden=128, layers=4, heads=4, key_heads=2, intermediate=384, vo
 SIZED = {"17m": SIZES["17m"], "SmolLM2": SMOLLM2, "embedded": EMBEDDED}
 
 
-def demand_of(at_once: int = 256) -> Demand:
+def demand_of(at_once=256):
     """What a plan says beside its work, of a run whose engine is the transformers engine."""
     engine = SimpleNamespace(at_once=at_once, in_graphs=False, title="it")
     networks = Networks(adapters=1, trainable=0, matrices=0)
@@ -63,7 +60,7 @@ def demand_of(at_once: int = 256) -> Demand:
     return replace(demand, engine=cast(Engine, engine))
 
 
-def seconds_of_stages(prompts: int, group: int, prompt: int, completion: int, budget: int = 1536) -> dict[str, float]:
+def seconds_of_stages(prompts, group, prompt, completion, budget=1536):
     """By the estimate, of the 17m model on the Xeon."""
     work = Work(prompts=prompts, group=group, prompt=prompt, completion=completion, budget=budget)
     network = script.network(SIZED["17m"], itemsize=4)
@@ -94,7 +91,7 @@ STEPS = {
 }
 
 
-def step_of(device: Machine, model: str, prompts: int, group: int, prompt: int, completion: int) -> Forecast:
+def step_of(device, model, prompts, group, prompt, completion):
     """Of a run whose completions end where they like, of at most so many tokens."""
     work = Work(prompts=prompts, group=group, prompt=prompt, completion=completion, budget=1536)
     schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
@@ -111,7 +108,7 @@ RUNS = {  # the least and the most seconds of its steps, and arguments of `step_
 }
 
 
-def table() -> list[str]:
+def table():
     """The lines of docs/benchmarks/performance.md."""
     lines = []
     for name, (measured, rows) in STEPS.items():
@@ -124,24 +121,24 @@ def table() -> list[str]:
     return lines
 
 
-def test_the_page_has_each_comparison() -> None:
+def test_the_page_has_each_comparison():
     page = PAGE.read_text()
     missing = [line for line in table() if line not in page]
     assert not missing, "\n".join(table())
 
 
-def test_the_factor_covers_each_stage_that_was_measured() -> None:
+def test_the_factor_covers_each_stage_that_was_measured():
     for name, (measured, rows) in STEPS.items():
         for seconds, stage in zip(measured, seconds_of_stages(*rows).values(), strict=True):
             assert 1 / FACTOR <= seconds / stage <= FACTOR, name
 
 
-def test_the_interval_covers_runs_whose_completions_end_where_they_like() -> None:
+def test_the_interval_covers_runs_whose_completions_end_where_they_like():
     for name, (least, most, run) in RUNS.items():
         assert step_of(*run).low <= least <= most <= step_of(*run).high, name
 
 
-def seconds_of_recorded_steps(name: str) -> Iterator[float]:
+def seconds_of_recorded_steps(name):
     """The median seconds of a step of each run of this name in recipes/chains.json."""
     for run in json.loads((ROOT / "recipes" / "chains.json").read_text())["runs"]:
         if run["name"] == name:
@@ -153,7 +150,7 @@ OF_CHAINS = ("cispo", "dapo", "dr_grpo", "gdpo", "gmpo", "grpo_process", "gspo",
 
 
 @pytest.mark.parametrize("name", ["grpo", *map(slow, OF_CHAINS)])
-def test_the_interval_covers_the_recorded_runs_of_every_algorithm(name: str) -> None:
+def test_the_interval_covers_the_recorded_runs_of_every_algorithm(name):
     words = ("data=chains", "epochs=1", "minibatches=4", "model.path=embedded:tiny-chains", "generation=transformers")
     plan = planned(f"+recipe={name}_arithmetic", *words, "generation.max_tokens=64", "model.device=cpu")
     model, demand = counted(plan)
@@ -182,7 +179,7 @@ EXACT = ("snapshot.reference=base", "algorithm.kl_coef=0.1", "algorithm.kl_estim
         (("+recipe=grpo_arithmetic", *EXACT, "algorithm.kl_in=reward"), 1, 0, 2),
     ],
 )
-def test_a_step_has_the_passes_of_its_roles(words: Sequence[str], epochs: int, critics: int, forwards: int) -> None:
+def test_a_step_has_the_passes_of_its_roles(words, epochs, critics, forwards):
     work = planned(*words, *SMALL).step_work()
     assert (work.epochs, work.critics, work.forwards) == (epochs, critics, forwards)
     assert work.anchors == ("algorithm.kl_estimator=exact" in words and "algorithm.kl_in=reward" not in words)
@@ -197,7 +194,7 @@ NETWORK = script.network(SIZED["embedded"], itemsize=4)
 ROWS = Work(prompts=4, group=2, prompt=10, completion=20, budget=1000)
 
 
-def test_a_run_is_the_sum_of_its_steps_evaluations_and_checkpoints() -> None:
+def test_a_run_is_the_sum_of_its_steps_evaluations_and_checkpoints():
     work = StepWork(trained=ROWS, epochs=3, critics=1, forwards=2, scorers=1, is_sampled=True, sampled=ROWS)
     schedule = Schedule(steps=10, first_evaluation=5, evaluations=3, checkpoints=2)
     found = estimate(work, NETWORK, XEON, demand_of(), schedule, "words")
@@ -221,7 +218,7 @@ def test_a_run_is_the_sum_of_its_steps_evaluations_and_checkpoints() -> None:
     assert found.completion_tokens == (5, 20)
 
 
-def test_more_rows_than_the_engine_takes_are_sampled_one_part_after_the_other() -> None:
+def test_more_rows_than_the_engine_takes_are_sampled_one_part_after_the_other():
     work = StepWork(trained=ROWS, is_sampled=True)
     whole, halves = (seconds_by_stage(work, NETWORK, XEON, demand_of(at_once))["sample"] for at_once in (8, 4))
     half = seconds_by_stage(replace(work, trained=replace(ROWS, prompts=2)), NETWORK, XEON, demand_of())["sample"]
@@ -229,7 +226,7 @@ def test_more_rows_than_the_engine_takes_are_sampled_one_part_after_the_other() 
     assert whole < halves
 
 
-def test_checkpointed_gradients_take_half_a_pass_more() -> None:
+def test_checkpointed_gradients_take_half_a_pass_more():
     stages = [
         seconds_by_stage(StepWork(trained=ROWS), NETWORK, XEON, replace(demand_of(), recompute=recompute))
         for recompute in (False, True)
@@ -237,7 +234,7 @@ def test_checkpointed_gradients_take_half_a_pass_more() -> None:
     assert stages[1]["update"] == pytest.approx(1.5 * stages[0]["update"])
 
 
-def test_a_gpus_engine_is_less_certain_than_its_updates() -> None:
+def test_a_gpus_engine_is_less_certain_than_its_updates():
     schedule = Schedule(steps=1, first_evaluation=None, evaluations=0, checkpoints=0)
     work = StepWork(trained=ROWS, is_sampled=True)
     stages = estimate(work, NETWORK, CARDS["H100"], demand_of(), schedule, "").stages
@@ -259,7 +256,7 @@ def test_a_gpus_engine_is_less_certain_than_its_updates() -> None:
         ("NVIDIA A10G", "bfloat16", "unknown card: NVIDIA A10G"),
     ],
 )
-def test_a_gpu_is_judged_by_its_name_and_dtype(name, dtype, expected, monkeypatch) -> None:
+def test_a_gpu_is_judged_by_its_name_and_dtype(name, dtype, expected, monkeypatch):
     import torch
 
     monkeypatch.setattr("rlft.plan.duration.resolve_device", lambda name: torch.device("cuda"))
@@ -268,7 +265,7 @@ def test_a_gpu_is_judged_by_its_name_and_dtype(name, dtype, expected, monkeypatc
     assert machine_of(SimpleNamespace(device="cuda", dtype=dtype)) == expected
 
 
-def test_the_probe_of_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_of_a_cpu_is_short(monkeypatch):
     import torch
 
     asked: list[float] = []
@@ -286,7 +283,7 @@ def test_the_probe_of_a_cpu_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_only_the_plan_command_probes() -> None:
+def test_only_the_plan_command_probes():
     """A training or any other command never estimates, so that it never spends time on a probe."""
     callers = [
         str(file.relative_to(ROOT))
@@ -296,7 +293,7 @@ def test_only_the_plan_command_probes() -> None:
     assert sorted(callers) == ["rlft/plan/duration.py", "rlft/plan/prediction.py"]
 
 
-def test_only_models_of_attention_and_gated_mlps_are_known() -> None:
+def test_only_models_of_attention_and_gated_mlps_are_known():
     """0.5B: 24 layers of 896 x (896 + 2 x 128) + 896 x 896 + 3 x 896 x 4864 weights."""
     from transformers import Qwen2Config
 
@@ -339,7 +336,7 @@ TEXT = "algorithm=ppo_ptx critic.kind=adapter pretrain.path=embedded:arithmetic-
         ("", {}, "unknown card: the GPU is not here"),
     ],
 )
-def test_what_is_not_known_is_said(words: str, changes: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_known_is_said(words, changes, why, monkeypatch):
     """Each of these makes of a run that is known one that is not."""
     monkeypatch.setattr("rlft.plan.duration.machine_of", lambda settings: (XEON, "words"))
     known = planned("+recipe=grpo_arithmetic", *SMALL)
@@ -351,7 +348,7 @@ def test_what_is_not_known_is_said(words: str, changes: Any, why: str, monkeypat
     assert why in said
 
 
-def test_nothing_is_known_of_an_engine_that_says_nothing_of_graphs_nor_of_steps_that_are_not_told(monkeypatch) -> None:
+def test_nothing_is_known_of_an_engine_that_says_nothing_of_graphs_nor_of_steps_that_are_not_told(monkeypatch):
     monkeypatch.setattr("rlft.plan.duration.machine_of", lambda settings: (XEON, "words"))
     plan = planned("+recipe=grpo_arithmetic", *SMALL)
     model, demand = counted(plan)
@@ -367,7 +364,7 @@ def test_nothing_is_known_of_an_engine_that_says_nothing_of_graphs_nor_of_steps_
 # -- the transformers engine in CUDA graphs ----------------------------------------------------------------------------
 
 
-def test_the_estimate_differs_by_whether_the_transformers_engine_decodes_in_graphs() -> None:
+def test_the_estimate_differs_by_whether_the_transformers_engine_decodes_in_graphs():
     """On an NVIDIA GPU and without drafts; vLLM always does."""
     network, work = script.MODELS["0.5B"], StepWork(trained=ROWS, is_sampled=True)
 
@@ -382,7 +379,7 @@ def test_the_estimate_differs_by_whether_the_transformers_engine_decodes_in_grap
         assert seconds("auto", **how) == seconds("off", **how)
 
 
-def compose_engine(graphs: str) -> Engine:
+def compose_engine(graphs):
     words = ["+recipe=grpo_arithmetic", "generation=transformers", f"generation.transformers.graphs={graphs}"]
     return resolve(compose_run(words).plain).config.generation.named("transformers")
 
@@ -391,7 +388,7 @@ def compose_engine(graphs: str) -> Engine:
 SCHEDULE = Schedule(steps=10, first_evaluation=4, evaluations=4, checkpoints=3)
 
 
-def test_the_rows_give_seconds_by_stage_an_interval_and_the_cost() -> None:
+def test_the_rows_give_seconds_by_stage_an_interval_and_the_cost():
     stages = {"sample": 2.5, "update": 0.051, "evaluate": 70.0, "checkpoint": 0.1}
     estimated = Duration(
         machine="a machine",
@@ -413,7 +410,7 @@ def test_the_rows_give_seconds_by_stage_an_interval_and_the_cost() -> None:
     assert supervised[-1][0] == "the run"
 
 
-def test_the_rows_say_why_there_is_no_estimate() -> None:
+def test_the_rows_say_why_there_is_no_estimate():
     rows = time_rows(SCHEDULE, "unknown card: NVIDIA L40S", Price(2.5))
     assert [row[0] for row in rows] == ["steps", "evaluations", "checkpoints", "the run", "price"]
     assert rows[3][1:] == (

@@ -1,7 +1,5 @@
 """Whether a run fits, what to change where it does not, and what `auto` becomes on a GPU."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -117,7 +115,7 @@ def on_gpu(monkeypatch):
     return of
 
 
-def needed(plan, budget: int, recompute: bool) -> int:
+def needed(plan, budget, recompute):
     model, demand = counted(plan, recompute)
     asked = on_a_gpu(demand, plan, 0, absent=False)
     return peak(parts(model, replace(asked, token_budget=budget), CUDA_CONTEXT))
@@ -147,7 +145,7 @@ def test_the_budget_is_lowered_before_activations_are_computed_again(on_gpu):
         assert needed(plan, config.token_budget, recomputes) <= memory < needed(plan, GPU_TOKENS, False)
 
 
-def test_a_step_of_fewer_prompts_is_offered_where_its_batch_is_too_large(on_gpu) -> None:
+def test_a_step_of_fewer_prompts_is_offered_where_its_batch_is_too_large(on_gpu):
     words = ("prompts_per_step=256", "group_size=16", "data.size=512", "token_budget=1024", "eval.num_prompts=256")
     plan = on_gpu(0, *words)
     model, demand = counted(plan)
@@ -165,7 +163,7 @@ def test_a_step_of_fewer_prompts_is_offered_where_its_batch_is_too_large(on_gpu)
     assert not [way for way in of_lanes if "prompts_per_step" in way.changes]
 
 
-def test_a_group_of_more_rows_than_a_micro_batch_has_is_not_made() -> None:
+def test_a_group_of_more_rows_than_a_micro_batch_has_is_not_made():
     assert len(longest_rows(22, 48, 10**9, 10**12, 4096).rewards) == 4096 // 48 + 2
 
 

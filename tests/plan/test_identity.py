@@ -1,7 +1,5 @@
 """A model's identity: forms of its files x changes, alone and drawn together, each with the parts that it changes."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -18,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlft.config.compose import compose
-from rlft.config.model import ModelConfig
 from rlft.model.backbone import read_config, source
 from rlft.plan import identity
 from rlft.plan.identity import digest_of_weights, fingerprints, of_source
@@ -32,7 +29,7 @@ LAST = "model.norm.weight"
 
 
 # -- forms: how a model lies on disk -----------------------------------------------------------------------------------
-def sharded(tensors: Tensors, folder: Path, suffix: str, stem: str, shards: int, save: Callable[..., Any]) -> None:
+def sharded(tensors, folder, suffix, stem, shards, save):
     """Shards of whole tensors in the order of the names, with an index."""
     names, places = sorted(tensors), {}
     for shard in range(shards):
@@ -51,7 +48,7 @@ FORMS: Mapping[str, Callable[[Tensors, Path], None]] = {
 }
 
 
-def rewrite(folder: Path, form: str, tensors: Tensors) -> None:
+def rewrite(folder, form, tensors):
     """Writes the weights again in this form, in place of those that are there."""
     for file in [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.index.json")]:
         file.unlink()
@@ -59,14 +56,14 @@ def rewrite(folder: Path, form: str, tensors: Tensors) -> None:
 
 
 @pytest.fixture(scope="module")
-def tensors(tiny_path: Path) -> Tensors:
+def tensors(tiny_path):
     """Of the embedded model, with its first two layers alone."""
     found = load_file(tiny_path / "model.safetensors")
     return {name: tensor for name, tensor in found.items() if not any(f"layers.{n}." in name for n in (2, 3))}
 
 
 @pytest.fixture(scope="module")
-def make(tiny_path: Path, tensors: Tensors, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def make(tiny_path, tensors, tmp_path_factory):
     """Makes the folder of a model in this form."""
 
     def make_folder(form: str) -> Path:
@@ -82,7 +79,7 @@ def make(tiny_path: Path, tensors: Tensors, tmp_path_factory: pytest.TempPathFac
 
 
 # -- changes: {name: (what is done to the folder, the parts that are others then)} -------------------------------------
-def json_of(file: str, edit: Callable[[dict[str, Any]], Any]) -> Callable[..., None]:
+def json_of(file, edit):
     def change(folder: Path, form: str, tensors: Tensors) -> None:
         fields = json.loads((folder / file).read_text())
         edit(fields)
@@ -91,7 +88,7 @@ def json_of(file: str, edit: Callable[[dict[str, Any]], Any]) -> Callable[..., N
     return change
 
 
-def weights(edit: Callable[[Tensors], Any]) -> Callable[..., None]:
+def weights(edit):
     def change(folder: Path, form: str, tensors: Tensors) -> None:
         new = {name: tensor.clone() for name, tensor in tensors.items()}
         edit(new)
@@ -100,40 +97,40 @@ def weights(edit: Callable[[Tensors], Any]) -> Callable[..., None]:
     return change
 
 
-def of_a_number(name: str, place: int) -> Callable[..., None]:
+def of_a_number(name, place):
     def edit(new: Tensors) -> None:
         new[name].view(-1)[place] += 1e-3
 
     return weights(edit)
 
 
-def swapped_tensors(new: Tensors) -> None:
+def swapped_tensors(new):
     new[FIRST], new[SECOND] = new[SECOND], new[FIRST]
 
 
-def swapped_ids(fields: dict[str, Any]) -> None:
+def swapped_ids(fields):
     vocabulary = fields["model"]["vocab"]
     first, second = sorted(vocabulary)[3:5]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
 
 
-def another_merge(fields: dict[str, Any]) -> None:
+def another_merge(fields):
     fields["model"]["vocab"]["12"] = 300
     fields["model"]["merges"].append(["1", "2"])
 
 
-def touched(folder: Path, form: str, tensors: Tensors) -> None:
+def touched(folder, form, tensors):
     for file in folder.iterdir():
         os.utime(file, (1, 1))
 
 
-def edited_template(folder: Path, form: str, tensors: Tensors) -> None:
+def edited_template(folder, form, tensors):
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         text = (folder / file).read_text() if (folder / file).is_file() else ""
         (folder / file).write_text(text.replace("<|im_start|>", "<|im_start|> "))
 
 
-def moved_template(folder: Path, form: str, tensors: Tensors) -> None:
+def moved_template(folder, form, tensors):
     """Into tokenizer_config.json, where it used to be."""
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text()
@@ -141,7 +138,7 @@ def moved_template(folder: Path, form: str, tensors: Tensors) -> None:
         (folder / "chat_template.jinja").unlink()
 
 
-def stray(folder: Path, form: str, tensors: Tensors) -> None:
+def stray(folder, form, tensors):
     """Files that transformers does not load."""
     torch.save({"x": torch.zeros(3)}, folder / "optimizer.bin")
     torch.save({"x": torch.zeros(3)}, folder / "training_args.bin")
@@ -192,22 +189,22 @@ OTHERS: Mapping[str, tuple[Callable[..., None], str]] = {
 }
 
 
-def parts_of(folder: Path, config: ModelConfig) -> dict[str, str]:
+def parts_of(folder, config):
     settings = replace(config, path=str(folder))
     return of_source(source(settings), read_config(settings), "base", "model.path")
 
 
-def apart(before: Mapping[str, str], now: Mapping[str, str]) -> set[str]:
+def apart(before, now):
     return set(differing(before, now).parts)
 
 
 @pytest.fixture(scope="module")
-def base(model_config: Callable[..., ModelConfig]) -> ModelConfig:
+def base(model_config):
     return model_config()
 
 
 @each("form", FORMS)
-def test_each_change_changes_its_part_and_no_other_in_every_form(form, make, base, tensors) -> None:
+def test_each_change_changes_its_part_and_no_other_in_every_form(form, make, base, tensors):
     folder = make(form)
     before = parts_of(folder, base)
     original = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -224,7 +221,7 @@ def test_each_change_changes_its_part_and_no_other_in_every_form(form, make, bas
 
 
 @each("seed", range(12))
-def test_changes_together_change_their_parts(seed, make, base, tensors) -> None:
+def test_changes_together_change_their_parts(seed, make, base, tensors):
     draw = random.Random(seed)
     form = draw.choice(sorted(FORMS))
     folder = make(form)
@@ -238,7 +235,7 @@ def test_changes_together_change_their_parts(seed, make, base, tensors) -> None:
     assert apart(before, parts_of(folder, base)) == {OTHERS[name][1] for name in names}, names
 
 
-def test_equal_tensors_are_equal_in_any_safetensors_files(make, base, tensors) -> None:
+def test_equal_tensors_are_equal_in_any_safetensors_files(make, base, tensors):
     folder = make("single")
     before = parts_of(folder, base)
     for shards in (1, 2, 5, len(tensors)):
@@ -251,7 +248,7 @@ def test_equal_tensors_are_equal_in_any_safetensors_files(make, base, tensors) -
     assert apart(before, parts_of(folder, base)) == {"weights"}
 
 
-def test_a_bin_of_the_older_format_is_read_as_a_file(tensors: Tensors, tmp_path: Path) -> None:
+def test_a_bin_of_the_older_format_is_read_as_a_file(tensors, tmp_path):
     file = tmp_path / "pytorch_model.bin"
     torch.save(tensors, file, _use_new_zipfile_serialization=False)
     before, content = digest_of_weights(tmp_path), bytearray(file.read_bytes())
@@ -262,7 +259,7 @@ def test_a_bin_of_the_older_format_is_read_as_a_file(tensors: Tensors, tmp_path:
     assert digest_of_weights(tmp_path) != before
 
 
-def test_a_bin_is_the_same_under_another_name(make: Callable[[str], Path], base: ModelConfig) -> None:
+def test_a_bin_is_the_same_under_another_name(make, base):
     folder = make("bin")
     before = parts_of(folder, base)
     (folder / "pytorch_model.bin").rename(folder / "all.bin")
@@ -272,7 +269,7 @@ def test_a_bin_is_the_same_under_another_name(make: Callable[[str], Path], base:
 
 
 # -- large weights -----------------------------------------------------------------------------------------------------
-def test_of_large_weights_every_tensor_is_read_at_its_ends_and_between(tensors, tmp_path, monkeypatch) -> None:
+def test_of_large_weights_every_tensor_is_read_at_its_ends_and_between(tensors, tmp_path, monkeypatch):
     """Blocks of 64 bytes, 2 of each of 30 tensors: a change of a whole tensor is seen, of any."""
     monkeypatch.setattr(identity, "WHOLE", 1000)
     monkeypatch.setattr(identity, "BLOCK", 64)
@@ -291,7 +288,7 @@ def test_of_large_weights_every_tensor_is_read_at_its_ends_and_between(tensors, 
     assert digest_of_weights(tmp_path) == before, "which blocks are read does not depend on the shards"
 
 
-def test_of_sixteen_gigabytes_sixty_megabytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_sixteen_gigabytes_sixty_megabytes_are_read(tmp_path, monkeypatch):
     """In a sparse file: 291 tensors, 4096 // 291 = 14 blocks of 16 KiB of each."""
     length = 16 * 2**30 // 291
     header = {f"t{n}": {"dtype": "U8", "shape": [length], "data_offsets": [n * length, (n + 1) * length]}
@@ -321,7 +318,7 @@ COMMITS = ("a" * 40, "b" * 40)
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, monkeypatch):
     """An empty cache of the hub, which does not answer."""
     from huggingface_hub import constants
 
@@ -332,7 +329,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub" / "models--org--name"
 
 
-def push(hub: Path, folder: Path, commit: str, without: tuple[str, ...] = ()) -> None:
+def push(hub, folder, commit, without=()):
     """Puts these files into the cache as this commit, the newest of the main branch."""
     snapshot = hub / "snapshots" / commit
     snapshot.mkdir(parents=True)
@@ -347,7 +344,7 @@ def push(hub: Path, folder: Path, commit: str, without: tuple[str, ...] = ()) ->
 
 
 @each("form", FORMS)
-def test_a_hub_id_is_told_by_what_is_in_its_commit(form, make, base, tensors, hub) -> None:
+def test_a_hub_id_is_told_by_what_is_in_its_commit(form, make, base, tensors, hub):
     shutil.rmtree(hub, ignore_errors=True)
     folder = make(form)
     local = parts_of(folder, base)
@@ -368,7 +365,7 @@ def test_a_hub_id_is_told_by_what_is_in_its_commit(form, make, base, tensors, hu
     assert apart(before, now(revision=COMMITS[0])) == set()
 
 
-def test_what_the_cache_lacks_is_told_by_the_commit(make: Callable[[str], Path], base: ModelConfig, hub: Path) -> None:
+def test_what_the_cache_lacks_is_told_by_the_commit(make, base, hub):
     folder = make("sharded")
     shards = tuple(file.name for file in folder.glob("*.safetensors"))
     remote = replace(base, path="org/name")
@@ -385,7 +382,7 @@ def test_what_the_cache_lacks_is_told_by_the_commit(make: Callable[[str], Path],
     assert apart(before, parts_of(folder, base)) == {"commit"}, "which nothing proves to be the same"
 
 
-def test_a_run_names_the_commit_that_it_began_with(make, hub, tmp_path, monkeypatch) -> None:
+def test_a_run_names_the_commit_that_it_began_with(make, hub, tmp_path, monkeypatch):
     folder = make("single")
     push(hub, folder, COMMITS[0])
 
@@ -408,7 +405,7 @@ def test_a_run_names_the_commit_that_it_began_with(make, hub, tmp_path, monkeypa
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
-def test_code_counts_where_it_is_run(make: Callable[[str], Path], base: ModelConfig) -> None:
+def test_code_counts_where_it_is_run(make, base):
     folder = make("single")
     (folder / "modeling_x.py").write_text("x = 1\n")
     plain, trusting = base, replace(base, trust_remote_code=True)
@@ -418,7 +415,7 @@ def test_code_counts_where_it_is_run(make: Callable[[str], Path], base: ModelCon
     assert apart(before[1], parts_of(folder, trusting)) == {"code"}
 
 
-def test_a_record_without_parts_is_compared_by_its_one_digest(make: Callable[[str], Path], base: ModelConfig) -> None:
+def test_a_record_without_parts_is_compared_by_its_one_digest(make, base):
     now = fingerprints(replace(base, path=str(make("single"))))
     assert models_in(now) == ["base"]
     old = {"base_fingerprint": now["base_fingerprint"]}
@@ -427,13 +424,13 @@ def test_a_record_without_parts_is_compared_by_its_one_digest(make: Callable[[st
     assert not differing({}, now)  # an adapter that another program made
 
 
-def test_two_digests_are_the_same_part_if_one_of_them_is() -> None:
+def test_two_digests_are_the_same_part_if_one_of_them_is():
     before = {"base_config_fingerprint": "ab/cd"}
     for value, is_same in {"ab/cd": True, "ab/xx": True, "xx/cd": True, "cd/ab": False, "/": False}.items():
         assert (apart(before, {"base_config_fingerprint": value}) == set()) is is_same, value
 
 
-def test_weights_that_cannot_be_read_are_refused_by_the_key(make: Callable[[str], Path], base: ModelConfig) -> None:
+def test_weights_that_cannot_be_read_are_refused_by_the_key(make, base):
     folder = make("single")
     for content in (b"", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0[]", b'\x10\0\0\0\0\0\0\0{"a": {"x": 1}}  '):
         (folder / "model.safetensors").write_bytes(content)

@@ -1,10 +1,7 @@
 """Memory by part, against tensors that are there; a teacher that is a separate model, against sums by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from rlft.algorithm.ops.kl import Divergence, top_k_divergence
 from rlft.config.compose import compose
 from rlft.config.model import LoraSettings
 from rlft.config.resolved import resolve
-from rlft.generation.memory import TEACHER_SHARE, EngineMemory, MemoryPart, ModelSizes, TeacherLoad, When, busiest, peak
+from rlft.generation.memory import TEACHER_SHARE, MemoryPart, ModelSizes, TeacherLoad, When, busiest, peak
 from rlft.generation.vllm.memory import CPU_LIBRARIES
 from rlft.model.activations import LayerModules, logit_rows
 from rlft.model.backbone import load_backbone
@@ -218,14 +215,14 @@ IN_VLLM = TeacherDemand(
 BY_TRANSFORMERS = replace(IN_VLLM, engine=GENERATION.named("transformers"), section="transformers")
 
 
-def load_of(teacher: TeacherDemand, device: str, device_memory: int = 0, *, libraries: bool = True) -> TeacherLoad:
+def load_of(teacher, device, device_memory=0, *, libraries=True):
     return TeacherLoad(
         row_tokens=teacher.row_tokens, device=device, device_memory=device_memory, share=teacher.share,
         libraries=libraries,
     )  # fmt: skip
 
 
-def taken_by(teacher: TeacherDemand, *load: Any, **keys: Any) -> EngineMemory:
+def taken_by(teacher, *load, **keys):
     return teacher.engine.teacher_memory(teacher.model, load_of(teacher, *load, **keys))
 
 
@@ -234,7 +231,7 @@ def taken_by(teacher: TeacherDemand, *load: Any, **keys: Any) -> EngineMemory:
 LEAST = 15_200_000_000 + 1024 * 67584 * 2 + 2 * 32 * 152064 * 4 + 1024 * 28672 * 2
 
 
-def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_update_not_with_it() -> None:
+def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_update_not_with_it():
     """One group of 4 completions of 200 after 300 tokens: 1,100 tokens of 3 x 18,944 + 3 x 3,584 elements of 2 bytes,
     and of 800 x 152,064 logits a chunk of 384 rows twice in float32. In padded rows all logits of 4 x 500 tokens,
     2 + 2 x 4 bytes each.
@@ -258,7 +255,7 @@ def test_by_transformers_the_largest_pass_of_its_rows_is_counted_beside_an_updat
     assert (peak(beside), busiest(beside)) == (401, When.annotating)
 
 
-def test_on_a_gpu_it_is_its_share_and_the_log_probs_of_a_forwards_tokens_beside_it() -> None:
+def test_on_a_gpu_it_is_its_share_and_the_log_probs_of_a_forwards_tokens_beside_it():
     """1,023 tokens of at most 1,024: logits of 2 bytes, log-probs of 4, and 4 to sort them, of 152,064 each."""
     taken = taken_by(IN_VLLM, "cuda", 80 * GIB)
     assert [(part.bytes, part.when, part.key) for part in taken.parts] == [
@@ -270,7 +267,7 @@ def test_on_a_gpu_it_is_its_share_and_the_log_probs_of_a_forwards_tokens_beside_
     assert long.parts[1].bytes == 1024 * 152_064 * 10
 
 
-def test_a_share_in_which_vllm_does_not_start_is_told_and_so_is_one_in_which_it_does() -> None:
+def test_a_share_in_which_vllm_does_not_start_is_told_and_so_is_one_in_which_it_does():
     """0.3 of 24 GiB are 7.73 GB; weights and the rest are 15.44 GB, of 25.77 GB the share 0.599."""
     taken, load = taken_by(IN_VLLM, "cuda", 24 * GIB), load_of(IN_VLLM, "cuda", 24 * GIB)
     assert taken.lacks == LEAST - int(0.3 * 24 * GIB)
@@ -282,7 +279,7 @@ def test_a_share_in_which_vllm_does_not_start_is_told_and_so_is_one_in_which_it_
         assert [other.share for other in teacher.other_shares(load, room * GIB)] == others
 
 
-def test_on_a_cpu_it_is_weights_and_cache_and_libraries_that_are_counted_once() -> None:
+def test_on_a_cpu_it_is_weights_and_cache_and_libraries_that_are_counted_once():
     """Of 32 rows of 1,024 tokens and a block of 32 the cache would be 1.9 GB; it is at most 4 GiB."""
     cache = 28672 * 2 * (1024 + 32) * 32
     for beside, libraries in ((False, CPU_LIBRARIES), (True, 0)):
@@ -296,7 +293,7 @@ def plan():
     return planned(*words, "snapshot.teacher_engine=vllm", "snapshot.teacher_gpu_memory_utilization=0.2")
 
 
-def test_a_run_counts_both_and_says_which_share_of_the_teacher_fits(plan) -> None:
+def test_a_run_counts_both_and_says_which_share_of_the_teacher_fits(plan):
     """On a GPU of 2 GiB, a thousandth of which is less than the 3.3 MB of the teacher's weights."""
     assert roles_text(plan).endswith("; teacher = embedded:tiny-chains in vLLM")
     model, demand = counted(plan)
@@ -311,7 +308,7 @@ def test_a_run_counts_both_and_says_which_share_of_the_teacher_fits(plan) -> Non
     assert memory_shortfall(model, replace(tight, teacher=fitting)) == 0
 
 
-def test_shares_of_both_engines_that_are_more_than_a_gpu_are_refused(run_config) -> None:
+def test_shares_of_both_engines_that_are_more_than_a_gpu_are_refused(run_config):
     """0.3, as the teacher has by default, and 0.75 are 1.05."""
     words = ("algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm")
     config = run_config(*words, "generation.vllm.gpu_memory_utilization=0.75")
@@ -323,7 +320,7 @@ def test_shares_of_both_engines_that_are_more_than_a_gpu_are_refused(run_config)
     check_teacher_engine(run_config(*words), "vllm", "cuda:0", runs_here=False)  # 0.45 and 0.3
 
 
-def test_a_plan_notes_a_missing_engine_that_a_run_is_refused_for(run_config, monkeypatch) -> None:
+def test_a_plan_notes_a_missing_engine_that_a_run_is_refused_for(run_config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert missing_engine(run_config(), runs_here=True) is None
     config = run_config("algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "snapshot.teacher_engine=vllm")
@@ -333,7 +330,7 @@ def test_a_plan_notes_a_missing_engine_that_a_run_is_refused_for(run_config, mon
     assert said.endswith("or use snapshot.teacher_engine=transformers")
 
 
-def test_a_plan_counts_a_teachers_own_dtype() -> None:
+def test_a_plan_counts_a_teachers_own_dtype():
     """Two bytes of four a weight in bfloat16."""
     words = ("+recipe=grpo_arithmetic", "algorithm=opd", "snapshot.teacher=embedded:tiny-chains", "model.dtype=float32")
     plans = [planned(*words, "data.size=64", *more) for more in ([], ["snapshot.teacher_dtype=bfloat16"])]

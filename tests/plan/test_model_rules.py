@@ -1,7 +1,5 @@
 """What the machine, the engine and the model's own config settle: `algorithm.mismatch: auto`, and shared tokens."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from typing import Any
@@ -22,14 +20,14 @@ TRUNCATED_BY_TOKEN = ["grpo", "dapo", "cispo", "sapo", "rloo", "reinforce", "ppo
 OF_COMPLETIONS = {"gspo": "sequence_truncate", "gmpo": "sequence_truncate", "kimi": "off"}
 
 
-def mode_of(words: list[str], engine: str, itemsize: int = 2) -> str:
+def mode_of(words, engine, itemsize=2):
     config = build(with_token_budget(compose(words), gpu=False))
     algorithm: Any = instantiate(config.algorithm, "algorithm")
     assert not algorithm.corrects_mismatch or "algorithm.mismatch=" in " ".join(words)
     return resolve_mismatch(config, algorithm, engine, itemsize=itemsize).mismatch
 
 
-def test_each_algorithm_corrects_what_vllm_rounds_in_16_bits_by_token_where_it_can() -> None:
+def test_each_algorithm_corrects_what_vllm_rounds_in_16_bits_by_token_where_it_can():
     for name in TRUNCATED_BY_TOKEN:
         assert mode_of([f"algorithm={name}"], "vllm") == "token_truncate", name
     for name, mode in OF_COMPLETIONS.items():
@@ -56,11 +54,11 @@ def test_each_algorithm_corrects_what_vllm_rounds_in_16_bits_by_token_where_it_c
         (["algorithm.mismatch=sequence_mask"], "transformers", 4, "sequence_mask"),
     ],
 )
-def test_auto_depends_on_engine_dtype_and_sampling(words, engine, itemsize, mode) -> None:
+def test_auto_depends_on_engine_dtype_and_sampling(words, engine, itemsize, mode):
     assert mode_of(words, engine, itemsize) == mode
 
 
-def test_the_plan_of_a_16_bit_run_has_the_row_and_that_of_a_float32_run_has_none(monkeypatch: Any) -> None:
+def test_the_plan_of_a_16_bit_run_has_the_row_and_that_of_a_float32_run_has_none(monkeypatch):
     monkeypatch.setattr("rlft.plan.model_rules.choose_engine", lambda *_, **__: ("vllm", "as asked"))
     words = ["generation=vllm", "model.device=cpu", "data.size=16", "data.held_out_size=8"]
     why = "engine and trainer compute log-probs in 16 bits or fewer, each with its own roundings"
@@ -85,7 +83,7 @@ def test_the_plan_of_a_16_bit_run_has_the_row_and_that_of_a_float32_run_has_none
         ("gpt_oss", EXPERTS, None),
     ],
 )  # fmt: skip
-def test_tokens_are_shared_where_layers_need_nothing_else_of_each_other(kind, fields, problem) -> None:
+def test_tokens_are_shared_where_layers_need_nothing_else_of_each_other(kind, fields, problem):
     config = resolve(compose(["+recipe=grpo_arithmetic", "cluster.ranks=4", "cluster.sequence_ranks=4"])).config
     model = AutoConfig.for_model(kind, **SIZES | fields)
     with nullcontext() if problem is None else pytest.raises(UserError, match=re.escape(problem)):

@@ -1,12 +1,8 @@
 """The plan of every type of model that transformers has ends in a plan or in one line, never in a traceback."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -46,14 +42,14 @@ ONCE_WRONG: dict[str, str] = {
 }
 
 
-def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def parts_of(config):
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, PreTrainedConfig):
             yield from parts_of(value)
 
 
-def shallow(model_type: str) -> PreTrainedConfig:
+def shallow(model_type):
     """The default config of this type with a few layers, as far as that can be said of any config."""
     config = AutoConfig.for_model(model_type)
     for part in parts_of(config):
@@ -66,7 +62,7 @@ def shallow(model_type: str) -> PreTrainedConfig:
     return config
 
 
-def folder_of(model_type: str, parent: Path) -> Path | None:
+def folder_of(model_type, parent):
     """A model folder without weights; None if this installation cannot make the default config of that type."""
     folder = parent / model_type
     try:
@@ -78,12 +74,12 @@ def folder_of(model_type: str, parent: Path) -> Path | None:
     return folder
 
 
-def plan_of(folder: Path, plain: Mapping[str, Any]) -> dict[str, Any]:
+def plan_of(folder, plain):
     resolved = resolve({**plain, "model": {**plain["model"], "path": str(folder)}})
     return predict(resolved, None).as_dict()
 
 
-def test_every_type_of_model_is_planned_or_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_type_of_model_is_planned_or_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(prediction, "brief_on", lambda plan: Brief())  # the rewards are the same for all
     transformers.logging.set_verbosity_error()
     types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})

@@ -3,8 +3,6 @@
 The rules of the config alone are in test_refusals.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -12,8 +10,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +21,6 @@ from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft.config.compose import compose
-from rlft.config.model import ModelConfig
 from rlft.config.resolved import resolve
 from rlft.generation.vllm.engine import VLLM
 from rlft.model.adapter_folder import HEAD, load_tensors
@@ -48,11 +43,11 @@ TENSORS = {"random": False, "last B only": False, "all B zero": True, "all B zer
 
 
 @pytest.fixture(scope="module")
-def base(model_config: Callable[..., ModelConfig]) -> tuple[ModelConfig, dict[str, str]]:
+def base(model_config):
     return model_config(), fingerprints(model_config())
 
 
-def write(folder: Path, name: str | None, template: str, tensors: str, own: str) -> Path:
+def write(folder, name, template, tensors, own):
     folder.mkdir(parents=True)
     fields: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1}
     fields |= {"target_modules": ["q_proj"], "base_model_name_or_path": name, "use_dora": "DoRA" in tensors}
@@ -73,9 +68,7 @@ def write(folder: Path, name: str | None, template: str, tensors: str, own: str)
 
 
 @each("name, template, tensors", [*itertools.product(NAMES, TEMPLATES, TENSORS)][::3])
-def test_what_is_odd_about_an_adapter_is_noted_and_nothing_else(
-    name: str | None, template: str, tensors: str, base: Any, tiny_path: Path, tmp_path: Path
-) -> None:
+def test_what_is_odd_about_an_adapter_is_noted_and_nothing_else(name, template, tensors, base, tiny_path, tmp_path):
     place = tmp_path / str(len(list(tmp_path.iterdir())))
     folder = write(place, name, template, tensors, (tiny_path / "chat_template.jinja").read_text())
     use = Use(key="lora.path", path=str(folder))
@@ -92,7 +85,7 @@ def test_what_is_odd_about_an_adapter_is_noted_and_nothing_else(
 
 
 @pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", slow("sft +recipe=sft_arithmetic")])
-def test_all_weights_are_float32_where_auto_would_be_16_bits_on_a_gpu(words: str) -> None:
+def test_all_weights_are_float32_where_auto_would_be_16_bits_on_a_gpu(words):
     command, recipe = words.split()
     for device in ("cpu", "cuda"):
         keys = [recipe, "eval.every=0", f"model.device={device}"]
@@ -106,7 +99,7 @@ def test_all_weights_are_float32_where_auto_would_be_16_bits_on_a_gpu(words: str
 
 
 @pytest.mark.parametrize("words", ["train +recipe=grpo_arithmetic", slow("sft +recipe=sft_arithmetic")])
-def test_an_engine_that_takes_adapters_alone_does_not_serve_all_weights(words, monkeypatch) -> None:
+def test_an_engine_that_takes_adapters_alone_does_not_serve_all_weights(words, monkeypatch):
     command, recipe = words.split()
     config = compose([recipe, "lora=null", "eval.every=0", "generation=vllm"], command=command)
     resolve(config).plan(runs_here=False)
@@ -126,7 +119,7 @@ def test_an_engine_that_takes_adapters_alone_does_not_serve_all_weights(words, m
 FEW = ["prompts_per_step=2", "group_size=2", "steps=1", "data.size=8", "eval.every=0"]
 
 
-def planned(*words: str) -> str | None:
+def planned(*words):
     """What the plan of this run is refused for; None if it is not."""
     try:
         resolve(compose([*FEW, *words])).plan()
@@ -135,7 +128,7 @@ def planned(*words: str) -> str | None:
     return None
 
 
-def with_remedies(*words: str) -> list[str]:
+def with_remedies(*words):
     """What a plan is refused for, and again with each remedy, of the form `set <key>=<value> ..`, until it is not."""
     said = []
     while (problem := planned(*words)) is not None:
@@ -149,7 +142,7 @@ def with_remedies(*words: str) -> list[str]:
     return said
 
 
-def adapter(folder: Path, tiny_path: Path, **fields: Any) -> Path:
+def adapter(folder, tiny_path, **fields):
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
     settings: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"]}
     config = LoraConfig(**{**settings, "task_type": "CAUSAL_LM", **fields})

@@ -1,7 +1,5 @@
 """The model of a step on a GPU: a sum worked out by hand, what was measured on cards, and what the host launches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 
@@ -25,7 +23,7 @@ ADAPTER = 16 * (8 + 6 + 6 + 8 + 12 + 12 + 12)  # inputs and outputs of the seven
 FREE = float("inf")
 
 
-def test_an_update_is_the_sum_that_is_worked_out_by_hand() -> None:
+def test_an_update_is_the_sum_that_is_worked_out_by_hand():
     kernels = list(update(NETWORK, WORK))
     slow = Machine(rate=1, of_the_rate=1, bandwidth=FREE, launch=0.0)
     assert seconds_of(kernels, slow) == pytest.approx(LINEAR + LORA + ATTENTION + HEAD)
@@ -56,7 +54,7 @@ PASSES = [  # forward and backward: card, model, prompts, tokens of a prompt and
 ]
 
 
-def test_the_factor_covers_each_pass_that_was_measured_on_a_card() -> None:
+def test_the_factor_covers_each_pass_that_was_measured_on_a_card():
     ratios: dict[str, list[float]] = {}
     for card, name, prompts, prompt, completion, seconds in PASSES:
         work = Work(prompts=prompts, group=8, prompt=prompt, completion=completion, budget=10**6)
@@ -69,7 +67,7 @@ def test_the_factor_covers_each_pass_that_was_measured_on_a_card() -> None:
     assert {card for card, machine in CARDS.items() if machine.is_compared} == ratios.keys()
 
 
-def test_in_graphs_the_host_launches_once_a_token_and_reads_once_in_eight() -> None:
+def test_in_graphs_the_host_launches_once_a_token_and_reads_once_in_eight():
     network, rows = roofline.MODELS["0.5B"], Work(prompts=2, group=4, prompt=16, completion=64, budget=96)
     eager, graphs = (list(sampling(network, rows, in_graphs=each, by_vllm=False)) for each in (False, True))
 

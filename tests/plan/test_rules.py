@@ -1,7 +1,5 @@
 """The rule that needs the data: what does not go with images is refused by its key. The others: test_refusals.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +19,17 @@ from rlft.types import Split, UserError
 SMALL = ("+recipe=grpo_shapes", "data.size=40", "data.held_out_size=20", "prompts_per_step=4")
 
 
-def planned(*words: str) -> TrainPlan:
+def planned(*words):
     return resolve(compose([*SMALL, *words])).plan()
 
 
-def test_prompts_with_images_are_planned_with_the_tokens_of_their_images() -> None:
+def test_prompts_with_images_are_planned_with_the_tokens_of_their_images():
     plan = planned()
     # 9 tokens of the image, 2 around it, 9 letters, and 6 of the template.
     assert {*plan.train_prompts.num_tokens} == {26}
 
 
-def without_processor(folder: Path) -> Path:
+def without_processor(folder):
     (vision_folders.folder_of(folder, "qwen3_5") / "preprocessor_config.json").unlink()
     return folder
 
@@ -59,7 +57,7 @@ REFUSED = [
 
 
 @each(("folder", "words", "expected"), REFUSED)
-def test_what_does_not_go_with_images_is_refused(folder: str | None, words: str, expected: str, tmp_path: Path) -> None:
+def test_what_does_not_go_with_images_is_refused(folder, words, expected, tmp_path):
     path = [] if folder is None else [f"model.path={FOLDERS[folder](tmp_path / folder)}"]
     with pytest.raises(UserError) as refused:
         planned(*path, *words.split())
@@ -67,7 +65,7 @@ def test_what_does_not_go_with_images_is_refused(folder: str | None, words: str,
 
 
 @pytest.mark.parametrize("split", Split)
-def test_images_of_any_prompt_count(split: Split, tmp_path: Path) -> None:
+def test_images_of_any_prompt_count(split, tmp_path):
     """The first prompt, and the longest one, have none."""
     picture = tmp_path / "a.png"
     picture.write_bytes(drawing("3-a").data)

@@ -1,7 +1,5 @@
 """What rlft plan says of a learning rate and a rank, and of every recipe's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,7 +26,7 @@ def config_of(command: str, *words: str) -> Any:
     return resolve(compose(list(words), command=command), command).config
 
 
-def warned(command: str, *words: str, parameters: int = LARGE, path: str = "org/some-model") -> list[str]:
+def warned(command, *words, parameters=LARGE, path="org/some-model"):
     """The keys that are ten times off in a run of this command, on a model that has this path."""
     config = config_of(command, *words)
     config = replace(config, model=replace(config.model, path=path))
@@ -60,12 +58,12 @@ def warned(command: str, *words: str, parameters: int = LARGE, path: str = "org/
         ("rm", (*PAIRS, "trainer.lr=10"), []),  # no rule
     ],
 )
-def test_a_value_more_than_ten_times_off_is_warned_of(command, words, expected) -> None:
+def test_a_value_more_than_ten_times_off_is_warned_of(command, words, expected):
     assert warned(command, *words) == expected
     assert warned(command, *words, parameters=TINY) == [], "nothing is published of so small a model"
 
 
-def test_the_words_name_the_value_the_range_and_the_sources() -> None:
+def test_the_words_name_the_value_the_range_and_the_sources():
     config = resolve(compose(["trainer.lr=0.01", "trainer.optimizer=adamw"]), "train").config
     rate, rank = advice_for(config, LARGE)
     assert rate.warning == (
@@ -92,11 +90,11 @@ def test_the_words_name_the_value_the_range_and_the_sources() -> None:
         ("sft", SFT, []),  # 1e-4
     ],
 )
-def test_an_embedded_model_is_warned_of_a_rate_at_which_it_learns_nothing(command, words, expected) -> None:
+def test_an_embedded_model_is_warned_of_a_rate_at_which_it_learns_nothing(command, words, expected):
     assert warned(command, *words, parameters=TINY, path="embedded:tiny-arithmetic") == expected
 
 
-def test_the_warning_has_the_lowest_rate_of_the_recipes() -> None:
+def test_the_warning_has_the_lowest_rate_of_the_recipes():
     rate, _ = advice_for(resolve(compose([]), "train").config, TINY)
     assert str(rate.warning).endswith("learn next to nothing there, got 1e-05; write trainer.lr=0.001")
     models = ("grpo_arithmetic", "grpo_shapes", "sft_arithmetic", "rm_arithmetic", "dpo_arithmetic", "ppo_arithmetic")
@@ -111,7 +109,7 @@ OF_EACH_SIZE = ("ppo_arithmetic", "sft_smollm2_gsm8k", "gspo_gsm8k")
 @pytest.mark.parametrize(
     "recipe", [recipe if recipe in OF_EACH_SIZE else slow(recipe) for recipe in catalog.choices("recipe")]
 )
-def test_no_recipe_is_ten_times_off(recipe: str) -> None:
+def test_no_recipe_is_ten_times_off(recipe):
     command = catalog.command_of(recipe)
     plain = compose([f"+recipe={recipe}"], command=command, requires=False)
     trainer, lora = (plain[key] and SimpleNamespace(**plain[key]) for key in ("trainer", "lora"))
@@ -121,13 +119,13 @@ def test_no_recipe_is_ten_times_off(recipe: str) -> None:
     assert not [one.warning for one in advice_for(config, parameters) if one.warning]
 
 
-def test_the_page_has_every_published_value() -> None:
+def test_the_page_has_every_published_value():
     page = PAGE.read_text(encoding="utf-8")
     for low, high, _ in (*RATES.values(), *RANKS.values()):
         assert f"| {low:g} to {high:g} |" in page
 
 
-def scheduled(steps: int, **every: int) -> Schedule:
+def scheduled(steps, **every):
     """The schedule of a run of so many steps, whose config has these sections with this `every`."""
     config = SimpleNamespace(**{name: SimpleNamespace(every=number) for name, number in every.items()})
     return Plan.schedule.__get__(cast(Plan, SimpleNamespace(num_steps=steps, config=config)))
@@ -143,6 +141,6 @@ def scheduled(steps: int, **every: int) -> Schedule:
         (5, {}, None, 0, 0),  # a command that does neither
     ],
 )
-def test_the_last_step_is_evaluated_and_saved_too(steps, every, first, evaluations, checkpoints) -> None:
+def test_the_last_step_is_evaluated_and_saved_too(steps, every, first, evaluations, checkpoints):
     expected = {"first_evaluation": first, "evaluations": evaluations, "checkpoints": checkpoints}
     assert scheduled(steps, **every) == Schedule(steps=steps, **expected)

@@ -1,11 +1,8 @@
 """What a run may write, counted beside what it wrote, and told where the disk has less."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +19,7 @@ SMALL = ["steps=3", "prompts_per_step=2", "group_size=4", "generation=transforme
          "checkpoint.every=1"]  # fmt: skip
 
 
-def on_disk(folder: Path) -> int:
+def on_disk(folder):
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -30,7 +27,7 @@ def on_disk(folder: Path) -> int:
     "words",
     [[], slow(["snapshot.reference=ema", "snapshot.ema_decay=0.9", "algorithm.kl_coef=0.1", "snapshot.old=copy"])],
 )
-def test_a_run_writes_no_more_than_was_said_and_checkpoints_nearly_as_much(words: list[str], tmp_path: Path) -> None:
+def test_a_run_writes_no_more_than_was_said_and_checkpoints_nearly_as_much(words, tmp_path):
     folder = tmp_path / "run"
     said = planned(*SMALL, *words, "token_budget=512").disk_bytes()
     assert cli.run(["train", *SMALL, *words, "checkpoint.keep=9", f"hydra.run.dir={folder}"]) == 0
@@ -47,7 +44,7 @@ def test_a_run_writes_no_more_than_was_said_and_checkpoints_nearly_as_much(words
     assert 3 * 14 * 64 < (folder / "chain.jsonl").stat().st_size < said["chain"]
 
 
-def test_the_plan_lists_what_each_part_takes_and_what_lowers_it(tmp_path, monkeypatch, capsys) -> None:
+def test_the_plan_lists_what_each_part_takes_and_what_lowers_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [word for word in SMALL if not word.startswith("steps=")]
     words += ["steps=400", "checkpoint.keep=5", "token_budget=512"]
@@ -62,7 +59,7 @@ def test_the_plan_lists_what_each_part_takes_and_what_lowers_it(tmp_path, monkey
         assert [name, *size_text(size).split()] in page
 
 
-def test_only_checkpoints_and_rollouts_that_stay_are_counted() -> None:
+def test_only_checkpoints_and_rollouts_that_stay_are_counted():
     def size(part: str, *words: str) -> int:
         return planned(*SMALL, "token_budget=512", *words).disk_bytes()[part]
 
@@ -74,7 +71,7 @@ def test_only_checkpoints_and_rollouts_that_stay_are_counted() -> None:
         assert size("rollouts", "steps=30", *words.split()) == kept * rollouts
 
 
-def test_what_is_there_already_is_not_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_there_already_is_not_needed_again(tmp_path, monkeypatch):
     space = SimpleNamespace(f_bavail=1, f_frsize=4096, f_files=0, f_favail=0)
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     assert note_of_disk({"checkpoints": 4096, "metrics": 0}, tmp_path) is None
@@ -87,7 +84,7 @@ def test_what_is_there_already_is_not_needed_again(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("command", ["train", slow("plan")])
-def test_run_and_plan_say_it_before_weights_are_loaded(command, tmp_path, monkeypatch, capsys) -> None:
+def test_run_and_plan_say_it_before_weights_are_loaded(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     space = SimpleNamespace(f_bavail=9, f_frsize=4096, f_files=0, f_favail=0)

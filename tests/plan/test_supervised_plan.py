@@ -1,7 +1,5 @@
 """Plans of runs that learn from files: rows of known lengths, and what a whole model takes."""
 
-from __future__ import annotations
-
 from in_one_test import each
 from plans import bytes_by_part, bytes_of, counted, planned
 
@@ -12,7 +10,7 @@ WHOLE = ("+recipe=sft_arithmetic", "lora=null", "eval.every=0")
 
 
 @each(("command", "rows", "samples"), [("sft", 1, True), ("dpo", 2, False), ("rm", 2, False)])
-def test_supervised_runs_learn_rows_of_known_lengths(command: str, rows: int, samples: bool) -> None:
+def test_supervised_runs_learn_rows_of_known_lengths(command, rows, samples):
     plan = planned(f"+recipe={command}_arithmetic", "model.device=cpu", command=command)
     work = plan.step_work()
     assert (work.trained.prompts, work.trained.group) == (32, rows)
@@ -25,7 +23,7 @@ def test_supervised_runs_learn_rows_of_known_lengths(command: str, rows: int, sa
     assert (estimated.completion_tokens is not None) == samples
 
 
-def test_of_a_whole_model_muon_keeps_one_average_of_matrices_and_adamw_two_of_embeddings_and_norms() -> None:
+def test_of_a_whole_model_muon_keeps_one_average_of_matrices_and_adamw_two_of_embeddings_and_norms():
     plans = [planned(*WHOLE, *more, command="sft") for more in ([], ["trainer.optimizer=muon"])]
     (model, adamw), (_, muon) = map(counted, plans)
     weights = dict(load_backbone(plans[0].config.model).model.named_parameters())
@@ -38,7 +36,7 @@ def test_of_a_whole_model_muon_keeps_one_average_of_matrices_and_adamw_two_of_em
     assert saved[0] - saved[1] == 4 * model.matrices * (plans[0].config.checkpoint.keep + 1)
 
 
-def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it() -> None:
+def test_checkpointing_keeps_less_and_whole_models_learn_all_of_it():
     plain, recomputed = (bytes_of(*WHOLE, command="sft", recompute=on) for on in (False, True))
     assert recomputed["activations"] < 0.5 * plain["activations"]
     assert plain["optimizer and gradients"] == 12 * counted(planned(*WHOLE, command="sft"))[0].parameters

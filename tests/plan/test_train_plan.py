@@ -1,7 +1,5 @@
 """A plan of engines and ranks: where they are, why, and what they take of a GPU's or a machine's memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -29,17 +27,17 @@ def planned(*words: str, limit: int = 80 * GIB) -> Prediction:
     return predict(resolve(compose(["+recipe=grpo_arithmetic", *few, *words])), limit)
 
 
-def row(plan: Prediction, name: str) -> tuple[str, str]:
+def row(plan, name):
     [[_, value, note]] = [row for row in plan.sizes if row[0] == name]
     return value, note
 
 
-def bytes_of(plan: Prediction) -> dict[str, int]:
+def bytes_of(plan):
     return {part.name: part.bytes for part in plan.memory(recompute=plan.demand.recompute)}
 
 
 @pytest.mark.parametrize("engine", ["vllm", slow("auto")])
-def test_an_engine_and_a_rank_share_a_gpu_where_both_fit(engine: str) -> None:
+def test_an_engine_and_a_rank_share_a_gpu_where_both_fit(engine):
     """`auto` chooses vLLM on the GPU that is not here."""
     assert [row for row in planned(*ON_A_CARD).sizes if row[0] == "cluster"] == []
     plan = planned("model.device=cuda", f"generation.engine={engine}", "cluster.engines=4", "cluster.ranks=4")
@@ -53,7 +51,7 @@ def test_an_engine_and_a_rank_share_a_gpu_where_both_fit(engine: str) -> None:
     assert row(plan, "copies of the base")[0] == "2"
 
 
-def test_gpus_are_divided_where_both_do_not_fit() -> None:
+def test_gpus_are_divided_where_both_do_not_fit():
     plan = planned(*ON_A_CARD, "cluster.engines=4", "cluster.ranks=4", limit=GIB)
     assert row(plan, "cluster")[1] == (
         "local: 8 GPUs, divided: an engine and a rank do not fit on one GPU: 1.61 GiB of 1.00 GiB;"
@@ -64,7 +62,7 @@ def test_gpus_are_divided_where_both_do_not_fit() -> None:
     assert plan.fits
 
 
-def test_a_joined_cluster_is_planned_from_a_laptop() -> None:
+def test_a_joined_cluster_is_planned_from_a_laptop():
     words = ("cluster=ray", "cluster.address=10.0.0.1:6379", "cluster.engines=2", "cluster.ranks=1")
     assert row(planned(*ON_A_CARD, *words), "cluster") == (
         "2 engines, 1 rank",
@@ -73,7 +71,7 @@ def test_a_joined_cluster_is_planned_from_a_laptop() -> None:
     )
 
 
-def test_each_gpu_of_an_engine_holds_a_part_of_its_base() -> None:
+def test_each_gpu_of_an_engine_holds_a_part_of_its_base():
     """Where vLLM's share of the GPU is less than what it needs at least, of which weights and keys are a part."""
     words = (*ON_A_CARD, "cluster.engines=1", "generation.vllm.gpu_memory_utilization=0.001")
     needed = []
@@ -91,13 +89,13 @@ def test_each_gpu_of_an_engine_holds_a_part_of_its_base() -> None:
     assert two.endswith(" of 80.00 GiB each")
 
 
-def test_an_engine_that_does_not_fit_on_its_gpu_is_refused() -> None:
+def test_an_engine_that_does_not_fit_on_its_gpu_is_refused():
     said = r"^cluster\.engines: an engine does not fit: 0\.76 GiB of 0\.59 GiB, got 4; give"
     with pytest.raises(UserError, match=said):
         planned(*ON_A_CARD, "cluster.engines=4", "cluster.placement=divided", limit=600 * 2**20)
 
 
-def test_engines_on_a_cpu_count_as_often_as_they_are_there() -> None:
+def test_engines_on_a_cpu_count_as_often_as_they_are_there():
     words = ("model.device=cpu", "generation=transformers")
     alone, three = planned(*words), planned(*words, "cluster.engines=3", "cluster.ranks=2")
     assert row(three, "cluster") == ("3 engines, 2 ranks", "local: processes on the cores of the CPU")
@@ -110,7 +108,7 @@ def test_engines_on_a_cpu_count_as_often_as_they_are_there() -> None:
     ]
 
 
-def test_engines_that_follow_all_weights_hold_them_and_are_sent_them_in_buckets() -> None:
+def test_engines_that_follow_all_weights_hold_them_and_are_sent_them_in_buckets():
     """In 32 bits all weights are less than a bucket, of which two are held beside five for each engine."""
     words = ("lora=null", "trainer.lr=1e-4", "model.device=cpu", "generation=transformers")
     alone, three = planned(*words), planned(*words, "cluster.engines=3")
@@ -127,7 +125,7 @@ def test_engines_that_follow_all_weights_hold_them_and_are_sent_them_in_buckets(
     assert row(on_a_card, "publish")[0] == size_text(weights)
 
 
-def test_ranks_that_train_all_weights_hold_their_lanes_gradients_and_a_part_of_the_averages() -> None:
+def test_ranks_that_train_all_weights_hold_their_lanes_gradients_and_a_part_of_the_averages():
     """In 32 bits. The embedded model's tensors are small beside a sixth of its weights, so that ranks hold nearly equal
     parts; rank 0 with several lanes holds two gradients, and other ranks one for each of their lanes."""
     whole = ("lora=null", "trainer.lr=1e-4", "model.device=cuda", "model.dtype=float32", "generation=transformers")
@@ -149,7 +147,7 @@ def test_ranks_that_train_all_weights_hold_their_lanes_gradients_and_a_part_of_t
 
 
 # -- a base that ranks divide ------------------------------------------------------------------------------------------
-def test_each_rank_holds_its_layers_and_two_buffers() -> None:
+def test_each_rank_holds_its_layers_and_two_buffers():
     """The embedded model has four layers of 2 * 128 * 128 weights in queries and outputs, 2 * 64 * 128 in keys and
     values and 3 * 384 * 128 in the MLP, in 16 bits. Two ranks hold two and two buffers each, so nothing is won; four
     hold one and two buffers."""
@@ -166,7 +164,7 @@ def test_each_rank_holds_its_layers_and_two_buffers() -> None:
     assert base("cpu") == whole + 2 * layer, "in main memory rank 0 has all layers, and the buffers"
 
 
-def test_dividing_the_base_is_named_where_it_makes_a_run_fit() -> None:
+def test_dividing_the_base_is_named_where_it_makes_a_run_fit():
     plan = planned(*ON_A_CARD, "cluster.engines=1", "cluster.ranks=4", "cluster.placement=divided")
     limit = plan.peak - 2**18  # a layer is 393,216 bytes
     told = {str(remedy) for remedy in replace(plan, limit=limit).remedies()}
@@ -186,7 +184,7 @@ def test_dividing_the_base_is_named_where_it_makes_a_run_fit() -> None:
         (("cluster.ranks=2", "cluster.engines=1"), 3, "use a smaller model, or model.quantization=4bit"),
     ],
 )  # fmt: skip
-def test_a_base_that_no_gpu_can_hold_is_refused_with_the_numbers(words: tuple[str, ...], gpu: int, text: str) -> None:
+def test_a_base_that_no_gpu_can_hold_is_refused_with_the_numbers(words, gpu, text):
     """10 GiB, of which four layers of 2 GiB; four ranks hold 2 + 2 + 2 * 2 = 8 GiB of it each, sixteen no less."""
     plan = resolve(compose(["+recipe=grpo_arithmetic", *words])).plan(runs_here=False)
     assert isinstance(plan, TrainPlan)
@@ -198,14 +196,14 @@ def test_a_base_that_no_gpu_can_hold_is_refused_with_the_numbers(words: tuple[st
     check_base(plan.config, large, 10 * GIB)
 
 
-def test_layers_that_are_not_known_are_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_are_not_known_are_not_divided(monkeypatch):
     monkeypatch.setattr(train_plan, "decoder_layers", lambda model: [])
     said = r"^cluster\.shard_base: the layers of a qwen2 are not one list, or have weights"
     with pytest.raises(UserError, match=said):
         planned("cluster.engines=1", "cluster.ranks=2", "cluster.shard_base=true")
 
 
-def test_a_plan_says_who_shares_tokens() -> None:
+def test_a_plan_says_who_shares_tokens():
     for ranks, said in (
         (4, "share 2 lanes; a resume may have one of these numbers of ranks: 2, 4; 2 share the tokens of each pass"),
         (2, "share 1 lane; 2 share the tokens of each pass"),

@@ -1,7 +1,5 @@
 """What the pretended card must have in common with a real one; each function is a check (test_card.py)."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Launches and waits of decoding on the pretended card, for a token and for a layer, and waits of a publish."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections import Counter

@@ -1,7 +1,5 @@
 """What decoding in CUDA graphs gives on the pretended card, next to the same steps without them."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections import Counter

@@ -5,8 +5,6 @@ a line of JSON from each run at its end: what it did on the card. Besides the co
 `found <module:function> <a file> ..`, which writes what a function (of card_checks.py, card_updates.py, ..) returns.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

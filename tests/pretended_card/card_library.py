@@ -1,7 +1,5 @@
 """Compiles card.cpp once for each torch and each version of it, into the folder build, which git ignores."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 Products give zeros here (`Counts.hollow`): only shapes count.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

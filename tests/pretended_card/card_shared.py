@@ -1,7 +1,5 @@
 """One base for trainer and engine on the pretended card, and a copy of the policy in an engine's own matrices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

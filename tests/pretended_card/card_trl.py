@@ -1,7 +1,5 @@
 """Memory and launches of an update of TRL's GRPOTrainer on the pretended card: models and rows are card_peaks.py's."""
 
-from __future__ import annotations
-
 import gc
 import random
 import string

@@ -1,7 +1,5 @@
 """Updates of every family on the pretended card and on the CPU, from the same rollouts; and whole steps there."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Iterator, Sequence

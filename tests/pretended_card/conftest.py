@@ -1,10 +1,8 @@
 """`rlft` on the pretended card: processes of one thread, each of which tells at its end what it did on the card."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +56,7 @@ class OnCard:
 
 
 @pytest.fixture(scope="session")
-def on_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnCard]:
+def on_card(tmp_path_factory):
     """The card; where it cannot be built the test is skipped with the reason, except in CI."""
     if (reason := card_library.obstacle()) is not None:
         assert not os.environ.get("CI"), reason
@@ -69,6 +67,6 @@ def on_card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnCard]:
 
 
 @pytest.fixture(scope="session")
-def half(half_folder: Path) -> str:
+def half(half_folder):
     """The word that names the embedded model with half of its layers."""
     return f"model.path={half_folder}"

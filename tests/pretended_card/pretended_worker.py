@@ -1,7 +1,5 @@
 """The pretended card in a process that rlft starts, such as a rank or an engine: it begins before torch is imported."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

@@ -1,7 +1,5 @@
 """Decoding and publishing on the pretended card: few launches, hardly any waits, and in CUDA graphs the same bits."""
 
-from __future__ import annotations
-
 import card_graphs
 import pytest
 from card_decoding import LAYERED, OTHERS, TOKENS
@@ -15,7 +13,7 @@ READS = 1
 
 
 @pytest.mark.parametrize("name", ["qwen2", *(slow(name) for name in (*LAYERED, *OTHERS) if name != "qwen2")])
-def test_a_token_takes_few_launches_and_waits_and_a_publish_a_few_waits(on_card, name: str) -> None:
+def test_a_token_takes_few_launches_and_waits_and_a_publish_a_few_waits(on_card, name):
     """Launches are as many for any number of rows, and waits of a publish for any number of layers: what the engine
     holds is read back per kind of tensors."""
     found = on_card.found("card_decoding:counted", name)
@@ -31,7 +29,7 @@ def test_a_token_takes_few_launches_and_waits_and_a_publish_a_few_waits(on_card,
 
 
 @pytest.mark.slow
-def test_a_rehearsal_takes_what_drafts_and_ways_of_sampling_take_at_most_and_the_plan_counts_it(on_card) -> None:
+def test_a_rehearsal_takes_what_drafts_and_ways_of_sampling_take_at_most_and_the_plan_counts_it(on_card):
     found = on_card.found("card_decoding:widest")
     assert found.keys() == {"0", "12", "96", "top_p"}
     for rows, (planned, rehearsed, taken) in found.items():
@@ -43,7 +41,7 @@ def test_a_rehearsal_takes_what_drafts_and_ways_of_sampling_take_at_most_and_the
 
 # -- in CUDA graphs: the bits of the steps that they record, a launch a token, no waits --------------------------------
 @pytest.mark.parametrize("name", slow_but("qwen2", ("qwen2", "no biases", "norms over heads", "few adapters")))
-def test_a_replay_gives_the_bits_of_the_step_in_one_launch_a_token_and_one_wait_for_several(on_card, name: str) -> None:
+def test_a_replay_gives_the_bits_of_the_step_in_one_launch_a_token_and_one_wait_for_several(on_card, name):
     """For chunks of 12, 8 and 20 rows, versions of the adapter, and ways of sampling; rows end at different times."""
     found = on_card.found("card_graphs:case", name)
     assert len(found["same"]) == len(card_graphs.WAYS) + 2
@@ -68,7 +66,7 @@ QUICK_FAULTS, FAULTS = card_graphs.QUICK_FAULTS, card_graphs.FAULTS
 @pytest.mark.parametrize(
     "names", [QUICK_FAULTS, slow([name for name in FAULTS if name not in QUICK_FAULTS])], ids=["quick", "others"]
 )
-def test_what_would_make_replays_wrong_is_seen(on_card, names: list[str]) -> None:
+def test_what_would_make_replays_wrong_is_seen(on_card, names):
     """A fault gives other results, unless the engine notices it and computes the steps without graphs."""
     found = on_card.found("card_graphs:faults", *names)
     seen = {name: [same, said and said.partition(" @ ")[0], *more] for name, (same, said, *more) in found.items()}
@@ -76,7 +74,7 @@ def test_what_would_make_replays_wrong_is_seen(on_card, names: list[str]) -> Non
     assert seen == {name: [fault.same, fault.said, fault.races, fault.left] for name, fault in expected.items()}
 
 
-def test_memory_of_graphs_is_lost_with_the_next_replay_of_another_one_and_with_the_graph(on_card) -> None:
+def test_memory_of_graphs_is_lost_with_the_next_replay_of_another_one_and_with_the_graph(on_card):
     assert on_card.found("card_graphs:stand_in") == [[9, 9], [2, 9], [9, 3], [2, 9], [9, 9]]
 
 
@@ -84,7 +82,7 @@ DECODINGS = {"quick": ["all", "longer prompts later"], "all": [*card_graphs.DECO
 
 
 @pytest.mark.parametrize("which", slow_but("quick", DECODINGS))
-def test_the_plan_has_the_memory_that_graphs_hold(on_card, which: str) -> None:
+def test_the_plan_has_the_memory_that_graphs_hold(on_card, which):
     found = on_card.found("card_graphs:memory", *DECODINGS[which])
     assert [*found] == DECODINGS[which]
     for name, (planned, counted) in found.items():
@@ -96,7 +94,7 @@ KINDS = {"quick": card_graphs.QUICK_KINDS, "all": [*card_graphs.KINDS]}
 
 
 @pytest.mark.parametrize("which", slow_but("quick", KINDS))
-def test_each_kind_of_model_has_graphs_or_says_why_not(on_card, which: str) -> None:
+def test_each_kind_of_model_has_graphs_or_says_why_not(on_card, which):
     found = on_card.found("card_graphs:kinds", *KINDS[which])
     assert [*found] == [*KINDS[which]]
     for name, (row, same, replays, problem, uncovered) in found.items():

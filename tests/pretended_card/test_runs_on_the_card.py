@@ -1,10 +1,7 @@
 """Whole runs of the commands, and updates, on the pretended card, with the numbers that they have on the CPU."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 from card_updates import CASES, QUICK, ROUNDINGS, far
@@ -50,7 +47,7 @@ SAMPLED = (
 
 
 @pytest.mark.parametrize("name", slow_but("dpo", RUNS))
-def test_a_step_on_the_card_has_the_numbers_of_the_cpu(on_card, half: str, tmp_path: Path, name: str) -> None:
+def test_a_step_on_the_card_has_the_numbers_of_the_cpu(on_card, half, tmp_path, name):
     write_answers(tmp_path)
     found = {}
     for device in ("cpu", "cuda"):
@@ -76,9 +73,7 @@ BEFORE_A_STEP: list[set[str]] = [set(), {"log"}, {"log", "checkpoint"}]
 @pytest.mark.parametrize(
     ("command", "device"), [("train", "cuda"), slow("train", "cpu"), slow("dpo", "cuda"), slow("dpo", "cpu")]
 )
-def test_the_times_of_a_step_add_up_to_that_of_the_loop(
-    on_card, half: str, tmp_path: Path, command: str, device: str
-) -> None:
+def test_the_times_of_a_step_add_up_to_that_of_the_loop(on_card, half, tmp_path, command, device):
     words = f"{TIMED[command]} {BETWEEN} model.device={device}"
     on_card.run(*words.split(), half, cwd=tmp_path, RLFT_COUNTED="yes")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -98,7 +93,7 @@ MOST = {"waits": 8, "uploads": 16, "launches": 130}
 """Of a step without fixed tokens to compare; launches are those outside of sampling and updates, for two layers."""
 
 
-def test_a_step_waits_and_uploads_a_few_times(on_card, half: str, tmp_path: Path) -> None:
+def test_a_step_waits_and_uploads_a_few_times(on_card, half, tmp_path):
     """Of completions of eight tokens, which the host reads at once."""
     steps = on_card.found(
         "card_updates:of_whole_steps", *WHOLE_STEP.split(), half, f"hydra.run.dir={tmp_path / 'run'}"
@@ -128,8 +123,8 @@ RECOMPUTED = "model.gradient_checkpointing=true"
     [("mps", ["train"]), slow("mps", ["sft"]), *(slow(k, OF_OTHER_KINDS) for k in ("rocm", "xpu"))],
 )
 def test_cards_of_other_kinds_have_the_numbers_of_the_cpu_by_torchs_own_operators(
-    on_card, half: str, tmp_path: Path, kind: str, commands: list[str]
-) -> None:
+    on_card, half, tmp_path, kind, commands
+):
     """An op in float64 raises on `mps`; what is dropped is dropped again where activations are recomputed.
 
     On CUDA rows are packed in another order, and so a kind that torch calls so drops other numbers than the CPU.
@@ -157,9 +152,7 @@ PLACED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACED)
-def test_ranks_and_engines_compute_on_the_cards_of_their_placement_and_on_no_other(
-    on_card, tmp_path: Path, placement: str
-) -> None:
+def test_ranks_and_engines_compute_on_the_cards_of_their_placement_and_on_no_other(on_card, tmp_path, placement):
     words = f"{SAMPLED_BY_TRANSFORMERS} {LEARNED} lora.dropout=0 prompts_per_step=2 group_size=3 steps=1 minibatches=1"
     words += " algorithm.entropy_coef=0.01 model.device=cuda:1 cluster.lanes=2"
     cards, expected = PLACED[placement]
@@ -173,12 +166,12 @@ def test_ranks_and_engines_compute_on_the_cards_of_their_placement_and_on_no_oth
     assert "UserWarning" not in alone.err + done.err, "torch warns where random numbers of all cards are forked"
 
 
-def write_answers(folder: Path) -> None:
+def write_answers(folder):
     (folder / "configs" / "generation").mkdir(parents=True, exist_ok=True)
     (folder / "configs" / "generation" / "pinned.yaml").write_text(ANSWERS.replace("CALL", json.dumps(CALL)))
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(on_card, half: str, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(on_card, half, tmp_path):
     """With dropout and flash attention, in bfloat16, and sampled by the transformers engine in CUDA graphs."""
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
@@ -193,7 +186,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(on_card, half: str, tmp_p
     assert weights(whole) == weights(killed)
 
 
-def weights(run: Path) -> dict[str, bytes]:
+def weights(run):
     """The tensors of the last checkpoint."""
     last = checkpoints(run)[-1]
     return {str(file.relative_to(last)): file.read_bytes() for file in sorted(last.rglob("*.safetensors"))}
@@ -208,7 +201,7 @@ MEASURED = ("memory", "disk", "sampling", "update", "publish", "memory plan")
 
 
 @pytest.mark.slow
-def test_the_doctor_finds_nothing_wrong_with_the_card(on_card, half: str, tmp_path: Path) -> None:
+def test_the_doctor_finds_nothing_wrong_with_the_card(on_card, half, tmp_path):
     done = on_card.run(*DOCTOR.split(), half, cwd=tmp_path, ends=None)
     rows = {row["name"]: (row["status"], row["value"]) for row in json.loads(done.out)["rows"]}
     assert rows.keys() - set(MEASURED) == {
@@ -227,9 +220,7 @@ SLACK = 1.25
 
 
 @pytest.mark.parametrize("names", [QUICK, slow([name for name in CASES if name not in QUICK])], ids=["quick", "others"])
-def test_numbers_are_those_of_the_cpu_with_few_waits_and_uploads_for_any_number_of_micro_batches(
-    on_card, names: list[str]
-) -> None:
+def test_numbers_are_those_of_the_cpu_with_few_waits_and_uploads_for_any_number_of_micro_batches(on_card, names):
     wrong, of_cases = [], on_card.found("card_updates:main", *names)
     assert [*of_cases] == [*names]
     for name, found in of_cases.items():

@@ -1,6 +1,5 @@
 """A server that scores, and rewards of this project that ask it."""
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ PATHS = {"http": "score", "judge": "v1/chat/completions"}
 
 
 @pytest.fixture
-def server() -> Iterator[ScriptedServer]:
+def server():
     with ScriptedServer() as running:
         yield running
 
 
 @pytest.fixture
-def asking(server: ScriptedServer) -> Callable[..., dict[str, Any]]:
+def asking(server):
     """Makes the `reward` section of http or judge: the shipped keys, with this server and quick retries."""
 
     def make(name: str, **keys: Any) -> dict[str, Any]:

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import random
 import re
 import time
 import unicodedata
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -23,10 +20,10 @@ from rlft.reward.format import Format, FormatMode
 from rlft.reward.length import Length
 from rlft.reward.math import Math
 from rlft.reward.workers.worker import Failure, Loaded, score
-from rlft.types import Group, UserError
+from rlft.types import UserError
 
 
-def keys(answer_in=AnswerIn.tag, tag="answer", pattern=None, which=Which.only) -> AnswerKeys:
+def keys(answer_in=AnswerIn.tag, tag="answer", pattern=None, which=Which.only):
     return AnswerKeys(answer_in=answer_in, tag=tag, pattern=pattern, which=which)
 
 
@@ -153,7 +150,7 @@ def test_a_long_answer_is_right_if_it_is_the_reference(reward):
 MARKS = "\u0300\u0301\u0302\u0303\u0308\u030a\u030c\u0323\u0327\u0328\u0309\u031b"
 
 
-def made_words(rng: random.Random) -> str:
+def made_words(rng):
     """Words of letters with one or two marks, of Latin, Greek, Cyrillic, kana and Hangul."""
     letters = [
         rng.choice("aeiouycnszEOUА") + "".join(rng.sample(MARKS, rng.randint(0, 2))) for _ in range(rng.randint(3, 8))
@@ -250,32 +247,32 @@ def test_a_reward_may_be_made_of_ones_scores_and_say_by_them_what_is_right():
 CITIES = [f"<answer>{text}</answer>" for text in ("Rome", "Roma", "Paris", "0.5", "1/2")]
 
 
-def several(group: Group, *others: str) -> Group:
+def several(group, *others):
     return replace(group, prompt=replace(group.prompt, other_answers=others))
 
 
 @each(("reward", "expected"), [(EXACT, [1, 1, 0, 1, 0]), (MATH, [1, 1, 0, 1, 1])])
-def test_each_of_several_answers_is_right(reward: AnswerKeys, expected: list[float]) -> None:
+def test_each_of_several_answers_is_right(reward, expected):
     """Of `choice` all of them are, together (test_choice.py)."""
     group = several(make_group(CITIES, "Rome"), "Roma", "0.5")
     assert reward(group) == expected
     assert reward(several(group)) == [1, 0, 0, 0, 0]
 
 
-def test_a_list_of_tests_in_the_answer_is_all_of_them() -> None:
+def test_a_list_of_tests_in_the_answer_is_all_of_them():
     prompt = several(make_group([], "assert add(1, 2) == 3"), "assert add(0, 0) == 0").prompt
     assert prompt_tests(prompt, None) == ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
 
 
 # -- the normal form of an answer: the same answer is the same text, whatever scored it and where ---------------------
-def read(reward: AnswerKeys, answers: list[str], reference: str, **metadata: object) -> list[tuple[float, str | None]]:
+def read(reward, answers, reference, **metadata):
     """(score, the answer that it read) for each of these answers."""
     group = make_group([f"<answer>{answer}</answer>" for answer in answers], answer=reference)
     group = replace(group, prompt=replace(group.prompt, metadata=metadata))
     return [(float(verdict), verdict.answer) for verdict in reward(group)]
 
 
-def numerals(rng: random.Random) -> Iterator[tuple[str, Fraction]]:
+def numerals(rng):
     """Plain numbers as they are written, with their values: few values, many forms."""
     for _ in range(400):
         whole, cents = rng.choice([0, 1, 7, 1000, 12345]), rng.choice(["", ".0", ".50", ".5", ".25"])
@@ -285,7 +282,7 @@ def numerals(rng: random.Random) -> Iterator[tuple[str, Fraction]]:
         yield f"{sign}{digits}{cents}", Fraction(f"{sign}{whole}{cents}")
 
 
-def test_numbers_have_one_form_if_and_only_if_they_are_equal() -> None:
+def test_numbers_have_one_form_if_and_only_if_they_are_equal():
     written = list(numerals(random.Random(1)))
     assert len({value for _, value in written}) > 20
     for reward in (EXACT, MATH):
@@ -298,7 +295,7 @@ def test_numbers_have_one_form_if_and_only_if_they_are_equal() -> None:
         assert EXACT.is_right(one, other) == (a == b)
 
 
-def test_mathematical_answers_have_one_form_in_any_notation() -> None:
+def test_mathematical_answers_have_one_form_in_any_notation():
     rng, forms = random.Random(3), {}
     around = ["{}", "${}$", r"\({}\)", "**{}**", r"\boxed{{{}}}", "{}.", " {} "]
     for _ in range(300):
@@ -330,13 +327,11 @@ def test_mathematical_answers_have_one_form_in_any_notation() -> None:
         ("Monday", ["monday", r"\text{Monday}", "Friday"], [(1.0, "monday"), (1.0, "monday"), (0.0, "friday")]),
     ],
 )
-def test_a_right_answer_has_the_form_of_its_reference_and_no_other_has(
-    reference: str, answers: list[str], expected: list[tuple[float, str | None]]
-) -> None:
+def test_a_right_answer_has_the_form_of_its_reference_and_no_other_has(reference, answers, expected):
     assert read(MATH, answers, reference) == expected
 
 
-def test_a_choice_is_its_letter_and_what_names_none_is_no_answer() -> None:
+def test_a_choice_is_its_letter_and_what_names_none_is_no_answer():
     answers = ["B", "(b)", "Paris", "**B) Paris**", "A", "Berlin", "B or A", ""]
     expected = [(1.0, "B")] * 4 + [(0.0, "A")] + [(0.0, None)] * 3
     assert read(CHOICE, answers, "Paris", choices=["Rome", "Paris"]) == expected
@@ -345,7 +340,7 @@ def test_a_choice_is_its_letter_and_what_names_none_is_no_answer() -> None:
     ]  # fmt: skip
 
 
-def test_a_reward_of_more_than_rightness_reads_the_same_answers() -> None:
+def test_a_reward_of_more_than_rightness_reads_the_same_answers():
     keys = {"right_at_0": 2.0, "right_at_max": 1.0, "wrong_at_0": -2.0, "wrong_at_max": -1.0, "exceeded": -9.0}
     cosine = Cosine(**TAGGED, numeric=True, ignore_case=False, max_tokens=10, **keys)
     found = read(cosine, ["18.0", "17", ""], "18")

@@ -7,7 +7,7 @@ GOOD = ToolCall(name="calculate", arguments="", answer="3")
 BAD = ToolCall(name="calculate", arguments="", answer="Error: no", failed=True, cause="malformed")
 
 
-def conversation(*turns: tuple[str, str, tuple[ToolCall, ...]]) -> Completion:
+def conversation(*turns):
     """Of (what is said, what is answered, its calls); a character is a token, and `|` stands where the turns meet."""
     text, mask, made = "", [], []
     for said, answer, calls in turns:
@@ -26,12 +26,12 @@ def conversation(*turns: tuple[str, str, tuple[ToolCall, ...]]) -> Completion:
     )
 
 
-def group(*completions: Completion) -> Group:
+def group(*completions):
     rollouts = tuple(Rollout(prompt=PROMPT, completion=each, policy_version=0) for each in completions)
     return Group(prompt=PROMPT, rollouts=rollouts)
 
 
-def test_a_turn_that_calls_is_a_step_scored_by_whether_all_its_calls_were_answered() -> None:
+def test_a_turn_that_calls_is_a_step_scored_by_whether_all_its_calls_were_answered():
     # "<a>" ends before character 3, "<b>" begins behind "|no|" and ends before 3 + 4 + 3 = 10.
     scored = Calls(max_turns=4)(
         group(
@@ -47,19 +47,19 @@ def test_a_turn_that_calls_is_a_step_scored_by_whether_all_its_calls_were_answer
     ]
 
 
-def test_further_turns_with_calls_are_no_steps() -> None:
+def test_further_turns_with_calls_are_no_steps():
     completion = conversation(("<a>", "no", (BAD,)), ("<b>", "3", (GOOD,)), ("<b>", "3", (GOOD,)))
     assert Calls(max_turns=1)(group(completion)) == [StepScores(values=(0.0,), ends=(3,))]
     assert Calls(max_turns=2)(group(completion)) == [StepScores(values=(0.0, 1.0), ends=(3, 10))]
 
 
-def test_an_answer_that_repeats_the_next_turn_is_passed_over() -> None:
+def test_an_answer_that_repeats_the_next_turn_is_passed_over():
     completion = conversation(("<a>", "try <b>!", (BAD,)), ("<b>", "3", (GOOD,)))
     # "<a>" is 3 characters, "|try <b>!|" 10, "<b>" 3.
     assert [end for _, end in turns_in_text(completion)] == [3, 16]
 
 
-def test_a_step_stands_at_the_last_token_of_its_turn() -> None:
+def test_a_step_stands_at_the_last_token_of_its_turn():
     completion = conversation(("<a>", "no", (BAD,)), ("<b>", "3", (GOOD,)), ("3", "", ()))
     groups = [group(completion)]
     steps = [Calls(max_turns=4)(groups[0])]

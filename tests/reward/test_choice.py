@@ -12,7 +12,7 @@ from rlft.tokens.options import letters, options_of
 CITIES = ["Rome", "Paris", "New York", "18"]
 
 
-def choice(**keys) -> Choice:
+def choice(**keys):
     return Choice(**{**TAGGED, "ignore_case": True, "choices_field": None, **keys})
 
 
@@ -116,7 +116,7 @@ SEVERAL = [", ", " and ", "; ", " ", " & ", "\n", ","]
 AROUND = ["{}", "[{}]", "**{}**", r"\boxed{{{}}}", "The answers are {}.", "Answer: {}", "Options {}"]
 
 
-def options(rng: random.Random, number: int | None = None) -> tuple[list[str], list[str], object]:
+def options(rng, number=None):
     """(labels, texts, the same in one of the shapes of data sets)."""
     kind = rng.choice(list(LABELS))
     number = number or rng.randint(2, 8)
@@ -139,7 +139,7 @@ def options(rng: random.Random, number: int | None = None) -> tuple[list[str], l
     return labels, texts, rng.choice(shapes)
 
 
-def scored(answer: str, references: list[str], value: object, **keys) -> float:
+def scored(answer, references, value, **keys):
     group = make_group([f"<answer>{answer}</answer>"], answer=references[0])
     prompt = replace(group.prompt, other_answers=tuple(references[1:]), metadata={"choices": value})
     [score] = choice(choices_field="choices", **keys)(replace(group, prompt=prompt))

@@ -1,7 +1,5 @@
 """Programs that earn their score, and programs that try to get it some other way."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -10,7 +10,7 @@ from rlft.types import FinishReason, UserError
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
 
-def cosine(**keys) -> Cosine:
+def cosine(**keys):
     values = {"right_at_0": 2.0, "right_at_max": 1.0, "wrong_at_0": -10.0, "wrong_at_max": 0.0, "exceeded": -12.0}
     return Cosine(**{**TAGGED, "numeric": True, "ignore_case": False, "max_tokens": 100, **values, **keys})
 

@@ -9,7 +9,7 @@ from rlft.reward.equations import Equations, equations
 from rlft.types import StepScores
 
 
-def reward(**keys) -> Equations:
+def reward(**keys):
     weights = {"equation_weight": 1.0, "answer_weight": 1.0, "max_equations": 16}
     return Equations(**{**TAGGED, **weights, **keys})
 

@@ -5,7 +5,7 @@ from reward_groups import TAGGED
 from rlft.reward.exact_match import ExactMatch, normal
 
 
-def exact_match(**keys) -> ExactMatch:
+def exact_match(**keys):
     return ExactMatch(**{**TAGGED, "numeric": True, "ignore_case": False, **keys})
 
 

@@ -25,7 +25,7 @@ TEXTS = {
 ENGLISH, GERMAN, CHINESE = TEXTS["en"], TEXTS["de"], TEXTS["zh"]
 
 
-def language(**keys) -> Language:
+def language(**keys):
     return Language(**{"target": "prompt", "window": 12, "min_words": 4, "too_little": 0.0, **keys})
 
 

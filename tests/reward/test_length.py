@@ -9,7 +9,7 @@ from rlft.reward.overlong import Overlong
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
 
-def length(**keys) -> Length:
+def length(**keys):
     numbers = {"mode": LengthMode.kimi, "target": None, "limit": None, "penalty": 0.001}
     return Length(**{**TAGGED, "numeric": True, "ignore_case": False, **numbers, **keys})
 

@@ -17,7 +17,7 @@ def no_haste(monkeypatch):
     monkeypatch.setattr(math, "MAX_SECONDS", 60.0)
 
 
-def math_reward(**keys) -> Math:
+def math_reward(**keys):
     return Math(**{**TAGGED, "unevaluated": False, "max_chars": 200, **keys})
 
 
@@ -83,7 +83,7 @@ GOLDS = [
 ]  # fmt: skip
 
 
-def written_otherwise(gold: str) -> list[str]:
+def written_otherwise(gold):
     """The same answer, as models write it."""
     around = [r"\(%s\)", r"\[%s\]", "$%s$", "$$ %s $$", r"\boxed{%s}", "**%s**", " %s.", r"\displaystyle %s"]
     changed = [
@@ -98,11 +98,11 @@ def written_otherwise(gold: str) -> list[str]:
     return [form % gold for form in around] + [form for form in changed if form != gold and "June20" not in form]
 
 
-def right(answer: str, reference: str) -> bool:
+def right(answer, reference):
     return compared(answer, reference, unevaluated=False, max_chars=200) is True
 
 
-def library(answer: str, reference: str) -> bool:
+def library(answer, reference):
     parsed, expected = (math_verify.parse(f"${text}$", parsing_timeout=None) for text in (answer, reference))
     return math_verify.verify(expected, parsed, timeout_seconds=None)
 

@@ -43,7 +43,7 @@ class Both:
         return Both(f"({self.unicode})", f"({self.latex})") if self.is_sum else self
 
 
-def atom(rng: random.Random) -> Both:
+def atom(rng):
     match rng.randrange(4):
         case 0:
             digits = str(rng.randint(2, 19))
@@ -58,7 +58,7 @@ def atom(rng: random.Random) -> Both:
             return Both(text, rf"\frac{{{a}}}{{{b}}}")
 
 
-def expression(rng: random.Random, depth: int) -> Both:
+def expression(rng, depth):
     if depth == 0:
         return atom(rng)
     part = expression(rng, depth - 1)
@@ -82,7 +82,7 @@ def test_an_expression_in_unicode_is_the_one_in_latex():
     assert differing == []
 
 
-def squeezed(text: str) -> str:
+def squeezed(text):
     return text.replace(" ", "")
 
 

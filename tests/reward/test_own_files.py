@@ -1,12 +1,9 @@
 """Rewards that no YAML declares: functions and classes in a file, or importable by their dotted names."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -42,7 +39,7 @@ SMALL = ["steps=1", "prompts_per_step=2", "group_size=2", "generation.max_tokens
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     package = f"own_{tmp_path.name}"
@@ -55,12 +52,12 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def composed(*words: str) -> dict[str, Any]:
+def composed(*words):
     parsed = parse(words)
     return compose(parsed.overrides, parsed.config_dir)["reward"]
 
 
-def test_rewards_of_files_and_packages_need_no_yaml(workplace: Path) -> None:
+def test_rewards_of_files_and_packages_need_no_yaml(workplace):
     package = f"own_{workplace.name}.reward"
     words = [
         f"reward=[reward.py:close,{package}.Mentions,'my qa/reward.py:short',exact_match]",
@@ -82,7 +79,7 @@ def test_rewards_of_files_and_packages_need_no_yaml(workplace: Path) -> None:
         "reward: []\nreward.close: {_target_: reward.py:close, weight: 1.0, tolerance: 0.25}\n",
     ],
 )
-def test_a_path_in_a_yaml_is_relative_to_it(text: str, workplace: Path) -> None:
+def test_a_path_in_a_yaml_is_relative_to_it(text, workplace):
     Path("my qa/run.yaml").write_text(text)
     Path("reward.py").unlink()
     rewards = composed("my qa/run.yaml")
@@ -108,17 +105,17 @@ def test_a_path_in_a_yaml_is_relative_to_it(text: str, workplace: Path) -> None:
         ("[reward.py:Mentions]", "reward.Mentions.word: is missing"),
     ],
 )
-def test_a_wrong_reward_is_refused(words: str, refusal: str, workplace: Path, capsys) -> None:
+def test_a_wrong_reward_is_refused(words, refusal, workplace, capsys):
     assert cli.run(["train", *shlex.split(f"reward={words}")]) == 2
     assert refusal in capsys.readouterr().err
 
 
-def test_a_keyword_is_shown_by_cfg(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_keyword_is_shown_by_cfg(workplace, capsys):
     assert cli.run(["train", "reward=[reward.py:close]", "reward.close.tolerance=0.25", "--cfg", "job"]) == 0
     assert "tolerance: 0.25" in capsys.readouterr().out
 
 
-def test_a_run_keeps_a_copy_and_resume_eval_and_audit_name_what_changed(workplace: Path, capsys, monkeypatch) -> None:
+def test_a_run_keeps_a_copy_and_resume_eval_and_audit_name_what_changed(workplace, capsys, monkeypatch):
     words = ["reward=['my qa/reward.py:close',exact_match]", "scoring.workers=1", "hydra.run.dir=run"]
     assert cli.run(["train", *words, *SMALL]) == 0, capsys.readouterr().err
     assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])["reward/close"] == 0.5
@@ -145,7 +142,7 @@ def test_a_run_keeps_a_copy_and_resume_eval_and_audit_name_what_changed(workplac
     assert f"there is no such file, got {workplace}/my qa/reward.py:close" in capsys.readouterr().err
 
 
-def test_a_sweep_over_lists_of_rewards_has_a_job_for_each(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_over_lists_of_rewards_has_a_job_for_each(workplace, capsys):
     words = ["reward=[reward.py:close],[exact_match,reward.py:short]", "hydra.sweep.dir=s", *SMALL]
     assert cli.run(["train", "-m", *words]) == 0, capsys.readouterr().err
     rewards = [list(yaml.safe_load(Path(f"s/{job}/config.yaml").read_text())["reward"]) for job in range(2)]

@@ -1,10 +1,7 @@
 """Numbers with units: a grammar of values, units and notations, whose meaning is known by construction."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
@@ -19,7 +16,7 @@ SEPARATORS = (",", r"\,", r"\;", r"\:", r"\ ", "~", "{,}", " ", "\u2009", "\u202
 TIMES = (r"\times", r" \times ", "*", " * ", "×", " × ", "·", "⋅", r"\cdot ", " x ", "x")
 
 
-def of_value(value: Fraction) -> list[str]:
+def of_value(value):
     """The ways to write a number."""
     sign = "-" * (value < 0)
     if value.denominator != 1:
@@ -37,14 +34,14 @@ def of_value(value: Fraction) -> list[str]:
     return [mark + form for form, mark in zip(forms, itertools.cycle(signs), strict=False)]
 
 
-def scientific(digits: str) -> list[str]:
+def scientific(digits):
     mantissa, exponent = f"{digits[0]}.{digits[1:].rstrip('0') or '0'}", len(digits) - 1
     powers = (f"10^{exponent}", f"10^{{{exponent}}}", f"10{str(exponent).translate(SUPERSCRIPTS)}", f"10**{exponent}")
     forms = [f"{mantissa}{times}{power}" for times in TIMES for power in powers]
     return [*forms, f"{mantissa}e{exponent}", f"{mantissa}E+{exponent}"]
 
 
-def around(text: str) -> list[str]:
+def around(text):
     return [
         text, f"${text}$", rf"\({text}\)", f"**{text}**", rf"\boxed{{{text}}}", f"{text}.", f" {text} ",
         f"x = {text}",
@@ -111,18 +108,18 @@ class Unit:
         return found
 
 
-def invented(rng: random.Random) -> str:
+def invented(rng):
     """A word that is in no dictionary."""
     return "".join(rng.choice("bdfglmnprt") + rng.choice("aiou") for _ in range(3)) + rng.choice("bdglmnrt")
 
 
-def spelled(name: str) -> list[str]:
+def spelled(name):
     if name in SPELLED:
         return SPELLED[name].split()
     return [name, PLURALS.get(name, f"{name}s"), PLURALS.get(name, f"{name}s").capitalize()]
 
 
-def units(rng: random.Random) -> list[Unit]:
+def units(rng):
     nouns = [*NOUNS, *(invented(rng) for _ in range(12))]
     lengths = ("meter", "centimeter", "kilometer", "inch", "foot", "mile")
     made = [Unit(((name, 1),), tuple(spelled(name))) for name in (*SPELLED, *nouns)]
@@ -158,7 +155,7 @@ VALUES = [
 ]
 
 
-def numbers() -> Iterator[tuple[str, str, bool]]:
+def numbers():
     """(answer, reference, whether they are equal): each notation of each value against each other value."""
     for value in VALUES:
         plain = str(value.numerator) if value.denominator == 1 else str(float(value))
@@ -169,7 +166,7 @@ def numbers() -> Iterator[tuple[str, str, bool]]:
                 yield form, str(other.numerator) if other.denominator == 1 else str(float(other)), False
 
 
-def with_units(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+def with_units(rng):
     known = units(rng)
     for value in ("18", "3", "1,000", "2.5"):
         behind = {each.factors: each.behind(value) for each in known}
@@ -184,7 +181,7 @@ def with_units(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
             yield f"{value} {rng.choice(MULTIPLIERS)} {rng.choice(unit.forms)}", value, False
 
 
-def money() -> Iterator[tuple[str, str, bool]]:
+def money():
     forms = {
         name: [form.format(value) for form in templates for value in ("3", "3.00")] for name, templates in MONEY.items()
     }
@@ -199,7 +196,7 @@ def money() -> Iterator[tuple[str, str, bool]]:
                 yield form, of_another, False
 
 
-def percentages() -> Iterator[tuple[str, str, bool]]:
+def percentages():
     forms = [
         "{}%", r"{}\%", "{} %", "{} percent", "{} per cent", "{} pct", r"{}\text{{ percent}}", "{}％", "{}٪",
         r"\SI{{{}}}{{\percent}}",
@@ -215,7 +212,7 @@ def percentages() -> Iterator[tuple[str, str, bool]]:
         yield form.format("18"), "18 dollars", False
 
 
-def compounds() -> Iterator[tuple[str, str, bool]]:
+def compounds():
     kinds = [("hour", "minute"), ("foot", "inch"), ("dollar", "cent"), ("apple", "marble"), ("year", "day")]
     for top, bottom in kinds:
         forms = [
@@ -231,7 +228,7 @@ def compounds() -> Iterator[tuple[str, str, bool]]:
             yield form.format(3, 30), form.format(3, 20), False
 
 
-def further_words() -> Iterator[tuple[str, str, bool]]:
+def further_words():
     """Words behind a number that change it or do not, and those that make another unit of the one behind them."""
     for value in ("18", "3", "1", "2.5"):
         for word in CHANGES:
@@ -253,7 +250,7 @@ def further_words() -> Iterator[tuple[str, str, bool]]:
             yield f"{value} {a}", f"{value} {b}", False
 
 
-def primes() -> Iterator[tuple[str, str, bool]]:
+def primes():
     """' is feet or minutes, and " is inches or seconds."""
     larger, smaller = ("feet", "ft", "minutes", "min"), ("inches", "in", "seconds", "s")
     for value, (mark, agree, differ) in itertools.product(("5", "7"), (("'", larger, smaller), ('"', smaller, larger))):
@@ -299,7 +296,7 @@ def test_every_notation_of_every_number_and_unit():
 DASHES = ("-", "–", "—", "‐", "‑", "−", "--", " - ", " – ")
 
 
-def computed(parts: list[int], sign: str) -> str | None:
+def computed(parts, sign):
     """What numbers between signs are if these are operators; None for a division by zero."""
     if sign == "-":
         return str(reduce(lambda a, b: a - b, parts))
@@ -309,7 +306,7 @@ def computed(parts: list[int], sign: str) -> str | None:
     return str(value.numerator) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def dates(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+def dates(rng):
     for _ in range(60):
         year, month, day = rng.randint(1900, 2099), rng.randint(1, 12), rng.randint(1, 28)
         for sign, parts in itertools.product("-/.", ([year, month, day], [day, month, year], [month, day, year])):
@@ -319,7 +316,7 @@ def dates(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
             yield other, text, other == text
 
 
-def times(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+def times(rng):
     for _ in range(60):
         hour, minute, second = rng.randint(1, 12), rng.randint(0, 59), rng.randint(0, 59)
         for parts in ([hour, minute], [hour, minute, second]):
@@ -337,7 +334,7 @@ def times(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
             yield f"{text} to 12:30", f"{text}–12:31", False
 
 
-def ranges(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+def ranges(rng):
     for _ in range(60):
         a, b = rng.randint(1, 3000), rng.randint(1, 3000)
         forms = [f"{a}{dash}{b}" for dash in DASHES] + [f"{a} to {b}", f"from {a} to {b}", f"between {a} and {b}"]
@@ -353,7 +350,7 @@ def ranges(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
             yield form, str(a - b), False
 
 
-def marked_ranges(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+def marked_ranges(rng):
     """Ranges with a sign, a unit or a currency at each number, or below 0."""
     for before, after in (("", "%"), ("", r"\%"), ("", " %"), (r"\$", ""), ("$", ""), ("€", ""), ("", "°"), ("", "m"),
                           ("", " km"), ("", " apples"), ("", r"^\circ")):  # fmt: skip
@@ -379,7 +376,7 @@ def marked_ranges(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
         yield f"-{a}-{b}", str(-a - b), False
 
 
-def linear(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+def linear(rng):
     """Expressions, which are no ISBN though they end in x."""
     for _ in range(40):
         a, b = rng.randint(1, 40), rng.randint(2, 40)
@@ -393,7 +390,7 @@ def linear(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
         yield code, code.replace("6", "7", 1), False
 
 
-def codes(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
+def codes(rng):
     """Versions, addresses, telephone numbers, ISBNs, ratios of three."""
     for sign, sizes in itertools.product(".-:/ ", ((1, 2, 3), (3, 3, 1, 1), (3, 1, 2, 6, 1), (1, 1, 1))):
         for _ in range(12):
@@ -409,7 +406,7 @@ def codes(rng: random.Random) -> Iterator[tuple[str, str, bool]]:
             yield from around_a_literal(rng, text, [area, first, last], "-")
 
 
-def around_a_literal(rng: random.Random, text: str, parts: list[int], sign: str) -> Iterator[tuple[str, str, bool]]:
+def around_a_literal(rng, text, parts, sign):
     """It is right as it is, wrong with another digit; its computed value is wrong, and it is wrong for that."""
     dashed = text.replace("-", rng.choice(DASHES[:6]))
     for form in (text, f"${text}$", f"{text}.", f"**{text}**", rf"\text{{{text}}}", dashed):

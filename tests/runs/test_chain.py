@@ -1,12 +1,8 @@
 """A line of the chain waits for the digests of its tensors, which a thread computes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ WAITS: dict[str, Callable[[Chain], None]] = {
 }
 
 
-def begun(folder: Path) -> Chain:
+def begun(folder):
     (folder / "config.yaml").write_text("seed: 0\n")
     chain = Chain(folder)
     chain.start(-1, {"data_fingerprint": "1"}, {"cpu": "x"})
@@ -30,14 +26,12 @@ def begun(folder: Path) -> Chain:
     return chain
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
+def lines(folder):
     return [json.loads(line) for line in (folder / CHAIN).read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_line_with_tensors_is_appended_by_what_follows_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_line_with_tensors_is_appended_by_what_follows_it(tmp_path, monkeypatch, name):
     may_go_on, of_each = threading.Event(), digest_of_each
     chain = begun(tmp_path)
     assert [line["step"] for line in lines(tmp_path)] == [0], "without tensors there is nothing to wait for"
@@ -53,9 +47,7 @@ def test_a_line_with_tensors_is_appended_by_what_follows_it(
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_fails_in_the_thread_is_raised_by_what_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_what_fails_in_the_thread_is_raised_by_what_follows(tmp_path, monkeypatch, name):
     chain = begun(tmp_path)
     monkeypatch.setattr("rlft.system.files.digest_of_tensors", lambda tensors: [][len(tensors)])
     chain.seal(1, tensors=TENSORS)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from rlft.system.disk import DiskError
 from rlft.types import UserError
 
 
-def made(step: int) -> Checkpoint:
+def made(step):
     """Two adapters with a tensor each, and a head beside one and one alone; other values at each step."""
     return Checkpoint(
         step=step,
@@ -32,15 +32,15 @@ def made(step: int) -> Checkpoint:
     )
 
 
-def names(root: Path) -> list[str]:
+def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def values(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
+def values(tensors):
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
-def newest(root: Path, *said: str) -> Checkpoint:
+def newest(root, *said):
     """The newest checkpoint that can be read, of which this is said."""
     told: list[str] = []
     loaded = checkpoint.load_newest(root, told.append)
@@ -144,7 +144,7 @@ def test_only_json_safetensors_and_a_manifest_that_sha256sum_checks_are_written(
 Change = Callable[[Path], object]
 
 
-def flipped(name: str) -> Change:
+def flipped(name):
     """Changes the last byte of this file of a checkpoint."""
 
     def change(folder: Path) -> None:
@@ -154,26 +154,26 @@ def flipped(name: str) -> Change:
     return change
 
 
-def lost(name: str) -> Change:
+def lost(name):
     return lambda folder: (folder / name).unlink()
 
 
-def manifest(content: bytes) -> Change:
+def manifest(content):
     return lambda folder: (folder / "MANIFEST").write_bytes(content)
 
 
-def cut(name: str, share: float) -> Change:
+def cut(name, share):
     return lambda folder: os.truncate(folder / name, int((folder / name).stat().st_size * share))
 
 
-def cut_between_lines(folder: Path) -> None:
+def cut_between_lines(folder):
     """And what it then does not list is damaged: nobody would look."""
     file = folder / "MANIFEST"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     (folder / "state.json").write_text('{"step": 4, "seed": 99}')
 
 
-def cut_between_lines_and_lost(folder: Path) -> None:
+def cut_between_lines_and_lost(folder):
     cut_between_lines(folder)
     (folder / "state.json").unlink()
 

@@ -1,13 +1,11 @@
 """Whatever happened to the files of a run: every command ends in one line at most, and other runs are still listed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +31,13 @@ FILES = [
 Change = Callable[[bytes], bytes]
 
 
-def without_its_end(content: bytes) -> bytes:
+def without_its_end(content):
     """Cut where a line ends: what is left is YAML."""
     lines = content.splitlines(keepends=True)
     return b"".join(lines[: len(lines) // 4])
 
 
-def with_values(**values: object) -> Change:
+def with_values(**values):
     """Replaces values of JSON; None takes one out."""
     changed = lambda content: {**json.loads(content), **values}  # noqa: E731
     return lambda content: json.dumps({k: v for k, v in changed(content).items() if v is not None}).encode()
@@ -55,7 +53,7 @@ DAMAGES: dict[str, Change | None] = {
 }
 
 
-def damage(file: Path, change: Change | None) -> None:
+def damage(file, change):
     if change is None:
         file.unlink()
         file.mkdir()
@@ -63,7 +61,7 @@ def damage(file: Path, change: Change | None) -> None:
         file.write_bytes(change(file.read_bytes()))
 
 
-def make_run(place: Path) -> None:
+def make_run(place):
     """A run of two steps as it is on disk, with one checkpoint."""
     place.mkdir(parents=True)
     plain = compose(["steps=2", "name=made", "data.size=16", "data.held_out_size=4"])
@@ -88,7 +86,7 @@ Parsed = tuple[Any, Exception | None]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parsed_once() -> Iterator[None]:
+def parsed_once():
     """Python's YAML parser takes a third of a second to give deep nesting up, and every command reads the same text."""
     seen: dict[bytes, Parsed] = {}
     parse = run_folder._load
@@ -110,7 +108,7 @@ def parsed_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     place = tmp_path_factory.mktemp("made")
     make_run(place / "runs" / "good")
     make_run(place / "runs" / "hurt")
@@ -118,7 +116,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workplace(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(made, tmp_path, monkeypatch):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -136,7 +134,7 @@ WHATEVER_HAPPENS = ("runs", "runs --json", "report runs")
 """Commands of many runs: the other run is still shown."""
 
 
-def ends_in_a_line(commands: Iterable[str], workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def ends_in_a_line(commands, workplace, capsys):
     """Runs these on the damaged run."""
     for typed in commands:
         before = {*Path("runs/hurt").rglob("*")}
@@ -154,7 +152,7 @@ QUICK = ("status.json", "metrics.jsonl", "rollouts/step_000002.jsonl", f"{SAVED}
 
 
 @pytest.mark.parametrize("name", [file if file in QUICK else slow(file) for file in FILES])
-def test_no_command_ends_in_a_traceback(name: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_ends_in_a_traceback(name, workplace, capsys):
     file = Path("runs/hurt") / name
     before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
     for number, change in enumerate(DAMAGES.values()):
@@ -179,9 +177,7 @@ def test_no_command_ends_in_a_traceback(name: str, workplace: Path, capsys: pyte
     ],
     ids=["cut", "without its end", "empty", "garbage", "nested", "other JSON", "a folder"],
 )
-def test_a_damaged_config_is_named(
-    change: Change | None, said: str, workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_config_is_named(change, said, workplace, capsys):
     damage(Path("runs/hurt/config.yaml"), change)
     assert cli.run(["resume", "runs/hurt"]) == 2
     told = capsys.readouterr().err
@@ -195,7 +191,7 @@ def test_a_damaged_config_is_named(
     assert "hurt" in capsys.readouterr().out
 
 
-def test_a_config_cut_at_any_line_is_refused_or_that_of_the_run(workplace: Path) -> None:
+def test_a_config_cut_at_any_line_is_refused_or_that_of_the_run(workplace):
     """Inside its origin, too: else a fingerprint would be gone, and with it the refusal of changed data."""
     file = Path("runs/hurt/config.yaml")
     lines = file.read_text().splitlines(keepends=True)
@@ -209,9 +205,7 @@ def test_a_config_cut_at_any_line_is_refused_or_that_of_the_run(workplace: Path)
     assert run_folder.whole_config(file.parent)["command"] == "train"
 
 
-def test_a_file_that_may_not_be_read_is_named(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_may_not_be_read_is_named(workplace, monkeypatch, capsys):
     opened = Path.open
 
     def refuse(self: Path, *args: object, **keys: object) -> object:
@@ -239,9 +233,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("typed", READERS)
-def test_every_reader_names_the_lines_that_are_damaged(
-    typed: str, workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_reader_names_the_lines_that_are_damaged(typed, workplace, capsys):
     for name in READERS[typed]:
         file = Path("runs/hurt") / name
         first, *others = file.read_bytes().splitlines(keepends=True)
@@ -252,7 +244,7 @@ def test_every_reader_names_the_lines_that_are_damaged(
     assert told == [f"runs/hurt/{name}: line 1 (step {step}) is damaged and left out" for name, step in steps.items()]
 
 
-def test_a_config_of_a_newer_version_is_named_as_such(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_of_a_newer_version_is_named_as_such(workplace, capsys):
     file = Path("runs/hurt/config.yaml")
     file.write_text(file.read_text().replace("format: 1\n", "format: 2\n"))
     said = "was written by a newer rlft (format 2, this one reads up to 1), got runs/hurt; update rlft"
@@ -265,9 +257,7 @@ def test_a_config_of_a_newer_version_is_named_as_such(workplace: Path, capsys: p
     assert row["reason"].startswith("config.yaml was written by ")
 
 
-def test_a_checkpoint_of_a_newer_version_is_named_and_not_passed_over(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_a_newer_version_is_named_and_not_passed_over(workplace, capsys):
     saved = Path("runs/hurt") / SAVED
     checkpoint.change_state(saved, {"format": 2})
     said = "its state.json was written by a newer rlft (format 2, this one reads up to 1), got runs/hurt/checkpoints"
@@ -294,9 +284,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_damaged_samples_are_refused_before_weights_are_loaded(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_samples_are_refused_before_weights_are_loaded(number, tmp_path, monkeypatch, capsys):
     name, change, said = REFUSED[number]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

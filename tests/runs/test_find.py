@@ -1,7 +1,5 @@
 """Runs and checkpoints by name, and notes about a run whose libraries or config.yaml have changed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache
@@ -25,7 +23,7 @@ MakeRun = Callable[..., Path]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
+def make_run(tmp_path, monkeypatch):
     """Makes a run's folder in a working directory of the test's own, and sets how long ago it was worked in."""
     monkeypatch.chdir(tmp_path)
 
@@ -45,18 +43,18 @@ def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
 
 
 @pytest.fixture
-def three(make_run: MakeRun) -> tuple[Path, Path, Path]:
+def three(make_run):
     """runs/first/a, the oldest, runs/first/b, the newest, and runs/second/c."""
     return make_run("runs/first/a", age=3), make_run("runs/first/b", age=1), make_run("runs/second/c", age=2)
 
 
-def said(name: str) -> tuple[Path, list[str]]:
+def said(name):
     """What `one_run` takes, and what it says."""
     lines: list[str] = []
     return one_run(name, "run", lines.append), lines
 
 
-def test_latest_is_the_run_that_was_worked_in_last_and_is_named(three: tuple[Path, ...]) -> None:
+def test_latest_is_the_run_that_was_worked_in_last_and_is_named(three):
     for name in ("report.html", "evaluations/step_000001.jsonl"):  # of an older run, which do not make it the latest
         (three[2] / name).parent.mkdir(exist_ok=True)
         (three[2] / name).touch()
@@ -69,7 +67,7 @@ def test_latest_is_the_run_that_was_worked_in_last_and_is_named(three: tuple[Pat
     assert said("latest") == (Path("latest"), []), "a folder that is called so goes first"
 
 
-def test_without_any_run_latest_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_run_latest_is_refused_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for write_other_yaml in (False, True):
         if write_other_yaml:  # not of a run
@@ -79,7 +77,7 @@ def test_without_any_run_latest_is_refused_with_what_to_do(tmp_path: Path, monke
             said("latest")
 
 
-def test_the_one_run_below_a_folder_is_taken_and_named_and_of_several_none(make_run: MakeRun) -> None:
+def test_the_one_run_below_a_folder_is_taken_and_named_and_of_several_none(make_run):
     make_run("runs/second/c", age=2)
     assert said("runs/second") == (Path("runs/second/c"), ["runs/second: runs/second/c, the only run there"])
     Path("empty").mkdir()
@@ -99,9 +97,7 @@ def test_the_one_run_below_a_folder_is_taken_and_named_and_of_several_none(make_
     ["eval run=", "chat run=", "chat ", "export out=out run=", "sample run=", "resume ", "resume run=", "watch ",
      "train resume=", "diff runs/second ", "plan lora.path=", "train lora.path=", "sample adapter="],
 )  # fmt: skip
-def test_every_command_of_one_run_refuses_several_and_an_unknown_latest(
-    words: str, three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_of_one_run_refuses_several_and_an_unknown_latest(words, three, capsys):
     assert cli.run(f"{words}runs/first".split()) == 2
     problem = "there are 2 runs in that folder, got runs/first; name one of them; the newest is runs/first/b, before"
     assert problem in capsys.readouterr().err
@@ -110,7 +106,7 @@ def test_every_command_of_one_run_refuses_several_and_an_unknown_latest(
     assert "yet, got latest; train one first" in capsys.readouterr().err
 
 
-def test_the_commands_that_only_read_take_latest(three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_that_only_read_take_latest(three, capsys):
     for words in (
         "watch latest",
         "report latest",
@@ -125,9 +121,7 @@ def test_the_commands_that_only_read_take_latest(three: tuple[Path, ...], capsys
     assert '"folder": "runs/first/b"' in printed.out
 
 
-def test_report_takes_all_runs_below_a_folder_and_names_those_without_metrics(
-    three: tuple[Path, ...], make_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_takes_all_runs_below_a_folder_and_names_those_without_metrics(three, make_run, capsys):
     make_run("runs/first/loading", age=0, metrics=False)
     for words in (["runs/first"], ["runs/first/loading", "runs/first/a", "runs/first/b"]):
         assert cli.run(["report", *words, "out=all.html"]) == 0
@@ -137,7 +131,7 @@ def test_report_takes_all_runs_below_a_folder_and_names_those_without_metrics(
     assert "the run has no metrics.jsonl" in capsys.readouterr().err
 
 
-def test_latest_names_an_adapter(three: tuple[Path, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_latest_names_an_adapter(three, capsys):
     saved = Checkpoint(step=1, adapters={"policy": {}}, adapter_config={}, optimizer={}, state={})
     folder = checkpoint.save(run_folder.checkpoints(three[1]), saved, keep=1)
     found = with_named_runs({"lora": {"path": "latest"}, "snapshot": {"reference": "base"}})
@@ -145,20 +139,20 @@ def test_latest_names_an_adapter(three: tuple[Path, ...], capsys: pytest.Capture
     assert capsys.readouterr().err == "latest: runs/first/b\n"
 
 
-def test_a_word_of_a_key_and_a_name_that_was_typed_are_what_they_were(three: tuple[Path, ...]) -> None:
+def test_a_word_of_a_key_and_a_name_that_was_typed_are_what_they_were(three):
     assert named_folder("runs", "runs", lambda text: None) == Path("runs")
     Path("runs/first").rename("base")
     assert folder_of("base", ("policy",), "snapshot.reference") == "base"
 
 
-def begun(folder: Path, **config: Any) -> Path:
+def begun(folder, **config):
     """A run without a checkpoint."""
     folder.mkdir()
     run_folder.write_config(folder, config, {})
     return folder
 
 
-def reached(run: Path, step: int, *roles: str) -> Path:
+def reached(run, step, *roles):
     """A checkpoint of the run with an adapter in each of these roles; `model` is a folder of its own kind."""
     saved = Checkpoint(
         step=step,
@@ -172,7 +166,7 @@ def reached(run: Path, step: int, *roles: str) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run of two checkpoints with policy and critic."""
     made = begun(tmp_path / "run")
     for step in (1, 2):
@@ -180,7 +174,7 @@ def run(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_run_is_its_newest_whole_checkpoints_role_and_a_checkpoint_its_own(run: Path) -> None:
+def test_a_run_is_its_newest_whole_checkpoints_role_and_a_checkpoint_its_own(run):
     newest, before = run / "checkpoints" / "step_000002", run / "checkpoints" / "step_000001"
     assert folder_of(str(run), ["policy"], "lora.path") == str(newest / "policy")
     assert folder_of(str(run), ["reward", "critic"], "critic.init") == str(newest / "critic")
@@ -189,7 +183,7 @@ def test_a_run_is_its_newest_whole_checkpoints_role_and_a_checkpoint_its_own(run
     assert folder_of(str(run), ["policy"], "lora.path") == str(before / "policy")
 
 
-def test_any_other_name_stays_as_it_is(run: Path, tmp_path: Path, tiny_path: Path) -> None:
+def test_any_other_name_stays_as_it_is(run, tmp_path, tiny_path):
     adapter = str(run / "checkpoints" / "step_000002" / "policy")
     (tmp_path / "config.yaml").touch()  # a model's folder that somebody keeps a config.yaml in
     (tmp_path / "config.json").touch()
@@ -198,7 +192,7 @@ def test_any_other_name_stays_as_it_is(run: Path, tmp_path: Path, tiny_path: Pat
     assert folder_of(str(tiny_path), ["model"], "model.path") == str(tiny_path)
 
 
-def test_the_first_role_that_is_there_is_taken_and_none_is_refused_with_what_there_is(tmp_path: Path) -> None:
+def test_the_first_role_that_is_there_is_taken_and_none_is_refused_with_what_there_is(tmp_path):
     run = begun(tmp_path / "run")
     with pytest.raises(UserError, match=r"^lora\.path: that run has no checkpoint, got .*run; let it reach one first"):
         folder_of(str(run), ["policy"], "lora.path")
@@ -211,7 +205,7 @@ def test_the_first_role_that_is_there_is_taken_and_none_is_refused_with_what_the
     assert folder_of(str(run), ("reward_taste",), "key") == str(newest / "reward_taste")
 
 
-def test_every_key_that_may_name_a_run_is_looked_at(run: Path) -> None:
+def test_every_key_that_may_name_a_run_is_looked_at(run):
     plain = {
         "command": "train",
         "lora": {"path": str(run), "rank": 4},
@@ -237,7 +231,7 @@ def test_every_key_that_may_name_a_run_is_looked_at(run: Path) -> None:
     assert with_named_runs(found) == found
 
 
-def test_a_reward_model_goes_on_from_a_reward_model_or_begins_as_a_policy(run: Path, tmp_path: Path) -> None:
+def test_a_reward_model_goes_on_from_a_reward_model_or_begins_as_a_policy(run, tmp_path):
     other = begun(tmp_path / "other", command="rm")
     newest = reached(other, 1, "reward")
     for path, expected in ((other, newest / "reward"), (run, run / "checkpoints" / "step_000002" / "policy")):
@@ -250,7 +244,7 @@ def composed() -> dict[str, Any]:
     return compose([])
 
 
-def begin(folder: Path, steps: int, origin: dict[str, object] | None = None) -> Path:
+def begin(folder, steps, origin=None):
     """A run that has made the chain of these steps."""
     folder.mkdir()
     run_folder.write_config(folder, composed(), {}, origin)
@@ -258,7 +252,7 @@ def begin(folder: Path, steps: int, origin: dict[str, object] | None = None) -> 
     return folder
 
 
-def add_steps(folder: Path, first: int, last: int) -> None:
+def add_steps(folder, first, last):
     chain = Chain(folder)
     chain.start(first - 1, {}, {})
     for step in range(first, last + 1):
@@ -266,7 +260,7 @@ def add_steps(folder: Path, first: int, last: int) -> None:
     chain.close()
 
 
-def test_any_change_of_its_config_by_hand_is_noted_until_a_step_is_made_with_it(tmp_path: Path) -> None:
+def test_any_change_of_its_config_by_hand_is_noted_until_a_step_is_made_with_it(tmp_path):
     run = begin(tmp_path / "run", 3)
     assert changes_since(run) == []
     config = run / "config.yaml"
@@ -283,7 +277,7 @@ def test_any_change_of_its_config_by_hand_is_noted_until_a_step_is_made_with_it(
     assert changes_since(tmp_path / "samples") == []
 
 
-def test_a_fork_has_a_config_of_its_own_from_its_first_step_on(tmp_path: Path) -> None:
+def test_a_fork_has_a_config_of_its_own_from_its_first_step_on(tmp_path):
     fork = begin(tmp_path / "fork", 3)
     run_folder.write_config(fork, compose(["seed=3"]), {}, {FORKED_FROM: {"step": 3}})
     assert changes_since(fork) == []
@@ -294,7 +288,7 @@ def test_a_fork_has_a_config_of_its_own_from_its_first_step_on(tmp_path: Path) -
 
 
 @each("package", [name for name in run_folder.PACKAGES if name in run_folder.versions(run_folder.PACKAGES)])
-def test_a_library_of_another_version_is_noted_and_another_build_is_not(package: str, tmp_path: Path) -> None:
+def test_a_library_of_another_version_is_noted_and_another_build_is_not(package, tmp_path):
     version = run_folder.versions([package])[package].split("+")[0]
     for name, origin in (("build", f"{version}+cu999"), ("older", "0.0.1")):
         run = begin(tmp_path / f"{package}_{name}", 1, {package: origin})

@@ -1,13 +1,9 @@
 """How long a run still takes, what it costs, and whether its held-out curve has gone flat."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -18,7 +14,7 @@ from rlft.types import UserError
 CHAINS = Path(__file__).parents[2] / "recipes" / "chains.json"
 
 
-def share_within(runs: Sequence[Sequence[float]], share_done: float) -> float:
+def share_within(runs, share_done):
     """The share of runs whose rest took as long as the interval says that was made at this share of its steps."""
     inside = 0
     for seconds in runs:
@@ -30,20 +26,20 @@ def share_within(runs: Sequence[Sequence[float]], share_done: float) -> float:
 
 
 @each("share_done", [0.1, 0.25, 0.5, 0.75, 0.9])
-def test_intervals_hold_seven_to_nine_tenths_of_the_recorded_runs(share_done: float) -> None:
+def test_intervals_hold_seven_to_nine_tenths_of_the_recorded_runs(share_done):
     # Runs of rlft on two machines beside other work, 28 or 40 steps each; a tenth of them is less than FIRST steps.
     runs = [run["seconds"] for run in json.loads(CHAINS.read_text())["runs"] if run["name"] != "trl_grpo"]
     assert len(runs) == 95
     assert 0.7 <= share_within(runs, share_done) <= 0.9
 
 
-def growing(random: Random, steps: int) -> list[float]:
+def growing(random, steps):
     """Completions become longer or shorter during the run, by a factor of e**0.4 as often as not."""
     factor = math.exp(random.gauss(0, 0.45))
     return [2 * factor ** (step / steps) * math.exp(random.gauss(0, 0.1)) for step in range(steps)]
 
 
-def beside_other_work(random: Random, steps: int) -> list[float]:
+def beside_other_work(random, steps):
     """Other programs come and go, and make a step 1.6 times as long."""
     busy, seconds = random.random() < 0.4, []
     for _ in range(steps):
@@ -52,12 +48,12 @@ def beside_other_work(random: Random, steps: int) -> list[float]:
     return seconds
 
 
-def heavy_tailed(random: Random, steps: int) -> list[float]:
+def heavy_tailed(random, steps):
     """Some steps have a much longer completion: the variance of their seconds is infinite."""
     return [1 + 0.3 * random.paretovariate(1.8) for _ in range(steps)]
 
 
-def with_pauses(random: Random, steps: int) -> list[float]:
+def with_pauses(random, steps):
     """In one step of 200 the machine does nothing for as long as 20 steps take."""
     return [math.exp(random.gauss(0, 0.1)) + 20 * (random.random() < 0.005) for _ in range(steps)]
 
@@ -66,15 +62,13 @@ def with_pauses(random: Random, steps: int) -> list[float]:
     ("make", "least", "most"),
     [(growing, 0.7, 0.9), (beside_other_work, 0.7, 0.9), (heavy_tailed, 0.9, 0.99), (with_pauses, 0.7, 0.99)],
 )
-def test_intervals_hold_for_trends_other_work_heavy_tails_and_pauses(
-    make: Callable[[Random, int], list[float]], least: float, most: float
-) -> None:
+def test_intervals_hold_for_trends_other_work_heavy_tails_and_pauses(make, least, most):
     random = Random(make.__name__)
     runs = [make(random, steps) for steps in (50, 100) for _ in range(400)]
     assert least <= share_within(runs, 0.1) <= most
 
 
-def test_of_steady_steps_the_interval_is_that_of_the_drift() -> None:
+def test_of_steady_steps_the_interval_is_that_of_the_drift():
     told = forecast([2.0] * 5, 45)
     # No noise, and no forecast of its own yet: the drift alone, sd DRIFT of the logarithm.
     ends = [90 * math.exp(side * Z * DRIFT) for side in (-1, 1)]
@@ -93,9 +87,7 @@ def test_of_steady_steps_the_interval_is_that_of_the_drift() -> None:
 CONFIG = {"eval": {"every": 4}, "checkpoint": {"every": 5}}
 
 
-def told_after(
-    steps: int, num_steps: int, config: dict[str, dict[str, int]], *, is_older: bool = False
-) -> float | None:
+def told_after(steps, num_steps, config, *, is_older=False):
     """Seconds left of a run with steps of 1 s, log of 0.5 s, evaluations of 10 s and checkpoints of 100 s.
 
     is_older: as by an rlft whose `time/step` did not count the others.
@@ -124,9 +116,7 @@ def told_after(
         (2, 2, {}, 0.0),
     ],
 )
-def test_evaluations_and_checkpoints_count_by_their_own_seconds(
-    steps: int, num_steps: int, config: dict[str, dict[str, int]], expected: float | None
-) -> None:
+def test_evaluations_and_checkpoints_count_by_their_own_seconds(steps, num_steps, config, expected):
     for is_older in (False, True):
         told = told_after(steps, num_steps, config, is_older=is_older)
         assert told == (None if expected is None else pytest.approx(expected))
@@ -141,7 +131,7 @@ NO_AMOUNTS = ("", "2.5", "/h", "-2/h", "1e3/h", "nan/h", "2,5/h", "2.5/d", "$2EU
               "9" * 400 + "/h", "٢/h")  # fmt: skip
 
 
-def test_a_price_is_an_amount_per_hour_in_any_currency() -> None:
+def test_a_price_is_an_amount_per_hour_in_any_currency():
     assert {text: read_price(text) for text in PRICES} == PRICES
     for text in (*NO_AMOUNTS, "0/h", "0.0EUR/h"):
         problem = "must be an amount per hour" if text in NO_AMOUNTS else "must be above 0"
@@ -151,7 +141,7 @@ def test_a_price_is_an_amount_per_hour_in_any_currency() -> None:
         assert str(caught.value) == told
 
 
-def test_what_is_left_what_was_paid_and_what_the_whole_costs() -> None:
+def test_what_is_left_what_was_paid_and_what_the_whole_costs():
     price = Price(3600.0, "EUR")  # a second is one
     assert str(price) == "3,600.00 EUR/h"
     assert price.so_far(10.5, None) == "10.50 EUR"
@@ -166,15 +156,15 @@ def test_what_is_left_what_was_paid_and_what_the_whole_costs() -> None:
 NOISE = (0.5, 0.51, 0.49, 0.5, 0.51, 0.49)
 
 
-def curve(values: Sequence[float], error: float = 0.05, every: int = 20) -> list[dict[str, Any]]:
+def curve(values, error=0.05, every=20):
     return [{"step": every * i, "accuracy": value, "accuracy_se": error} for i, value in enumerate(values)]
 
 
-def losses(values: tuple[float, ...]) -> list[dict[str, Any]]:
+def losses(values):
     return [{"step": 20 * i, "accuracy": None, "eval/loss": value} for i, value in enumerate(values)]
 
 
-def test_the_slope_its_error_and_the_bound_are_those_of_the_line() -> None:
+def test_the_slope_its_error_and_the_bound_are_those_of_the_line():
     # Steps 0, 10, .. 50, values 0 1 1 2 2 3 (tenths): the sum of (x - 25)(y - 1.5) is 95 tenths, that of (x - 25)**2 is
     # 1750, so the slope is 95/1750 tenths. About that line the squares sum up to 5.5 - 95**2/1750 (tenths**2).
     trend = trend_of(curve([0.0, 0.1, 0.1, 0.2, 0.2, 0.3], every=10))
@@ -202,12 +192,12 @@ def test_the_slope_its_error_and_the_bound_are_those_of_the_line() -> None:
         ([{"step": step} for step in range(9)], None),
     ],
 )
-def test_flat_is_what_brings_less_than_matters(lines: list[dict[str, Any]], expected: bool | None) -> None:
+def test_flat_is_what_brings_less_than_matters(lines, expected):
     trend = trend_of(lines)
     assert (None if trend is None else trend.is_flat) is expected
 
 
-def test_it_is_said_once() -> None:
+def test_it_is_said_once():
     lines = curve((*NOISE, 0.5, 0.51))
     assert [number for number in range(len(lines) + 1) if newly_flat(lines[:number])] == [6]
     # By hand: the sum of (x - 50)(y - 0.5) is -0.4, that of (x - 50)**2 is 7000, that of (y - 0.5)**2 is 0.0004.
@@ -215,7 +205,7 @@ def test_it_is_said_once() -> None:
     assert str(newly_flat(lines[:6])) == f"{told}it by at most 0.0190, and less than 0.0500 does not matter"
 
 
-def test_of_the_recorded_curves_only_those_that_never_rise_again_are_flat() -> None:
+def test_of_the_recorded_curves_only_those_that_never_rise_again_are_flat():
     flat = []
     for run in json.loads(CHAINS.read_text())["runs"]:
         errors = [math.sqrt(value * (1 - value) / 256) for value in run["accuracy"]]
@@ -231,7 +221,7 @@ def test_of_the_recorded_curves_only_those_that_never_rise_again_are_flat() -> N
     assert len(flat) == 8
 
 
-def test_a_slow_rise_is_seldom_taken_for_flat_and_a_plateau_is_found() -> None:
+def test_a_slow_rise_is_seldom_taken_for_flat_and_a_plateau_is_found():
     random = Random(0)
 
     def share(rise: float) -> float:

@@ -1,10 +1,7 @@
 """Forks of supervised runs, and which keys a checkpoint fits; forks of `rlft train` are seen in whole runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +21,12 @@ SFT = ("sft", *COMMON, *OFTEN, "demonstrations.path=embedded:arithmetic-demonstr
 RM = ("rm", *COMMON, *OFTEN, "preferences.path=embedded:arithmetic-preferences", "rankings_per_step=2")
 
 
-def checkpoint_of(run: Path, step: int) -> Path:
+def checkpoint_of(run, step):
     return run / "checkpoints" / f"step_{step:06d}"
 
 
 @pytest.mark.parametrize("words", [SFT, slow(RM)], ids=["sft", "rm"])
-def test_a_fork_of_a_supervised_run_does_what_the_run_did(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_fork_of_a_supervised_run_does_what_the_run_did(words, tmp_path):
     run, fork = tmp_path / "run", tmp_path / "fork"
     assert cli.run([*words, f"hydra.run.dir={run}"]) == 0
     assert cli.run(["resume", str(checkpoint_of(run, 2)), f"hydra.run.dir={fork}"]) == 0
@@ -49,7 +46,7 @@ MakeFork = Callable[..., tuple[Fork, dict[str, Any]]]
 
 
 @pytest.fixture
-def make_fork(tmp_path: Path) -> MakeFork:
+def make_fork(tmp_path):
     """Makes a run with a checkpoint of step 4, and gives its fork with the config that these changes make."""
 
     def make(*changes: str, begun_with: tuple[str, ...] = (), state: dict[str, Any] | None = None) -> Any:
@@ -81,13 +78,13 @@ FITS_NOT = {
 """{change: words that the run was begun with}."""
 
 
-def test_what_a_checkpoint_fits_may_change(make_fork: MakeFork) -> None:
+def test_what_a_checkpoint_fits_may_change(make_fork):
     fork, config = make_fork()
     for change in FITS:
         forks.check(fork, changed(config, [change], None), {"data_fingerprint": "a", "base_fingerprint": "b"}, 9)
 
 
-def test_what_a_checkpoint_does_not_fit_is_refused_by_its_key(make_fork: MakeFork) -> None:
+def test_what_a_checkpoint_does_not_fit_is_refused_by_its_key(make_fork):
     for change, begun_with in FITS_NOT.items():
         fork, config = make_fork(change, begun_with=begun_with)
         with pytest.raises(UserError, match="made with other values") as error:
@@ -95,7 +92,7 @@ def test_what_a_checkpoint_does_not_fit_is_refused_by_its_key(make_fork: MakeFor
         assert f"({change.partition('=')[0]}: " in error.value.problem
 
 
-def test_data_may_be_replaced_but_not_change_by_themselves_and_the_base_never(make_fork: MakeFork) -> None:
+def test_data_may_be_replaced_but_not_change_by_themselves_and_the_base_never(make_fork):
     fork, config = make_fork("data.size=64")
     other = {"data_fingerprint": "other", "base_fingerprint": "b"}
     forks.check(fork, config, other, 9)
@@ -108,9 +105,7 @@ def test_data_may_be_replaced_but_not_change_by_themselves_and_the_base_never(ma
 
 
 @pytest.mark.parametrize(("change", "kept"), [("algorithm.kl_coef=0.3", {}), ("trainer.lr=1", {"kl_coef": 0.9})])
-def test_a_coefficient_that_is_changed_is_not_what_a_controller_had_made_of_it(
-    change: str, kept: dict[str, float], make_fork: MakeFork, tmp_path: Path
-) -> None:
+def test_a_coefficient_that_is_changed_is_not_what_a_controller_had_made_of_it(change, kept, make_fork, tmp_path):
     fork, config = make_fork(change, state={"algorithm": {"kl_coef": 0.9}, "seed": 0})
     (tmp_path / "new").mkdir()
     forks.begin(fork, tmp_path / "new", config, {}, 9)
@@ -119,7 +114,7 @@ def test_a_coefficient_that_is_changed_is_not_what_a_controller_had_made_of_it(
     assert json.loads((copied / "state.json").read_text()) == {"algorithm": kept, "format": 1, "seed": 0, "step": 4}
 
 
-def test_a_folder_with_other_checkpoints_is_refused(make_fork: MakeFork, tmp_path: Path) -> None:
+def test_a_folder_with_other_checkpoints_is_refused(make_fork, tmp_path):
     fork, config = make_fork()
     theirs = tmp_path / "new" / "checkpoints" / "mine.txt"
     theirs.parent.mkdir(parents=True)

@@ -58,11 +58,11 @@ def test_a_line_without_its_newline_counts_as_torn_and_there_may_be_none(tmp_pat
 
 
 # -- damaged lines cost nothing but themselves, and are told with their numbers and steps ------------------------------
-def lines_of(*steps: int) -> list[bytes]:
+def lines_of(*steps):
     return [json.dumps({"step": step, "x": 0.5}).encode() + b"\n" for step in steps]
 
 
-def undamaged(raw: list[bytes]) -> tuple[list[int], str]:
+def undamaged(raw):
     lost: list[DamagedLines] = []
     steps = [line["step"] for _, line in complete_lines(raw, lost)]
     return steps, lost_text(Path("metrics.jsonl"), lost) if lost else ""
@@ -88,10 +88,10 @@ def undamaged(raw: list[bytes]) -> tuple[list[int], str]:
         ([*lines_of(1, 2), b'{"step": 3, "x": 0\xff5}\n', *lines_of(4, 5)], [1, 2, 4, 5], "line 3 (step 3) is"),
     ],
 )  # fmt: skip
-def test_what_is_lost_is_told_as_far_as_it_is_known(raw: list[bytes], steps: list[int], told: str) -> None:
+def test_what_is_lost_is_told_as_far_as_it_is_known(raw, steps, told):
     assert undamaged(raw) == (steps, f"metrics.jsonl: {told} damaged and left out" if told else "")
 
 
-def test_the_bytes_up_to_a_line_count_damaged_ones() -> None:
+def test_the_bytes_up_to_a_line_count_damaged_ones():
     raw = [*lines_of(1), b"\xff\n", *lines_of(3)]
     assert [end for end, _ in complete_lines(raw)] == [len(raw[0]), sum(map(len, raw))]

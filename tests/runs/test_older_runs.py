@@ -5,8 +5,6 @@ trainer.schedule=constant checkpoint.keep=1`, four rows a step, on the embedded 
 were then.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -14,7 +12,7 @@ import random
 import shutil
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -35,7 +33,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(request, tmp_path, monkeypatch):
     """A copy of the recorded run of this kind; the working directory is the one it is in."""
     kind = getattr(request, "param", "train")
     shutil.copytree(RECORDED / kind, tmp_path / "runs" / kind)
@@ -44,13 +42,13 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("run", ["train", "rm", *map(slow, ("ppo", "sft", "dpo"))], indirect=True)
-def test_a_recorded_run_is_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_run_is_resumed(run, capsys):
     assert cli.run(["resume", str(run), "steps=3", "model.device=cpu"]) == 0, capsys.readouterr().err
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
 
 
-def test_what_trained_it_resumes_it_as_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_trained_it_resumes_it_as_well(run, capsys):
     """The recipe is composed again, with the keys that are newer than the run."""
     small = ("prompts_per_step=2", "group_size=4", "eval.every=0", "lora.rank=1", "lora.target_modules=[q_proj]")
     words = ("+recipe=grpo_arithmetic", *small, "trainer.schedule=constant", "console=null", "checkpoint.every=1")
@@ -58,15 +56,13 @@ def test_what_trained_it_resumes_it_as_well(run: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("run", ["sample"], indirect=True)
-def test_recorded_samples_go_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_samples_go_on(run, capsys):
     assert cli.run(["resume", str(run), "num_prompts=6"]) == 0, capsys.readouterr().err
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert len({sample["prompt_id"] for sample in samples}) == 6
 
 
-def test_a_recorded_run_is_evaluated_exported_reported_and_talked_to(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_run_is_evaluated_exported_reported_and_talked_to(run, capsys, monkeypatch):
     assert cli.run(["eval", f"run={run}", "eval.num_samples=1", "eval.num_prompts=2"]) == 0
     assert cli.run(["export", f"run={run}", "out=exports/merged"]) == 0
     assert cli.run(["export", f"run={run}", "out=exports/adapter", "as=adapter"]) == 0
@@ -79,12 +75,12 @@ def test_a_recorded_run_is_evaluated_exported_reported_and_talked_to(
 
 
 @pytest.mark.parametrize("run", ["train", "ppo", "sft", "rm", "dpo"], indirect=True)
-def test_the_files_of_a_recorded_run_are_audited(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_of_a_recorded_run_are_audited(run, capsys):
     """Recomputed numbers depend on the processor."""
     assert cli.run(["audit", str(run), "recompute=0", "replay=0"]) == 0, capsys.readouterr().out
 
 
-def test_every_newer_key_says_what_older_runs_did() -> None:
+def test_every_newer_key_says_what_older_runs_did():
     """All keys of all commands, engines and components of rlft that 787aee2 did not have."""
     recorded = set((RECORDED / "keys.txt").read_text().split())
     newer = {key: before for key, before in all_keys() if key not in recorded}
@@ -101,14 +97,14 @@ OWN = {"_target_": "x.Y"}
     [({"screen": SCREEN, "jsonl": FILES}, CONSOLE, {}), ({"console": SCREEN}, CONSOLE, {}),
      ({"files": FILES, "mine": OWN}, None, {"mine": OWN}), ({}, None, {}), (None, None, {})],
 )  # fmt: skip
-def test_the_terminal_and_the_files_were_loggers(loggers: Any, console: Any, trackers: Any) -> None:
+def test_the_terminal_and_the_files_were_loggers(loggers, console, trackers):
     recorded = {"command": "rm"} if loggers is None else {"command": "rm", "logger": loggers}
     for config in (recorded, {"logger": trackers, "console": console}):  # the second is a run's of today
         read = run_folder.completed(config, commands.named("rm").root)
         assert (read["console"], read["logger"]) == (console, trackers)
 
 
-def all_keys() -> Iterator[tuple[str, Any]]:
+def all_keys():
     """(`<command or class>:<key>`, its value before it existed)."""
     for command in commands.OWN:
         yield from ((f"{command}:{key}", known.before) for key, known in keys_of(commands.named(command).root).items())
@@ -119,7 +115,7 @@ def all_keys() -> Iterator[tuple[str, Any]]:
             yield f"{cls.__module__}.{cls.__name__}:{field.name}", written_at(hints[field.name]).before
 
 
-def components() -> Iterator[type]:
+def components():
     """The dataclasses that `_target_` names in the YAML files of rlft."""
     for file in sorted(catalog.config_folder().rglob("*.yaml")):
         for target in targets(yaml.safe_load(file.read_text())):
@@ -128,7 +124,7 @@ def components() -> Iterator[type]:
                 yield cls
 
 
-def targets(value: Any) -> Iterator[str]:
+def targets(value):
     if isinstance(value, Mapping):
         yield from ([value["_target_"]] if isinstance(value.get("_target_"), str) else [])
     for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
@@ -136,7 +132,7 @@ def targets(value: Any) -> Iterator[str]:
 
 
 @each("number", range(300))
-def test_a_config_without_newer_keys_reads_as_one_with_the_values_from_before(number: int) -> None:
+def test_a_config_without_newer_keys_reads_as_one_with_the_values_from_before(number):
     """Random trees of sections, in which half of the keys are newer than the recorded config."""
     rng = random.Random(number)
     root, whole = made_section(rng, depth=3)
@@ -144,7 +140,7 @@ def test_a_config_without_newer_keys_reads_as_one_with_the_values_from_before(nu
     assert run_folder.completed(recorded, root) == whole
 
 
-def made_section(rng: random.Random, depth: int) -> tuple[type, dict[str, Any]]:
+def made_section(rng, depth):
     """A class of a section, and a config of it in which newer keys have the values from before they existed."""
     fields, values = [], {}
     for index in range(rng.randint(1, 4)):
@@ -159,7 +155,7 @@ def made_section(rng: random.Random, depth: int) -> tuple[type, dict[str, Any]]:
     return dataclasses.make_dataclass("Section", fields, kw_only=True), values
 
 
-def without_newer(rng: random.Random, cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def without_newer(rng, cls, values):
     """The config without some of its newer keys, and without sections that hold nothing else."""
     recorded = {}
     hints = get_type_hints(cls, include_extras=True)
@@ -173,7 +169,7 @@ def without_newer(rng: random.Random, cls: type, values: Mapping[str, Any]) -> d
     return recorded
 
 
-def test_components_and_engines_of_a_recorded_run_have_their_newer_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_components_and_engines_of_a_recorded_run_have_their_newer_keys(monkeypatch):
     made_up = types.ModuleType("rlft.made_up")
     made_up.Reward = dataclasses.make_dataclass(  # type: ignore[attr-defined]
         "Reward", [("old", int), ("new", Annotated[bool | None, Key(before=None)])], kw_only=True
@@ -191,7 +187,7 @@ def test_components_and_engines_of_a_recorded_run_have_their_newer_keys(monkeypa
     assert read["generation"] == {**config["generation"], "lately": {"size": 7}}
 
 
-def test_a_policy_that_was_merged_into_a_shared_base_is_a_copy_now_and_a_resume_keeps_what_was_recorded() -> None:
+def test_a_policy_that_was_merged_into_a_shared_base_is_a_copy_now_and_a_resume_keeps_what_was_recorded():
     config = run_folder.read(RECORDED / "train")
     config["generation"]["vllm"] |= {"weights": "merged", "share_base": True}
     read = run_folder.completed(config, commands.named("train").root)["generation"]["vllm"]
@@ -202,7 +198,7 @@ def test_a_policy_that_was_merged_into_a_shared_base_is_a_copy_now_and_a_resume_
     assert kept == {"vllm": {"weights": "adapter", "share_base": "auto"}, "engine": "vllm"}
 
 
-def test_older_rounded_weights_are_what_they_were_and_of_a_whole_model_they_were_not_rounded() -> None:
+def test_older_rounded_weights_are_what_they_were_and_of_a_whole_model_they_were_not_rounded():
     for lora, weights in (({"rank": 4}, "adapted_bfloat16"), (None, "merged")):
         config = run_folder.read(RECORDED / "train") | {"lora": lora}
         del config["generation"]["drafts"]
@@ -211,6 +207,6 @@ def test_older_rounded_weights_are_what_they_were_and_of_a_whole_model_they_were
         assert read["weights"] == weights
 
 
-def write_keys() -> None:
+def write_keys():
     """Wrote keys.txt, at 787aee2."""
     (RECORDED / "keys.txt").write_text("".join(f"{key}\n" for key, _ in all_keys()))

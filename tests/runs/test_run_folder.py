@@ -1,14 +1,11 @@
 """A run's folder: how its config.yaml is read, folders that have moved, stages of pipelines, and changed lengths."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,7 @@ from rlft.runs.run_folder import CONFIG, path_keys
 @pytest.mark.parametrize(
     "content", [slow("[" * 100_000), slow("a: " + "{" * 50_000), "a:\n" + " -" * 50_000, "? " * 50_000]
 )
-def test_what_is_nested_too_deeply_is_damage_and_no_crash(content: str, tmp_path: Path) -> None:
+def test_what_is_nested_too_deeply_is_damage_and_no_crash(content, tmp_path):
     """libyaml's loader overflows the stack there, so this is asked in a process of its own."""
     (tmp_path / CONFIG).write_text(content)
     asked = "import sys; from pathlib import Path; from rlft.runs.run_folder import whole_config\n"
@@ -41,12 +38,12 @@ SAMPLED = ("num_prompts=2", "n=4", "data.size=16", "data.held_out_size=4", "prom
 FIRST = "1-sft"
 
 
-def run_in(folder: str, *words: str) -> int:
+def run_in(folder, *words):
     return cli.run([*words, f"hydra.run.dir={folder}"])
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """A folder with `work/pipe`: a pipeline of four stages, named by paths relative to `work`; data beside it."""
     root = tmp_path_factory.mktemp("built")
     work = root / "work"
@@ -72,7 +69,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def moved(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def moved(built, tmp_path, monkeypatch):
     """The pipeline under another name in another place, its old place gone; the working directory is elsewhere, too."""
     shutil.copytree(built / "work" / "pipe", tmp_path / "elsewhere" / "renamed")
     shutil.copyfile(built / "work" / "data.jsonl", tmp_path / "elsewhere" / "data.jsonl")
@@ -83,7 +80,7 @@ def moved(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.slow
-def test_every_stage_of_a_moved_pipeline_works(moved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_stage_of_a_moved_pipeline_works(moved, capsys):
     assert cli.run(["resume", str(moved / "4-train"), "steps=3"]) == 0
     assert cli.run(["eval", f"run={moved / '4-train'}"]) == 0
     assert cli.run(["sample", f"run={moved / '4-train'}", "num_prompts=1", "n=2", "hydra.run.dir=sampled"]) == 0
@@ -100,7 +97,7 @@ def test_every_stage_of_a_moved_pipeline_works(moved: Path, capsys: pytest.Captu
     assert cli.run(["resume", "again/renamed/3-rm", "steps=3"]) == 0
 
 
-def test_what_a_stage_was_made_from_is_still_compared(moved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_stage_was_made_from_is_still_compared(moved, capsys):
     weights = moved / FIRST / "checkpoints" / "step_000001" / "policy" / "adapter_model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -110,9 +107,7 @@ def test_what_a_stage_was_made_from_is_still_compared(moved: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_runs_are_used_from_their_own_folder_and_from_beside_it(
-    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_used_from_their_own_folder_and_from_beside_it(built, tmp_path, monkeypatch, capsys):
     shutil.copytree(built / "work", tmp_path / "work")
     run = tmp_path / "work" / "pipe" / "4-train"
     monkeypatch.chdir(run)
@@ -125,9 +120,7 @@ def test_runs_are_used_from_their_own_folder_and_from_beside_it(
     assert cli.run(["export", "run=.", f"out={tmp_path / 'out'}", "as=adapter"]) == 0
 
 
-def test_a_pipeline_that_is_repeated_after_it_was_moved_goes_on_where_it_was_and_leaves_what_is_finished(
-    moved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_that_is_repeated_after_it_was_moved_goes_on_where_it_was_and_leaves_what_is_finished(moved, capsys):
     words = ["sample", *SAMPLED, "resume=auto", f"hydra.run.dir={moved / '2-sample'}"]
     before = contents(moved)
     for name in (str(moved), str(moved.resolve())):
@@ -142,7 +135,7 @@ def test_a_pipeline_that_is_repeated_after_it_was_moved_goes_on_where_it_was_and
     assert again.replace(str(moved).encode(), b"pipe") == before["2-sample/samples.jsonl"], "but for their model's path"
 
 
-def test_a_path_that_was_changed_by_hand_is_what_it_was_changed_to(built: Path, tmp_path: Path) -> None:
+def test_a_path_that_was_changed_by_hand_is_what_it_was_changed_to(built, tmp_path):
     shutil.copytree(built / "work" / "pipe", tmp_path / "pipe")
     file = tmp_path / "pipe" / "4-train" / "config.yaml"
     file.write_text(file.read_text().replace("path: data.jsonl", "path: mine.jsonl"))
@@ -164,7 +157,7 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def done(tmp_path_factory):
     """Gives the folder of a run of this command, of three steps or of four prompts."""
     folder = tmp_path_factory.mktemp("runs")
 
@@ -177,9 +170,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("command", ["train", slow("sft"), slow("rm")])
-def test_fewer_steps_than_the_run_has_done_are_refused_with_where_it_stands_and_what_is_possible(
-    done: Callable[[str], Path], command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fewer_steps_than_the_run_has_done_are_refused_with_where_it_stands_and_what_is_possible(done, command, capsys):
     folder = done(command)
     before = contents(folder)
     for steps in (1, 2):
@@ -200,9 +191,7 @@ def test_fewer_steps_than_the_run_has_done_are_refused_with_where_it_stands_and_
     assert asked.stdout == "2 False\n", asked.stderr
 
 
-def test_fewer_prompts_than_are_sampled_are_refused(
-    done: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fewer_prompts_than_are_sampled_are_refused(done, capsys):
     folder = done("sample")
     before = contents(folder)
     assert cli.run(["resume", str(folder), "num_prompts=2"]) == 2
@@ -212,9 +201,7 @@ def test_fewer_prompts_than_are_sampled_are_refused(
     assert contents(folder) == before
 
 
-def test_more_prompts_go_on_as_if_they_had_been_asked_for_at_once_but_not_after_a_cut_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_prompts_go_on_as_if_they_had_been_asked_for_at_once_but_not_after_a_cut_step(tmp_path, capsys):
     for name, number in {"more": 2, "once": 6, "cut": 3}.items():
         assert run_in(str(tmp_path / name), *SAMPLE, f"num_prompts={number}") == 0
     assert cli.run(["resume", str(tmp_path / "more"), "num_prompts=6"]) == 0

@@ -1,7 +1,5 @@
 """How a run stands: said by itself while it lives, and seen from the lock when it could say nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import signal
@@ -27,7 +25,7 @@ with run_folder.held(folder), run_status.recording_status(folder, 3):
 """
 
 
-def test_it_is_running_inside_and_finished_or_interrupted_afterwards(tmp_path: Path) -> None:
+def test_it_is_running_inside_and_finished_or_interrupted_afterwards(tmp_path):
     for interrupted, status in ((False, Status.finished), (True, Status.interrupted)):
         with run_folder.held(tmp_path), run_status.recording_status(tmp_path, 3) as ending:
             assert run_status.read(tmp_path) == (Status.running, "")
@@ -43,13 +41,13 @@ def test_it_is_running_inside_and_finished_or_interrupted_afterwards(tmp_path: P
         (ValueError(), (Status.stopped, "ValueError")),
     ],
 )
-def test_what_ended_it_is_told_and_goes_on(error: BaseException, expected: tuple[Status, str], tmp_path: Path) -> None:
+def test_what_ended_it_is_told_and_goes_on(error, expected, tmp_path):
     with pytest.raises(type(error)), run_status.recording_status(tmp_path, 3):
         raise error
     assert run_status.read(tmp_path) == expected
 
 
-def test_one_that_was_killed_is_known_by_its_lock(tmp_path: Path) -> None:
+def test_one_that_was_killed_is_known_by_its_lock(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -71,9 +69,7 @@ DAMAGED = (Status.unknown, "status.json is damaged")
         *((text, DAMAGED) for text in ("", "[]", '{"status": "asleep"}', '{"reason": "x"}', '{"status": "fin')),
     ],
 )
-def test_what_says_nothing_is_told_apart_from_what_is_damaged(
-    text: str | None, expected: tuple[Status, str], tmp_path: Path
-) -> None:
+def test_what_says_nothing_is_told_apart_from_what_is_damaged(text, expected, tmp_path):
     if text is not None:
         (tmp_path / run_status.FILE).write_text(text)
     assert run_status.read(tmp_path) == expected
@@ -81,7 +77,7 @@ def test_what_says_nothing_is_told_apart_from_what_is_damaged(
         assert run_status.read(tmp_path)[0] is Status.running
 
 
-def test_a_full_disk_has_room_for_why_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_has_room_for_why_it_stopped(tmp_path, monkeypatch):
     """The file is as large as it has to be before the disk is full, and is written in place."""
     reason = "the disk is full: " + "x" * 800
 
@@ -100,9 +96,7 @@ def test_a_full_disk_has_room_for_why_it_stopped(tmp_path: Path, monkeypatch: py
         pass  # nothing to write in place of
 
 
-def test_without_locks_a_run_goes_on_and_says_what_cannot_be_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_locks_a_run_goes_on_and_says_what_cannot_be_known(tmp_path, monkeypatch, capsys):
     for code in UNSUPPORTED:
 
         def refuse(*args: object, code: int = code) -> None:

@@ -1,7 +1,5 @@
 """From a config back to the words that compose it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -18,7 +16,7 @@ MORE += ["lora.target_modules=[q_proj,v_proj]", "token_budget=512", "name=mine",
 
 
 @pytest.mark.parametrize(("command", "recipe"), random.Random(0).sample(RECIPES, 12))
-def test_the_words_of_a_config_compose_it_again(command: str, recipe: str) -> None:
+def test_the_words_of_a_config_compose_it_again(command, recipe):
     chosen = random.Random(recipe).sample(MORE, 3)
     chosen = [word for word in chosen if not (word.startswith("lora.") and "lora=null" in chosen)]
     plain = compose([f"+recipe={recipe}", *chosen], None, command, requires=False)
@@ -31,7 +29,7 @@ TEXTS = ["{question} Answer:", "Think: then say: x", "[INST] be brief", "Let's: 
 TEXTS += ["".join(random.Random(i).choices("a {}[]:'\"\\,=#%&*!|>?@`~-1", k=1 + i % 12)) for i in range(60)]
 
 
-def test_a_text_of_any_characters_is_composed_again() -> None:
+def test_a_text_of_any_characters_is_composed_again():
     plain = compose(["data=jsonl", "data.path=a.jsonl"])
     for text in TEXTS:
         changed = plain | {"data": plain["data"] | {"system_prompt": text}}
@@ -40,7 +38,7 @@ def test_a_text_of_any_characters_is_composed_again() -> None:
         assert compose(words)["data"]["system_prompt"] == text, (text, words)
 
 
-def test_a_recipes_words_begin_with_it_and_other_choices_are_named() -> None:
+def test_a_recipes_words_begin_with_it_and_other_choices_are_named():
     assert words_of(compose(["+recipe=grpo_arithmetic"]), "train") == ["+recipe=grpo_arithmetic"]
     plain = compose(["algorithm=gspo", "reward=[exact_match]", "data=jsonl", "data.path=a.jsonl", "steps=5"])
     words = ["algorithm=gspo", "data=jsonl", "reward=[exact_match]", "data.path=a.jsonl", "steps=5"]
@@ -52,16 +50,14 @@ def test_a_recipes_words_begin_with_it_and_other_choices_are_named() -> None:
 
 
 @pytest.mark.parametrize("folder", sorted((Path(__file__).parent / "recorded").glob("*/")), ids=lambda f: f.name)
-def test_a_recorded_run_has_changed_no_key_that_says_nothing(folder: Path) -> None:
+def test_a_recorded_run_has_changed_no_key_that_says_nothing(folder):
     plain = {key: value for key, value in run_folder.read(folder).items() if key != run_folder.ORIGIN}
     command = plain["command"]
     assert {} not in (now for now, _ in changed_keys(plain, command).values())
     assert words_of(plain, command) is not None, "a command that repeats it"
 
 
-def test_a_reward_in_a_file_of_ones_own_is_named_and_one_that_is_gone_gives_no_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_in_a_file_of_ones_own_is_named_and_one_that_is_gone_gives_no_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def close(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
     plain = compose(["reward=[exact_match,mine.py:close]", "reward.close.weight=0.5"])

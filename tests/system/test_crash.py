@@ -1,7 +1,5 @@
 """An error that nobody foresaw: one line, exit code 1, its traceback in a file, and the run says that it stopped."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys
@@ -15,7 +13,6 @@ import pytest
 
 from rlft import cli
 from rlft.config import command as commands
-from rlft.config.command import Command
 from rlft.config.resolved import Resolved
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_status
@@ -30,7 +27,7 @@ class ThreeSteps(Plan):
     num_steps = 3
 
 
-def that_raises(command: Command, make_error: Callable[[], BaseException]) -> Command:
+def that_raises(command, make_error):
     """The command without a model: planned at once, it raises as soon as it begins."""
 
     def make_plan(resolved: Resolved) -> Any:
@@ -44,7 +41,7 @@ def that_raises(command: Command, make_error: Callable[[], BaseException]) -> Co
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callable[[], BaseException]], None]:
+def failing(monkeypatch, tmp_path):
     """Has the run of every command raise this; temporary files lie in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["rlft", "train", "seed=1"])
@@ -64,7 +61,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Callab
 Failing = Callable[[Callable[[], BaseException]], None]
 
 
-def test_a_run_tells_it_in_a_line_and_keeps_the_traceback(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_tells_it_in_a_line_and_keeps_the_traceback(failing, capsys):
     failing(lambda: ValueError("first line\nsecond line"))
 
     assert cli.run(["train", "hydra.run.dir=here"]) == 1
@@ -78,7 +75,7 @@ def test_a_run_tells_it_in_a_line_and_keeps_the_traceback(failing: Failing, caps
     assert run_status.read(Path("here")) == (Status.stopped, line)
 
 
-def test_a_second_start_keeps_what_the_first_left(failing: Failing) -> None:
+def test_a_second_start_keeps_what_the_first_left(failing):
     for number in range(2):
         failing(lambda: KeyError(f"error {number}"))  # noqa: B023  # raised before the next one
         cli.run(["train", "hydra.run.dir=here", "resume=auto"])
@@ -103,9 +100,8 @@ TOLD: list[tuple[str, Callable[[], BaseException], int, str, str]] = [
 
 @pytest.mark.parametrize(("words", "make_error", "code", "begins", "ends"), TOLD, ids=["system", "disk", "own words"])
 def test_errors_of_the_system_say_what_to_look_at_and_some_explain_themselves(
-    words: str, make_error: Callable[[], BaseException], code: int, begins: str, ends: str, failing: Failing,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    words, make_error, code, begins, ends, failing, capsys
+):
     failing(make_error)
     assert cli.run([*words.split(), "hydra.run.dir=here"]) == code
     told = capsys.readouterr().err
@@ -116,7 +112,7 @@ def test_errors_of_the_system_say_what_to_look_at_and_some_explain_themselves(
         assert run_status.read(Path("here")) == (Status.stopped, told.strip().removeprefix("rlft: stopped: "))
 
 
-def test_each_job_of_a_sweep_keeps_its_own(failing: Failing, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_job_of_a_sweep_keeps_its_own(failing, capsys):
     failing(lambda: ZeroDivisionError("by zero"))
 
     assert cli.run(["train", "-m", "seed=1,2", "hydra.sweep.dir=swept"]) == 1
@@ -153,9 +149,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("typed", COMMANDS)
-def test_where_no_run_has_begun_the_traceback_is_among_the_temporary_files(
-    typed: str, failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_no_run_has_begun_the_traceback_is_among_the_temporary_files(typed, failing, monkeypatch, capsys):
     def broken(*args: object, **keys: object) -> None:
         raise AssertionError
 
@@ -169,9 +163,7 @@ def test_where_no_run_has_begun_the_traceback_is_among_the_temporary_files(
     assert "in broken\n" in file.read_text()
 
 
-def test_where_nothing_can_be_written_the_traceback_is_printed(
-    failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_where_nothing_can_be_written_the_traceback_is_printed(failing, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(crash.tempfile, "tempdir", str(tmp_path / "gone"))
     Path("here/error.txt").mkdir(parents=True)  # a folder in the file's place
     failing(lambda: ValueError("x"))
@@ -184,9 +176,7 @@ def test_where_nothing_can_be_written_the_traceback_is_printed(
 
 
 @pytest.mark.parametrize(("value", "printed"), [("1", True), ("0", False), ("", False)])
-def test_tracebacks_are_printed_for_who_wants_them(
-    value: str, printed: bool, failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tracebacks_are_printed_for_who_wants_them(value, printed, failing, monkeypatch, capsys):
     monkeypatch.setenv(crash.DEBUG, value)
     failing(lambda: ValueError("x"))
     assert cli.run(["train", "hydra.run.dir=here"]) == 1
@@ -196,16 +186,14 @@ def test_tracebacks_are_printed_for_who_wants_them(
     assert ("rlft.types.UserError: sead: " in told) is printed
 
 
-def test_words_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_are_no_text_are_refused(capsys):
     assert cli.run(["train", "data.system_prompt=\udcff"]) == 2
     assert capsys.readouterr().err == "rlft: data.system_prompt: is not UTF-8 text, got '\\udcff'; type it in UTF-8\n"
     assert cli.run(["eval", "\udcff"]) == 2
     assert capsys.readouterr().err == "rlft: command line: is not UTF-8 text, got '\\udcff'; type it in UTF-8\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch, capsys):
     def broken(*args: object) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
@@ -215,7 +203,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(
     assert capsys.readouterr().err == ""
 
 
-def test_the_status_stays_one_line_of_json(failing: Failing) -> None:
+def test_the_status_stays_one_line_of_json(failing):
     failing(lambda: ValueError("\ud800\n" * 1000))
     assert cli.run(["train", "hydra.run.dir=here"]) == 1
     reason = json.loads(Path("here/status.json").read_text())["reason"]

@@ -1,9 +1,6 @@
 """What devices can do, of kinds that are not here."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -130,7 +127,7 @@ def test_random_numbers_of_the_host_and_of_one_device_are_forked(monkeypatch, re
 
 
 @pytest.mark.parametrize("copies", [copied, on_host])
-def test_copies_are_equal_apart_and_made_by_as_many_operations_for_any_number_of_tensors(copies) -> None:
+def test_copies_are_equal_apart_and_made_by_as_many_operations_for_any_number_of_tensors(copies):
     dice = torch.Generator().manual_seed(0)
     whole = torch.randn(6, 8, generator=dice, requires_grad=True)
     tensors = {f"half {i}": whole[i] for i in range(6)} | {
@@ -154,7 +151,7 @@ def test_copies_are_equal_apart_and_made_by_as_many_operations_for_any_number_of
     assert copies({}) == {}
 
 
-def test_a_copy_on_the_host_is_brought_there_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_on_the_host_is_brought_there_in_buckets(monkeypatch):
     monkeypatch.setattr(devices, "BUCKET", 40)
     tensors = {"long": torch.arange(27.0), "short": torch.arange(3.0), "bytes": torch.arange(50, dtype=torch.uint8)}
     made = on_host(tensors)
@@ -162,7 +159,7 @@ def test_a_copy_on_the_host_is_brought_there_in_buckets(monkeypatch: pytest.Monk
     assert launched(lambda: on_host(tensors))["cat"] == 5  # 30 numbers of 4 bytes in three, 50 of one byte in two
 
 
-def test_tensors_of_several_kinds_are_copied_each_into_its_own() -> None:
+def test_tensors_of_several_kinds_are_copied_each_into_its_own():
     dice = torch.Generator().manual_seed(0)
     sources = [torch.randn(2, 3, generator=dice).to(dtype) for dtype in (torch.float32, torch.bfloat16) * 3]
     targets = [torch.zeros(2, 3, dtype=dtype) for dtype in (torch.bfloat16,) * 4 + (torch.float32,) * 2]
@@ -173,7 +170,7 @@ def test_tensors_of_several_kinds_are_copied_each_into_its_own() -> None:
         copy_each(targets, sources[1:])
 
 
-def test_what_is_written_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_counts_as_changed(monkeypatch):
     """On a GPU torch's kernels for lists count no versions, by which copies of adapters are known to be old."""
     monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: [t.data.copy_(s) for t, s in zip(to, of, strict=True)])
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -183,7 +180,7 @@ def test_what_is_written_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> N
     assert parameter.tolist() == [2.0] * 3
 
 
-def launched(call: Callable[[], object]) -> Counter[str]:
+def launched(call):
     """How often each operation is called that sends many tensors to a device, or brings them from there."""
     seen: Counter[str] = Counter()
 
@@ -200,7 +197,7 @@ def launched(call: Callable[[], object]) -> Counter[str]:
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------
-def test_buckets_have_all_elements_in_their_order_one_dtype_and_a_limit() -> None:
+def test_buckets_have_all_elements_in_their_order_one_dtype_and_a_limit():
     """20 bytes: five numbers in 32 bits, two in 64, ten in 16."""
     sizes = ((3, torch.float32), (9, torch.float32), (1, torch.float64), (0, torch.float64), (4, torch.float64),
              (6, torch.float16))  # fmt: skip
@@ -214,7 +211,7 @@ def test_buckets_have_all_elements_in_their_order_one_dtype_and_a_limit() -> Non
 # -- sums in a fixed order ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("only_warns", [False, True])
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
-def test_what_it_sets_is_set_inside_alone(before: tuple[bool, bool], only_warns: bool) -> None:
+def test_what_it_sets_is_set_inside_alone(before, only_warns):
     at_first = settings()
     try:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -225,7 +222,7 @@ def test_what_it_sets_is_set_inside_alone(before: tuple[bool, bool], only_warns:
         torch.use_deterministic_algorithms(at_first[0], warn_only=at_first[1])
 
 
-def settings() -> tuple[bool, bool, bool]:
+def settings():
     return (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -233,7 +230,7 @@ def settings() -> tuple[bool, bool, bool]:
     )
 
 
-def fail_inside(only_warns: bool) -> None:
+def fail_inside(only_warns):
     with repeatable(only_warns=only_warns):
         assert settings() == (True, only_warns, False)
         raise ValueError("of the block")

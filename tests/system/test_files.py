@@ -1,7 +1,5 @@
 """Files that are whole or not there."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -25,11 +23,11 @@ from rlft.system.files import (
 )
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_text_is_written_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     file = tmp_path / "config.yaml"
     write_atomically(file, "old\n")
     write_bytes = Path.write_bytes
@@ -65,7 +63,7 @@ class Filling:
         return self.stream.write(data[:taken])  # type: ignore[attr-defined]
 
 
-def test_a_line_is_appended_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_line_is_appended_as_a_whole_or_not_at_all(tmp_path):
     with (tmp_path / "metrics.jsonl").open("ab", buffering=0) as stream:
         append(stream, b"first\n")
         append(Filling(stream, 8), b"second\n")  # type: ignore[arg-type]
@@ -76,7 +74,7 @@ def test_a_line_is_appended_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"first\nsecond\nfourth\n"
 
 
-def test_a_folder_that_cannot_be_renamed_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_renamed_is_refused_by_name(tmp_path, monkeypatch):
     def across(self: Path, target: Path) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
@@ -89,7 +87,7 @@ def test_a_folder_that_cannot_be_renamed_is_refused_by_name(tmp_path: Path, monk
     assert names(tmp_path) == []
 
 
-def test_what_comes_first_in_a_folder_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_what_comes_first_in_a_folder_stays_until_the_new_one_is_whole(tmp_path):
     final = tmp_path / "out"
     for number in range(2):
         with atomic_folder(final, tmp_path / ".out", replaces=True) as folder:
@@ -101,8 +99,8 @@ def test_what_comes_first_in_a_folder_stays_until_the_new_one_is_whole(tmp_path:
 
 @pytest.mark.parametrize("code", [*NOT_FLUSHED, errno.EDQUOT])
 def test_file_systems_that_cannot_flush_are_taken_as_they_are_and_those_that_fail_then_have_failed(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    code, tmp_path, monkeypatch
+):
     """NFS says only then that it is full."""
 
     def refuse(handle: int) -> None:
@@ -120,7 +118,7 @@ def test_file_systems_that_cannot_flush_are_taken_as_they_are_and_those_that_fai
         flush(tmp_path)
 
 
-def test_sizes_are_in_whole_blocks(tmp_path: Path) -> None:
+def test_sizes_are_in_whole_blocks(tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "small").write_bytes(b"x")
     (tmp_path / "below" / "large").write_bytes(bytes(4097))
@@ -128,14 +126,14 @@ def test_sizes_are_in_whole_blocks(tmp_path: Path) -> None:
 
 
 # -- digests -----------------------------------------------------------------------------------------------------------
-def test_files_and_values_have_the_sha256_of_their_bytes(tmp_path: Path) -> None:
+def test_files_and_values_have_the_sha256_of_their_bytes(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     assert digest_of_file(tmp_path / "file") == digest_of_bytes(b"abc") == hashlib.sha256(b"abc").hexdigest()
     assert digest_of_json({"b": (1, 0.1), 2: None}) == digest_of_json({"2": None, "b": [1, 0.1]})
     assert digest_of_json({"b": 1}) != digest_of_json({"b": 1.0})
 
 
-def test_tensors_are_told_apart_by_name_dtype_shape_and_every_bit() -> None:
+def test_tensors_are_told_apart_by_name_dtype_shape_and_every_bit():
     numbers = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     digest = digest_of_tensors({"a": numbers, "b": torch.tensor(1)})
     assert digest_of_tensors({"b": torch.tensor(1), "a": numbers.t().contiguous().t()}) == digest

@@ -1,9 +1,7 @@
 """Whether the hub answers: any answer counts, and none is waited for long. What is asked of it is tested with data/."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import huggingface_hub.utils
@@ -14,7 +12,7 @@ from rlft.system import hub
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], Any]], bool]]:
+def asked(monkeypatch):
     """Whether the hub answers where a request does this."""
 
     def ask(request: Callable[[], Any]) -> bool:
@@ -28,9 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], An
     hub.hub_answers.cache_clear()
 
 
-def test_any_answer_counts_and_silence_does_not(
-    asked: Callable[[Callable[[], Any]], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_answer_counts_and_silence_does_not(asked, monkeypatch):
     def refuse(text: str) -> Any:
         raise OSError(text)
 

@@ -1,14 +1,11 @@
 """Signals: what they end and in which words, and code that holds back those that would break its state."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 from in_one_test import each
@@ -16,7 +13,7 @@ from run_processes import environment
 from slow_cases import slow
 
 from rlft.system import interrupt
-from rlft.system.interrupt import Deferred, Interrupt, OnSignal, Order, StepAbandoned
+from rlft.system.interrupt import Deferred, Interrupt, Order, StepAbandoned
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +23,7 @@ def _ctrl_c_raises():
     signal.signal(signal.SIGINT, before)
 
 
-def interrupted(places: list[str], deliver: bool) -> None:
+def interrupted(places, deliver):
     """Code that a signal interrupts inside a context, with a delivery before its end or without; notes its progress."""
     with Deferred() as signals:
         os.kill(os.getpid(), signal.SIGINT)
@@ -37,7 +34,7 @@ def interrupted(places: list[str], deliver: bool) -> None:
     places.append("after the end")
 
 
-def test_a_signal_waits_until_it_is_delivered_and_until_the_end_at_the_latest() -> None:
+def test_a_signal_waits_until_it_is_delivered_and_until_the_end_at_the_latest():
     for deliver, places in ((True, []), (False, ["the end"])):
         reached: list[str] = []
         with pytest.raises(KeyboardInterrupt):
@@ -46,7 +43,7 @@ def test_a_signal_waits_until_it_is_delivered_and_until_the_end_at_the_latest() 
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_without_a_signal_nothing_is_raised_and_ignored_signals_stay_ignored() -> None:
+def test_without_a_signal_nothing_is_raised_and_ignored_signals_stay_ignored():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with Deferred() as signals:
@@ -56,7 +53,7 @@ def test_without_a_signal_nothing_is_raised_and_ignored_signals_stay_ignored() -
         signal.signal(signal.SIGTERM, before)
 
 
-def test_other_threads_leave_the_handlers_alone() -> None:
+def test_other_threads_leave_the_handlers_alone():
     handlers = []
 
     def work() -> None:
@@ -70,7 +67,7 @@ def test_other_threads_leave_the_handlers_alone() -> None:
     assert handlers == [signal.default_int_handler]
 
 
-def test_the_signals_of_a_run_are_those_that_schedulers_send() -> None:
+def test_the_signals_of_a_run_are_those_that_schedulers_send():
     names = {number.name for number in interrupt.ENDING}
     assert names == {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"}, "of which another platform may lack some"
 
@@ -79,9 +76,7 @@ def test_the_signals_of_a_run_are_those_that_schedulers_send() -> None:
     ("first", "second", "later", "on_signal"),
     itertools.product(interrupt.ENDING, interrupt.ENDING, (False, True), ("step", "now")),
 )
-def test_every_first_signal_is_a_request_and_a_second_one_an_order(
-    first: signal.Signals, second: signal.Signals, later: bool, on_signal: OnSignal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_first_signal_is_a_request_and_a_second_one_an_order(first, second, later, on_signal, monkeypatch):
     """later: the second one comes after the time in which it would repeat the first."""
     for name in ("SAME_S", "SAME_CTRL_C_S"):
         monkeypatch.setattr(Order, name, 0.0 if later else 1000.0)
@@ -105,7 +100,7 @@ def test_every_first_signal_is_a_request_and_a_second_one_an_order(
     assert (len(said), interrupt.signals_received()) == (1, before + 2)
 
 
-def test_each_press_of_ctrl_c_counts_once_however_often_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_press_of_ctrl_c_counts_once_however_often_it_is_sent(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: now[0])
     order, counted = Order(), []
@@ -116,18 +111,18 @@ def test_each_press_of_ctrl_c_counts_once_however_often_it_is_sent(monkeypatch: 
 
 
 # -- signals to a whole job --------------------------------------------------------------------------------------------
-def disturb() -> None:
+def disturb():
     interrupt.note_signal(signal.SIGTERM, None)
 
 
-def disturb_soon() -> None:
+def disturb_soon():
     """The signal reaches this process after the program."""
     threading.Timer(interrupt.SKEW_S / 5, disturb).start()
 
 
 @pytest.mark.parametrize("signal_comes", [disturb, disturb_soon])
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_trial_is_repeated_until_no_signal_has_come_beside_it(signal_comes: Callable[[], None], raises: bool) -> None:
+def test_a_trial_is_repeated_until_no_signal_has_come_beside_it(signal_comes, raises):
     calls = []
 
     @interrupt.undisturbed
@@ -142,7 +137,7 @@ def test_a_trial_is_repeated_until_no_signal_has_come_beside_it(signal_comes: Ca
     assert trial() == 2
 
 
-def test_without_a_signal_a_trial_fails_once() -> None:
+def test_without_a_signal_a_trial_fails_once():
     calls = []
 
     @interrupt.undisturbed
@@ -229,7 +224,7 @@ except interrupt.Terminated:
 
 
 @pytest.mark.parametrize("name", [slow(name) if name.startswith("a run") else name for name in PROGRAMS])
-def test_a_process_ends_by_a_signal_or_goes_on(name: str) -> None:
+def test_a_process_ends_by_a_signal_or_goes_on(name):
     code, *expected, said = PROGRAMS[name]
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment({}), capture_output=True, text=True, timeout=300, check=False

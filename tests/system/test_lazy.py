@@ -1,7 +1,5 @@
 """torch behind a name that imports it at its first use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -10,13 +8,13 @@ import torch
 from rlft.system import lazy
 
 
-def test_its_attributes_are_those_of_torch() -> None:
+def test_its_attributes_are_those_of_torch():
     assert lazy.torch.where is torch.where
     assert lazy.torch.nn.functional is torch.nn.functional
     assert vars(lazy.torch)["where"] is torch.where, "looked up once"
 
 
-def test_a_function_without_gradients_keeps_its_name_and_has_none() -> None:
+def test_a_function_without_gradients_keeps_its_name_and_has_none():
     @lazy.no_grad
     def double(value: torch.Tensor, *, times: int) -> torch.Tensor:
         """Twice."""
@@ -29,7 +27,7 @@ def test_a_function_without_gradients_keeps_its_name_and_has_none() -> None:
     assert (double.__name__, double.__doc__) == ("double", "Twice.")
 
 
-def test_an_algorithm_is_made_and_asked_without_torch() -> None:
+def test_an_algorithm_is_made_and_asked_without_torch():
     code = (
         "import sys, rlft\n"
         "names = ('grpo', 'ppo', 'reinforce', 'kimi', 'opd')\n"

@@ -1,7 +1,5 @@
 """Locks: held by one, seen by others, told apart from none at all."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -16,11 +14,11 @@ import pytest
 from rlft.system.locks import ABANDONED_WITHOUT_LOCKS_S, OWNED, UNSUPPORTED, Taken, is_held, owned_folder, sweep, take
 
 
-def opened(file: Path) -> int:
+def opened(file):
     return os.open(file, os.O_RDWR | os.O_CREAT)
 
 
-def test_one_holds_it_and_who_looks_writes_nothing(tmp_path: Path) -> None:
+def test_one_holds_it_and_who_looks_writes_nothing(tmp_path):
     file = tmp_path / "lock"
     assert is_held(file) is False
     assert not file.exists()
@@ -35,9 +33,7 @@ def test_one_holds_it_and_who_looks_writes_nothing(tmp_path: Path) -> None:
     os.close(other)
 
 
-def test_those_who_look_hinder_neither_each_other_nor_who_tries_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_those_who_look_hinder_neither_each_other_nor_who_tries_again(tmp_path, monkeypatch):
     file = tmp_path / "lock"
     looking, taking = opened(file), opened(file)
     assert take(looking, shared=True) is Taken.yes
@@ -51,8 +47,8 @@ def test_those_who_look_hinder_neither_each_other_nor_who_tries_again(
 
 @pytest.mark.parametrize("code", [*UNSUPPORTED, errno.ESTALE])
 def test_a_file_system_without_locks_is_no_lock_that_is_held_and_a_disk_that_fails_is_neither(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    code, tmp_path, monkeypatch
+):
     handle = opened(tmp_path / "lock")
 
     def refuse(*args: object) -> None:

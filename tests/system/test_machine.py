@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import platform
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +7,7 @@ from rlft.plan.run_plan import slow_dtype
 from rlft.system import machine
 
 
-def test_a_machine_is_named_by_processor_device_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_is_named_by_processor_device_and_threads(monkeypatch, tmp_path):
     listed = tmp_path / "cpuinfo"
     listed.write_text("processor\t: 0\nmodel name\t: Some Core 7\nprocessor\t: 1\nmodel name\t: Another\n")
     monkeypatch.setattr(machine, "CPUINFO", listed)
@@ -32,9 +29,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_the_instructions_of_the_first_processor_count(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_instructions_of_the_first_processor_count(name, tmp_path, monkeypatch):
     line, expected = LINES[name]
     file = tmp_path / "cpuinfo"
     file.write_text(
@@ -45,9 +40,7 @@ def test_the_instructions_of_the_first_processor_count(
     assert machine.multiplies_in("float32")
 
 
-def test_a_dtype_that_the_processor_emulates_is_named_with_its_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dtype_that_the_processor_emulates_is_named_with_its_key(tmp_path, monkeypatch):
     file = tmp_path / "cpuinfo"
     file.write_text("flags\t\t: avx2\n")
     monkeypatch.setattr(machine, "CPUINFO", file)

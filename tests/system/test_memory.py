@@ -1,7 +1,5 @@
 """What glibc is told, seen in page faults and the resident set; dtypes of a processor; and memory errors in words."""
 
-from __future__ import annotations
-
 import gc
 import operator
 import subprocess
@@ -59,14 +57,14 @@ print(kilobytes() - before)
 """
 
 
-def printed(code: str, tell: str) -> int:
+def printed(code, tell):
     program = BEGIN.format(tell=tell) + code
     return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no such setting elsewhere")
-def test_blocks_of_a_step_are_used_again_without_page_faults_and_holes_and_large_ones_go_back() -> None:
+def test_blocks_of_a_step_are_used_again_without_page_faults_and_holes_and_large_ones_go_back():
     # A pass fills 10,240 pages, which are all new where blocks of 5 MiB go back to the system.
     assert printed(FAULTS, "assert keep_blocks(4096)") < 1024
     # With large micro-batches what stays is 16 x 64 KiB = 1 MiB, and a few MiB of whatever torch begins to use; each
@@ -75,14 +73,14 @@ def test_blocks_of_a_step_are_used_again_without_page_faults_and_holes_and_large
     assert printed(GROWTH, "assert keep_blocks(4096)") < 8 * 1024, "a block over 32 MiB"
 
 
-def test_the_collector_passes_over_old_objects_only_inside() -> None:
+def test_the_collector_passes_over_old_objects_only_inside():
     before, old = gc.get_freeze_count(), [[] for _ in range(2000)]
     with gc_frozen():
         assert gc.get_freeze_count() > before + len(old) / 2
     assert gc.get_freeze_count() == 0
 
 
-def test_free_memory_is_what_the_system_and_the_container_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_what_the_system_and_the_container_leave(monkeypatch):
     assert 2**28 < memory.free_memory() < 2**45
     monkeypatch.setattr(memory, "_control_group_room", lambda: 12345)
     assert memory.free_memory() == 12345

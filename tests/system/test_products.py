@@ -1,7 +1,5 @@
 """Products with rounded weights: how far they may be off, what they never depend on, and which is chosen."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def numbers() -> tuple[torch.Tensor, torch.Tensor]:
+def numbers():
     generator = torch.Generator().manual_seed(0)
     return torch.randn(3, 5, 96, generator=generator), torch.randn(96, 40, generator=generator)
 
@@ -22,7 +20,7 @@ def numbers() -> tuple[torch.Tensor, torch.Tensor]:
     ("dtype", "bound", "held"),
     [(None, 1e-6, None), (torch.bfloat16, 0.006, torch.bfloat16), (torch.int8, 0.008, torch.int8)],
 )
-def test_a_product_is_off_by_its_rounding_alone(dtype, bound, held, exact, numbers) -> None:
+def test_a_product_is_off_by_its_rounding_alone(dtype, bound, held, exact, numbers):
     x, matrix = (each.to(exact) for each in numbers)
     bias = torch.arange(40).to(exact)
     weight = Weight.of(matrix, dtype or exact)
@@ -36,7 +34,7 @@ def test_a_product_is_off_by_its_rounding_alone(dtype, bound, held, exact, numbe
     assert weight.differs(Weight.of(changed, dtype or exact))
 
 
-def test_in_int8_a_row_depends_on_no_other_row_and_one_that_is_not_finite_stays_so(numbers) -> None:
+def test_in_int8_a_row_depends_on_no_other_row_and_one_that_is_not_finite_stays_so(numbers):
     x, matrix = numbers
     weight, rows = Weight.of(matrix, torch.int8), x.flatten(0, 1)
     together = weight.times(rows)
@@ -48,7 +46,7 @@ def test_in_int8_a_row_depends_on_no_other_row_and_one_that_is_not_finite_stays_
     assert torch.equal(found[5:], together[5:])
 
 
-def test_where_a_processor_cuts_sums_off_the_same_integers_are_multiplied_in_float32(numbers, monkeypatch) -> None:
+def test_where_a_processor_cuts_sums_off_the_same_integers_are_multiplied_in_float32(numbers, monkeypatch):
     x, matrix = numbers
     exact = Weight.of(matrix, torch.int8)
     monkeypatch.setattr(products, "adds_exactly", lambda device: False)
@@ -58,7 +56,7 @@ def test_where_a_processor_cuts_sums_off_the_same_integers_are_multiplied_in_flo
     torch.testing.assert_close(weight.times(x), exact.times(x), rtol=1e-6, atol=1e-6)
 
 
-def test_a_processor_whose_sums_are_cut_off_is_found_out(monkeypatch) -> None:
+def test_a_processor_whose_sums_are_cut_off_is_found_out(monkeypatch):
     monkeypatch.setattr(products.torch, "_int_mm", lambda a, b: (a.int() @ b.int()).clamp(-(2**15), 2**15 - 1))
     assert not adds_exactly.__wrapped__(CPU)
     assert not adds_exactly.__wrapped__(torch.device("cuda"))
@@ -75,13 +73,13 @@ def test_a_processor_whose_sums_are_cut_off_is_found_out(monkeypatch) -> None:
         ({"float32": 1.0, "bfloat16": 0.5, "int8": 0.45}, True, "bfloat16"),
     ],
 )
-def test_a_less_exact_dtype_is_chosen_only_for_a_fifth_less_time(seconds, is_exact, chosen, monkeypatch) -> None:
+def test_a_less_exact_dtype_is_chosen_only_for_a_fifth_less_time(seconds, is_exact, chosen, monkeypatch):
     monkeypatch.setattr(products, "seconds", seconds.get)
     monkeypatch.setattr(products, "adds_exactly", lambda device: is_exact)
     assert fastest_dtype.__wrapped__() == chosen
 
 
-def test_it_is_measured_in_a_moment_and_without_the_numbers_that_a_run_draws() -> None:
+def test_it_is_measured_in_a_moment_and_without_the_numbers_that_a_run_draws():
     before = torch.random.get_rng_state()
     assert fastest_dtype.__wrapped__() in ("float32", "bfloat16", "int8")
     assert torch.equal(before, torch.random.get_rng_state())

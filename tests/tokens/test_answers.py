@@ -1,11 +1,8 @@
 """References in forms around their answers: opened by what they are, and never without a word where they hide one."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
-from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -44,7 +41,7 @@ WORDS = ["data=jsonl", "data.path=x.jsonl"]
 
 
 @each(("form", "ways"), AROUND.items())
-def test_each_form_is_opened_by_its_name_and_by_auto(form: str, ways: list[str]) -> None:
+def test_each_form_is_opened_by_its_name_and_by_auto(form, ways):
     for way, answer in product(ways, [*ANSWERS, "New York", "x + 1"]):
         if way in ("[{}]", '{{"answer": {}}}') and answer not in ANSWERS:
             continue
@@ -53,7 +50,7 @@ def test_each_form_is_opened_by_its_name_and_by_auto(form: str, ways: list[str])
         assert opened(text) == ([ReferenceIn(form)], [answer]), text
 
 
-def test_forms_around_each_other_are_opened_from_the_outermost_on() -> None:
+def test_forms_around_each_other_are_opened_from_the_outermost_on():
     rng, number = random.Random(0), 0
     inner = {form: [way for way in ways if "\n" not in way] for form, ways in AROUND.items()}
     for outer, name in product(("reasoning", "hashes", "tag", "sentence"), ("boxed", "markup", "json")):
@@ -69,12 +66,12 @@ def test_forms_around_each_other_are_opened_from_the_outermost_on() -> None:
     ["46", "-1,080", "Paris", "Hello.", "x = 46", "f(x)", "(3, 4)", r"\frac{1}{2}", "U.S. Army", "a, b", "$5",
      "A: Rome", "3.5"],
 )  # fmt: skip
-def test_a_reference_that_is_its_answer_has_no_form(text: str) -> None:
+def test_a_reference_that_is_its_answer_has_no_form(text):
     assert opened(text) == ([], [text])
 
 
 @pytest.mark.parametrize(("name", "every"), [("exact_match", 9), ("math", 13), slow("exact_match", 1), slow("math", 1)])
-def test_a_short_right_answer_scores_or_the_key_is_named_whose_remedy_is_then_typed(name: str, every: int) -> None:
+def test_a_short_right_answer_scores_or_the_key_is_named_whose_remedy_is_then_typed(name, every):
     """For each way of each form, for some of them in one file, and for a tag that the reward alone knows."""
     ways = [way for ways in AROUND.values() for way in ways]
     mixed = [random.Random(n).sample(ways, 3) for n in range(14)]
@@ -93,13 +90,13 @@ def test_a_short_right_answer_scores_or_the_key_is_named_whose_remedy_is_then_ty
         assert notes(rows(*ANSWERS), *words, typed) == []
 
 
-def check_read(texts: list[str], typed: str, expected: list[list[str]], words: Sequence[str] = WORDS) -> None:
+def check_read(texts, typed, expected, words=WORDS):
     """What data gives as answers, once the remedy is typed."""
     data = instantiate({**compose([*words, typed])["data"]}, "data")
     assert [data._answers(text) for text in texts] == expected, typed
 
 
-def refused(texts: list[str], words: list[str]) -> str | None:
+def refused(texts, words):
     """The remedy by data.answer_in, in a refusal, or in a note where few rows are so; None without a word."""
     try:
         found = notes(rows(*texts), *words)
@@ -109,14 +106,14 @@ def refused(texts: list[str], words: list[str]) -> str | None:
     return found[0] if found else None
 
 
-def are_right(texts: list[str], words: list[str], name: str) -> bool:
+def are_right(texts, words, name):
     """Whether each answer alone scores where these are the references."""
     reward = specs(with_token_budget(compose(words))["reward"])[name].build()
     groups = [make_group([reward.written(answer)], answer=text) for text, answer in zip(texts, ANSWERS, strict=True)]
     return all(reward.right(group) == [True] for group in groups)
 
 
-def test_sentences_with_numbers_are_noted_with_a_pattern_that_works() -> None:
+def test_sentences_with_numbers_are_noted_with_a_pattern_that_works():
     texts = [f"She has {answer} apples left." for answer in ANSWERS]
     [note] = notes(rows(*texts), *WORDS, "reward=exact_match")
     assert note.startswith("data.answer_in: 6 of 6 reference answers are more than the answer")
@@ -124,7 +121,7 @@ def test_sentences_with_numbers_are_noted_with_a_pattern_that_works() -> None:
     check_read(texts, typed, ONE_EACH)
 
 
-def test_a_row_of_another_form_is_refused_and_lists_are_several_answers() -> None:
+def test_a_row_of_another_form_is_refused_and_lists_are_several_answers():
     data = instantiate({**compose([*WORDS, "data.answer_in=json"])["data"]}, "data")
     assert data._answers('["46", "46.0"]') == ["46", "46.0"]
     with pytest.raises(RowError, match=r"the answer is not in the form of data\.answer_in=json: '#### 46'"):
@@ -143,7 +140,7 @@ ANNOUNCED = [
 
 
 @each("way", ANNOUNCED)
-def test_a_whole_solution_never_passes_without_a_word(way: str) -> None:
+def test_a_whole_solution_never_passes_without_a_word(way):
     texts = [way.format(answer) for answer in ANSWERS]
     [told] = notes(rows(*texts), *WORDS, "reward=exact_match", "data.allow_unscorable=true")
     [typed] = re.findall(r"^data\.answer_in: .* set (data\.answer_\S*)$", told)
@@ -158,7 +155,7 @@ ONE_OF_MANY = [
 ]  # fmt: skip
 
 
-def test_one_row_of_many_that_may_mean_what_it_is_never_refuses_them() -> None:
+def test_one_row_of_many_that_may_mean_what_it_is_never_refuses_them():
     others = ["Rome", "12", "x = 3", "Paris", "Oslo", "New York", "7"]
     for number, text in enumerate(ONE_OF_MANY):
         place = number % 8
@@ -168,7 +165,7 @@ def test_one_row_of_many_that_may_mean_what_it_is_never_refuses_them() -> None:
             notes(rows(*others, text), *WORDS, "reward=exact_match")
 
 
-def test_lists_are_answers_themselves_unless_json_is_named() -> None:
+def test_lists_are_answers_themselves_unless_json_is_named():
     rng = random.Random(0)
     for _ in range(20):
         lists = [[rng.randint(-9, 9) for _ in range(rng.randint(1, 4))] for _ in range(6)]
@@ -183,7 +180,7 @@ def test_lists_are_answers_themselves_unless_json_is_named() -> None:
 PIECES = ["{} }}", "> {}", "{}')", '{}"', "({}", "{}]", "<b>{}", "{}</p>", "{};", "`{}"]
 
 
-def test_a_piece_of_code_or_markup_is_no_answer_of_a_sentence() -> None:
+def test_a_piece_of_code_or_markup_is_no_answer_of_a_sentence():
     for way, piece, answer in product(("The answer is {}", "Answer: {}", "result = {}"), PIECES, ANSWERS):
         text = way.format(piece.format(answer))
         assert answers_in(text, ReferenceIn.sentence) == [], text
@@ -198,13 +195,13 @@ TEXTS = ["Paris", "New York", "a cat", "x + y", "Rome", "B"]
     "begin",
     ["A: ", "Answer - ", "Antwort: ", "答案：", "故选", "The capital (of it) is: ", "So\n=> ", "**A**: ", "It's: "],
 )
-def test_references_that_all_begin_with_an_announcement_are_noted_with_a_pattern_that_works(begin: str) -> None:
+def test_references_that_all_begin_with_an_announcement_are_noted_with_a_pattern_that_works(begin):
     [told] = notes(rows(*(begin + text for text in TEXTS)), *WORDS, "reward=exact_match", "data.allow_unscorable=true")
     [typed] = re.findall(r"set (data\.answer_\S.*?)(?:, or start.*)?$", told, re.DOTALL)
     check_read([begin + text for text in TEXTS], typed, [[text] for text in TEXTS])
 
 
-def test_references_that_merely_begin_alike_are_answers() -> None:
+def test_references_that_merely_begin_alike_are_answers():
     for begin in ("", "New ", "the ", "A"):
         assert notes(rows(*(begin + text for text in TEXTS)), *WORDS, "reward=exact_match") == []
 
@@ -228,7 +225,7 @@ CLOSINGS = ("", "+", " ", "   ", "+  ")
 """What is different in a closing fence: + is one character more, spaces stand before it, as up to three may."""
 
 
-def text_of(program: str, place: tuple[str, str], run: str, info: str, closing: str | None) -> str:
+def text_of(program, place, run, info, closing):
     """A text with the program in a fence; closing None: without one."""
     first, rest = place
     lines = [f"{first}{run}{info}", *(rest + line for line in program.splitlines())]
@@ -237,14 +234,14 @@ def text_of(program: str, place: tuple[str, str], run: str, info: str, closing: 
     return "Here it is:\n\n" + "\n".join(lines) + "\n"
 
 
-def cases(places: dict[str, tuple[str, str]]) -> list[tuple[str, str, tuple[str, str], str, str | None]]:
+def cases(places):
     """[(program, run, place, info, closing)], without those in which the program would close its own fence."""
     runs = [character * length for character in "`~" for length in (3, 4, 6)]
     product = itertools.product(PROGRAMS, runs, places.values(), INFOS, (*CLOSINGS, None))
     return [case for case in product if not (case[1][0] == "~" and "~~~" in case[0])]
 
 
-def test_a_program_is_read_from_every_fence_of_commonmark_and_from_deeper_ones() -> None:
+def test_a_program_is_read_from_every_fence_of_commonmark_and_from_deeper_ones():
     every = cases(AROUND_BLOCKS | DEEPER)
     assert len(every) == 6 * 6 * 12 * 8 * 6
     for number, (program, run, place, info, closing) in enumerate(random.Random(0).sample(every, 3000)):
@@ -255,7 +252,7 @@ def test_a_program_is_read_from_every_fence_of_commonmark_and_from_deeper_ones()
         assert fenced(text) == program, (text, number)
 
 
-def test_a_program_is_read_behind_text_on_the_line_of_its_fence_and_from_a_longer_fence_than_its_end() -> None:
+def test_a_program_is_read_behind_text_on_the_line_of_its_fence_and_from_a_longer_fence_than_its_end():
     before = ("Here: ", "So the answer is", "<answer>", "**Code**: ", "Use `add` so: ", "1. First ", "> x ", "\tSee ")
     for program, text, info, more in itertools.product(PROGRAMS[:2], before, INFOS[:4], ("", "`", "```")):
         fence = f"````{more}"[: 3 + len(more)]
@@ -264,7 +261,7 @@ def test_a_program_is_read_behind_text_on_the_line_of_its_fence_and_from_a_longe
     assert [b.text for b in blocks("````\na\n```\nb\n````\n````python\nc\n```")] == ["a\n```\nb\n", "c\n"]
 
 
-def test_blocks_are_those_of_another_reader_of_commonmark() -> None:
+def test_blocks_are_those_of_another_reader_of_commonmark():
     reader = MarkdownIt("commonmark")
     strict = [case for case in cases(AROUND_BLOCKS) if case[4] in ("", "+", None)]
     for program, run, place, info, closing in random.Random(1).sample(strict, 600):
@@ -294,7 +291,7 @@ def test_blocks_are_those_of_another_reader_of_commonmark() -> None:
         ("1. Use ```python\n   a\n   ```", "a\n"),
     ],
 )
-def test_what_else_models_write(text: str, program: str | None) -> None:
+def test_what_else_models_write(text, program):
     assert fenced(text) == program
 
 
@@ -302,5 +299,5 @@ def test_what_else_models_write(text: str, program: str | None) -> None:
     ("text", "bare"),
     [("```python\na\n```", "a\n"), ("~~~\na\n~~~\n", "a\n"), ("a", "a"), ("```\na\n```\nb", "```\na\n```\nb")],
 )
-def test_a_text_that_is_one_block_is_read_without_its_fence(text: str, bare: str) -> None:
+def test_a_text_that_is_one_block_is_read_without_its_fence(text, bare):
     assert unfenced(text) == bare

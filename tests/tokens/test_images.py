@@ -1,15 +1,12 @@
 """Pictures as a model's processor gets them."""
 
-from __future__ import annotations
-
 from itertools import product
-from pathlib import Path
 
 from rlft.data.fields import image_of
 from rlft.tokens.images import picture
 
 
-def test_a_picture_is_upright_whatever_its_camera_noted(tmp_path: Path) -> None:
+def test_a_picture_is_upright_whatever_its_camera_noted(tmp_path):
     """All eight orientations of EXIF in four lossless formats, from bytes and from a file."""
     from PIL import Image as pillow
 

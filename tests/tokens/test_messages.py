@@ -1,11 +1,9 @@
 """What a message says is read, or refused by name: messages and their faults are composed, so both are known."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from rlft.data.prompts import scan
 from rlft.environment.endpoint.bodies import Chat, Refusal, read
 from rlft.environment.endpoint.service import Speech
 from rlft.tokens.messages import FIELDS, TEXT_FIELDS, TEXT_PARTS, MessageError, message_of, unread
-from rlft.tokens.text import THINKING_FIELDS, RunTokenizer, rendered_if_taken
+from rlft.tokens.text import THINKING_FIELDS, rendered_if_taken
 from rlft.types import Prompt, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
@@ -24,7 +22,7 @@ WORDS = ("five", "<answer>5</answer>", "", "None", "null", "a\nb", "ключ", '
 ARGUMENTS = ({}, {"a": 1}, {"town": None, "to": ["x", None]}, {"a": {"b": {"c": False}}})
 
 
-def composed(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+def composed(rng):
     """(a message in one of the forms that are known, what it says)."""
     role = rng.choice(list(FIELDS))
     says: dict[str, Any] = {"role": role}
@@ -58,7 +56,7 @@ def composed(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     return given | {key: value for key, value in nothing.items() if rng.random() < 0.4}, says
 
 
-def called(rng: random.Random, name: str, arguments: dict[str, Any], own: str) -> dict[str, Any]:
+def called(rng, name, arguments, own):
     function = {"name": name, "arguments": json.dumps(arguments) if rng.random() < 0.5 else arguments}
     call = {"function": function} if rng.random() < 0.6 else function
     given = call | ({"type": "function"} if rng.random() < 0.6 else {}) | ({"id": own} if own else {})
@@ -68,13 +66,13 @@ def called(rng: random.Random, name: str, arguments: dict[str, Any], own: str) -
 Fault = Callable[[dict[str, Any], Any], Any]
 
 
-def parts_of(message: dict[str, Any]) -> list[Any]:
+def parts_of(message):
     if not isinstance(message["content"], list) or not message["content"]:
         message["content"] = [{"type": "text", "text": "a"}]
     return message["content"]
 
 
-def call_in(message: dict[str, Any]) -> dict[str, Any]:
+def call_in(message):
     message["role"] = "assistant"
     for key in ("name", "tool_call_id", "loss_weight"):
         message.pop(key, None)
@@ -118,7 +116,7 @@ FAULTS: list[tuple[str, Fault]] = [
 ]  # fmt: skip
 
 
-def test_a_message_of_any_known_form_says_what_it_says() -> None:
+def test_a_message_of_any_known_form_says_what_it_says():
     rng = random.Random(1)
     for _ in range(1500):
         given, says = composed(rng)
@@ -126,7 +124,7 @@ def test_a_message_of_any_known_form_says_what_it_says() -> None:
         assert message_of(message_of(given)) == says, given
 
 
-def test_what_is_not_known_of_a_message_is_refused_by_name() -> None:
+def test_what_is_not_known_of_a_message_is_refused_by_name():
     """Each fault in 12 composed messages, with each kind of value of the unknown field."""
     rng = random.Random(2)
     for words, fault in FAULTS:
@@ -140,14 +138,14 @@ def test_what_is_not_known_of_a_message_is_refused_by_name() -> None:
                 assert words in str(refusal.value), wrong
 
 
-def test_an_unknown_role_or_speaker_is_refused_by_name() -> None:
+def test_an_unknown_role_or_speaker_is_refused_by_name():
     for wrong in ("narrator", "", 5, ["user"], {"a": 1}, True):
         for row in ({"role": wrong, "content": "a"}, {"from": wrong, "value": "a"}, {"role": wrong, "from": "human"}):
             with pytest.raises(RowError, match="message 1 of field 'm' must be"):
                 messages_of({"m": [{"role": "user", "content": "a"}, row]}, "m")
 
 
-def test_every_reader_of_chats_refuses_what_is_not_known(make_any: Any, tmp_path: Any) -> None:
+def test_every_reader_of_chats_refuses_what_is_not_known(make_any, tmp_path):
     """Prompts, demonstrations and both chats of a pair, as last and as earlier messages."""
     question = {"role": "user", "content": "a"}
     for words, wrong in (
@@ -174,7 +172,7 @@ def test_every_reader_of_chats_refuses_what_is_not_known(make_any: Any, tmp_path
 
 
 @pytest.fixture
-def make_any() -> Any:
+def make_any():
     from rlft.config.compose import compose
 
     of_data = {"messages_field": "messages", "answer_field": None}
@@ -230,7 +228,7 @@ SHOWS = [said for said in SAYS if not said.startswith("*")]
 NAMES = ("Ann", "user", "add", "2")
 
 
-def template(*lacking: str) -> RunTokenizer:
+def template(*lacking):
     """A tokenizer whose template lacks these parts."""
     text = WRITES
     for part in TEMPLATE_PARTS:
@@ -243,7 +241,7 @@ def template(*lacking: str) -> RunTokenizer:
 WHOLE, TEMPLATES = template(), {part: template(part) for part in TEMPLATE_PARTS}
 
 
-def tool_of(draw: random.Random, number: int) -> dict[str, Any]:
+def tool_of(draw, number):
     properties: dict[str, Any] = {}
     for name in ("a", "b")[: draw.randrange(3)]:
         properties[name] = {"type": "string"} | ({"description": draw.choice(SHOWS)} if draw.random() < 0.5 else {})
@@ -255,7 +253,7 @@ def tool_of(draw: random.Random, number: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def conversation(draw: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def conversation(draw):
     """(messages, tools): questions, answers with thoughts and calls, results; some with names and system prompts."""
     messages: list[dict[str, Any]] = []
 
@@ -288,7 +286,7 @@ def conversation(draw: random.Random) -> tuple[list[dict[str, Any]], list[dict[s
     return messages, tools
 
 
-def says(part: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
+def says(part, messages, tools):
     """Whether a template without the part leaves out something of this conversation."""
     functions = [tool["function"] for tool in tools]
     properties = [each for function in functions for each in function["parameters"]["properties"].values()]
@@ -312,7 +310,7 @@ def says(part: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappi
     }[part]
 
 
-def served(tokenizer: RunTokenizer, messages: Any, tools: Any) -> bool:
+def served(tokenizer, messages, tools):
     """Whether the endpoint takes the request."""
     body = read(Chat, json.dumps({"messages": messages, **({"tools": tools} if tools else {})}).encode())
     try:
@@ -324,7 +322,7 @@ def served(tokenizer: RunTokenizer, messages: Any, tools: Any) -> bool:
     return True
 
 
-def trained(tokenizer: RunTokenizer, conversations: Sequence[tuple[Any, Any]]) -> bool:
+def trained(tokenizer, conversations):
     """Whether `rlft train` takes prompts of these messages and tools."""
     prompts = [
         Prompt(id=str(number), messages=tuple(messages), answer="", tools=tuple(tools))
@@ -340,7 +338,7 @@ def trained(tokenizer: RunTokenizer, conversations: Sequence[tuple[Any, Any]]) -
 
 
 @pytest.mark.parametrize("part", TEMPLATE_PARTS)
-def test_all_that_is_said_is_written_or_refused_by_train_and_endpoint_alike(part: str) -> None:
+def test_all_that_is_said_is_written_or_refused_by_train_and_endpoint_alike(part):
     """Of conversations at random; a template that lacks a part leaves out what some of them say, by construction."""
     draw, tokenizer, all_of_it = random.Random(part), TEMPLATES[part], []
     for number in range(36):
@@ -362,7 +360,7 @@ def test_all_that_is_said_is_written_or_refused_by_train_and_endpoint_alike(part
     assert trained(WHOLE, [(messages, tools) for messages, tools, _ in all_of_it])
 
 
-def test_tools_that_a_template_does_not_show_are_written_into_the_question_by_the_endpoint() -> None:
+def test_tools_that_a_template_does_not_show_are_written_into_the_question_by_the_endpoint():
     messages, tools = [{"role": "user", "content": "2"}], [tool_of(random.Random(1), 0)]
     tools[0]["function"]["description"] = "Sums."
     assert not trained(TEMPLATES["tools"], [(messages, tools)])

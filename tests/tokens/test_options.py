@@ -1,14 +1,12 @@
 """Options of a question, in every shape that data give them."""
 
-from __future__ import annotations
-
 import pytest
 from in_one_test import each
 
 from rlft.tokens.options import options_of
 
 
-def test_labels_of_their_own_stay_where_an_option_between_is_missing() -> None:
+def test_labels_of_their_own_stay_where_an_option_between_is_missing():
     for first, second, third in (("(A) ", "(C) ", "(D) "), ("(A) ", "(B) ", "(C) "), ("1. ", "2. ", "3. ")):
         found = options_of([f"{first}x", None, f"{second}y", f"{third}z"])
         assert found == {first.strip("(). "): "x", second.strip("(). "): "y", third.strip("(). "): "z"}

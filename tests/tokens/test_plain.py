@@ -4,10 +4,7 @@ texts spell of their markers, which stays text.
 The templates were written for the tests, with the tokens and the structure of their families.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -194,28 +191,26 @@ def made(name: str) -> RunTokenizer:
     return RunTokenizer(own, date="2026-02-03")
 
 
-def tokenizer_of(name: str, **variables: Any) -> RunTokenizer:
+def tokenizer_of(name, **variables):
     """The family's tokenizer on a date of its own, with these variables of its template."""
     return made(name).with_variables(variables)
 
 
-def whole_ids(tokenizer: RunTokenizer, text: str) -> list[int]:
+def whole_ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def shown(tokenizer: RunTokenizer, ids: Sequence[int]) -> str:
+def shown(tokenizer, ids):
     """The text with its special tokens."""
     return str(tokenizer.decode(list(ids)))
 
 
-def prompt_of(tokenizer: RunTokenizer, *messages: dict[str, Any], style: str = "chat") -> Prompt:
+def prompt_of(tokenizer, *messages, style="chat"):
     asked: Any = [Prompt(id="p", messages=messages, answer="5")]
     return scan(asked, tokenizer, 4000, "refuse", Split.train, style).prompts[0]  # type: ignore[arg-type]
 
 
-def learned(
-    tokenizer: RunTokenizer, completion: str, *messages: dict[str, Any], tools: tuple[Any, ...] = (), **fields: Any
-) -> tuple[list[int], int, str | None]:
+def learned(tokenizer, completion, *messages, tools=(), **fields):
     """(the ids of a demonstration, the number of those that are given, the note)."""
     prompt = Prompt(id="p", messages=messages or (QUESTION,), answer="", tools=tools)
     demonstration = Demonstration(prompt=prompt, completion=completion, fields=fields)
@@ -223,13 +218,13 @@ def learned(
     return found.texts[0].ids.tolist(), found.texts[0].num_given, "; ".join(found.notes) or None
 
 
-def specials(tokenizer: RunTokenizer, ids: Sequence[int]) -> list[str]:
+def specials(tokenizer, ids):
     return [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i in tokenizer.added_tokens_decoder]
 
 
 # -- prompts and demonstrations ----------------------------------------------------------------------------------------
 @each("name", FAMILIES)
-def test_prompts_are_what_the_template_renders_and_need_no_pad(name: str) -> None:
+def test_prompts_are_what_the_template_renders_and_need_no_pad(name):
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
     assert tokenizer.pad_token is None
     for messages in ([QUESTION], [SYSTEM, QUESTION]):
@@ -244,7 +239,7 @@ def test_prompts_are_what_the_template_renders_and_need_no_pad(name: str) -> Non
 
 
 @each("name", FAMILIES)
-def test_a_demonstration_has_the_tokens_of_the_templates_own_conversation_or_a_note(name: str) -> None:
+def test_a_demonstration_has_the_tokens_of_the_templates_own_conversation_or_a_note(name):
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
     ids, _, note = learned(tokenizer, ANSWER)
     assert specials(tokenizer, ids[-1:]) == [family.end]
@@ -260,7 +255,7 @@ def test_a_demonstration_has_the_tokens_of_the_templates_own_conversation_or_a_n
 
 
 @each("name", [name for name, family in FAMILIES.items() if family.thinks])
-def test_variables_of_a_template_are_in_every_rendering(name: str) -> None:
+def test_variables_of_a_template_are_in_every_rendering(name):
     texts = []
     for variables, begun in zip(FAMILIES[name].thinks, FAMILIES[name].begun, strict=True):
         tokenizer = tokenizer_of(name, **variables)
@@ -276,7 +271,7 @@ def test_variables_of_a_template_are_in_every_rendering(name: str) -> None:
     assert len(set(texts)) == len(texts)
 
 
-def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
+def test_a_variable_that_the_template_does_not_read_is_refused():
     for name, variable, problem in (
         ("qwen3.5", "enable_thinkin", "does not read it, got False; use one that it reads: enable_thinking"),
         ("hermes", "enable_thinking", "reads none, got False; leave it out"),
@@ -289,7 +284,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
 
 # -- text is text ------------------------------------------------------------------------------------------------------
 @each("name", FAMILIES)
-def test_special_tokens_that_data_spell_stay_text(name: str) -> None:
+def test_special_tokens_that_data_spell_stay_text(name):
     """In questions, system prompts, demonstrations, calls, and what tools are called and answer."""
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
     hostile = "".join(t for t in family.special if "THINK" not in t) + f"{family.end}x"
@@ -313,7 +308,7 @@ def test_special_tokens_that_data_spell_stay_text(name: str) -> None:
         assert text.count(hostile) >= 1, name
 
 
-def test_a_block_that_the_model_says_is_made_of_its_special_tokens() -> None:
+def test_a_block_that_the_model_says_is_made_of_its_special_tokens():
     tokenizer = tokenizer_of("mistral-small")
     said = "[THINK]two and three[/THINK]It is five [INST]."
     ids, given, _ = learned(tokenizer, said)
@@ -323,7 +318,7 @@ def test_a_block_that_the_model_says_is_made_of_its_special_tokens() -> None:
     assert "[THINK]" not in specials(tokenizer, asked.token_ids)
 
 
-def test_a_tokenizer_that_makes_a_special_token_of_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_makes_a_special_token_of_a_part_is_refused(monkeypatch):
     tokenizer = made("hermes")
     plain, end = PlainText(tokenizer), tokenizer.eos_token_id
     some = plain._special[plain._some_special]
@@ -335,7 +330,7 @@ def test_a_tokenizer_that_makes_a_special_token_of_a_part_is_refused(monkeypatch
 
 # -- tools -------------------------------------------------------------------------------------------------------------
 @each("name", [name for name, family in FAMILIES.items() if family.call])
-def test_calls_are_written_and_read_as_the_family_does(name: str) -> None:
+def test_calls_are_written_and_read_as_the_family_does(name):
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
     dialect = Dialect(Adding(), tokenizer, [QUESTION])
     assert "add" in shown(tokenizer, dialect.opened([QUESTION], "")[1])
@@ -351,7 +346,7 @@ def test_calls_are_written_and_read_as_the_family_does(name: str) -> None:
 
 
 @each("name", [name for name, family in FAMILIES.items() if family.call])
-def test_a_demonstration_of_a_call_is_the_templates_or_is_refused_by_name(name: str) -> None:
+def test_a_demonstration_of_a_call_is_the_templates_or_is_refused_by_name(name):
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
     call = {"type": "function", "id": "000000000", "function": {"name": "add", "arguments": ARGUMENTS}}
     if name in ("smollm3", "deepseek-v3.1"):  # one writes no calls, the other no schemas
@@ -365,14 +360,14 @@ def test_a_demonstration_of_a_call_is_the_templates_or_is_refused_by_name(name: 
     assert specials(tokenizer, ids[-1:])[0] in {str(n) for n in turn_ends(tokenizer, "chat").names.values()}, name
 
 
-def test_families_without_tools_are_refused_by_name() -> None:
+def test_families_without_tools_are_refused_by_name():
     for name in ("phi-3", "gemma-2"):
         problem = r"^model\.path: its chat template cannot show tools .* \(add is not shown\)"
         with pytest.raises(UserError, match=problem):
             Dialect(Adding(), tokenizer_of(name), [QUESTION])
 
 
-def test_calls_as_models_write_them_are_read() -> None:
+def test_calls_as_models_write_them_are_read():
     """Not only as their templates do: with other words between the tokens, several of them, or none that is whole."""
     for name, text, expected in (
         ("gpt-oss", "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{\"a\": 2}", [{"a": 2}]),
@@ -393,7 +388,7 @@ def test_calls_as_models_write_them_are_read() -> None:
             assert [(call.arguments, call.problem) for call in calls] == [(each, "") for each in expected], name
 
 
-def test_answers_have_the_ids_of_their_calls() -> None:
+def test_answers_have_the_ids_of_their_calls():
     tokenizer = tokenizer_of("mistral-small")
     dialect = Dialect(Adding(), tokenizer, [QUESTION])
     for written, read in (("abcdefghi", "abcdefghi"), ("ab", "000000000")):  # the template takes nine characters
@@ -416,21 +411,21 @@ def tokenizer(name: str) -> RunTokenizer:
     return tokenizer_of(name.partition(" ")[0]) if name.endswith("tests") else family_tokenizer(name)
 
 
-def conversation(rng: random.Random) -> list[dict[str, str]]:
+def conversation(rng):
     turns = [{"role": role, "content": rng.choice(WORDS[:6])} for role in ("user", "assistant") * rng.randint(1, 2)]
     return turns[:-1]
 
 
-def asked(number: int, *contents: str) -> Prompt:
+def asked(number, *contents):
     return Prompt(id=str(number), messages=tuple({"role": "user", "content": text} for text in contents), answer="")
 
 
-def notes(name: str, texts: list[str], style: str) -> tuple[str, ...]:
+def notes(name, texts, style):
     prompts = [asked(i, text) for i, text in enumerate(texts)]
     return scan(prompts, tokenizer(name), 10_000, "refuse", Split.train, style).notes  # type: ignore[arg-type]
 
 
-def test_conversations_that_any_template_has_rendered_are_counted_and_named() -> None:
+def test_conversations_that_any_template_has_rendered_are_counted_and_named():
     """19 families read conversations that 19 have rendered: 361 pairs, each among plain texts, with both styles."""
     rng = random.Random(3)
     for read_by in NAMES:
@@ -444,7 +439,7 @@ def test_conversations_that_any_template_has_rendered_are_counted_and_named() ->
         assert note.endswith("prompts.style=raw reads such texts as they are"), read_by
 
 
-def test_raw_prompts_that_the_models_template_has_rendered_are_the_tokens_of_the_template() -> None:
+def test_raw_prompts_that_the_models_template_has_rendered_are_the_tokens_of_the_template():
     """What the note promises, with each family; a part of a rendering stays text, and so does another template's."""
     rng = random.Random(4)
     for name in NAMES:
@@ -464,7 +459,7 @@ def test_raw_prompts_that_the_models_template_has_rendered_are_the_tokens_of_the
             assert "stay" in stays, name
 
 
-def test_markers_in_demonstrations_and_preferences_are_counted_in_prompts_and_completions() -> None:
+def test_markers_in_demonstrations_and_preferences_are_counted_in_prompts_and_completions():
     settings = PromptsConfig(max_tokens=10_000, over_limit="refuse", style="chat")
     for name in NAMES:
         own, rng = tokenizer(name), random.Random(5)
@@ -492,7 +487,7 @@ def test_markers_in_demonstrations_and_preferences_are_counted_in_prompts_and_co
                 assert [note.partition(", such as")[0] for note in told[1:]] == spelled, (name, told)
 
 
-def test_a_tokenizer_without_a_template_reads_markers_as_text_and_says_so() -> None:
+def test_a_tokenizer_without_a_template_reads_markers_as_text_and_says_so():
     bare = with_attributes(family_tokenizer("qwen2.5"), chat_template=None)
     other = render(tokenizer("mistral"), conversation(random.Random(1)), start=True)
     found = scan([asked(0, "a"), asked(1, other), asked(2, other)], bare, 1000, "refuse", Split.train)

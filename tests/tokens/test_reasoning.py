@@ -1,7 +1,5 @@
 """What a model thinks aloud, in the markers of any family, is no answer and no program."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 
@@ -72,7 +70,7 @@ PLACES = {
 }
 
 
-def test_an_answer_in_reasoning_is_unpaid_whatever_marks_it_and_whatever_reads_it() -> None:
+def test_an_answer_in_reasoning_is_unpaid_whatever_marks_it_and_whatever_reads_it():
     config = compose([f"reward=[{','.join(KINDS)}]"])["reward"]
     every = list(product(PLACES, KINDS, FORMS, IN_CAPITALS))
     assert len(every) > 13_000
@@ -86,7 +84,7 @@ def test_an_answer_in_reasoning_is_unpaid_whatever_marks_it_and_whatever_reads_i
         assert reward.right(make_group([text], answer=KINDS[name])) == [PLACES[place]], (name, answer_in, text)
 
 
-def test_a_program_in_reasoning_is_none_whatever_marks_it() -> None:
+def test_a_program_in_reasoning_is_none_whatever_marks_it():
     config = compose(["reward=code"])["reward"]["code"]
     for program_in, program in (
         ("fence", "\n```python\na = 1\n```\n"),

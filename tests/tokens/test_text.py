@@ -190,11 +190,11 @@ SHORT_SAMPLING = Sampling(max_tokens=30, temperature=1.0)
 PROMPT = Prompt(id="p", messages=({"role": "user", "content": "2 + 3?"},), answer="5", token_ids=(1, 2, 3))
 
 
-def ids_of(name: str, tokens: Sequence[str]) -> tuple[int, ...]:
+def ids_of(name, tokens):
     return tuple(shaped_tokenizer(name).convert_tokens_to_ids(list(tokens)))  # type: ignore[arg-type]
 
 
-def test_a_turn_ends_with_what_the_template_puts_there_and_no_other_turn_begins_with() -> None:
+def test_a_turn_ends_with_what_the_template_puts_there_and_no_other_turn_begins_with():
     for name, shape in SHAPES.items():
         ends = turn_ends(shaped_tokenizer(name), "chat")
         assert (ends.lead, ends.closing) == (shape.lead, ids_of(name, shape.closing)), name
@@ -210,7 +210,7 @@ def test_a_turn_ends_with_what_the_template_puts_there_and_no_other_turn_begins_
     assert turn_ends(with_attributes(tokenizer, eos_token="<|im_end|>"), "chat").notes == ()
 
 
-def test_what_the_generation_config_names_ends_a_completion_too() -> None:
+def test_what_the_generation_config_names_ends_a_completion_too():
     name = "a base with another end"
     tokenizer, own = shaped_tokenizer(name), ids_of(name, SHAPES[name].ends)
     for configured, added in ((None, ()), (7, (7,)), ([own[1], 9, own[0], 8], (9, 8))):
@@ -248,7 +248,7 @@ class Forced:
     def fill(self) -> None: ...
 
 
-def test_every_engine_ends_a_completion_where_its_turn_ends() -> None:
+def test_every_engine_ends_a_completion_where_its_turn_ends():
     for name, shape in SHAPES.items():
         tokenizer = shaped_tokenizer(name)
         ends = turn_ends(tokenizer, "chat")
@@ -267,7 +267,7 @@ def test_every_engine_ends_a_completion_where_its_turn_ends() -> None:
         assert (list(completion.token_ids), completion.finish_reason) == (turn, "stop"), name
 
 
-def test_an_end_that_is_no_special_token_is_not_shown() -> None:
+def test_an_end_that_is_no_special_token_is_not_shown():
     """Such as an end that only the generation config names."""
     tokenizer = shaped_tokenizer("a base with another end")
     [letter, end] = tokenizer("5!")["input_ids"]  # type: ignore[misc]

@@ -1,11 +1,7 @@
 """The connections between ranks that are threads of one process, and batches for them to train on."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import met_ranks
 import pytest
@@ -13,16 +9,15 @@ import torch
 from met_ranks import meeting
 
 from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
-from rlft.types import Batch
 
 
 @pytest.fixture(scope="module")
-def store() -> Any:
+def store():
     return open_store(LOOPBACK)
 
 
 @pytest.fixture
-def met(store: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Exchange]]]:
+def met(store, request):
     """Connects so many ranks, all in this process."""
     count = itertools.count()
     with ExitStack() as stack:
@@ -35,7 +30,7 @@ def met(store: Any, request: pytest.FixtureRequest) -> Iterator[Callable[..., li
 
 
 @pytest.fixture
-def batches(make_batch: Callable[..., Batch]) -> list[Batch]:
+def batches(make_batch):
     """Of three steps: four groups of three completions of unlike lengths; the rewards of one group are equal."""
     generator = torch.Generator().manual_seed(5)
 

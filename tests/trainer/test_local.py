@@ -1,7 +1,5 @@
 """The trainer behind the loop's seam: what it keeps, what it gives away, and that it needs no run around it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,11 +7,10 @@ import torch
 
 import rlft
 from rlft.config.model import CriticKind, Old, RewardModelConfig
-from rlft.config.schema import RunConfig
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import open_learned, reward_role
 from rlft.model.roles import OLD, POLICY, REFERENCE, Roles
-from rlft.trainer.local import LocalTrainer, TrainerState, open_optimizers
+from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.types import Batch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores
 
@@ -26,12 +23,12 @@ REWARDS = RewardModelConfig(
 
 
 @pytest.fixture
-def config(run_config) -> RunConfig:
+def config(run_config):
     return run_config("prompts_per_step=2", "group_size=2", "generation.max_tokens=4", "trainer.lr=0.01", "epochs=2")
 
 
 @pytest.fixture
-def batch(make_batch) -> Batch:
+def batch(make_batch):
     rows = [(0, [5, 6, 7], [20, 21, 2]), (0, [5, 6, 7], [22, 23]), (1, [9, 10], [30, 31]), (1, [9, 10], [32, 33, 34])]
     return make_batch(rows, rewards=[1, 0, 0.5, 2])
 
@@ -52,7 +49,7 @@ def open_trainer(config, make_roles):
     return build
 
 
-def rollouts() -> Rollouts:
+def rollouts():
     """One prompt with a right and a wrong completion: a pair for the learned reward."""
     prompt = Prompt(id="p", messages=(), answer="", token_ids=(5, 6, 7))
     completions = [
@@ -66,19 +63,19 @@ def rollouts() -> Rollouts:
     return Rollouts(groups=[group], scores=Scores(total=right, by_reward={"math": right}), num_sampled=2)
 
 
-def turn(trainer: LocalTrainer, batch: Batch, step: int) -> dict[str, float]:
+def turn(trainer, batch, step):
     """A step, as the loop makes it, without sampling and scoring."""
     algorithm = rlft.load_algorithm("ppo")
     credited = algorithm.credit(trainer.annotate(batch, NOBODY))
     return trainer.update(algorithm, credited, NOBODY, step) | trainer.refresh(step + 1, rollouts())
 
 
-def flat(state: TrainerState) -> dict[str, torch.Tensor]:
+def flat(state):
     kinds = {"adapter": state.adapters, "head": state.heads, "optimizer": {"all": state.optimizer}}
     return {f"{k}/{r}/{n}": t for k, roles in kinds.items() for r, named in roles.items() for n, t in named.items()}
 
 
-def test_a_trainer_that_is_restored_goes_on_to_the_same_bits(open_trainer, batch) -> None:
+def test_a_trainer_that_is_restored_goes_on_to_the_same_bits(open_trainer, batch):
     first = open_trainer()
     for step in range(3):
         turn(first, batch, step)
@@ -97,7 +94,7 @@ def test_a_trainer_that_is_restored_goes_on_to_the_same_bits(open_trainer, batch
     assert second.state().critic == critic != kept.critic
 
 
-def test_the_state_is_a_copy_of_all_that_moves(open_trainer, batch) -> None:
+def test_the_state_is_a_copy_of_all_that_moves(open_trainer, batch):
     trainer = open_trainer()
     turn(trainer, batch, 0)
     state, before = trainer.state(), {n: t.clone() for n, t in flat(trainer.state()).items()}
@@ -107,7 +104,7 @@ def test_the_state_is_a_copy_of_all_that_moves(open_trainer, batch) -> None:
     assert all(torch.equal(t, before[name]) for name, t in flat(state).items())
 
 
-def test_the_kl_of_the_last_update_is_the_policys_before_its_gradient_step(config, make_roles, batch) -> None:
+def test_the_kl_of_the_last_update_is_the_policys_before_its_gradient_step(config, make_roles, batch):
     measured, moved, algorithm = [], [], rlft.load_algorithm("grpo")
     for epochs in (1, 2):
         roles: Roles = make_roles(noise=0.02)
@@ -122,7 +119,7 @@ def test_the_kl_of_the_last_update_is_the_policys_before_its_gradient_step(confi
 
 
 @pytest.mark.parametrize("to", ["reference", "old", "reward"])
-def test_an_exact_kl_acts_in_the_updates_of_a_step(config, make_roles, batch, to) -> None:
+def test_an_exact_kl_acts_in_the_updates_of_a_step(config, make_roles, batch, to):
     keys = {"kl_in": "reward"} if to == "reward" else {"kl_to": to, "kl_in": "loss"}
     algorithm = rlft.load_algorithm("reinforce", kl_coef=0.5, kl_estimator="exact", **keys)
     roles: Roles = make_roles(noise=0.02, reference="base", old=Old.copy)
@@ -143,7 +140,7 @@ def test_an_exact_kl_acts_in_the_updates_of_a_step(config, make_roles, batch, to
         assert metrics.get("loss/kl") == (pytest.approx(0.5 * mean * LENGTHS, rel=1e-5) if to == "reference" else None)
 
 
-def test_what_is_published_is_the_policy_after_the_last_update(open_trainer, batch) -> None:
+def test_what_is_published_is_the_policy_after_the_last_update(open_trainer, batch):
     trainer = open_trainer()
     before = trainer.roles.publish(0).weights
     turn(trainer, batch, 0)
@@ -153,7 +150,7 @@ def test_what_is_published_is_the_policy_after_the_last_update(open_trainer, bat
     assert not any(torch.equal(adapter.weights[n], w) for n, w in before.items())
 
 
-def test_samples_are_judged_once_a_step_before_the_policy_moves(open_trainer, batch) -> None:
+def test_samples_are_judged_once_a_step_before_the_policy_moves(open_trainer, batch):
     trainer, judged = open_trainer(), []
 
     def check(rows: Batch, gaps: torch.Tensor | None, step: int) -> None:
@@ -170,7 +167,7 @@ def test_samples_are_judged_once_a_step_before_the_policy_moves(open_trainer, ba
     assert sorted(gaps.tolist()) == pytest.approx(sorted(expected.tolist()), rel=1e-4, abs=1e-5)
 
 
-def test_samples_are_judged_although_the_first_minibatch_teaches_nothing(open_trainer, batch) -> None:
+def test_samples_are_judged_although_the_first_minibatch_teaches_nothing(open_trainer, batch):
     trainer, algorithm, judged = open_trainer(), rlft.load_algorithm("ppo"), []
     trainer.config = replace(trainer.config, minibatches=2)
     trainer.check_samples = lambda rows, gaps, step: judged.append((rows.group_ids.unique().tolist(), gaps is None))
@@ -183,14 +180,14 @@ def test_samples_are_judged_although_the_first_minibatch_teaches_nothing(open_tr
 
 
 @pytest.mark.parametrize("needs_old", [False, True])
-def test_the_old_policy_is_recomputed_where_the_run_needs_it(needs_old, open_trainer, batch) -> None:
+def test_the_old_policy_is_recomputed_where_the_run_needs_it(needs_old, open_trainer, batch):
     annotated = open_trainer(needs_old).annotate(batch, NOBODY)
     assert (annotated.old_logprobs is not None) == needs_old
     assert annotated.reference_logprobs is not None
     assert annotated.old_values is not None
 
 
-def test_a_rehearsal_changes_nothing(open_trainer, batch) -> None:
+def test_a_rehearsal_changes_nothing(open_trainer, batch):
     trainer, zeros = open_trainer(), torch.zeros_like(batch.sampled_logprobs)
     before, critic, noise = flat(trainer.state()), trainer.state().critic, torch.random.get_rng_state()
     micro = replace(batch, old_logprobs=zeros, reference_logprobs=zeros, old_values=zeros, advantages=zeros + 1)

@@ -1,11 +1,8 @@
 """Optimizers over named parameters, a state that goes through a checkpoint unchanged, and the metrics of a step."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,17 +19,17 @@ from rlft.trainer.ranks import LaneShare
 from rlft.trainer.update import PassRecord, UpdateRecord, step_metrics
 
 
-def config(**changes) -> TrainerConfig:
+def config(**changes):
     keys = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 100.0, "reset_every": 0}
     keys |= {"optimizer": OptimizerKind.adamw, "lr": 0.5, "schedule": Schedule.constant, "warmup": 0}
     return TrainerConfig(**keys | changes)
 
 
-def parameters(*values: float) -> list[tuple[str, Parameter]]:
+def parameters(*values):
     return [(f"p{i}", Parameter(torch.tensor([value], dtype=torch.float64))) for i, value in enumerate(values)]
 
 
-def set_gradients(named, *values: float) -> None:
+def set_gradients(named, *values):
     for (_, parameter), value in zip(named, values, strict=True):
         parameter.grad = torch.tensor([value], dtype=torch.float64)
 
@@ -119,12 +116,12 @@ MATRICES = {
 matrices."""
 
 
-def matrices() -> list[tuple[str, Parameter]]:
+def matrices():
     random = torch.Generator().manual_seed(0)
     return [(name, Parameter(torch.randn(size, generator=random).double())) for name, size in MATRICES.items()]
 
 
-def moved(named: Sequence[tuple[str, Parameter]], optimizer: Optimizer, seed: int) -> dict[str, torch.Tensor]:
+def moved(named, optimizer, seed):
     """What an update with random gradients at a rate of 0.1 takes from each parameter."""
     random, before = torch.Generator().manual_seed(seed), {name: p.detach().clone() for name, p in named}
     for _, parameter in named:

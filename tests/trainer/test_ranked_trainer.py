@@ -28,7 +28,7 @@ from rlft.model.roles import Roles
 from rlft.system.process.launcher import ProcessWorker
 from rlft.system.process.worker import WorkerError, WorkerSpec
 from rlft.trainer import ranked_trainer
-from rlft.trainer.local import LocalTrainer, TrainerState
+from rlft.trainer.local import LocalTrainer
 from rlft.trainer.ranked_trainer import RankedTrainer, RankError, Trainer
 from rlft.trainer.ranks import Exchange, LaneShare
 from rlft.types import Batch, Rollouts, Scores, UserError
@@ -89,7 +89,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcesses]:
+def launcher(tmp_path_factory):
     launcher = WarmProcesses(tmp_path_factory.mktemp("run"))
     yield launcher
     launcher.close()
@@ -106,19 +106,19 @@ class Texts:
 
 
 @pytest.fixture
-def texts(make_batch: Callable[..., Batch]) -> Texts:
+def texts(make_batch):
     rows = [(i, [7 + i], list(range(20, 24 + 3 * i))) for i in range(6)]
     whole = make_batch(rows)
     return Texts([whole.select(torch.tensor(chosen)) for chosen in ([0, 1, 5], [2, 3], [4, 0, 2])])
 
 
-def keys_of(case: str) -> tuple[str, ...]:
+def keys_of(case):
     if case in CASES:
         return (*COMMON, *CASES[case][1])
     return (*(key for key in COMMON if not key.startswith("lora.")), "lora=null", *OF_ALL_WEIGHTS[case][1])
 
 
-def train(trainer: Trainer, local: LocalTrainer, case: str, batches: list[Batch], first: int = 0) -> Trained:
+def train(trainer, local, case, batches, first=0):
     """The steps from `first` on as the loop makes them, without sampling and scoring."""
     metrics, tensors = [], {}
     for step, batch in list(enumerate(batches))[first:]:
@@ -134,7 +134,7 @@ def train(trainer: Trainer, local: LocalTrainer, case: str, batches: list[Batch]
     return Trained(metrics=metrics, tensors=tensors)
 
 
-def hinted(batch: Batch) -> Tensor:
+def hinted(batch):
     """The prompts with two more tokens at their ends, as a teacher with a hint reads them."""
     lengths_B = prompt_lengths(batch)
     prompts_BP = torch.full((len(lengths_B), int(lengths_B.max()) + 2), -1)
@@ -143,12 +143,12 @@ def hinted(batch: Batch) -> Tensor:
     return prompts_BP
 
 
-def flat(local: LocalTrainer, state: TrainerState) -> dict[str, Tensor]:
+def flat(local, state):
     """Copies of the weights of rank 0, and of the moments that a checkpoint would have."""
     return {name: tensor.clone() for name, tensor in (local.weights() | dict(state.optimizer)).items()}
 
 
-def assert_same(found: Trained, expected: Trained) -> None:
+def assert_same(found, expected):
     assert found.metrics == expected.metrics
     assert found.tensors.keys() == expected.tensors.keys()
     assert any(name.partition("/")[0] in ("exp_avg", "momentum_buffer") for name in found.tensors)
@@ -213,7 +213,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(run_config: Callable[..., RunConfig], batches: list[Batch], texts: Texts, launcher: WarmProcesses) -> Bench:
+def bench(run_config, batches, texts, launcher):
     return Bench(run_config, batches, texts, launcher)
 
 
@@ -226,7 +226,7 @@ def bench(run_config: Callable[..., RunConfig], batches: list[Batch], texts: Tex
         slow("opd, the base with a hint", SHARDED, 2),
     ],
 )
-def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(case, keys, ranks, bench) -> None:
+def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(case, keys, ranks, bench):
     bench.check(case, *keys, ranks=ranks)
 
 
@@ -236,14 +236,14 @@ def test_ranks_give_the_bits_of_one_also_if_they_divide_the_base(case, keys, ran
     [(GRPO_OF_ALL, 3), slow(GRPO_OF_ALL, 2), slow(PPO_OF_ALL, 2), slow(PPO_OF_ALL, 3), slow(MUON_OF_ALL, 2),
      slow(MUON_OF_ALL, 3)],
 )  # fmt: skip
-def test_ranks_that_train_all_weights_give_the_bits_of_one(case: str, ranks: int, bench: Bench) -> None:
+def test_ranks_that_train_all_weights_give_the_bits_of_one(case, ranks, bench):
     bench.check(case, ranks=ranks)
 
 
 @pytest.mark.parametrize(
     ("case", "ranks"), [(GRPO_OF_ALL, (2, 3)), slow(PPO_OF_ALL, (3, 1)), slow(GRPO_OF_ALL, (1, 2))]
 )
-def test_all_weights_go_on_from_a_checkpoint_with_other_ranks(case, ranks, bench, tmp_path) -> None:
+def test_all_weights_go_on_from_a_checkpoint_with_other_ranks(case, ranks, bench, tmp_path):
     expected = bench.alone(case)
     with bench.opened(case, ranks=ranks[0]) as (trainer, local):
         begun = train(trainer, local, case, bench.batches[:2])
@@ -262,7 +262,7 @@ def test_all_weights_go_on_from_a_checkpoint_with_other_ranks(case, ranks, bench
 
 @pytest.mark.parametrize("point", [point if point == "reduce" else slow(point) for point in
                                    ("annotate", "update", "reduce", "checkpoint")])  # fmt: skip
-def test_a_rank_that_dies_ends_a_run_that_trains_all_weights(point, bench, monkeypatch, tmp_path) -> None:
+def test_a_rank_that_dies_ends_a_run_that_trains_all_weights(point, bench, monkeypatch, tmp_path):
     text = (
         r"^the run ends, because with lora=null no copy of all weights is kept from which a step could be done again; "
         r"resume from the newest checkpoint with: rlft resume some/run; .*was killed by SIGKILL.*; its log is "
@@ -274,7 +274,7 @@ def test_a_rank_that_dies_ends_a_run_that_trains_all_weights(point, bench, monke
 
 
 @pytest.mark.slow
-def test_ranks_without_rows_wait_for_the_others(bench: Bench) -> None:
+def test_ranks_without_rows_wait_for_the_others(bench):
     """One live row in all: three lanes, and so one rank of two, have nothing to do."""
     algorithm, batch = rlft.load_algorithm("grpo"), bench.batches[0]
     zero_gradient_B = torch.ones(12, dtype=torch.bool)
@@ -298,7 +298,7 @@ UNAMPLIFIED = "trainer.lr=1e-5"
 
 
 @pytest.mark.parametrize("case", slow_but(GRPO, CASES | OF_ALL_WEIGHTS))
-def test_ranks_that_share_tokens_learn_what_one_learns(case: str, bench: Bench) -> None:
+def test_ranks_that_share_tokens_learn_what_one_learns(case, bench):
     keys = (UNAMPLIFIED, *(("lora.dropout=0",) if case in CASES else ()))
     with bench.opened(case, *keys) as opened:
         expected = train(*opened, case, bench.batches)
@@ -313,7 +313,7 @@ def test_ranks_that_share_tokens_learn_what_one_learns(case: str, bench: Bench) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [GRPO, GRPO_OF_ALL])
-def test_the_bits_depend_on_who_shares_tokens_and_not_on_the_number_of_ranks(case: str, bench: Bench) -> None:
+def test_the_bits_depend_on_who_shares_tokens_and_not_on_the_number_of_ranks(case, bench):
     """With dropout, which each rank draws for its own tokens."""
     with bench.opened(case, ranks=2, sequence=2) as opened:
         expected = train(*opened, case, bench.batches)
@@ -323,7 +323,7 @@ def test_the_bits_depend_on_who_shares_tokens_and_not_on_the_number_of_ranks(cas
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [(), SHARDED], ids=["a whole base", "a divided base"])
-def test_a_rank_that_dies_while_tokens_are_exchanged_costs_no_step_and_no_bit(keys, bench, monkeypatch, capsys) -> None:
+def test_a_rank_that_dies_while_tokens_are_exchanged_costs_no_step_and_no_bit(keys, bench, monkeypatch, capsys):
     with bench.opened(GRPO, ranks=2, sequence=2) as opened:
         expected = train(*opened, GRPO, bench.batches)
     with bench.opened(GRPO, *keys, ranks=2, sequence=2) as opened:
@@ -332,7 +332,7 @@ def test_a_rank_that_dies_while_tokens_are_exchanged_costs_no_step_and_no_bit(ke
     assert "was killed by SIGKILL" in capsys.readouterr().out
 
 
-def test_ranks_that_share_tokens_draw_dropout_of_their_own(bench: Bench) -> None:
+def test_ranks_that_share_tokens_draw_dropout_of_their_own(bench):
     drawn = []
     with bench.opened(GRPO) as (_, local):
         for rank in range(4):
@@ -369,7 +369,7 @@ POINTS = {
     ]
     + [slow("update", signal.SIGSTOP), slow("layer backward", signal.SIGSTOP)],
 )
-def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(point, number, bench, monkeypatch, capsys) -> None:
+def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(point, number, bench, monkeypatch, capsys):
     started, is_stopped = bench.launcher.started, number == signal.SIGSTOP
 
     def fails() -> None:
@@ -384,7 +384,7 @@ def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(point, number, bench
 
 
 @pytest.mark.slow
-def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(bench, monkeypatch, capsys) -> None:
+def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(bench, monkeypatch, capsys):
     """The connection of the exchange is lost long before."""
     call = ProcessWorker.call
 
@@ -409,7 +409,7 @@ def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(b
     assert "was killed by SIGKILL" in capsys.readouterr().out
 
 
-def at_call(monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str, int], happens: Callable[[], None]) -> None:
+def at_call(monkeypatch, place, happens):
     """Before the n-th call of a function something happens."""
     owner, name, due = place
     original, count = getattr(owner, name), 0
@@ -424,7 +424,7 @@ def at_call(monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str, int], happen
     monkeypatch.setattr(owner, name, wrapped)
 
 
-def test_ranks_that_differ_are_not_saved(bench: Bench) -> None:
+def test_ranks_that_differ_are_not_saved(bench):
     with bench.opened(GRPO, ranks=2) as (trainer, local):
         trainer.state()
         next(p for _, p in local.roles.named_parameters()).data[0, 0] += 1e-7
@@ -471,7 +471,7 @@ class Failing:
         (UserError("model.path", "is not there", remedy="copy it"), UserError, r"^model\.path: is not there; copy it"),
     ],
 )
-def test_ranks_that_fail_again_and_again_stop_the_run(raised, error, text, bench, tmp_path) -> None:
+def test_ranks_that_fail_again_and_again_stop_the_run(raised, error, text, bench, tmp_path):
     failing = Failing(tmp_path, raised)
     with bench.opened(GRPO, ranks=2, launcher=failing) as (trainer, _), pytest.raises(error, match=text):
         trainer.annotate(bench.batches[0], torch.zeros(12, dtype=torch.bool))

@@ -1,11 +1,8 @@
 """The exchange between ranks: what arrives, and what is said where somebody does not come."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
@@ -20,13 +17,13 @@ from rlft.trainer import ranks
 from rlft.trainer.ranks import Exchange, LaneShare, RanksError, sent, shapes_of, take_over
 
 
-def test_every_rank_hears_the_numbers_of_all(store: Any) -> None:
+def test_every_rank_hears_the_numbers_of_all(store):
     with met(meeting(store, "numbers", 3)) as exchanges:
         heard = [in_background(lambda e=e, n=n: e.numbers(n)) for n, e in enumerate(exchanges, start=-1)]
         assert [future.result(120) for future in heard] == [[-1, 0, 1]] * 3
 
 
-def test_ranks_that_share_tokens_exchange_among_themselves(store: Any) -> None:
+def test_ranks_that_share_tokens_exchange_among_themselves(store):
     """Parts of unlike sizes, as of a row whose number of tokens the ranks do not divide."""
     sizes = [3, 2]
     with met(meeting(store, "tokens", 4, sequence=2)) as exchanges:
@@ -48,7 +45,7 @@ def test_ranks_that_share_tokens_exchange_among_themselves(store: Any) -> None:
     ]
 
 
-def test_the_lanes_of_a_rank_are_neighbours() -> None:
+def test_the_lanes_of_a_rank_are_neighbours():
     shares = [LaneShare(lanes=6, rank=rank, ranks=3) for rank in range(3)]
     assert [list(share.mine) for share in shares] == [[0, 1], [2, 3], [4, 5]]
     assert [shares[0].owner(lane) for lane in range(6)] == [0, 0, 1, 1, 2, 2]
@@ -60,14 +57,14 @@ def test_the_lanes_of_a_rank_are_neighbours() -> None:
     assert LaneShare(lanes=6).sent(5, buffer) is buffer
 
 
-def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(store: Any) -> None:
+def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(store):
     begun = time.monotonic()
     with pytest.raises(RanksError, match=r"^rank 0 waited 0\.5 s \(cluster\.timeout\) to meet the others$"):
         Exchange(meeting(store, "absent", 2, timeout=0.5), 0, CPU)
     assert time.monotonic() - begun < 60
 
 
-def test_a_rank_that_takes_no_part_is_waited_for_until_the_limit(store: Any) -> None:
+def test_a_rank_that_takes_no_part_is_waited_for_until_the_limit(store):
     with (
         met(meeting(store, "silent", 2, timeout=1.0)) as (first, _),
         pytest.raises(RanksError, match=r"^rank 0 waited 1 s \(cluster\.timeout\) to exchange gradients with rank 1$"),
@@ -75,13 +72,13 @@ def test_a_rank_that_takes_no_part_is_waited_for_until_the_limit(store: Any) -> 
         first.broadcast(torch.zeros(3), 1)
 
 
-def test_ranks_that_share_tokens_are_named_where_one_is_late(store: Any) -> None:
+def test_ranks_that_share_tokens_are_named_where_one_is_late(store):
     limit = r"^rank 3 waited 1 s \(cluster\.timeout\) to share tokens among ranks 2 to 3$"
     with met(meeting(store, "late", 4, timeout=1.0, sequence=2)) as exchanges, pytest.raises(RanksError, match=limit):
         exchanges[3].add_up(torch.zeros(3))
 
 
-def test_time_in_which_this_process_could_not_run_ends_no_wait(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_this_process_could_not_run_ends_no_wait(store, monkeypatch):
     """As after SIGSTOP: our clock has stood still, and the limit of torch's own wait, if it had one, has passed."""
     monkeypatch.setattr(ranks, "RunningTime", lambda: lambda: 0.0)
     with met(meeting(store, "stopped", 2, timeout=0.5)) as (first, second):
@@ -94,7 +91,7 @@ def test_time_in_which_this_process_could_not_run_ends_no_wait(store: Any, monke
         assert torch.equal(received, torch.ones(3))
 
 
-def test_closing_waits_for_nothing_that_is_under_way(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_nothing_that_is_under_way(store, monkeypatch):
     """64 MiB are more than a connection takes without a reader. The thread that ends it is far ahead of the caller."""
 
     def is_ahead(*call: Any) -> Future[Any]:
@@ -109,7 +106,7 @@ def test_closing_waits_for_nothing_that_is_under_way(store: Any, monkeypatch: py
         in_background(first.close).result(120)
 
 
-def test_a_process_that_ends_after_closing_is_not_aborted() -> None:
+def test_a_process_that_ends_after_closing_is_not_aborted():
     script = """
 import torch
 from rlft.system.process.running_time import in_background
@@ -125,7 +122,7 @@ first.close()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_who_knows_that_a_rank_is_gone_need_not_wait(store: Any) -> None:
+def test_who_knows_that_a_rank_is_gone_need_not_wait(store):
     class KnownError(Exception):
         pass
 
@@ -144,7 +141,7 @@ def test_who_knows_that_a_rank_is_gone_need_not_wait(store: Any) -> None:
 # -- how ranks come to one state ---------------------------------------------------------------------------------------
 
 
-def test_tensors_are_taken_over_in_their_places_however_they_lie_and_count_as_written(met) -> None:
+def test_tensors_are_taken_over_in_their_places_however_they_lie_and_count_as_written(met):
     """The second one's columns lie one after the other; a publish tells by the count what has been written into."""
     held = [{"a": torch.full((3,), 1.0 + rank), "b": torch.arange(6.0).view(2, 3).T * (1 + rank)} for rank in range(3)]
     expected = {name: tensor.clone() for name, tensor in held[0].items()}
@@ -158,7 +155,7 @@ def test_tensors_are_taken_over_in_their_places_however_they_lie_and_count_as_wr
             assert (tensors[name]._version > version) == (rank > 0), "rank 0 has written nothing"
 
 
-def test_what_a_rank_has_is_sent_to_all(met: Callable[..., list[Exchange]]) -> None:
+def test_what_a_rank_has_is_sent_to_all(met):
     """Of any dtype and shape, as optimizers' moments are."""
     own = {"step/p": torch.tensor(7), "exp_avg/p": torch.randn(2, 3), "codes/q": torch.tensor([1, 255]).byte()}
 

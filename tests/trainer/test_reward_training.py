@@ -1,7 +1,5 @@
 """A learned reward that is trained during a run: which pairs, when, and that it resumes to the same bits."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

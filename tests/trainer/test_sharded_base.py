@@ -1,8 +1,6 @@
 """Layers divided among ranks: what is computed with them is what a whole base gives, and every wait has an end."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,9 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 import rlft
-from rlft.algorithm.objective import Objective
 from rlft.config.model import KernelChoice
-from rlft.config.schema import RunConfig
 from rlft.loop import parts
 from rlft.loop.workers import opened_trainer
 from rlft.model.activations import set_checkpointing
@@ -28,7 +24,6 @@ from rlft.system.process.running_time import in_background
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.ranks import Exchange, LaneShare, RanksError
 from rlft.trainer.sharded_base import ShardedLayers
-from rlft.types import Batch
 
 LANES, LAYERS = 4, 5
 CPU = torch.device("cpu")
@@ -39,7 +34,7 @@ KEYS = (
 )  # fmt: skip
 
 
-def random_model(layers: int = LAYERS) -> PreTrainedModel:
+def random_model(layers=LAYERS):
     """Random layers in float64, the same at each call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -58,14 +53,12 @@ Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
 
 
 @pytest.fixture
-def batches(batches: list[Batch]) -> list[Batch]:
+def batches(batches):
     return [replace(batch, sampled_logprobs=batch.sampled_logprobs.double()) for batch in batches[:2]]
 
 
 @pytest.fixture
-def opened(
-    run_config: Callable[..., RunConfig], backbone: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
+def opened(run_config, backbone, monkeypatch):
     """Opens the trainer of a rank as its process does, on the random model with these kernels."""
 
     @contextmanager
@@ -89,7 +82,7 @@ def opened(
     return open_one
 
 
-def train(trainer: LocalTrainer, algorithm: Objective, batches: list[Batch]) -> Trained:
+def train(trainer, algorithm, batches):
     """Steps as a rank makes them."""
     metrics = []
     for step, batch in enumerate(batches):
@@ -106,7 +99,7 @@ def train(trainer: LocalTrainer, algorithm: Objective, batches: list[Batch]) -> 
     return metrics, tensors
 
 
-def summed(values: dict[str, Tensor], share: LaneShare) -> dict[str, Tensor]:
+def summed(values, share):
     """Annotations of all rows, of those that each rank has made of its own; they are 0 in the others."""
     if share.exchange is None:
         return values
@@ -123,7 +116,7 @@ def summed(values: dict[str, Tensor], share: LaneShare) -> dict[str, Tensor]:
     ("ranks", "kernels", "checkpointing"),
     [(1, "auto", True), slow(2, "auto", True), slow(2, "plain", False), slow(4, "plain", True)],
 )
-def test_a_divided_base_trains_as_a_whole_one(ranks, kernels, checkpointing, opened, met, batches) -> None:
+def test_a_divided_base_trains_as_a_whole_one(ranks, kernels, checkpointing, opened, met, batches):
     """The same products of the same numbers: float64, so 1e-12 is a few thousand roundings of the largest, about 1."""
     algorithm = rlft.load_algorithm("ppo")
     with opened(0, 1, None, kernels, checkpointing, sharded=False) as whole:
@@ -144,20 +137,20 @@ def test_a_divided_base_trains_as_a_whole_one(ranks, kernels, checkpointing, ope
 
 
 # -- where weights are -------------------------------------------------------------------------------------------------
-def adopted(rank: int, ranks: int) -> tuple[ShardedLayers, PreTrainedModel]:
+def adopted(rank, ranks):
     model, sharded = random_model(), ShardedLayers(rank, ranks)
     sharded.adopt(model, CPU)
     return sharded, model
 
 
-def layer_bytes(model: PreTrainedModel) -> int:
+def layer_bytes(model):
     """Of all memory that the matrices of the layers lie in."""
     weights = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() > 1]
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in weights}
     return sum(storages.values())
 
 
-def test_a_rank_has_its_own_layers_and_two_buffers() -> None:
+def test_a_rank_has_its_own_layers_and_two_buffers():
     """Of five layers two ranks hold three and two; float64. A layer has 2 * 16 * 16 weights in queries and outputs,
     2 * 16 * 8 in keys and values and 3 * 16 * 24 in its MLP, each a multiple of 256 bytes."""
     layer = 8 * (2 * 256 + 2 * 128 + 3 * 384)
@@ -166,14 +159,14 @@ def test_a_rank_has_its_own_layers_and_two_buffers() -> None:
     assert layer_bytes(adopted(0, 1)[1]) == 2 * layer
 
 
-def test_a_single_layer_of_another_rank_has_the_only_buffer() -> None:
+def test_a_single_layer_of_another_rank_has_the_only_buffer():
     """Another tensor of a pass may get the address of a second one, which no layer would keep alive."""
     base = ShardedLayers(0, 2)
     base.adopt(random_model(layers=2), torch.device("cpu"))
     assert len(base._buffer_at) == len(base._layer_at) == 1
 
 
-def test_what_is_not_a_layers_matrix_is_whole_on_every_rank() -> None:
+def test_what_is_not_a_layers_matrix_is_whole_on_every_rank():
     whole = dict(random_model().named_parameters())
     for name, parameter in adopted(1, 2)[1].named_parameters():
         assert parameter.shape == whole[name].shape
@@ -181,7 +174,7 @@ def test_what_is_not_a_layers_matrix_is_whole_on_every_rank() -> None:
             assert torch.equal(parameter, whole[name]), name
 
 
-def test_ranks_may_need_layers_in_any_order_and_number(met: Callable[..., list[Exchange]]) -> None:
+def test_ranks_may_need_layers_in_any_order_and_number(met):
     """Three ranks: all layers, some of them twice, and none. In the first round rank 0 gets layers 1 and 4, which have
     one buffer there, and needs the former."""
     expected = [[p.clone() for p in layer.parameters()] for layer in decoder_layers(random_model())]
@@ -206,9 +199,7 @@ def test_ranks_may_need_layers_in_any_order_and_number(met: Callable[..., list[E
 
 
 @each(("ranks", "checkpointing"), [(1, False), (1, True), (2, False), (2, True), (3, True), (4, True)])
-def test_the_next_layer_begins_to_arrive_before_this_one_is_computed_and_is_awaited_after_it(
-    ranks: int, checkpointing: bool, met: Callable[..., list[Exchange]]
-) -> None:
+def test_the_next_layer_begins_to_arrive_before_this_one_is_computed_and_is_awaited_after_it(ranks, checkpointing, met):
     """Two forwards with their backwards and two without, in the order of events on each rank; the numbers are those of
     a whole base bit for bit. Only the first layer is waited for at once, and again where a forward follows a
     forward."""
@@ -246,7 +237,7 @@ def test_the_next_layer_begins_to_arrive_before_this_one_is_computed_and_is_awai
         assert late == [("end", 0)] * 2, (rank, events)
 
 
-def recorded(sharded: ShardedLayers, model: PreTrainedModel) -> list[tuple[str, int]]:
+def recorded(sharded, model):
     """What happens from now on: a layer begins to arrive, is awaited ("end"), is computed forward or backward."""
     events: list[tuple[str, int]] = []
     send, copy, finish = sharded._send, sharded._copy, sharded._finish
@@ -272,17 +263,17 @@ def recorded(sharded: ShardedLayers, model: PreTrainedModel) -> list[tuple[str, 
     return events
 
 
-def last_begun(events: list[tuple[str, int]]) -> int:
+def last_begun(events):
     return next(layer for kind, layer in reversed(events) if kind == "begin")
 
 
-def is_ahead(events: list[tuple[str, int]], end: int) -> bool:
+def is_ahead(events, end):
     """Whether something was computed between the beginning and this end of a layer's arrival."""
     begin = max(at for at in range(end) if events[at] == ("begin", events[end][1]))
     return any(kind == "computed" for kind, _ in events[begin:end])
 
 
-def test_alone_a_rank_has_the_layers_of_others_from_main_memory() -> None:
+def test_alone_a_rank_has_the_layers_of_others_from_main_memory():
     ids = torch.arange(1, 9)[None]
     with torch.no_grad():
         expected = random_model()(ids).logits
@@ -295,7 +286,7 @@ def test_alone_a_rank_has_the_layers_of_others_from_main_memory() -> None:
             model(ids)
 
 
-def test_a_rank_that_stays_away_is_waited_for_until_the_limit(met: Callable[..., list[Exchange]]) -> None:
+def test_a_rank_that_stays_away_is_waited_for_until_the_limit(met):
     """In a forward, in a backward, and at the end of a rank's own passes; and then passes can be made anew."""
     sharded, model = adopted(0, 2)
     exchange = met(2, timeout=0.5)[0]
@@ -307,7 +298,7 @@ def test_a_rank_that_stays_away_is_waited_for_until_the_limit(met: Callable[...,
     assert model(torch.arange(1, 9)[None]).logits.isfinite().all()
 
 
-def test_a_rank_that_leaves_in_a_backward_is_missed_there(met: Callable[..., list[Exchange]]) -> None:
+def test_a_rank_that_leaves_in_a_backward_is_missed_there(met):
     (sharded, model), (other, other_model) = (adopted(rank, 2) for rank in range(2))
     first, second = met(2, timeout=0.5)
     x = torch.ones(1, 3, 16, dtype=torch.float64, requires_grad=True)

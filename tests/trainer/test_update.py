@@ -1,10 +1,8 @@
 """A step's updates: one gradient however it is computed, whom it moves, its lanes, and what it counts."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -16,7 +14,6 @@ import torch
 from in_one_test import each
 from met_ranks import together
 from slow_cases import slow_but
-from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -47,7 +44,7 @@ from rlft.trainer.update import (
     loss_scale,
     minibatches,
 )
-from rlft.types import Batch, LossScale
+from rlft.types import LossScale
 
 model_config, backbone = half_model.model_config, half_model.backbone
 
@@ -630,7 +627,7 @@ RECORDED = json.loads(Path(__file__).with_name("row_lengths.json").read_text())
 lengths of a log-normal distribution with a median of 245 and a longest one of 6,000 tokens."""
 
 
-def recorded(name: str) -> Costs:
+def recorded(name):
     """A token costs 1 here, and a pair of tokens nothing."""
     groups = RECORDED[name]
     return Costs(
@@ -640,7 +637,7 @@ def recorded(name: str) -> Costs:
     )
 
 
-def cost_of(costs: Costs, rows: list[int]) -> float:
+def cost_of(costs, rows):
     """By its meaning: each prompt once, each row once."""
     prompts = {costs.groups[row]: costs.prompts[row] for row in rows}
     return sum(prompts.values()) + sum(costs.rows[row] for row in rows)
@@ -648,7 +645,7 @@ def cost_of(costs: Costs, rows: list[int]) -> float:
 
 @pytest.mark.parametrize("num_lanes", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", RECORDED)
-def test_lanes_of_recorded_lengths_are_within_a_tenth_of_the_best(name: str, num_lanes: int) -> None:
+def test_lanes_of_recorded_lengths_are_within_a_tenth_of_the_best(name, num_lanes):
     """No assignment is better than the mean, or than the most expensive row by itself."""
     costs = recorded(name)
     lanes, totals = assign(costs, num_lanes)
@@ -659,7 +656,7 @@ def test_lanes_of_recorded_lengths_are_within_a_tenth_of_the_best(name: str, num
 
 
 @each("seed", range(20))
-def test_few_rows_are_within_a_tenth_of_the_best_of_all_assignments(seed: int) -> None:
+def test_few_rows_are_within_a_tenth_of_the_best_of_all_assignments(seed):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(1, 30, (7,), generator=generator).tolist()
     prompts = torch.randint(0, 12, (3,), generator=generator).tolist()
@@ -672,7 +669,7 @@ def test_few_rows_are_within_a_tenth_of_the_best_of_all_assignments(seed: int) -
     assert max(assign(costs, 3)[1]) <= 1.1 * best
 
 
-def test_lanes_of_few_groups() -> None:
+def test_lanes_of_few_groups():
     # Eight equal groups on four lanes stay whole, two each, no prompt twice: 2 x (9 + 4 x 5).
     costs = Costs(rows=[5.0] * 32, prompts=[9.0] * 32, groups=[row // 4 for row in range(32)])
     lanes, totals = assign(costs, 4)
@@ -688,7 +685,7 @@ def test_lanes_of_few_groups() -> None:
 
 
 @pytest.mark.parametrize("num_lanes", [1, 3])
-def test_moving_rows_ends_where_none_helps(num_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moving_rows_ends_where_none_helps(num_lanes, monkeypatch):
     searches: list[list[tuple[int, int, int]]] = []
     search = update._Lanes.best_moves
     monkeypatch.setattr(update._Lanes, "best_moves", lambda lanes: searches.append(search(lanes)) or searches[-1])
@@ -697,11 +694,11 @@ def test_moving_rows_ends_where_none_helps(num_lanes: int, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def four_rows(make_batch: Callable[..., Batch]) -> Batch:
+def four_rows(make_batch):
     return make_batch([(0, [5] * 4, [6] * 8), (0, [5] * 4, [6] * 2), (1, [7] * 9, [8] * 3), (1, [7] * 9, [8])])
 
 
-def test_costs_are_tokens_and_the_pairs_that_attend_to_each_other(four_rows: Batch) -> None:
+def test_costs_are_tokens_and_the_pairs_that_attend_to_each_other(four_rows):
     costs = costs_of(four_rows, torch.tensor([0, 2]), shared_prompts=True)
     # 8 tokens, each with 4 before them and half of 8 beside them: 8 x (4 + 4) pairs; 6,144 pairs cost as a token.
     assert costs.rows == pytest.approx([8 + 64 / 6144, 3 + 3 * (9 + 1.5) / 6144])
@@ -712,14 +709,14 @@ def test_costs_are_tokens_and_the_pairs_that_attend_to_each_other(four_rows: Bat
     assert padded.prompts == [0.0] * 4
 
 
-def test_rows_of_a_lane_are_in_the_order_of_the_batch(four_rows: Batch) -> None:
+def test_rows_of_a_lane_are_in_the_order_of_the_batch(four_rows):
     lanes, _ = divide(four_rows, torch.tensor([3, 1, 2]), 2, shared_prompts=True)
     assert sorted(torch.cat(lanes).tolist()) == [1, 2, 3]
     assert [rows.tolist() for rows in lanes] == [[3, 2], [1]]  # in the order in which they are given
     assert all(rows.dtype == torch.int64 for rows in lanes)
 
 
-def test_the_balance_is_the_share_of_time_in_which_lanes_work() -> None:
+def test_the_balance_is_the_share_of_time_in_which_lanes_work():
     assert balance([[4.0, 2.0], [1.0, 3.0]]) == pytest.approx((3 + 2) / (4 + 3))
     assert balance([[0.0, 0.0]]) == 1.0
 
@@ -731,7 +728,7 @@ SILENT = 1
 """A lane without rows."""
 
 
-def gradient_of(lane: int) -> list[Tensor | None]:
+def gradient_of(lane):
     """Numbers of unlike sizes, of which the sum depends on the order; lane 4 has none for the third parameter. The
     columns of the first one lie one after the other, as after a transposition."""
     random = torch.Generator().manual_seed(lane)
@@ -740,13 +737,13 @@ def gradient_of(lane: int) -> list[Tensor | None]:
     return [None if (lane, number) == (4, 2) else tensor for number, tensor in enumerate(made)]
 
 
-def sum_of_lanes() -> list[Tensor]:
+def sum_of_lanes():
     """One lane after the other."""
     lanes = [gradient_of(lane) for lane in range(LANES) if lane != SILENT]
     return [reduce(torch.add, [t for t in tensors if t is not None]) for tensors in zip(*lanes, strict=True)]
 
 
-def added_up(share: LaneShare) -> tuple[list[Tensor], list[Tensor | None]]:
+def added_up(share):
     """(the sum on this rank, the tensors of its first lane)."""
     learns, own = [Parameter(torch.zeros(shape)) for shape in SHAPES], []
     lanes = LaneGradients(learns, share)
@@ -761,7 +758,7 @@ def added_up(share: LaneShare) -> tuple[list[Tensor], list[Tensor | None]]:
 
 @pytest.mark.parametrize("size", [20, 52, 10**9])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_the_sum_is_that_of_the_lanes_in_their_order(ranks, size, met, monkeypatch) -> None:
+def test_the_sum_is_that_of_the_lanes_in_their_order(ranks, size, met, monkeypatch):
     """Buckets of 5 numbers, of 13, and of all 70."""
     monkeypatch.setattr(update, "BUCKET", size)
     exchanges: Sequence[Exchange | None] = met(ranks) if ranks > 1 else [None]

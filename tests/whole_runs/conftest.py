@@ -1,9 +1,5 @@
 """Whole runs of the embedded model, small enough for seconds, in processes that are killed, stopped and resumed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from warm_python import WarmProcesses
 
@@ -11,7 +7,7 @@ from rlft.system.process import launcher
 
 
 @pytest.fixture
-def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def warm_workers(monkeypatch):
     """Ranks and engines of runs in this process are forked from one that has imported torch."""
     monkeypatch.setattr(launcher, "LocalProcesses", WarmProcesses)
 
@@ -23,7 +19,7 @@ def reward(group):
 
 
 @pytest.fixture
-def varied_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def varied_reward(tmp_path, monkeypatch):
     """A folder of configs (--config-dir) with `reward=[varied]`, which differs among siblings of any model."""
     (tmp_path / "varied_reward.py").write_text(VARIED)
     config = tmp_path / "mine" / "reward" / "varied.yaml"

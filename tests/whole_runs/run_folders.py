@@ -1,7 +1,5 @@
 """What two runs left behind, compared bit for bit: seconds and memory aside, nothing may differ."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,12 +1,9 @@
 """`rlft train lora=null`: what trains, also with engines in other processes, and what reads its checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import signal
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -26,7 +23,7 @@ APART = ("+recipe=grpo_arithmetic", *ALL_WEIGHTS, "generation.transformers.batch
 
 
 @pytest.fixture(scope="module")
-def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def by_one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("by one process") / "run"
     assert cli.run(["train", *APART, "steps=3", "eval.every=2", f"hydra.run.dir={folder}"]) == 0
     return folder
@@ -72,9 +69,8 @@ class Disturbed:
 @pytest.mark.parametrize(("publish", "unit"), [((2, 1), None), slow(None, 11)], ids=["in a publish", "sampling"])
 @pytest.mark.usefixtures("warm_workers")
 def test_an_engine_in_another_process_that_is_killed_changes_no_bit(
-    publish: tuple[int, int] | None, unit: int | None, by_one_process: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    publish, unit, by_one_process, tmp_path, monkeypatch
+):
     disturbed = Disturbed(monkeypatch, publish, unit)
     words = ("steps=3", "eval.every=2", "cluster.engines=2", f"hydra.run.dir={tmp_path / 'run'}")
     assert cli.run(["train", *APART, *words]) == 0
@@ -105,7 +101,7 @@ TRAINS = {
 
 
 @pytest.mark.parametrize("name", slow_but("PPO with a head", TRAINS))
-def test_it_trains(name: str, tmp_path: Path, tiny_path: Path) -> None:
+def test_it_trains(name, tmp_path, tiny_path):
     """Every weight moves that a gradient reaches, and so do the steps' numbers."""
     folder, (recipe, *words) = tmp_path / "run", TRAINS[name].split()
     more = ("steps=2", "eval.every=0", f"hydra.run.dir={folder}")
@@ -117,9 +113,7 @@ def test_it_trains(name: str, tmp_path: Path, tiny_path: Path) -> None:
     assert unmoved == []
 
 
-def test_a_sequence_classifier_scores_it_since_it_stands_on_no_base(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sequence_classifier_scores_it_since_it_stands_on_no_base(tmp_path, capsys):
     classifier = classifier_folder(tmp_path / "classifier")
     learned = ("reward=learned", f"reward.learned.path={classifier}")
     words = ("+recipe=grpo_arithmetic", *ALL_WEIGHTS, *learned, "steps=1")
@@ -137,7 +131,7 @@ def test_a_sequence_classifier_scores_it_since_it_stands_on_no_base(
     assert before["eval/reward/learned"] != after["eval/reward/learned"]
 
 
-def test_its_checkpoint_is_evaluated_as_it_evaluated_itself_and_named_by_other_runs(tmp_path: Path) -> None:
+def test_its_checkpoint_is_evaluated_as_it_evaluated_itself_and_named_by_other_runs(tmp_path):
     folder = tmp_path / "run"
     one_step = ("+recipe=grpo_arithmetic", *ALL_WEIGHTS, "steps=1", "eval.every=1")
     assert cli.run(["train", *one_step, f"hydra.run.dir={folder}"]) == 0

@@ -1,11 +1,7 @@
 """Runs with engines that are not this process's own: vLLM, and on a Ray cluster; killed or stopped, and resumed."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import model_folders
@@ -14,7 +10,7 @@ import pytest
 from disturbed_runs import END_S, UPDATE
 from ray_cluster import TOKEN, two_machines
 from run_folders import CONVERSATIONS, check_same, checkpoints, metrics, tiny
-from run_processes import Nursery, Started, happens, marked, start_fresh
+from run_processes import happens, marked, start_fresh
 
 from rlft.generation.sending import PREFIX, memory_folder
 from rlft.runs import run_folder
@@ -24,22 +20,22 @@ TOLERANCE = 1e-4  # nats; vLLM gives no promise to the bit
 SAMPLE = "rlft.generation.vllm.generator:VLLMGenerator.sample"
 
 
-def start(place: Path, name: str, *words: str, events: tuple[dict[str, Any], ...] = ()) -> Started:
+def start(place, name, *words, events=()):
     """A run that notes its children and the seeds of each call of the engine in the file `name`."""
     look = {"at": SAMPLE, "do": "note", "argument": 3, "to": str(place / name)}
     return start_fresh(*words, cwd=place, events=(look, *events))
 
 
-def noted(file: Path) -> list[dict[str, Any]]:
+def noted(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def adapter_folders(pid: int) -> list[Path]:
+def adapter_folders(pid):
     return list(memory_folder().glob(f"{PREFIX}{pid}-*"))
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def keys(tmp_path_factory):
     # Of Llama's shape, with a head of its own, which vLLM would wrap; lengths vary where nothing is learned yet.
     model = model_folders.llama(tmp_path_factory.mktemp("model") / "llama")
     engine = ("generation=vllm", "generation.vllm.max_num_seqs=16", f"model.path={model}")
@@ -48,13 +44,13 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Started]:
+def undisturbed(keys, tmp_path_factory):
     """The place of a run that has ended, and its process."""
     place = tmp_path_factory.mktemp("vllm")
     return place, start(place, "whole", "train", *keys, "hydra.run.dir=undisturbed")
 
 
-def test_a_run_with_vllm_trains_and_leaves_no_process(undisturbed: tuple[Path, Started]) -> None:
+def test_a_run_with_vllm_trains_and_leaves_no_process(undisturbed):
     place, whole = undisturbed
     assert whole.wait().code == 0, whole.wait().err
     assert happens(lambda: not marked(whole.mark), within_s=END_S)
@@ -68,8 +64,8 @@ def test_a_run_with_vllm_trains_and_leaves_no_process(undisturbed: tuple[Path, S
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", ["an adapter", "all weights"])
 def test_a_run_with_vllm_that_is_killed_in_its_second_step_leaves_no_process_and_resumed_it_is_the_same_run(
-    trained: str, keys: list[str], undisturbed: tuple[Path, Started], tmp_path: Path
-) -> None:
+    trained, keys, undisturbed, tmp_path
+):
     place, whole = undisturbed
     if trained == "all weights":
         keys = [*(key for key in keys if not key.startswith("lora.")), "lora=null", "trainer.lr=1e-4"]
@@ -104,7 +100,7 @@ def test_a_run_with_vllm_that_is_killed_in_its_second_step_leaves_no_process_and
 
 
 # -- Ray, with engines and scorers on another machine, that sample conversations ---------------------------------------
-def actors() -> list[str]:
+def actors():
     """The actors of the cluster that this process has started."""
     titles = []
     for process in psutil.Process().children(recursive=True):
@@ -115,8 +111,8 @@ def actors() -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_on_ray_that_is_stopped_goes_on_anywhere_and_leaves_no_process(
-    forks: Nursery, undisturbed_of: Callable[..., Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    forks, undisturbed_of, tmp_path, tmp_path_factory
+):
     by_one_process, other_machine = undisturbed_of(*CONVERSATIONS), tmp_path_factory.mktemp("other machine")
     assert any(line["turns/mean"] > 1 for line in metrics(by_one_process)), "some conversations have two turns"
 

@@ -1,9 +1,6 @@
 """Runs on prompts with images: stopped and resumed they are the same run, and files and audit name the images."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import vision_folders
@@ -22,14 +19,14 @@ REPETITION = ("reward=repetition", "reward.repetition.unit=tokens", "reward.repe
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images") / "run"
     assert cli.run([*WORDS, "steps=4", f"hydra.run.dir={folder}"]) == 0
     assert learned(folder)
     return folder
 
 
-def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
+def test_resumed_it_is_the_same_run(run, tmp_path):
     halted = tmp_path / "halted"
     assert cli.run([*WORDS, "steps=2", f"hydra.run.dir={halted}"]) == 0
     assert cli.run(["resume", str(halted), "steps=4"]) == 0
@@ -38,7 +35,7 @@ def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
-def test_models_that_read_images_both_ways_learn_and_resume(kind: str, tmp_path: Path) -> None:
+def test_models_that_read_images_both_ways_learn_and_resume(kind, tmp_path):
     model = vision_folders.folder_of(tmp_path / kind, kind)
     words = (*WORDS, f"model.path={model}", "prompts.max_tokens=128", *REPETITION)
     assert learned(check_goes_on(tmp_path, words, 2, 3))
@@ -46,7 +43,7 @@ def test_models_that_read_images_both_ways_learn_and_resume(kind: str, tmp_path:
 
 @pytest.mark.parametrize("kind", [None, slow("qwen3_vl"), slow("gemma3")])
 @pytest.mark.usefixtures("warm_workers")
-def test_ranks_and_engines_in_other_processes_give_the_same_run(kind: str | None, tmp_path: Path) -> None:
+def test_ranks_and_engines_in_other_processes_give_the_same_run(kind, tmp_path):
     """Ranks get the vectors of images that rank 0 has read, engines read them again."""
     words = (*WORDS, "steps=2", "cluster.lanes=2")
     if kind is not None:
@@ -59,7 +56,7 @@ def test_ranks_and_engines_in_other_processes_give_the_same_run(kind: str | None
     check_same(tmp_path / "apart", tmp_path / "alone")
 
 
-def test_its_report_shows_the_images_of_what_was_trained_on_and_held_out(run: Path) -> None:
+def test_its_report_shows_the_images_of_what_was_trained_on_and_held_out(run):
     [shown] = report_of([run], 10**6)["runs"]
     groups = shown["completions"]["groups"]
     assert {group["kind"] for group in groups} == {TRAINED, HELD_OUT}
@@ -67,9 +64,7 @@ def test_its_report_shows_the_images_of_what_was_trained_on_and_held_out(run: Pa
     assert shown["images"] == {digest: data_url(drawing(group["id"])) for group in groups for digest in group["images"]}
 
 
-def test_rollouts_name_their_images_and_an_audit_compares_them_with_the_data(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rollouts_name_their_images_and_an_audit_compares_them_with_the_data(run, capsys):
     assert cli.run(["audit", f"run={run}"]) == 0
     file = rollout_file(run, 3)
     lines = [json.loads(line) for line in file.read_text().splitlines()]

@@ -4,15 +4,12 @@ One table: a row is a run, what shows that it had something to lose, and what be
 other. `make test` has every stage of a step once; the rest of stage x signal x kind of run is slow.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from disturbed_runs import (
@@ -29,7 +26,6 @@ from disturbed_runs import (
     SCORING,
     UPDATE,
     Command,
-    Event,
     Hit,
     after_step,
     check_disturbed,
@@ -61,7 +57,7 @@ from run_folders import (
     tiny,
     whole_lines,
 )
-from run_processes import Ended, Nursery, start_fresh
+from run_processes import Ended, start_fresh
 from slow_cases import slow
 
 DIGESTS = "rlft.runs.chain:digest_of_each"  # in a thread, of each step that has begun
@@ -70,19 +66,19 @@ REWARD_TRAINED = "rlft.trainer.reward_training:RewardRefresh.train_if_due"
 
 
 # -- what shows that there was something to lose -----------------------------------------------------------------------
-def states(folder: Path) -> list[dict[str, Any]]:
+def states(folder):
     return [json.loads((checkpoint / "state.json").read_text()) for checkpoint in checkpoints(folder)]
 
 
-def contents(folder: Path, file: str) -> list[bytes]:
+def contents(folder, file):
     return [(checkpoint / file).read_bytes() for checkpoint in checkpoints(folder)]
 
 
-def adapters(folder: Path, role: str) -> list[bytes]:
+def adapters(folder, role):
     return contents(folder, f"{role}/adapter_model.safetensors")
 
 
-def differ(*files: str, least: int = 3) -> Callable[[Path], bool]:
+def differ(*files, least=3):
     """Whether these files, and the optimizer's, are others in every checkpoint, of which there are so many."""
 
     def moves(folder: Path) -> bool:
@@ -92,11 +88,11 @@ def differ(*files: str, least: int = 3) -> Callable[[Path], bool]:
     return moves
 
 
-def many_samples(folder: Path) -> bool:
+def many_samples(folder):
     return len((folder / "samples.jsonl").read_text().splitlines()) > 10
 
 
-def everything_is_there(folder: Path) -> bool:
+def everything_is_there(folder):
     """TINY's: evaluated before the first step, after 2, 4 and the last."""
     steps = [1, 2, 3, 4, 5]
     return (
@@ -108,33 +104,33 @@ def everything_is_there(folder: Path) -> bool:
     )
 
 
-def ppo_moves(folder: Path) -> bool:
+def ppo_moves(folder):
     files = ("critic/head.safetensors", "critic/adapter_model.safetensors", "reference/adapter_model.safetensors")
     coefficients = {state["algorithm"]["kl_coef"] for state in states(folder)}
     counts = [state["critic"]["num_steps"] for state in states(folder)]
     return learned(folder) and len(coefficients) > 2 and counts == [1, 2, 3, 4, 5] and differ(*files)(folder)
 
 
-def is_resampled(folder: Path) -> bool:
+def is_resampled(folder):
     sampled = [line["sampled/completions"] for line in metrics(folder)]
     return learned(folder) and max(sampled) > 3 * 4 and len(set(sampled)) > 1
 
 
-def snapshots_move(folder: Path) -> bool:
+def snapshots_move(folder):
     policy = adapters(folder, "policy")
     # The reference is renewed after steps 2 and 4; old is the policy that samples next.
     references = [policy[1], policy[1], policy[3], policy[3]]
     return learned(folder) and adapters(folder, "reference")[1:] == references and adapters(folder, "old") == policy
 
 
-def reward_learns(folder: Path) -> bool:
+def reward_learns(folder):
     weights = adapters(folder, "reward_learned")
     trained = [line["step"] for line in metrics(folder) if "reward_model/loss" in line]
     said = {line["reward/learned"] for line in metrics(folder) if line["step"] > 2}
     return learned(folder) and trained == [2, 4] and weights[1] == weights[2] != weights[3] and 0.0 not in said
 
 
-def follows_a_schedule(folder: Path) -> bool:
+def follows_a_schedule(folder):
     # The critic alone; warm; then (1 + cos(pi k / 3)) / 2 of the recipe's 1e-3, for k = 0, 1, 2.
     rates = [line["policy/lr"] for line in metrics(folder)]
     expected = pytest.approx([0.0, 1e-3, 1e-3, 0.75e-3, 0.25e-3], rel=1e-12)
@@ -158,7 +154,7 @@ class Case:
     moves: Callable[[Path], bool] = learned
 
 
-def keeping(step: int, hit: Hit) -> Hit:
+def keeping(step, hit):
     """And `rlft sample` goes on after that step."""
 
     def ends(done: Ended, folder: Path) -> None:
@@ -168,7 +164,7 @@ def keeping(step: int, hit: Hit) -> Hit:
     return replace(hit, ends=ends)
 
 
-def logged(hit: Hit, *names: str) -> Hit:
+def logged(hit, *names):
     """And these are the logs of the processes that worked for the run."""
 
     def ends(done: Ended, folder: Path) -> None:
@@ -178,7 +174,7 @@ def logged(hit: Hit, *names: str) -> Hit:
     return replace(hit, ends=ends)
 
 
-def whatever(_: Path) -> bool:
+def whatever(_):
     return True
 
 
@@ -534,9 +530,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", [*FAST.values(), *map(slow, CASES.values())], ids=[*FAST, *CASES])
-def test_disturbed_and_resumed_it_is_the_same_run(
-    case: Case, forks: Nursery, undisturbed_of: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_disturbed_and_resumed_it_is_the_same_run(case, forks, undisturbed_of, tmp_path):
     undisturbed = undisturbed_of(*case.words)
     assert case.moves(undisturbed)
     saves = () if case.words[0] == "sample" else (f"checkpoint.every={case.every}", f"checkpoint.keep={case.keep}")
@@ -561,7 +555,7 @@ TRAINS = ("lora.rank=2", "lora.dropout=0.1", "console=null", "eval.every=1")
 EVALUATES = (*TRAINS, *SCORED_SLOWLY, "data.size=32", "eval.num_prompts=2", "eval.num_samples=1")
 
 
-def at(place: str, call: int = 1, **more: Any) -> Event:
+def at(place, call=1, **more):
     return {"at": place, "call": call, **more}
 
 
@@ -600,7 +594,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def test_the_table_has_every_stage_signal_and_scope() -> None:
+def test_the_table_has_every_stage_signal_and_scope():
     # 8 signals, to the main process or all, in 8, 6, 4 and 3 stages; and the first process, which begins the run.
     sizes = {"train": 128, "sft": 96, "rm": 64, "sample": 48}
     assert {name: len(command.hits()[1]) - 1 for name, command in COMMANDS.items()} == sizes
@@ -609,7 +603,7 @@ def test_the_table_has_every_stage_signal_and_scope() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_signal_in_every_stage_changes_nothing(name: str, forks: Nursery, tmp_path: Path) -> None:
+def test_every_signal_in_every_stage_changes_nothing(name, forks, tmp_path):
     """To the main process alone, or to every process of the job."""
     command = COMMANDS[name]
     (tmp_path / "slow_reward.py").write_text(REWARD)
@@ -622,7 +616,7 @@ def test_every_signal_in_every_stage_changes_nothing(name: str, forks: Nursery, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [KILLED, 130], ids=["killed", "Ctrl-C, again and again"])
-def test_from_outside_at_random_moments_it_is_the_same_run(code: int, tmp_path: Path) -> None:
+def test_from_outside_at_random_moments_it_is_the_same_run(code, tmp_path):
     """With as many threads as torch takes, and in fresh interpreters, each with hashes of its own."""
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
     every = ("checkpoint.every=1", "checkpoint.keep=99", "hydra.run.dir=undisturbed")

@@ -3,26 +3,22 @@
 `scripts/load_test.py` measures the same over 2,000 steps and at full size; these are its parts at a size for the suite.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from run_processes import Nursery
 from slow_cases import slow
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from load_processes import MAIN, SANDBOX, WORKER, Sample, Trend, Watcher, last_step, trends  # noqa: E402
+from load_processes import MAIN, SANDBOX, WORKER, Sample, Watcher, last_step, trends  # noqa: E402
 from load_test import rater, words, write_prompts  # noqa: E402
-from run_processes import Started, environment, start_fresh  # noqa: E402
+from run_processes import environment, start_fresh  # noqa: E402
 
 from rlft.config.compose import compose  # noqa: E402
 from rlft.reward.workers.scorer import specs  # noqa: E402
@@ -59,7 +55,7 @@ def reward(group):
 """
 
 
-def write_leaks(place: Path) -> list[str]:
+def write_leaks(place):
     """A logger and a reward that hold a megabyte and an open file more each time; what is said to use them."""
     (place / "leaking.py").write_text(LEAKING)
     for group, name, target in (("logger", "leaking", "Leaking"), ("reward", "leak", "reward")):
@@ -70,7 +66,7 @@ def write_leaks(place: Path) -> list[str]:
     return ["--config-dir", "mine", "reward=[exact_match,leak]", "console=null", "logger=leaking"]
 
 
-def small(place: Path, url: str, *more: str) -> list[str]:
+def small(place, url, *more):
     """What is said for a run of STEPS steps of two completions, with evaluations and checkpoints between them."""
     write_prompts(place / "sums.jsonl", 60)
     own = ("reward", "prompts_per_step=", "checkpoint.every=", "eval.every=", "hydra.")
@@ -79,7 +75,7 @@ def small(place: Path, url: str, *more: str) -> list[str]:
     return [*kept, *more]
 
 
-def watched(run: Started, place: Path) -> tuple[dict[str, Trend], set[str]]:
+def watched(run, place):
     """{role: the trend of its process} until the run ends, and the roles of all that there was."""
     with Watcher(run.pid, lambda: last_step(place / "run" / "metrics.jsonl"), 0.1) as watcher:
         done = run.wait()
@@ -89,7 +85,7 @@ def watched(run: Started, place: Path) -> tuple[dict[str, Trend], set[str]]:
 
 
 @pytest.mark.slow
-def test_memory_and_open_files_of_every_process_stay_flat_and_no_temporary_file_is_left(tmp_path: Path) -> None:
+def test_memory_and_open_files_of_every_process_stay_flat_and_no_temporary_file_is_left(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with rater() as url:
@@ -108,7 +104,7 @@ def test_memory_and_open_files_of_every_process_stay_flat_and_no_temporary_file_
 
 
 @pytest.mark.slow
-def test_a_leak_of_a_megabyte_and_a_file_a_step_is_seen(forks: Nursery, tmp_path: Path) -> None:
+def test_a_leak_of_a_megabyte_and_a_file_a_step_is_seen(forks, tmp_path):
     said = small(tmp_path, "http://localhost:1/score", *write_leaks(tmp_path))
     found, _ = watched(forks.start(*said, cwd=tmp_path), tmp_path)
     for role in (MAIN, WORKER):
@@ -118,12 +114,12 @@ def test_a_leak_of_a_megabyte_and_a_file_a_step_is_seen(forks: Nursery, tmp_path
 
 
 # -- how a trend is measured -------------------------------------------------------------------------------------------
-def samples(rss: list[int], handles: list[int], role: str = MAIN) -> list[Sample]:
+def samples(rss, handles, role=MAIN):
     pairs = enumerate(zip(rss, handles, strict=True))
     return [Sample(step=i, role=role, pid=1, rss=r * 10**6, anonymous=r * 10**6, handles=h) for i, (r, h) in pairs]
 
 
-def test_a_trend_is_of_the_steps_after_the_warm_up() -> None:
+def test_a_trend_is_of_the_steps_after_the_warm_up():
     # What is held after the last step does not count either.
     [trend] = trends(samples([900, *range(100, 138), 100], [5] * 40), 1, 20)
     assert (trend.rss_peak, round(trend.rss_slope, 6)) == (900.0, 100.0)  # 1 MB a step
@@ -136,7 +132,7 @@ def test_a_trend_is_of_the_steps_after_the_warm_up() -> None:
 
 
 # -- many completions, and long ones -----------------------------------------------------------------------------------
-def part(name: str, **arguments: Any) -> dict[str, Any]:
+def part(name, **arguments):
     """What a part of the load test measures, in a process of its own."""
     command = [sys.executable, str(SCRIPTS / "load_parts.py"), name, json.dumps(arguments)]
     done = subprocess.run(
@@ -147,7 +143,7 @@ def part(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_many_completions_are_scored_without_a_copy_of_them(tmp_path: Path) -> None:
+def test_many_completions_are_scored_without_a_copy_of_them(tmp_path):
     small, large = (part("scoring", prompts=p, group=64, workers=1, rewards=["exact_match"]) for p in (20, 600))
     assert large["shape"] == [600, 64]
     # 38,400 completions: a score of each is 24 bytes and a reference, in lists and in three tensors; their texts are
@@ -157,7 +153,7 @@ def test_many_completions_are_scored_without_a_copy_of_them(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_part_of_the_load_test_prints_what_is_allowed_and_whether_it_holds(tmp_path: Path) -> None:
+def test_a_part_of_the_load_test_prints_what_is_allowed_and_whether_it_holds(tmp_path):
     words = ("large-data", "--gigabytes", "0.01", "--out", str(tmp_path))
     command = [sys.executable, str(SCRIPTS / "load_test.py"), *words]
     done = subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300)
@@ -184,7 +180,7 @@ LONG = {
 QUICK_S = 8.0
 
 
-def group_of(text: str) -> Group:
+def group_of(text):
     prompt = Prompt(id="p", messages=({"role": "user", "content": "What is 1 + 1?"},), answer="2")
     said = Completion(text=text, token_ids=(1,), logprobs=(-1.0,), finish_reason=FinishReason.length)
     return Group(prompt=prompt, rollouts=(Rollout(prompt=prompt, completion=said, policy_version=0),))
@@ -193,7 +189,7 @@ def group_of(text: str) -> Group:
 @pytest.mark.parametrize(
     "name", ["exact_match", "math", *map(slow, ["format", "length", "cosine", "repetition", "equations"])]
 )
-def test_completions_of_a_megabyte_are_scored_within_seconds(name: str) -> None:
+def test_completions_of_a_megabyte_are_scored_within_seconds(name):
     reward = load(list(specs(compose([f"reward=[{name}]"])["reward"]).values()))[name]
     assert not isinstance(reward, Failure)
     for kind, text in LONG.items():
@@ -201,7 +197,7 @@ def test_completions_of_a_megabyte_are_scored_within_seconds(name: str) -> None:
         assert not isinstance(outcome, Failure), f"{kind}: {outcome.problem[:200]}"
 
 
-def test_an_error_that_quotes_its_completion_is_told_in_few_words() -> None:
+def test_an_error_that_quotes_its_completion_is_told_in_few_words():
     def raising(group: Group) -> list[float]:
         raise ValueError(group.rollouts[0].completion.text)
 
@@ -217,7 +213,7 @@ LIMIT = 1.15
 
 
 @pytest.fixture(scope="module")
-def larger_model(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def larger_model(tiny_path, tmp_path_factory):
     """Random weights, Qwen2-shaped, 13M parameters: activations outweigh what Python and torch take."""
     folder = tmp_path_factory.mktemp("larger")
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
@@ -239,7 +235,7 @@ def larger_model(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def peak_bytes(forks: Nursery, folder: Path, model: Path, *keys: str) -> int:
+def peak_bytes(forks, folder, model, *keys):
     """The most memory of a process that trains a step of 64 completions of 48 tokens in one micro-batch."""
     words = [
         *("train", "+recipe=grpo_arithmetic", f"model.path={model}", "steps=1"),
@@ -254,7 +250,7 @@ def peak_bytes(forks: Nursery, folder: Path, model: Path, *keys: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_critic_adapter_adds_little_to_the_peak_memory(forks: Nursery, larger_model: Path, tmp_path: Path) -> None:
+def test_a_critic_adapter_adds_little_to_the_peak_memory(forks, larger_model, tmp_path):
     grpo = peak_bytes(forks, tmp_path / "grpo", larger_model)
     ppo = peak_bytes(forks, tmp_path / "ppo", larger_model, "algorithm=ppo", "critic.kind=adapter")
     print(f"peak memory: GRPO {grpo / 1e9:.2f} GB, PPO {ppo / 1e9:.2f} GB, ratio {ppo / grpo:.3f}")

@@ -2,12 +2,8 @@
 and updates that replay the experts of the engine or the old policy go on as the same run.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import hybrid_models
 import pytest
@@ -32,7 +28,7 @@ REPLAYS = ("group_size=4", "minibatches=2", "eval.every=1", "eval.num_prompts=2"
 
 
 @pytest.fixture
-def words_for(tmp_path: Path, tiny_path: Path, varied_reward: Path) -> Callable[..., list[str]]:
+def words_for(tmp_path, tiny_path, varied_reward):
     """What is typed for a run of a model, which gets the embedded model's tokenizer, with a reward that varies."""
 
     def words(model: PreTrainedModel, name: str, *more: str) -> list[str]:
@@ -45,7 +41,7 @@ def words_for(tmp_path: Path, tiny_path: Path, varied_reward: Path) -> Callable[
     return words
 
 
-def test_every_family_with_recurrent_layers_trains_and_agrees_with_transformers(words_for, tmp_path: Path) -> None:
+def test_every_family_with_recurrent_layers_trains_and_agrees_with_transformers(words_for, tmp_path):
     kinds = hybrid_models.known()
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
     assert release < (5, 19) or kinds == list(hybrid_models.HYBRIDS), "a release that has all of them"
@@ -74,13 +70,13 @@ def test_every_family_with_recurrent_layers_trains_and_agrees_with_transformers(
         assert moved > 1e-2, f"the adapter of {kind} has an effect"
 
 
-def of_row(model: PeftModel, row: torch.Tensor) -> torch.Tensor:
+def of_row(model, row):
     """Log-probs of every token of a single row but the first."""
     logprobs = model(input_ids=row, use_cache=False).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(-1, row[0, 1:, None])[:, 0]
 
 
-def test_a_model_without_a_cache_of_transformers_is_refused_before_weights_are_loaded(words_for, capsys) -> None:
+def test_a_model_without_a_cache_of_transformers_is_refused_before_weights_are_loaded(words_for, capsys):
     assert cli.run(words_for(hybrid_models.random_model("rwkv"), "rwkv", *RECURRENT)) == 2
     said = capsys.readouterr().err
     problem = "decoding in the transformers engine needs a cache of transformers, which its class lacks"
@@ -88,7 +84,7 @@ def test_a_model_without_a_cache_of_transformers_is_refused_before_weights_are_l
 
 
 @pytest.fixture
-def mixture(tiny_path: Path, words_for: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def mixture(tiny_path, words_for):
     """What is typed for a run of a random mixture of four experts."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     with torch.random.fork_rng(devices=[]):
@@ -102,14 +98,14 @@ def mixture(tiny_path: Path, words_for: Callable[..., list[str]]) -> Callable[..
 
 
 @pytest.mark.parametrize("words", ["routing=engine", "routing=old", "routing=old snapshot.old=copy"])
-def test_a_run_that_replays_experts_goes_on_as_the_same_run(mixture, tmp_path: Path, words: str) -> None:
+def test_a_run_that_replays_experts_goes_on_as_the_same_run(mixture, tmp_path, words):
     whole = check_goes_on(tmp_path, mixture(*f"snapshot.{words}".split()), 1, 2)
     assert learned(whole)
     replaced = [line["router/replaced_tokens"] for line in metrics(whole)]
     assert max(replaced) > 0, "the policy moved within a step, so that it would have chosen other experts"
 
 
-def test_two_ranks_replay_the_same_experts(mixture, tmp_path: Path) -> None:
+def test_two_ranks_replay_the_same_experts(mixture, tmp_path):
     for name, how in (("alone", "cluster.lanes=2"), ("both", "cluster.ranks=2")):
         assert cli.run(mixture("snapshot.routing=engine", "steps=2", how, f"hydra.run.dir={tmp_path / name}")) == 0
     check_same(tmp_path / "both", tmp_path / "alone")

@@ -1,30 +1,27 @@
 """Commands that train nothing, and disks, when a signal comes or a disk is full: a line, and nothing half written."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from disturbed_runs import CAUSES, Event, full, without_notes
 from run_folders import check_same, check_so_far, files_of, tiny, whole_lines
-from run_processes import Nursery, environment, happens, marked
+from run_processes import environment, happens, marked
 from slow_cases import slow
 
 Row = tuple[str, Event, int, str]
 """(what is typed after `rlft`, what happens, the exit code, a pattern of the only line on stderr)"""
 
 
-def signalled(words: str, at: str, do: str, kept: str) -> Row:
+def signalled(words, at, do, kept):
     return words, {"at": at, "call": 1, "do": do}, 130, re.escape(f"rlft: interrupted: {kept}")
 
 
-def written(words: str, file: str, named: str) -> Row:
+def written(words, file, named):
     """The write of a file fails."""
     cause = re.escape(f"rlft: stopped: {CAUSES['ENOSPC']}: ")
     return words, {"half": file, "call": 1, "raises": "ENOSPC"}, 1, f"{cause}.*{named} has .*, then repeat the command"
@@ -66,9 +63,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("rows", [QUICK, slow(OTHERS)], ids=["quick", "others"])
-def test_it_ends_with_a_line_and_nothing_half_written(
-    rows: list[Row], forks: Nursery, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_it_ends_with_a_line_and_nothing_half_written(rows, forks, undisturbed, tmp_path):
     shutil.copytree(undisturbed, tmp_path / "run")
     before = files_of(tmp_path / "run")
     for words, event, code, pattern in rows:
@@ -86,7 +81,7 @@ def test_it_ends_with_a_line_and_nothing_half_written(
 
 # -- a file system that is full, enlarged and filled again; a sweep's, and that of the output --------------------------
 @contextmanager
-def small_disk(place: Path, size: str) -> Iterator[bool]:
+def small_disk(place, size):
     """Whether a file system of that size could be mounted at this place, which takes root."""
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
@@ -99,7 +94,7 @@ def small_disk(place: Path, size: str) -> Iterator[bool]:
 
 
 @pytest.mark.slow
-def test_a_small_disk_that_is_enlarged(forks: Nursery, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_small_disk_that_is_enlarged(forks, undisturbed, tmp_path):
     """A real file system where one can be mounted; the same failure planted where not."""
     place, hit = tmp_path / "disk", full("step_000002", "optimizer.safetensors", 2)
     with small_disk(place, "600k") as mounted:
@@ -120,7 +115,7 @@ def test_a_small_disk_that_is_enlarged(forks: Nursery, undisturbed: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_sweep_says_it_of_its_job_and_keeps_its_table_whole(forks: Nursery, tmp_path: Path) -> None:
+def test_a_sweep_says_it_of_its_job_and_keeps_its_table_whole(forks, tmp_path):
     words = (*tiny("steps=1", "eval.every=0"), "-m", "seed=1,2", "hydra.sweep.dir=swept")
     done = forks.run(*words, cwd=tmp_path, events=full("", "metrics.jsonl").events)
     assert done.code == 1
@@ -134,7 +129,7 @@ def test_a_sweep_says_it_of_its_job_and_keeps_its_table_whole(forks: Nursery, tm
 
 
 @pytest.mark.parametrize("words", ["recipes", "--version"])  # more than is written at once, and less
-def test_output_on_a_full_disk_is_an_error_in_one_line(words: str) -> None:
+def test_output_on_a_full_disk_is_an_error_in_one_line(words):
     command = [sys.executable, "-m", "rlft.cli", words]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment({}))

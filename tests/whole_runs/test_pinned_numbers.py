@@ -8,10 +8,6 @@ noise and all. Two commits are compared bit for bit, on one machine, by scripts/
 A change that is meant to move them is told in CHANGELOG under Numerics, and takes its new numbers from the failure.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from run_folders import metrics
 from slow_cases import slow
@@ -74,7 +70,7 @@ metrics that are small differences of large numbers, such as kl/old, agree less 
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in ("gspo", "rloo", "kimi") else name for name in PINNED])
-def test_a_short_run_computes_what_it_always_has(tmp_path: Path, name: str) -> None:
+def test_a_short_run_computes_what_it_always_has(tmp_path, name):
     words, expected = PINNED[name]
     (tmp_path / "generation").mkdir()
     (tmp_path / "generation" / "pinned.yaml").write_text(ENGINE)

@@ -1,14 +1,11 @@
 """A real pretrained model, made from a Python package: what a user does with one, small enough for minutes."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import make_smollm2
@@ -16,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 from run_folders import metrics
-from run_processes import Nursery
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft import cli
@@ -47,25 +43,25 @@ def add(a: int, b: int) -> int:
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2") / "model"
     make_smollm2.make(folder)
     return folder
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def run(smollm2: Path, folder: str, *words: str) -> list[dict[str, Any]]:
+def run(smollm2, folder, *words):
     """The metrics of a run of this model that is in this folder and ends well."""
     assert cli.run([*words, f"model.path={smollm2}", f"hydra.run.dir={folder}"]) == 0
     return metrics(Path(folder))
 
 
-def test_a_real_model_is_made_answers_and_is_trained_by_the_recipe(smollm2: Path, here: Path) -> None:
+def test_a_real_model_is_made_answers_and_is_trained_by_the_recipe(smollm2, here):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     assert tokenizer.tokenize("2024") == ["2", "0", "2", "4"]
     model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
@@ -83,7 +79,7 @@ def test_a_real_model_is_made_answers_and_is_trained_by_the_recipe(smollm2: Path
 
 
 @pytest.mark.slow
-def test_two_conversions_of_a_real_model_give_the_same_weights(smollm2: Path) -> None:
+def test_two_conversions_of_a_real_model_give_the_same_weights(smollm2):
     read = AutoModelForCausalLM.from_pretrained(make_smollm2.find_package(), gguf_file=make_smollm2.FILE)
     made = AutoModelForCausalLM.from_pretrained(smollm2).state_dict()
     assert made.keys() == read.state_dict().keys()
@@ -92,9 +88,7 @@ def test_two_conversions_of_a_real_model_give_the_same_weights(smollm2: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "critic"), [("vllm", False), ("vllm", True), ("transformers", True)])
-def test_a_real_model_trains_and_is_the_model_that_the_engine_samples_from(
-    smollm2: Path, here: Path, engine: str, critic: bool
-) -> None:
+def test_a_real_model_trains_and_is_the_model_that_the_engine_samples_from(smollm2, here, engine, critic):
     words = ("algorithm=ppo", "critic.kind=adapter") if critic else ("trainer.lr=1e-3",)
     lines = run(smollm2, "run", *SUMS, *ENGINES[engine], "steps=2", *words)
     assert [line["step"] for line in lines] == [1, 2]
@@ -103,7 +97,7 @@ def test_a_real_model_trains_and_is_the_model_that_the_engine_samples_from(
 
 
 @pytest.mark.slow
-def test_a_real_model_learns_from_demonstrations_and_from_pairs(smollm2: Path, here: Path) -> None:
+def test_a_real_model_learns_from_demonstrations_and_from_pairs(smollm2, here):
     answers = {question: str(eval(question)) for question in QUESTIONS}  # of this file
     rows = [{"prompt": f"What is {question}?", "completion": answer} for question, answer in answers.items()]
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "I do not know"} for row in rows]
@@ -121,9 +115,7 @@ def test_a_real_model_learns_from_demonstrations_and_from_pairs(smollm2: Path, h
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_real_model_calls_tools_is_exported_and_answers(
-    smollm2: Path, here: Path, monkeypatch, capsys, engine: str
-) -> None:
+def test_a_real_model_calls_tools_is_exported_and_answers(smollm2, here, monkeypatch, capsys, engine):
     Path("tools_of_mine.py").write_text(TOOL)
     monkeypatch.syspath_prepend(str(here))
     words = ("environment=tools", "environment.tools=[tools_of_mine.add]", "environment.syntax=json")
@@ -143,7 +135,7 @@ def test_a_real_model_calls_tools_is_exported_and_answers(
 
 
 @pytest.mark.slow
-def test_a_real_model_learns_equations_and_is_then_rewarded_for_their_results(smollm2: Path, here: Path) -> None:
+def test_a_real_model_learns_equations_and_is_then_rewarded_for_their_results(smollm2, here):
     """docs/tutorials/start.md's two commands for word problems, on problems made in SVAMP's form."""
     problems = [
         {"ID": f"own-{a}", "Body": f"Ada had {a} apples and ate 2", "Question": "How many are left?",
@@ -167,7 +159,7 @@ def test_a_real_model_learns_equations_and_is_then_rewarded_for_their_results(sm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_real_model_is_served(smollm2: Path, here: Path, forks: Nursery, engine: str) -> None:
+def test_a_real_model_is_served(smollm2, here, forks, engine):
     words = (f"model.path={smollm2}", "serve.port=0", "generation.max_tokens=8", *ENGINES[engine])
     server = forks.start("serve", *words, cwd=here)
     url, key = addressed(server, seconds=300)

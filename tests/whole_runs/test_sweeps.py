@@ -1,18 +1,14 @@
 """Sweeps as they are run: one base, each job as if alone, a table; stopped, and repeated or resumed, nothing twice."""
 
-from __future__ import annotations
-
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from run_folders import check_same, learned, metrics, tiny
-from run_processes import Ended, Nursery
 
 
-def two_steps(prompts: int) -> tuple[str, ...]:
+def two_steps(prompts):
     """Evaluated before the first and after the last one on so many prompts."""
     keys = tiny("steps=2", "data.held_out_size=16", f"eval.num_prompts={prompts}", "eval.num_samples=2")
     return tuple(key for key in keys if not key.startswith("eval.every="))
@@ -30,7 +26,7 @@ BASE = "transformers:AutoModelForCausalLM.from_pretrained"
 
 
 @pytest.fixture
-def alone(undisturbed_of: Callable[..., Path]) -> Callable[[int], Path]:
+def alone(undisturbed_of):
     """Gives the folder of a job that was run by itself."""
 
     def folder(number: int) -> Path:
@@ -42,7 +38,7 @@ def alone(undisturbed_of: Callable[..., Path]) -> Callable[[int], Path]:
     return folder
 
 
-def check_table(folder: Path, done: Ended) -> None:
+def check_table(folder, done):
     """sweep.csv has a line a job, best held-out accuracy first, with what the job reached; the terminal shows it."""
     with (folder / "sweep.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
@@ -62,9 +58,7 @@ def check_table(folder: Path, done: Ended) -> None:
     assert "written to sweep/sweep.csv" in done.out
 
 
-def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is_repeated(
-    alone: Callable[[int], Path], forks: Nursery, tmp_path: Path
-) -> None:
+def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is_repeated(alone, forks, tmp_path):
     sweep = tmp_path / "sweep"
     kill = {"at": "rlft.loop.session:Session.sample", "call": 4, "do": "kill"}  # in job 1, with its first step saved
     assert forks.run(*SWEEP, cwd=tmp_path, events=[kill]).code == -9
@@ -94,7 +88,7 @@ def test_a_sweep_that_is_killed_fails_and_is_interrupted_goes_on_each_time_it_is
     check_table(sweep, done)
 
 
-def steps_done(sweep: Path) -> list[int]:
+def steps_done(sweep):
     return [len(metrics(job)) for job in sorted(folder for folder in sweep.iterdir() if folder.is_dir())]
 
 
@@ -106,23 +100,23 @@ SPACE = ("trainer.lr=interval(1e-3,1e-1)", "algorithm=grpo,gspo")
 policy says nothing that is right."""
 
 
-def table(sweep: Path) -> list[dict[str, str]]:
+def table(sweep):
     with (sweep / "sweep.csv").open(newline="") as stream:
         return list(csv.DictReader(stream))
 
 
-def first_runs_done(sweep: Path) -> list[int]:
+def first_runs_done(sweep):
     """Of the first run of each trial."""
     folders = [sweep / str(trial) / "seed_0" for trial in range(3)]
     return [len(metrics(folder)) if folder.exists() else 0 for folder in folders]
 
 
-def all_steps(sweep: Path) -> int:
+def all_steps(sweep):
     return sum(len(metrics(run)) for run in sweep.glob("[0-9]*/seed_*"))
 
 
 @pytest.mark.slow
-def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(forks: Nursery, tmp_path: Path) -> None:
+def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(forks, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
     words = ("train", "-m", *two_steps(16)[1:], "checkpoint.every=1", "eval.every=1", *SPACE, *CHOSEN)
@@ -180,7 +174,7 @@ def test_a_killed_study_goes_on_to_the_same_end_and_can_be_made_longer(forks: Nu
 
 
 @pytest.mark.slow
-def test_a_study_of_preferences_looks_for_the_lowest_loss(forks: Nursery, tmp_path: Path) -> None:
+def test_a_study_of_preferences_looks_for_the_lowest_loss(forks, tmp_path):
     keys = ("preferences.path=embedded:arithmetic-preferences", "max_completion_tokens=64", "steps=2", "eval.every=2",
             "rankings_per_step=4", "eval.num_rankings=8", "lora.rank=2", "model.device=cpu")  # fmt: skip
     chosen = ("sweep=optuna", "sweep.sampler=grid", "sweep.metric=eval/loss", "hydra.sweep.dir=sweep")

@@ -1,10 +1,6 @@
 """Runs of on-policy distillation, in this process: resumed, and from teachers of every kind."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +11,6 @@ from rlft import cli
 from rlft.config.compose import compose
 from rlft.config.model import ModelConfig, SnapshotConfig
 from rlft.config.resolved import resolve
-from rlft.config.schema import RunConfig
 from rlft.loop import parts as parts_of_runs, workers
 from rlft.loop.parts import load_teacher
 from rlft.plan import fit
@@ -34,7 +29,7 @@ OPD = (*SMALL, "algorithm=opd")
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(tmp_path_factory):
     """A run of one step: its policy is the teacher of those below."""
     folder = tmp_path_factory.mktemp("teachers") / "teacher"
     assert cli.run([*SMALL, "steps=1", "algorithm.entropy_coef=1.0", f"hydra.run.dir={folder}"]) == 0
@@ -42,7 +37,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])
-def test_an_exact_kl_is_that_of_the_networks_from_the_rehearsal_on(place: str, tmp_path: Path) -> None:
+def test_an_exact_kl_is_that_of_the_networks_from_the_rehearsal_on(place, tmp_path):
     words = ["algorithm.kl_estimator=exact", f"algorithm.kl_in={place}", "algorithm.kl_coef=0.1"]
     words += ["algorithm.entropy_coef=1.0"]  # so that it learns
     run = tmp_path / "run"
@@ -53,9 +48,7 @@ def test_an_exact_kl_is_that_of_the_networks_from_the_rehearsal_on(place: str, t
 
 
 @pytest.mark.slow
-def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_though_it_has_moved(
-    teacher: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_though_it_has_moved(teacher, tmp_path):
     there = shutil.copytree(teacher, tmp_path / "there")
     words = (*OPD, f"snapshot.teacher={there}", "algorithm.reward_coef=0.5", "lora.dropout=0.1")
     run, halted = tmp_path / "run", tmp_path / "halted"
@@ -72,7 +65,7 @@ def test_a_run_with_another_runs_policy_as_teacher_resumes_as_the_same_run_thoug
 
 
 @pytest.mark.parametrize("command", ["train", slow("dpo")])
-def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: Path, command: str) -> None:
+def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher, command):
     """An adapter of rank 4 beside a policy of rank 2, which has half as many parameters."""
     words = {
         "train": (*SMALL, "algorithm=opd", f"snapshot.teacher={teacher}", f"snapshot.reference={teacher}"),
@@ -93,7 +86,7 @@ def test_a_frozen_adapter_of_another_rank_is_counted_with_its_own_size(teacher: 
     assert [number for role, number in table.items() if role[:3] in ("tea", "ref")] == frozen * [2 * sizes.lora]
 
 
-def test_a_fork_may_learn_from_the_base_which_its_policy_is_no_longer(teacher: Path, tmp_path: Path) -> None:
+def test_a_fork_may_learn_from_the_base_which_its_policy_is_no_longer(teacher, tmp_path):
     words = ("algorithm=opd", "snapshot.teacher=base", "steps=2", f"hydra.run.dir={tmp_path / 'fork'}")
     assert cli.run(["resume", str(teacher / "checkpoints" / "step_000001"), *words]) == 0
     assert metrics(tmp_path / "fork")[-1]["kl/teacher"] > 1e-5
@@ -101,9 +94,7 @@ def test_a_fork_may_learn_from_the_base_which_its_policy_is_no_longer(teacher: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", [(), ("overlap.lag=1", "algorithm.mismatch=token_truncate")], ids=["", "lag"])
-def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(
-    beside: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(beside, tmp_path):
     """No reward counts. At the first step the policy is the base: with the same prompt both agree to rounding."""
     hint = 'snapshot.teacher_hint="The answer is {answer}."'
     words = (*OPD, *beside, "snapshot.teacher=base", "prompts.max_tokens=64", "token_budget=1024", "lora.dropout=0.1")
@@ -114,7 +105,7 @@ def test_a_hint_alone_teaches_the_base_and_the_run_resumes_as_the_same_run(
     assert metrics(tmp_path / "bare")[0]["kl/teacher"] < 1e-10
 
 
-def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path) -> None:
+def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path):
     """`tiny-student` learns from `tiny-arithmetic`, with the answer in its prompt, by four tokens in each place."""
     words = (
         "model.path=embedded:tiny-student", "snapshot.teacher=embedded:tiny-arithmetic", "algorithm.top_k=4",
@@ -130,9 +121,7 @@ def test_a_larger_model_and_a_hint_in_the_loss_and_beside_rewards(tmp_path: Path
 
 
 @pytest.mark.parametrize("where", ["run", "rank"])
-def test_what_a_teacher_takes_is_not_free_for_activations(
-    where: str, run_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_teacher_takes_is_not_free_for_activations(where, run_config, tmp_path, monkeypatch):
     """Activations may take half of what is free: all of it, less a byte for the teacher, is a byte too little."""
     loaded, told = [], []
     of_where = {"run": parts_of_runs, "rank": workers}[where]
@@ -156,9 +145,7 @@ def test_what_a_teacher_takes_is_not_free_for_activations(
 
 
 @pytest.mark.slow
-def test_a_run_with_a_teacher_in_vllm_resumes_as_the_same_run_and_learns_what_a_loaded_teacher_teaches(
-    tmp_path: Path,
-) -> None:
+def test_a_run_with_a_teacher_in_vllm_resumes_as_the_same_run_and_learns_what_a_loaded_teacher_teaches(tmp_path):
     """One batch of rows in one order: the same bits. To transformers the log-probs are 1e-4 away, in float32."""
     words = (
         *OPD, "snapshot.teacher=embedded:tiny-arithmetic", "model.path=embedded:tiny-student", "token_budget=512",

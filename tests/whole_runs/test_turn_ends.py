@@ -1,12 +1,8 @@
 """A base whose tokenizer names another end than its template's: every command ends a turn where the template does."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -21,7 +17,6 @@ from rlft.environment.endpoint.app import bound
 from rlft.environment.endpoint.bodies import Chat
 from rlft.environment.endpoint.service import Request
 from rlft.loop.parts import engine_args
-from rlft.runs.find import NamedRun
 from rlft.types import UserError
 
 END, OTHER = 2, 0
@@ -31,7 +26,7 @@ KEYS += ["data=arithmetic", "data.size=32", "data.held_out_size=8", "scoring.wor
 
 
 @pytest.fixture
-def base(tmp_path: Path, tiny_path: Path) -> Path:
+def base(tmp_path, tiny_path):
     """The embedded model as a base such as Qwen2.5: end token `<|endoftext|>`, and a template with `<|im_end|>`."""
     folder = tmp_path / "base"
     shutil.copytree(tiny_path, folder)
@@ -44,7 +39,7 @@ def base(tmp_path: Path, tiny_path: Path) -> Path:
     return folder
 
 
-def evaluated(tmp_path: Path, model: str | Path, *keys: str) -> list[dict[str, object]]:
+def evaluated(tmp_path, model, *keys):
     """What an evaluation of this model has sampled."""
     assert cli.run(["eval", f"model.path={model}", *KEYS, "generation.temperature=0", *keys]) == 0
     *_, file = sorted((tmp_path / "runs" / "eval").glob("*/evaluations/*.jsonl"), key=lambda f: f.stat().st_mtime_ns)
@@ -52,9 +47,7 @@ def evaluated(tmp_path: Path, model: str | Path, *keys: str) -> list[dict[str, o
     return [{name: line[name] for name in ("text", "finish_reason", "token_ids") if name in line} for line in lines]
 
 
-def test_an_evaluation_ends_where_the_template_ends_a_turn(
-    base: Path, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_ends_where_the_template_ends_a_turn(base, tiny_path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mine, usual = evaluated(tmp_path, base), evaluated(tmp_path, tiny_path)
     assert mine == usual
@@ -63,7 +56,7 @@ def test_an_evaluation_ends_where_the_template_ends_a_turn(
     assert "stop" not in {line["finish_reason"] for line in raw}, "raw text ends with the tokenizer's token alone"
 
 
-def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
+def test_chat_and_serve_end_where_the_template_ends_a_turn(base):
     said: list[str] = []
     for style in ("chat", "raw"):
         words = [f"model.path={base}", *KEYS, "generation.temperature=0", f"prompts.style={style}"]
@@ -86,7 +79,7 @@ def test_chat_and_serve_end_where_the_template_ends_a_turn(base: Path) -> None:
     assert len(notes) == 3, "a chat of raw text ends with the tokenizer's own"
 
 
-def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base: Path, tiny_path: Path) -> None:
+def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base, tiny_path):
     said = "the end-of-turn token is <|im_end|>, as the chat template has it, while the tokenizer's end token is"
     for model, more, notes in ((base, "; <|endoftext|> would end it too", [said]), (tiny_path, "", [])):
         plan = resolve(compose([f"model.path={model}", *KEYS])).plan()
@@ -96,7 +89,7 @@ def test_a_plan_names_the_ends_and_says_where_they_are_not_the_tokenizers(base: 
         resolve(compose([f"model.path={base}", *KEYS, "generation.stop=['<|im_end|>']"])).plan()
 
 
-def test_what_is_learned_is_what_engines_end_with(base: Path, tmp_path: Path) -> None:
+def test_what_is_learned_is_what_engines_end_with(base, tmp_path):
     file = tmp_path / "said.jsonl"
     file.write_text("".join(f'{{"prompt": "{i} + 1?", "completion": "{i + 1}"}}\n' for i in range(60)))
     keys = [f"model.path={base}", f"demonstrations.path={file}", "examples_per_step=4", "model.device=cpu"]
@@ -111,9 +104,7 @@ def test_what_is_learned_is_what_engines_end_with(base: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
-def test_an_export_names_the_ends(
-    policy_run: Callable[..., NamedRun], base: Path, tiny_path: Path, tmp_path: Path, kind: str
-) -> None:
+def test_an_export_names_the_ends(policy_run, base, tiny_path, tmp_path, kind):
     place = policy_run(f"model.path={base}", "generation.stop=[65]")
     out = export(prepare(place, str(tmp_path / "out"), kind, None, lambda _: None), lambda _: None)
     its = json.loads((base / "generation_config.json").read_text())

@@ -1,10 +1,6 @@
 """Runs with plain kernels, with drafts, of DoRA adapters, and until the curve is flat: what they share with others."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,26 +29,24 @@ PLAIN = (
 NOT_COMPARED = ("waste/padding_fraction", "tokens/trained")
 
 
-def plain_metrics(folder: Path, *words: str) -> list[dict[str, float]]:
+def plain_metrics(folder, *words):
     assert cli.run(["train", *PLAIN, *words, f"hydra.run.dir={folder}"]) == 0
     return [{k: v for k, v in line.items() if not k.startswith(NOT_COMPARED)} for line in metrics(folder)]
 
 
-def said(folder: Path) -> list[tuple[str, Sequence[int], Sequence[float]]]:
+def said(folder):
     lines = [json.loads(line) for content in rollouts(folder).values() for line in content.splitlines()]
     return [(line["prompt_id"], line["token_ids"], line["logprobs"]) for line in lines]
 
 
-def test_a_plain_run_is_the_same_run(tmp_path: Path) -> None:
+def test_a_plain_run_is_the_same_run(tmp_path):
     ours, theirs = plain_metrics(tmp_path / "auto"), plain_metrics(tmp_path / "plain", "model.kernels=plain")
     assert [one[:2] for one in said(tmp_path / "auto")] == [one[:2] for one in said(tmp_path / "plain")]
     for one, other in zip(ours, theirs, strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
 
 
-def test_a_fall_back_is_told_in_the_table_and_in_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fall_back_is_told_in_the_table_and_in_a_note(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(selection.transformers, "__version__", "5.99.0")
     load_backbone.cache_clear()
     try:
@@ -69,7 +63,7 @@ DRAFTED = ("checkpoint.every=1", "checkpoint.keep=9", "trainer.lr=1e-3")
 DRAFTS = ("generation.drafts=history", "generation.draft_rows=99")
 
 
-def trained(folder: Path, *words: str) -> Path:
+def trained(folder, *words):
     assert cli.run([*tiny(*DRAFTED, *words), f"hydra.run.dir={folder}"]) == 0
     return folder
 
@@ -83,7 +77,7 @@ def trained(folder: Path, *words: str) -> Path:
     ],
     ids=["plain", "sampled ahead", "conversations"],
 )
-def test_a_run_with_drafts_says_the_same_and_resumes_exactly(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_run_with_drafts_says_the_same_and_resumes_exactly(tmp_path, words):
     plain = trained(tmp_path / "plain", *words, "steps=3")
     drafted = trained(tmp_path / "drafted", *words, *DRAFTS, "steps=3", "eval.every=1")
     for one, other in zip(said(plain), said(drafted), strict=True):
@@ -120,7 +114,7 @@ DORA = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """Four steps without an interruption; the freshness check has passed after each."""
     folder = tmp_path_factory.mktemp("kinds") / "run"
     assert cli.run([*DORA, "steps=4", f"hydra.run.dir={folder}"]) == 0
@@ -129,7 +123,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
+def test_resumed_it_is_the_same_run(run, tmp_path):
     halted = tmp_path / "halted"
     assert cli.run([*DORA, "steps=2", f"hydra.run.dir={halted}"]) == 0
     assert cli.run(["resume", str(halted), "steps=4"]) == 0
@@ -137,7 +131,7 @@ def test_resumed_it_is_the_same_run(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_merged_it_says_what_the_trainer_says(run: Path, tmp_path: Path) -> None:
+def test_merged_it_says_what_the_trainer_says(run, tmp_path):
     assert cli.run(["export", f"run={run}", f"out={tmp_path / 'merged'}"]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
@@ -159,7 +153,7 @@ def test_merged_it_says_what_the_trainer_says(run: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_it_samples_and_is_evaluated_as_itself(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_samples_and_is_evaluated_as_itself(run, tmp_path, capsys):
     few = ["generation.max_tokens=24", "scoring.workers=0"]
     assert cli.run(["eval", f"run={run}", "eval.num_prompts=3", "eval.num_samples=2", *few]) == 0
     sampled = tmp_path / "sampled"
@@ -169,7 +163,7 @@ def test_it_samples_and_is_evaluated_as_itself(run: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("command", ["sft", slow("rm")])
-def test_supervised_commands_learn_such_adapters(command: str, tmp_path: Path) -> None:
+def test_supervised_commands_learn_such_adapters(command, tmp_path):
     words = [f"+recipe={command}_arithmetic", *BOTH, "steps=2", "console=null", "eval.every=0", "checkpoint.every=0"]
     assert cli.run([command, *words, f"hydra.run.dir={tmp_path / command}"]) == 0
     saved = checkpoint.load_newest(run_folder.checkpoints(tmp_path / command), print)
@@ -188,17 +182,15 @@ FLAT = (
 )  # fmt: skip
 
 
-def steps_in(folder: Path, name: str) -> list[int]:
+def steps_in(folder, name):
     return [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()]
 
 
-def saved(folder: Path) -> list[str]:
+def saved(folder):
     return sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
 
 
-def test_a_flat_curve_ends_the_run_where_it_would_end_without_an_interruption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flat_curve_ends_the_run_where_it_would_end_without_an_interruption(tmp_path, monkeypatch, capsys):
     folder, again = tmp_path / "run", tmp_path / "again"
     assert cli.run(["dpo", *FLAT, "stop.when=flat", f"hydra.run.dir={folder}"]) == 0
     assert (steps_in(folder, "metrics.jsonl"), steps_in(folder, "eval.jsonl")) == ([*range(1, 6)], [*range(6)])

@@ -1,7 +1,5 @@
 """What a run has measured, counted, read off the clock or learned when it began stays with it, wherever it goes on."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import shutil
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 from run_folders import RANKS, chain, checkpoints, files_of, metrics, rollouts, tiny, whole_lines
-from run_processes import Nursery
 from slow_cases import slow
 
 import rlft
@@ -34,9 +31,7 @@ WORDS = ["+recipe=grpo_arithmetic", "generation=transformers", f"{WEIGHTS}=faste
 
 
 @pytest.mark.parametrize("weights", [Weights.merged_bfloat16, slow(Weights.merged_int8)])
-def test_a_resume_keeps_the_weights_and_says_that_the_processor_is_another(
-    weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_keeps_the_weights_and_says_that_the_processor_is_another(weights, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(transformers, "_fastest", lambda: weights)
     assert cli.run(["train", *WORDS, "steps=3", "hydra.run.dir=whole"]) == 0
@@ -59,9 +54,7 @@ def test_a_resume_keeps_the_weights_and_says_that_the_processor_is_another(
     assert tensors[0] == tensors[1]
 
 
-def test_an_older_run_with_rounded_weights_resumes_with_what_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_run_with_rounded_weights_resumes_with_what_they_were(tmp_path, monkeypatch):
     """Without the LM head among them, and without a correction of the mismatch."""
     monkeypatch.chdir(tmp_path)
     words, runs = [word for word in WORDS if WEIGHTS not in word], {"whole": 3, "resumed": 2, "again": 2}
@@ -87,7 +80,7 @@ Today = Callable[[str], None]
 
 
 @pytest.fixture
-def today(monkeypatch: pytest.MonkeyPatch) -> Today:
+def today(monkeypatch):
     def is_now(day: str) -> None:
         now = datetime.datetime.fromisoformat(day)
         monkeypatch.setattr(text, "_now", lambda: now)
@@ -96,7 +89,7 @@ def today(monkeypatch: pytest.MonkeyPatch) -> Today:
 
 
 @pytest.fixture(scope="module")
-def dated_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dated_model(tmp_path_factory):
     """The embedded model with a template that begins with the day's number, as plain text."""
     folder = tmp_path_factory.mktemp("models") / "dated"
     shutil.copytree(Path(rlft.__file__).parent / "assets" / "tiny-arithmetic", folder)
@@ -106,9 +99,7 @@ def dated_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_another_day_is_the_uninterrupted_one_bit_for_bit(
-    today: Today, dated_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_another_day_is_the_uninterrupted_one_bit_for_bit(today, dated_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = (f"model.path={dated_model}", "checkpoint.every=1", "checkpoint.keep=9")
     words = [word for word in tiny("eval.every=0", *model) if not word.startswith("steps=")]
@@ -134,7 +125,7 @@ def test_a_run_that_goes_on_another_day_is_the_uninterrupted_one_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_jobs_of_a_sweep_have_the_date_on_which_it_was_begun(today: Today, tmp_path: Path) -> None:
+def test_jobs_of_a_sweep_have_the_date_on_which_it_was_begun(today, tmp_path):
     today("2026-11-25T12:00")
     config = resolve(configs.compose([]))
     plain = config.plain
@@ -150,7 +141,7 @@ def test_jobs_of_a_sweep_have_the_date_on_which_it_was_begun(today: Today, tmp_p
 
 # -- lanes, and a reward that was trained in the loop ------------------------------------------------------------------
 @pytest.mark.slow
-def test_the_lanes_of_a_run_are_its_first_ranks(forks: Nursery, tmp_path: Path) -> None:
+def test_the_lanes_of_a_run_are_its_first_ranks(forks, tmp_path):
     """And `auto` means them in every later resume, whatever the ranks are then."""
     auto = tuple("cluster.lanes=auto" if key == "cluster.lanes=4" else key for key in RANKS)
     kill = {"at": "rlft.loop.session:Session.begin", "call": 1, "do": "kill"}
@@ -166,9 +157,7 @@ def test_the_lanes_of_a_run_are_its_first_ranks(forks: Nursery, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_run_whose_reward_was_trained_in_the_loop_is_evaluated_with_the_trained_one(
-    forks: Nursery, tmp_path: Path
-) -> None:
+def test_a_run_whose_reward_was_trained_in_the_loop_is_evaluated_with_the_trained_one(forks, tmp_path):
     keys = ("steps=2", "generation.max_tokens=32", "reward=[exact_match,format,learned]")
     keys = (*keys, "reward_model.refresh_every=2", "reward_model.labels=exact_match", "hydra.run.dir=run")
     forks.run(*tiny(*keys), cwd=tmp_path, ends=0)

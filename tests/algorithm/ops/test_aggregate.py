@@ -1,7 +1,5 @@
 """Sums and means over tokens, and pass@k against all subsets of the samples."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Estimates of KL, its controllers, and comparisons with a teacher."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from math import log

@@ -1,7 +1,5 @@
 """The losses of tokens, of the policy and of the critic."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

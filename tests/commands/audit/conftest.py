@@ -1,10 +1,7 @@
 """The run that is audited."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from rlft import cli
 
 
 @pytest.fixture(scope="session")
-def honest(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Path:
+def honest(tmp_path_factory, tiny_path):
     """The folder of a run of four steps, all saved, beside its data and its base."""
     place = tmp_path_factory.mktemp("audited")
     shutil.copytree(tiny_path, place / "base")
@@ -26,7 +23,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory, tiny_path: Path) -> Path:
 
 
 @pytest.fixture
-def copies(honest: Path, tmp_path: Path) -> Callable[[], Path]:
+def copies(honest, tmp_path):
     """Gives a new copy of the run at each call, with data and base beside it: a moved run uses those."""
 
     def copy() -> Path:

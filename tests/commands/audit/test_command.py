@@ -1,11 +1,8 @@
 """`rlft audit` at the command line: its table, JSON, exit codes and refusals, of runs, forks, resumed runs, exports."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from audited_runs import WORDS, audited, edited, key_set, lines_of, noisy, saved, wrong
@@ -16,7 +13,7 @@ from rlft.runs import run_status
 from rlft.system.terminal import Status
 
 
-def test_the_table_the_json_and_the_exit_code(copies: Callable[[], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_the_json_and_the_exit_code(copies, capsys):
     folder = copies()
     assert cli.run(["audit", str(folder), "recompute=2", "replay=0", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -32,7 +29,7 @@ def test_the_table_the_json_and_the_exit_code(copies: Callable[[], Path], capsys
 
 
 @pytest.mark.parametrize("words", ["curriculum.running=true", slow("dynamic_sampling.max_rounds=1")])
-def test_prompts_that_were_chosen_by_what_was_solved_are_not_accused(words: str, honest: Path, tmp_path: Path) -> None:
+def test_prompts_that_were_chosen_by_what_was_solved_are_not_accused(words, honest, tmp_path):
     place, folder = honest.parent, tmp_path / "run"
     inputs = (f"data.path={place / 'data.jsonl'}", f"model.path={place / 'base'}", f"hydra.run.dir={folder}")
     assert cli.run(["train", *WORDS, *inputs, words]) == 0
@@ -41,12 +38,12 @@ def test_prompts_that_were_chosen_by_what_was_solved_are_not_accused(words: str,
     assert any(row.name.startswith("replay") and row.status is Status.ok for row in rows)
 
 
-def test_a_run_at_work_is_not_audited(honest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_at_work_is_not_audited(honest, monkeypatch):
     monkeypatch.setattr(run_status, "read", lambda folder: (run_status.Status.running, ""))
     assert "run: is running" in wrong(audited(honest))[0]
 
 
-def test_a_resumed_run_has_the_same_chain(honest: Path, copies: Callable[[], Path]) -> None:
+def test_a_resumed_run_has_the_same_chain(honest, copies):
     folder = copies()
     shutil.rmtree(saved(folder, 3))
     shutil.rmtree(saved(folder, 4))
@@ -62,7 +59,7 @@ def test_a_resumed_run_has_the_same_chain(honest: Path, copies: Callable[[], Pat
 
 
 @pytest.mark.slow
-def test_a_forks_chain_goes_on_from_the_other_runs(honest: Path, tmp_path: Path) -> None:
+def test_a_forks_chain_goes_on_from_the_other_runs(honest, tmp_path):
     words = ("trainer.lr=0.01", "algorithm.kl_coef=0.1", "snapshot.reference=base")
     assert cli.run(["resume", str(saved(honest, 2)), *words, f"hydra.run.dir={tmp_path / 'fork'}"]) == 0
     parent, own = (lines_of(place / "chain.jsonl") for place in (honest, tmp_path / "fork"))
@@ -75,9 +72,7 @@ def test_a_forks_chain_goes_on_from_the_other_runs(honest: Path, tmp_path: Path)
     assert "was another: the run was resumed with other keys, or is a fork, before step 3" in left
 
 
-def test_an_export_carries_the_chain_and_its_card_cites_it(
-    honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_carries_the_chain_and_its_card_cites_it(honest, tmp_path, capsys):
     chain, out = lines_of(honest / "chain.jsonl"), tmp_path / "adapter"
     assert cli.run(["export", f"run={saved(honest, 3)}", f"out={out}", "as=adapter"]) == 0
     assert lines_of(out / "chain.jsonl") == chain[:4]

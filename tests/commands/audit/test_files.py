@@ -1,7 +1,5 @@
 """What is changed in the files of a run is found by its chain, and named by file and step."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +99,7 @@ PLAIN: dict[str, tuple[Callable[[Path], None], str]] = {
 """{what was done: (how, how the finding begins or what it holds)}: nobody has changed the chain to fit."""
 
 
-def test_an_honest_run_is_confirmed_and_a_moved_one(honest: Path, copies: Callable[[], Path]) -> None:
+def test_an_honest_run_is_confirmed_and_a_moved_one(honest, copies):
     rows = audited(honest, recompute=9, replay=9)
     assert {row.status for row in rows} == {Status.ok}, rows
     replayed = [row.value for row in rows if row.name == "replay"]
@@ -111,7 +109,7 @@ def test_an_honest_run_is_confirmed_and_a_moved_one(honest: Path, copies: Callab
 
 
 @each("what", PLAIN)
-def test_whatever_is_changed_is_found_and_named(what: str, copies: Callable[[], Path]) -> None:
+def test_whatever_is_changed_is_found_and_named(what, copies):
     tamper, expected = PLAIN[what]
     folder = copies()
     tamper(folder)
@@ -119,7 +117,7 @@ def test_whatever_is_changed_is_found_and_named(what: str, copies: Callable[[], 
     assert any(expected in row for row in found), (what, found)
 
 
-def test_a_killed_run_has_two_steps_at_most_that_the_chain_does_not_prove(copies: Callable[[], Path]) -> None:
+def test_a_killed_run_has_two_steps_at_most_that_the_chain_does_not_prove(copies):
     """The line of a step is written a step later."""
     for left, is_confirmed in ((4, True), (3, True), (2, False)):
         folder = copies()
@@ -132,7 +130,7 @@ def test_a_killed_run_has_two_steps_at_most_that_the_chain_does_not_prove(copies
         assert (wrong(rows) == [], len(unproven)) == (is_confirmed, min(2, STEPS + 1 - left)), rows
 
 
-def test_one_flipped_bit_in_any_file_is_found(copies: Callable[[], Path]) -> None:
+def test_one_flipped_bit_in_any_file_is_found(copies):
     folder = copies()
     draw = random.Random(3)
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size):

@@ -3,8 +3,6 @@
 Runs of every algorithm, command and kind of role are replayed bit for bit.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shlex
@@ -33,7 +31,6 @@ from audited_runs import (
 )
 from comparison_cases import CASES, RUN, TRAIN, case
 from in_one_test import each
-from run_processes import Nursery
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 
@@ -48,13 +45,13 @@ from rlft.system.terminal import Status
 R2 = "rollouts/step_000002.jsonl"
 
 
-def all_right(line: dict[str, Any]) -> None:
+def all_right(line):
     """Another text, with the rewards that it would have got."""
     line["completion"] = f"<think>so</think><answer>{line['answer']}</answer>"
     line["rewards"] = dict.fromkeys(line["rewards"], 1.0)
 
 
-def of_another_prompt(folder: Path) -> None:
+def of_another_prompt(folder):
     """A group gets the prompt of another step, with its id, messages and answer."""
     lines, other = lines_of(folder / R2), lines_of(rollouts(folder, 3))[0]
     for line in lines[:4]:
@@ -62,18 +59,18 @@ def of_another_prompt(folder: Path) -> None:
     write(folder / R2, lines)
 
 
-def renumbered(folder: Path) -> None:
+def renumbered(folder):
     second, third = (lines_of(rollouts(folder, step)) for step in (2, 3))
     write(rollouts(folder, 2), [{**line, "step": 2, "policy_version": 1} for line in third])
     write(rollouts(folder, 3), [{**line, "step": 3, "policy_version": 2} for line in second])
 
 
-def reversed_data(folder: Path) -> None:
+def reversed_data(folder):
     file = folder.parent / "data.jsonl"
     write(file, lines_of(file)[::-1])
 
 
-def flipped(folder: Path) -> None:
+def flipped(folder):
     file = folder.parent / "base" / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
@@ -100,15 +97,13 @@ INPUTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def config_edited(folder: Path, **keys: Any) -> None:
+def config_edited(folder, **keys):
     plain = yaml.safe_load((folder / "config.yaml").read_text())
     (folder / "config.yaml").write_text(yaml.safe_dump({**plain, **keys}, sort_keys=False))
 
 
 @each("what", FORGED)
-def test_a_forger_who_writes_the_chain_anew_is_found_by_what_is_recomputed(
-    what: str, copies: Callable[[], Path]
-) -> None:
+def test_a_forger_who_writes_the_chain_anew_is_found_by_what_is_recomputed(what, copies):
     tamper, expected = FORGED[what]
     folder = copies()
     tamper(folder)
@@ -119,7 +114,7 @@ def test_a_forger_who_writes_the_chain_anew_is_found_by_what_is_recomputed(
 
 
 @each("what", INPUTS)
-def test_other_data_or_another_base_is_found(what: str, copies: Callable[[], Path]) -> None:
+def test_other_data_or_another_base_is_found(what, copies):
     tamper, expected = INPUTS[what]
     folder = copies()
     tamper(folder)
@@ -128,7 +123,7 @@ def test_other_data_or_another_base_is_found(what: str, copies: Callable[[], Pat
     assert [row.name for row in rows if row.status is Status.skipped] == ["recomputed"]
 
 
-def test_what_is_not_there_is_left_open_and_not_accused(copies: Callable[[], Path]) -> None:
+def test_what_is_not_there_is_left_open_and_not_accused(copies):
     folder = copies()
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("/data.jsonl", "/nowhere.jsonl"))
@@ -138,7 +133,7 @@ def test_what_is_not_there_is_left_open_and_not_accused(copies: Callable[[], Pat
     assert "nowhere.jsonl" in rows[-1].value
 
 
-def test_a_reward_that_is_random_is_named_and_not_accused(copies: Callable[[], Path], monkeypatch: Any) -> None:
+def test_a_reward_that_is_random_is_named_and_not_accused(copies, monkeypatch):
     folder, calls = copies(), itertools.count()
     monkeypatch.setattr("rlft.reward.exact_match.ExactMatch.__call__", lambda self, group: [float(next(calls))] * 4)
     rows = audited(folder, recompute=9)
@@ -148,7 +143,7 @@ def test_a_reward_that_is_random_is_named_and_not_accused(copies: Callable[[], P
     assert left.value == "exact_match scores the same completions differently each time"
 
 
-def test_without_completions_on_disk_rewards_are_left_open(copies: Callable[[], Path]) -> None:
+def test_without_completions_on_disk_rewards_are_left_open(copies):
     folder = copies()
     config_edited(folder, rollouts={"every": 0, "keep": None})
     rechained(folder)
@@ -176,7 +171,7 @@ REPLAYED: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", slow_but("an adapter", REPLAYED))
-def test_a_forger_who_writes_all_digests_anew_is_found_by_a_replay(what: str, copies: Callable[[], Path]) -> None:
+def test_a_forger_who_writes_all_digests_anew_is_found_by_a_replay(what, copies):
     tamper, expected = REPLAYED[what]
     folder = copies()
     tamper(folder)
@@ -186,7 +181,7 @@ def test_a_forger_who_writes_all_digests_anew_is_found_by_a_replay(what: str, co
     assert any(row.startswith(expected) for row in found), (what, found)
 
 
-def test_an_engine_that_was_stale_is_found(honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_was_stale_is_found(honest, tmp_path, monkeypatch):
     """The engine keeps version 0 in step 2, and nothing in the run looks."""
     load = TransformersGenerator.load
 
@@ -211,13 +206,13 @@ def test_an_engine_that_was_stale_is_found(honest: Path, tmp_path: Path, monkeyp
     ]
 
 
-def slightly(file: Path, relative: float) -> None:
+def slightly(file, relative):
     """The roundings of another processor."""
     save_file({name: t * (1 + relative) for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
 @pytest.mark.slow
-def test_an_honest_run_of_another_processor_is_not_accused(copies: Callable[[], Path]) -> None:
+def test_an_honest_run_of_another_processor_is_not_accused(copies):
     folder = copies()
     resealed(lambda place: slightly(place / ADAPTER, 1e-6))(folder)
     rechained(folder, {2: {"advantages": "0" * 64}}, machine={"processor": "another one"})
@@ -236,7 +231,7 @@ def test_an_honest_run_of_another_processor_is_not_accused(copies: Callable[[], 
     assert [row.value[:26] for row in rows if row.status is Status.skipped] == ["step 4 samples other tokens"[:26]]
 
 
-def test_without_checkpoints_only_the_first_step_is_replayed(copies: Callable[[], Path]) -> None:
+def test_without_checkpoints_only_the_first_step_is_replayed(copies):
     folder = copies()
     for step in (1, 2, 3):
         shutil.rmtree(saved(folder, step))
@@ -245,7 +240,7 @@ def test_without_checkpoints_only_the_first_step_is_replayed(copies: Callable[[]
     assert [row.value[:7] for row in rows if row.name == "replay"] == ["step 1,"]
 
 
-def test_the_gap_of_metrics_leaves_out_times_and_is_relative_above_one() -> None:
+def test_the_gap_of_metrics_leaves_out_times_and_is_relative_above_one():
     # |40 - 44| / 40 = 0.1; |0.2 - 0.25| = 0.05; times and what is not finite do not count
     recorded = {"a": 40.0, "b": 0.2, "time/x": 1.0, "c": None}
     assert largest_gap(recorded, {"a": 44.0, "b": 0.25, "time/x": 9.0, "c": 1.0}) == pytest.approx(0.1)
@@ -266,7 +261,7 @@ KINDS = {one.name: one for one in (*CASES, *CONVERSATIONS)}
 
 
 @pytest.mark.parametrize("name", slow_but("dpo", KINDS))
-def test_an_honest_run_of_any_kind_is_confirmed(name: str, forks: Nursery, tmp_path: Path) -> None:
+def test_an_honest_run_of_any_kind_is_confirmed(name, forks, tmp_path):
     kind = KINDS[name]
     for file, content in kind.files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +282,7 @@ def test_an_honest_run_of_any_kind_is_confirmed(name: str, forks: Nursery, tmp_p
 
 
 @pytest.mark.slow
-def test_another_head_of_a_reward_model_is_found(forks: Nursery, tmp_path: Path) -> None:
+def test_another_head_of_a_reward_model_is_found(forks, tmp_path):
     """Also where MANIFEST was written anew; the bias is not trained, and depends on what is held out."""
     kind = KINDS["rm"]
     forks.run(*shlex.split(kind.commands[0]), cwd=tmp_path, ends=0)

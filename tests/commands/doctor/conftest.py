@@ -1,9 +1,5 @@
 """A trial of the embedded model."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +12,7 @@ from rlft.config.keys import with_values
 
 
 @pytest.fixture
-def tiny_trial(tmp_path: Path) -> Callable[..., MachineTrial]:
+def tiny_trial(tmp_path):
     """Builds a trial of the embedded model with four prompts of eight letters."""
 
     def make(**keys: Any) -> MachineTrial:

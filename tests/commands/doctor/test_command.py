@@ -1,9 +1,6 @@
 """`rlft doctor`: a whole run of it on a CPU, what is tried, and the process in which it is."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from run_processes import happens, marked, start_fresh
@@ -21,7 +18,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 # -- a whole run -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_on_this_machine_all_works(tmp_path: Path) -> None:
+def test_on_this_machine_all_works(tmp_path):
     temporary, place = tmp_path / "temporary", tmp_path / "place"
     temporary.mkdir()
     place.mkdir()
@@ -57,7 +54,7 @@ def test_on_this_machine_all_works(tmp_path: Path) -> None:
     assert {file.suffix for file in place.iterdir()} == {".out", ".err"}, "only what the test itself has made"
 
 
-def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     event = {"at": "rlft.commands.doctor.command:rows_of", "call": 1, "do": "interrupt", "later": 0.5}
@@ -71,7 +68,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
     assert happens(lambda: not marked(started.mark), within_s=60)
 
 
-def test_a_recipes_model_adapter_and_engine_are_tried_and_nothing_else_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipes_model_adapter_and_engine_are_tried_and_nothing_else_of_it(monkeypatch):
     taken: list[Settings] = []
     monkeypatch.setattr(doctor, "report", lambda settings, *, as_json: taken.append(settings) or 0)
     words = ["+recipe=ppo_gsm8k", "generation.vllm.sleep=true", "group_size=2", "lora.path=null", "model.dtype=float16"]
@@ -90,11 +87,11 @@ def test_a_recipes_model_adapter_and_engine_are_tried_and_nothing_else_of_it(mon
 
 
 # -- the process of the checks ---------------------------------------------------------------------------------------
-def check(name: str, limit_s: float = 60.0, *, fresh: bool = False) -> Check:
+def check(name, limit_s=60.0, *, fresh=False):
     return Check(name=name, function=f"doctor_checks:{name}", limit_s=limit_s, fresh=fresh)
 
 
-def test_what_hangs_dies_or_raises_is_a_row_and_the_others_still_run(tmp_path: Path) -> None:
+def test_what_hangs_dies_or_raises_is_a_row_and_the_others_still_run(tmp_path):
     names = ["ready", "raises", "ready", "refuses", "hangs", "ready", "dies", "waits_for_another", "ready"]
     checks = [check(name, limit_s=1.0 if name == "hangs" else 60.0) for name in names]
     checks += [check("ready", fresh=True), check("ready")]
@@ -120,7 +117,7 @@ def test_what_hangs_dies_or_raises_is_a_row_and_the_others_still_run(tmp_path: P
 
 
 @pytest.mark.parametrize(("names", "code"), [(["ready", "poor", "waits_for_another"], 0), (["ready", "raises"], 1)])
-def test_only_what_is_wrong_fails_it(names: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_is_wrong_fails_it(names, code, capsys):
     checks = [check(name) for name in names]
     assert doctor.report(None, as_json=True, checks=checks, opens="doctor_checks:opened") == code
     found = json.loads(capsys.readouterr().out)
@@ -133,7 +130,7 @@ def test_only_what_is_wrong_fails_it(names: list[str], code: int, capsys: pytest
     assert ("-> push it" in page) == ("poor" in names)
 
 
-def test_every_check_has_a_limit_and_together_they_take_at_most_twenty_minutes() -> None:
+def test_every_check_has_a_limit_and_together_they_take_at_most_twenty_minutes():
     assert all(one.limit_s > 0 for one in CHECKS)
     assert sum(one.limit_s for one in CHECKS) <= 1200
     assert all(callable(function_of(name)) for name in (doctor.TRIAL, *(one.function for one in CHECKS)))

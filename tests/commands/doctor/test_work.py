@@ -1,9 +1,6 @@
 """What a benchmark's work counts and writes: operations against a count of their own, prompts, and the model."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +15,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def small() -> Size:
+def small():
     return Size(hidden=32, layers=2, heads=4, key_heads=2, intermediate=48, vocabulary=300)
 
 
-def test_the_operations_of_a_step_are_those_of_its_layers(small: Size, tmp_path: Path) -> None:
+def test_the_operations_of_a_step_are_those_of_its_layers(small, tmp_path):
     """Each of a linear layer's weights, forward and for the gradient of its input; where it learns, for its own."""
     work = Workload(prompts=3, group=2, prompt_tokens=5, completion_tokens=4)
     base = AutoModelForCausalLM.from_pretrained(make_model(tmp_path / "model", small, "float32"))
@@ -36,7 +33,7 @@ def test_the_operations_of_a_step_are_those_of_its_layers(small: Size, tmp_path:
     assert operations_of(kernels) == pytest.approx(count)
 
 
-def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small: Size, tmp_path: Path) -> None:
+def test_prompts_have_their_length_in_tokens_and_the_model_never_ends(small, tmp_path):
     folder = make_model(tmp_path / "model", small, "float32")
     work = Workload(prompts=2, group=2, prompt_tokens=17, completion_tokens=4)
     rows = write_prompts(tmp_path / "prompts.jsonl", work, steps=3).read_text().splitlines()

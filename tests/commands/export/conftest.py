@@ -1,10 +1,5 @@
 """The run of all tests, exported once in each form."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 from run_folders import files_of
 
@@ -15,7 +10,7 @@ from rlft.runs.lines import silent
 
 
 @pytest.fixture(scope="session")
-def exports(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+def exports(trained, tmp_path_factory):
     """{form: the folder of the trained run's export}; the run itself was only read."""
     before, folder = files_of(trained), tmp_path_factory.mktemp("exports")
     made = {

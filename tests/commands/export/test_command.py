@@ -3,15 +3,13 @@
 The hub is a small server that speaks its protocol.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,7 +23,6 @@ from huggingface_hub import constants
 from in_one_test import each
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from run_folders import contents
-from run_processes import Nursery
 from safetensors.torch import load_file
 from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,43 +33,40 @@ from rlft.commands.export import command as export_command
 from rlft.commands.export.command import Push, export, read_target
 from rlft.commands.export.model_card import prepare
 from rlft.commands.export.weights import MergeError, round_weights
-from rlft.model.backbone import Backbone, read_backbone
+from rlft.model.backbone import read_backbone
 from rlft.model.kernels import elementwise
 from rlft.model.reward_model import open_learned
-from rlft.model.roles import Roles
 from rlft.runs import checkpoint, run_folder
-from rlft.runs.find import NamedRun, find
+from rlft.runs.find import find
 from rlft.runs.lines import silent
 from rlft.system import interrupt
 from rlft.system.hub import hub_answers
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, UserError
+from rlft.types import Completion, FinishReason, Group, Rollout, UserError
 
 CPU = torch.device("cpu")
 TEXTS = ("What is 47 + 85?", "<think>47 + 85 = 132</think><answer>132</answer>", "x" * 60)
 
 
-def exported(place: NamedRun, out: Path, kind: str | None = None, dtype: str | None = None) -> Path:
+def exported(place, out, kind=None, dtype=None):
     return export(prepare(place, str(out), kind, dtype, silent), silent)
 
 
-def score(model: Any, sequences: Sequence[Sequence[int]]) -> list[float]:
+def score(model, sequences):
     with torch.no_grad():
         return [logprob for ids in sequences for logprob in score_sequences(model.eval(), [ids], CPU)[0]]
 
 
-def largest_gap(a: Sequence[float], b: Sequence[float]) -> float:
+def largest_gap(a, b):
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.fixture(scope="session")
-def sequences(backbone: Backbone) -> list[list[int]]:
+def sequences(backbone):
     return [backbone.tokenizer(text)["input_ids"] for text in TEXTS]
 
 
 @pytest.fixture
-def trainers(
-    trained: Path, make_roles: Callable[..., Roles], model_config: Callable[..., Any], sequences: list[list[int]]
-) -> list[float]:
+def trainers(trained, make_roles, model_config, sequences):
     """The trainer's own log-probs with the policy of the last checkpoint, in float64; the base's are far from them."""
     backbone = read_backbone(model_config())
     backbone.model.double()
@@ -87,9 +81,7 @@ def trainers(
 
 
 # -- as the trainer --------------------------------------------------------------------------------------------------
-def test_the_merged_model_says_what_the_trained_policy_says(
-    exports: Mapping[str, Path], trainers: list[float], sequences: list[list[int]]
-) -> None:
+def test_the_merged_model_says_what_the_trained_policy_says(exports, trainers, sequences):
     model = AutoModelForCausalLM.from_pretrained(exports["model"])
     assert model.dtype == torch.float32
     # float32 adds up W + B A before or after the product with the input; seen: 3e-6.
@@ -97,9 +89,7 @@ def test_the_merged_model_says_what_the_trained_policy_says(
 
 
 @pytest.mark.slow
-def test_vllm_says_of_the_merged_model_what_the_trained_policy_says(
-    exports: Mapping[str, Path], trainers: list[float], sequences: list[list[int]]
-) -> None:
+def test_vllm_says_of_the_merged_model_what_the_trained_policy_says(exports, trainers, sequences):
     from real_engines import open_vllm
 
     generator = open_vllm(exports["model"], lora_rank=1, max_sequence_tokens=128)
@@ -111,8 +101,8 @@ def test_vllm_says_of_the_merged_model_what_the_trained_policy_says(
 
 
 def test_the_adapter_says_what_the_trained_policy_says_and_knows_where_its_base_is(
-    exports: Mapping[str, Path], trainers: list[float], sequences: list[list[int]], tiny_path: Path
-) -> None:
+    exports, trainers, sequences, tiny_path
+):
     out = exports["adapter"]
     on_base = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path), out)
     for model in (on_base, AutoPeftModelForCausalLM.from_pretrained(out)):
@@ -127,9 +117,7 @@ def test_the_adapter_says_what_the_trained_policy_says_and_knows_where_its_base_
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), slow(0o077, 0o600, 0o700)])
-def test_exported_files_have_the_modes_of_any_file(
-    umask: int, file: int, folder: int, policy_run: Callable[..., NamedRun], tmp_path: Path
-) -> None:
+def test_exported_files_have_the_modes_of_any_file(umask, file, folder, policy_run, tmp_path):
     place, before = policy_run(), os.umask(umask)
     try:
         outs = [exported(place, tmp_path / "exports" / kind, kind) for kind in ("model", "adapter")]
@@ -140,9 +128,7 @@ def test_exported_files_have_the_modes_of_any_file(
         assert {oct(f.stat().st_mode & 0o777) for f in out.iterdir()} == {oct(file)}
 
 
-def test_one_checkpoint_of_a_run_can_be_named_whose_card_tells_no_later_result(
-    trained: Path, exports: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_one_checkpoint_of_a_run_can_be_named_whose_card_tells_no_later_result(trained, exports, tmp_path):
     older, newer = checkpoint.finished(run_folder.checkpoints(trained))
     out, name = exported(find(older), tmp_path / "older", "adapter"), "adapter_model.safetensors"
     assert (out / name).read_bytes() == (older / "policy" / name).read_bytes()
@@ -154,7 +140,7 @@ def test_one_checkpoint_of_a_run_can_be_named_whose_card_tells_no_later_result(
 
 
 @each("kind", ["model", "adapter"])
-def test_the_exported_tokenizer_is_the_bases(kind: str, exports: Mapping[str, Path], tiny_path: Path) -> None:
+def test_the_exported_tokenizer_is_the_bases(kind, exports, tiny_path):
     mine, its = AutoTokenizer.from_pretrained(exports[kind]), AutoTokenizer.from_pretrained(tiny_path)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1? é"}]
     options = {"add_generation_prompt": True, "return_dict": False}
@@ -163,7 +149,7 @@ def test_the_exported_tokenizer_is_the_bases(kind: str, exports: Mapping[str, Pa
 
 
 # -- dtypes ----------------------------------------------------------------------------------------------------------
-def merged_by_hand(base: dict[str, torch.Tensor], policy: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merged_by_hand(base, policy):
     """W + alpha / rank x B A in float32 by name, of the weights that have an adapter (here alpha / rank = 8 / 4)."""
     found = {}
     for name, weight in base.items():
@@ -174,13 +160,11 @@ def merged_by_hand(base: dict[str, torch.Tensor], policy: dict[str, torch.Tensor
     return found
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+def weights_of(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(
-    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path
-) -> None:
+def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(policy_run, tiny_path, tmp_path):
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.bfloat16).save_pretrained(base)
     AutoTokenizer.from_pretrained(tiny_path).save_pretrained(base)
@@ -203,7 +187,7 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(
     assert contents(base) == before, "the base is only read"
 
 
-def test_a_dtype_too_small_for_a_weight_is_refused() -> None:
+def test_a_dtype_too_small_for_a_weight_is_refused():
     layer: Any = torch.nn.Linear(1, 1)
     layer.weight.data.fill_(1e5)  # float16 ends at 65504
     dtypes = dict.fromkeys(("weight", "bias"), torch.float32)
@@ -217,9 +201,7 @@ NEARLY_GREEDY = '{"do_sample": false, "temperature": 0.3, "top_k": 5, "eos_token
 
 
 @pytest.mark.parametrize("own", [NEARLY_GREEDY, None], ids=["a strange one", "none"])
-def test_the_generation_config_is_the_bases_own(
-    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path, own: str | None
-) -> None:
+def test_the_generation_config_is_the_bases_own(policy_run, tiny_path, tmp_path, own):
     base = tmp_path / "base"
     shutil.copytree(tiny_path, base)
     (base / "generation_config.json").unlink()
@@ -231,7 +213,7 @@ def test_the_generation_config_is_the_bases_own(
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
-def refusal(place: NamedRun, *words: str | None) -> str:
+def refusal(place, *words):
     with pytest.raises(UserError) as raised:
         export(prepare(place, *words, silent), silent)  # type: ignore[arg-type]
     return str(raised.value)
@@ -255,9 +237,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_words_that_cannot_be_done_are_refused(
-    policy_run: Callable[..., NamedRun], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_words_that_cannot_be_done_are_refused(policy_run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     place = policy_run()
     (tmp_path / "a_file").touch()
@@ -269,7 +249,7 @@ def test_words_that_cannot_be_done_are_refused(
         assert sorted(tmp_path.rglob("*")) == before, words
 
 
-def test_damaged_checkpoints_are_passed_over_or_refused(trained: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_passed_over_or_refused(trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     older, newer = checkpoint.finished(run_folder.checkpoints(run))
@@ -285,9 +265,7 @@ def test_damaged_checkpoints_are_passed_over_or_refused(trained: Path, tmp_path:
     assert refusal(find(run), str(tmp_path / "out"), None, None).startswith("run: every checkpoint of this run is dam")
 
 
-def test_a_base_whose_weights_are_quantised_is_not_merged_into(
-    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path
-) -> None:
+def test_a_base_whose_weights_are_quantised_is_not_merged_into(policy_run, tiny_path, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(tiny_path, base)
     plain = json.loads((base / "config.json").read_text())
@@ -299,9 +277,7 @@ def test_a_base_whose_weights_are_quantised_is_not_merged_into(
     exported(place, tmp_path / "out", "adapter")
 
 
-def test_a_merge_that_would_change_what_the_policy_says_is_refused(
-    save_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path
-) -> None:
+def test_a_merge_that_would_change_what_the_policy_says_is_refused(save_run, tiny_path, tmp_path):
     # The embedding's matrix is the LM head's too: merged, the adapter of the one would also change the other.
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["embed_tokens"], task_type="CAUSAL_LM"))
@@ -317,9 +293,7 @@ def test_a_merge_that_would_change_what_the_policy_says_is_refused(
 
 # -- whole or not there ----------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_kill_leaves_no_export_and_the_next_one_cleans_up(
-    policy_run: Callable[..., NamedRun], forks: Nursery, tmp_path: Path
-) -> None:
+def test_a_kill_leaves_no_export_and_the_next_one_cleans_up(policy_run, forks, tmp_path):
     place, out = policy_run(), tmp_path / "exports" / "out"
     kill = {"at": "rlft.commands.export.weights:save", "call": 1, "do": "kill", "when": "after"}
     forks.run("export", f"run={place.run}", f"out={out}", cwd=tmp_path, events=[kill], ends=-9)
@@ -332,9 +306,7 @@ def test_a_kill_leaves_no_export_and_the_next_one_cleans_up(
 
 
 # -- runs of other kinds ---------------------------------------------------------------------------------------------
-def test_a_run_of_all_weights_is_exported_as_its_model_and_has_no_adapter(
-    policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_all_weights_is_exported_as_its_model_and_has_no_adapter(policy_run, tiny_path, tmp_path):
     place = policy_run()
     [folder] = checkpoint.finished(run_folder.checkpoints(place.run))
     shutil.rmtree(folder / "policy")
@@ -353,12 +325,8 @@ def test_a_run_of_all_weights_is_exported_as_its_model_and_has_no_adapter(
 
 
 def test_a_reward_model_is_exported_as_what_a_learned_reward_takes_and_as_no_language_model(
-    save_run: Callable[..., NamedRun],
-    make_roles: Callable[..., Roles],
-    make_prompt: Callable[..., Prompt],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    save_run, make_roles, make_prompt, tmp_path, capsys
+):
     roles, generator = make_roles(noise=0.05), torch.Generator().manual_seed(3)
     head = {"weight": torch.randn(1, 128, generator=generator), "bias": torch.randn(1, generator=generator)}
     adapters = {"reward": roles.weights("policy")}
@@ -466,7 +434,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch):
     """A hub that takes everything, and a token for it."""
     server = Hub()
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -488,7 +456,7 @@ Pushed = Callable[..., tuple[int, str, str, Path]]
 
 
 @pytest.fixture
-def pushed(policy_run: Callable[..., NamedRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Pushed:
+def pushed(policy_run, tmp_path, capsys):
     """Exports a run's adapter to `out` and pushes it, with further words: (exit code, output, errors, the folder)."""
     run = policy_run().run
 
@@ -502,7 +470,7 @@ def pushed(policy_run: Callable[..., NamedRun], tmp_path: Path, capsys: pytest.C
 
 # -- a hub that takes it -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["private", "public"])
-def test_the_folder_is_pushed_as_it_is(kind: str, hub: Hub, pushed: Pushed) -> None:
+def test_the_folder_is_pushed_as_it_is(kind, hub, pushed):
     code, out, err, folder = pushed(*(["private=false"] if kind == "public" else []))
     assert (code, hub.files, hub.repositories) == (0, {ID: contents(folder)}, {ID: kind == "private"})
     assert (out.splitlines()[0], out.splitlines()[-1]) == (f"exported to {folder}", f"pushed to {hub.url}/{ID}")
@@ -513,7 +481,7 @@ def test_the_folder_is_pushed_as_it_is(kind: str, hub: Hub, pushed: Pushed) -> N
     assert interrupt.line() == f"rlft: interrupted: {folder} is exported and pushed to {ID}"
 
 
-def test_a_repository_that_exists_gets_the_files(hub: Hub, pushed: Pushed) -> None:
+def test_a_repository_that_exists_gets_the_files(hub, pushed):
     hub.repositories[ID] = True
     hub.files[ID] = {"mine.txt": b"stays", "README.md": b"is replaced"}
     code, *_, folder = pushed()
@@ -533,9 +501,8 @@ def test_a_repository_that_exists_gets_the_files(hub: Hub, pushed: Pushed) -> No
     ],
 )  # fmt: skip
 def test_what_the_hub_would_refuse_is_refused_before_anything_is_written(
-    account: Any, private: bool | None, wrong: dict[str, int], words: tuple[str, ...], message: str,
-    hub: Hub, pushed: Pushed, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    account, private, wrong, words, message, hub, pushed, monkeypatch
+):
     hub.account = None if account is None else {"name": "me", **account}
     hub.repositories, hub.wrong = {} if private is None else {ID: private}, wrong
     monkeypatch.setattr("rlft.commands.export.command.export", lambda *_: pytest.fail("something was computed"))
@@ -548,9 +515,7 @@ def test_what_the_hub_would_refuse_is_refused_before_anything_is_written(
     ("broken", "status", "problem"),
     [("/api/repos/create", 403, "HfHubHTTPError: "), (f"/api/models/{ID}/commit/main", 400, "BadRequestError: ")],
 )
-def test_a_push_that_fails_keeps_the_folder_and_names_the_command(
-    broken: str, status: int, problem: str, hub: Hub, pushed: Pushed
-) -> None:
+def test_a_push_that_fails_keeps_the_folder_and_names_the_command(broken, status, problem, hub, pushed):
     hub.wrong = {broken: status}
     code, _, err, out = pushed()
     line = err.splitlines()[-1]
@@ -561,9 +526,7 @@ def test_a_push_that_fails_keeps_the_folder_and_names_the_command(
     assert interrupt.line().endswith(f"`hf upload {ID} {out} --private` uploads the rest")
 
 
-def test_a_hub_that_is_broken_or_silent_does_not_keep_the_export_from_being_written(
-    hub: Hub, pushed: Pushed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_is_broken_or_silent_does_not_keep_the_export_from_being_written(hub, pushed, monkeypatch):
     monkeypatch.setattr(export_command, "QUESTION_SECONDS", 0.2)
     before = huggingface_hub.get_session().timeout
     for status, seconds, problem in ((500, 0.0, "HfHubHTTPError"), (None, 60.0, "ReadTimeout")):
@@ -583,7 +546,7 @@ PROBLEMS = {
 
 
 @each("why", PROBLEMS)
-def test_offline_it_says_what_it_would_do(why: str, pushed: Pushed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_it_says_what_it_would_do(why, pushed, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", why == "offline")
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None if why == "no token" else "hf_of_the_test")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the port of "discard", which nobody opens
@@ -601,7 +564,7 @@ def test_offline_it_says_what_it_would_do(why: str, pushed: Pushed, monkeypatch:
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
-def test_ids_of_repositories() -> None:
+def test_ids_of_repositories():
     assert read_target(None, None) is None
     assert read_target(ID, None) == Push(repo_id=ID, private=True) == read_target(ID, "true")
     assert read_target("an-org/Mine_0.5B", "false") == Push(repo_id="an-org/Mine_0.5B", private=False)
@@ -619,6 +582,6 @@ def test_ids_of_repositories() -> None:
         (None, "true", "private: has no effect without push=, got true; add push="),
     ],
 )  # fmt: skip
-def test_words_that_name_no_repository_are_refused(repo_id: str | None, private: str | None, message: str) -> None:
+def test_words_that_name_no_repository_are_refused(repo_id, private, message):
     with pytest.raises(UserError, match=f"^{message}"):
         read_target(repo_id, private)

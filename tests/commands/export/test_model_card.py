@@ -1,12 +1,9 @@
 """The card of an export: what it says of a run, that its Python runs, and the commands that make a GGUF file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +19,14 @@ from rlft.commands.export.command import export
 from rlft.commands.export.model_card import Card, facts, front_matter, gguf_line, measured_on, prepare, results
 from rlft.config.compose import compose
 from rlft.runs import run_folder
-from rlft.runs.find import CheckpointKind, NamedRun
+from rlft.runs.find import CheckpointKind
 from rlft.tokens.text import TurnEnds
 
 HUB_BASE = {"base_model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct"}
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
-def test_an_export_names_its_converter_and_an_adapters_its_base(
-    kind: str, policy_run: Callable[..., NamedRun], tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_names_its_converter_and_an_adapters_its_base(kind, policy_run, tiny_path, tmp_path, capsys):
     out, base = tmp_path / "my model", str(tiny_path.resolve())
     assert cli.run(["export", f"run={policy_run().run}", f"out={out}", f"as={kind}"]) == 0
     script, own, outtype = {
@@ -50,7 +45,7 @@ def test_an_export_names_its_converter_and_an_adapters_its_base(
     assert base not in card
 
 
-def card_of(place: NamedRun, base: str, **kind: bool) -> str:
+def card_of(place, base, **kind):
     """The card of the run's adapter, as if it were of this kind and for a base of this id."""
     [file] = place.run.glob("checkpoints/*/policy/adapter_config.json")
     asked = prepare(place, "mine", "adapter", None, print)
@@ -61,7 +56,7 @@ def card_of(place: NamedRun, base: str, **kind: bool) -> str:
     return Card(request=replace(asked, source=source), ends=ends, eos=None, names_ends=True, **of_text).text()
 
 
-def test_a_base_on_the_hub_is_named_by_its_id(policy_run: Callable[..., NamedRun]) -> None:
+def test_a_base_on_the_hub_is_named_by_its_id(policy_run):
     options = "--base-model-id Qwen/Qwen2.5-0.5B-Instruct --outfile mine.gguf --outtype f32"
     command = f"python llama.cpp/convert_lora_to_gguf.py mine {options}"
     assert gguf_line(Path("mine"), HUB_BASE).endswith(f": {command}")
@@ -70,9 +65,7 @@ def test_a_base_on_the_hub_is_named_by_its_id(policy_run: Callable[..., NamedRun
 
 
 @pytest.mark.parametrize(("kind", "problem"), [("use_dora", "has no DoRA"), ("use_rslora", "scales adapters by alpha")])
-def test_an_adapter_that_would_become_another_one_is_not_converted(
-    kind: str, problem: str, policy_run: Callable[..., NamedRun]
-) -> None:
+def test_an_adapter_that_would_become_another_one_is_not_converted(kind, problem, policy_run):
     adapter = {**HUB_BASE, kind: True}
     for text in (gguf_line(Path("mine"), adapter), card_of(policy_run(), "a/b", **{kind: True})):
         assert f"llama.cpp {problem}" in text
@@ -81,13 +74,13 @@ def test_an_adapter_that_would_become_another_one_is_not_converted(
 
 
 # -- the card --------------------------------------------------------------------------------------------------------
-def read_card(out: Path) -> tuple[dict[str, Any], str]:
+def read_card(out):
     """The front matter, and the text."""
     _, front, text = (out / "README.md").read_text().split("---\n", 2)
     return yaml.safe_load(front), text
 
 
-def test_the_card_says_what_the_run_folder_says(trained: Path, exports: Mapping[str, Path]) -> None:
+def test_the_card_says_what_the_run_folder_says(trained, exports):
     front, text = read_card(exports["model"])
     assert front == {  # the embedded base is no hub id
         "library_name": "transformers",
@@ -117,11 +110,11 @@ def test_the_card_says_what_the_run_folder_says(trained: Path, exports: Mapping[
     assert str(trained.parent) not in text
 
 
-def exported(place: NamedRun, out: Path, kind: str) -> Path:
+def exported(place, out, kind):
     return export(prepare(place, str(out), kind, None, print), print)
 
 
-def test_the_card_asks_with_the_runs_own_prompt(policy_run: Callable[..., NamedRun], tmp_path: Path) -> None:
+def test_the_card_asks_with_the_runs_own_prompt(policy_run, tmp_path):
     (tmp_path / "my.jsonl").touch()
     data = ["data=jsonl", f"data.path={tmp_path / 'my.jsonl'}", "data.system_prompt='Say \"yes\"'"]
     place = policy_run(*data, "data.prompt_template='Q|: {question}'")
@@ -133,7 +126,7 @@ def test_the_card_asks_with_the_runs_own_prompt(policy_run: Callable[..., NamedR
     assert "## Results" not in text, "there was no evaluation"
 
 
-def test_the_card_says_what_runs_of_other_commands_learned_from_and_were_measured_on() -> None:
+def test_the_card_says_what_runs_of_other_commands_learned_from_and_were_measured_on():
     line = {"step": 3, "eval/loss": 0.5, "eval/accuracy": 0.75, "eval/accuracy_se": 0.1}
     sft = compose(["demonstrations.path=mine/a.jsonl"], command="sft")
     assert ("A step", "32 demonstrations") in facts(sft)
@@ -149,7 +142,7 @@ def test_the_card_says_what_runs_of_other_commands_learned_from_and_were_measure
     assert results([line], rm) == [("", "step 3"), ("loss", "0.5000"), ("accuracy", "0.7500 ± 0.1000")]
 
 
-def test_hub_ids_stand_in_the_front_matter(policy_run: Callable[..., NamedRun]) -> None:
+def test_hub_ids_stand_in_the_front_matter(policy_run):
     config = policy_run("data=gsm8k").config
     config = {**config, "model": {**config["model"], "path": "Qwen/Qwen2.5-0.5B-Instruct"}}
     front = yaml.safe_load(front_matter(config, CheckpointKind.policy, is_model=False))
@@ -162,15 +155,7 @@ def test_hub_ids_stand_in_the_front_matter(policy_run: Callable[..., NamedRun]) 
 @pytest.mark.parametrize(
     ("kind", "template"), [("adapter", True), slow("model", True), slow("adapter", False), slow("model", False)]
 )
-def test_the_python_of_the_card_runs(
-    policy_run: Callable[..., NamedRun],
-    tiny_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    kind: str,
-    template: bool,
-) -> None:
+def test_the_python_of_the_card_runs(policy_run, tiny_path, monkeypatch, capsys, tmp_path, kind, template):
     base, variables = tmp_path / "base", list[str]()
     shutil.copytree(tiny_path, base)
     if not template:

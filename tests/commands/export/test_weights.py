@@ -1,12 +1,9 @@
 """The export of a folder with a vision tower is that folder with other weights in its text model: nothing is lost."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import model_folders
@@ -14,7 +11,6 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from rlft.batch import score_sequences
@@ -22,7 +18,6 @@ from rlft.commands.export.command import export
 from rlft.commands.export.model_card import prepare
 from rlft.model.backbone import read_backbone
 from rlft.model.full_weights import WholeModel
-from rlft.model.roles import Roles
 from rlft.model.text_model import names_of
 from rlft.runs import checkpoint, run_folder
 from rlft.runs.find import NamedRun
@@ -36,7 +31,7 @@ UNUSED = "mtp.fc.weight"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = model_folders.with_vision(tmp_path_factory.mktemp("base") / "qwen3_5", "qwen3_5")
     tensors = {**load_file(folder / "model.safetensors"), UNUSED: torch.randn(4, 8)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -44,23 +39,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
+def tensors_of(folder):
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-def exported(place: NamedRun, out: Path, kind: str) -> tuple[Path, list[str]]:
+def exported(place, out, kind):
     said: list[str] = []
     return export(prepare(place, str(out), kind, None, said.append), said.append), said
 
 
-def scored(folder: Path, adapter: Path | None = None) -> list[float]:
+def scored(folder, adapter=None):
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model = model if adapter is None else PeftModel.from_pretrained(model, str(adapter))
     with torch.no_grad():
         return score_sequences(model.eval(), [IDS], CPU)[0]
 
 
-def check_whole(out: Path, base: Path) -> None:
+def check_whole(out, base):
     """The same names as the base, and the same bits outside the text model's matrices."""
     found, own = tensors_of(out), tensors_of(base)
     assert found.keys() == own.keys()
@@ -79,8 +74,8 @@ def check_whole(out: Path, base: Path) -> None:
 
 
 def test_a_policy_is_merged_into_the_whole_folder_and_its_adapter_fits_the_own_class(
-    base: Path, make_roles: Callable[..., Roles], model_config: Callable[..., Any], save_run: SaveRun, tmp_path: Path
-) -> None:
+    base, make_roles, model_config, save_run, tmp_path
+):
     backbone = read_backbone(model_config(path=str(base)))
     roles = make_roles(noise=0.1, backbone=backbone)
     weights, config, expected = roles.weights("policy"), roles.adapter_config(), roles.score([IDS])[0]
@@ -97,9 +92,7 @@ def test_a_policy_is_merged_into_the_whole_folder_and_its_adapter_fits_the_own_c
         assert scored(base, adapter) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_text_model_that_was_trained_whole_is_put_back_into_its_folder(
-    base: Path, model_config: Callable[..., Any], save_run: SaveRun, tmp_path: Path
-) -> None:
+def test_a_text_model_that_was_trained_whole_is_put_back_into_its_folder(base, model_config, save_run, tmp_path):
     model = WholeModel(read_backbone(model_config(path=str(base))))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -119,9 +112,7 @@ def test_a_text_model_that_was_trained_whole_is_put_back_into_its_folder(
     assert scored(out) == pytest.approx(model.score([IDS])[0], abs=1e-4)
 
 
-def test_a_tensor_that_no_class_is_said_to_leave_out_is_told(
-    make_roles: Callable[..., Roles], model_config: Callable[..., Any], save_run: SaveRun, tmp_path: Path
-) -> None:
+def test_a_tensor_that_no_class_is_said_to_leave_out_is_told(make_roles, model_config, save_run, tmp_path):
     folder = model_folders.llama(tmp_path / "llama")
     tensors = {**load_file(folder / "model.safetensors"), "extra.weight": torch.ones(2)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,11 +1,7 @@
 """What is refused of a sweep before its first run, and what makes trials comparable."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +38,7 @@ TOKENS = Choice(key="generation.max_tokens", values=("16", "256"))
 PROMPTS = Choice(key="prompts.max_tokens", values=("64", "300"))
 
 
-def with_recipes(folder: Path, **texts: str) -> Space:
+def with_recipes(folder, **texts):
     """A space of recipes with these keys."""
     (folder / "recipe").mkdir()
     for name, text in texts.items():
@@ -50,25 +46,25 @@ def with_recipes(folder: Path, **texts: str) -> Space:
     return Space(fixed=SMALL, varied=(Choice(key="+recipe", values=tuple(texts)),))
 
 
-def test_recipes_of_other_lengths_are_refused_though_they_read_the_same_files(tmp_path: Path) -> None:
+def test_recipes_of_other_lengths_are_refused_though_they_read_the_same_files(tmp_path):
     space = with_recipes(tmp_path, one="steps: 2", same="steps: 2\nepochs: 2", longer="steps: 4")
     configs = checked_configs(corners_of(space), space, tmp_path, "train", "accuracy")
     with pytest.raises(UserError, match=r"^recipe: decides how many steps a run has, .*, got 2 and 4 steps; "):
         planned(corners_of(space), configs)
 
 
-def test_a_study_stays_possible_whatever_its_other_values_are() -> None:
+def test_a_study_stays_possible_whatever_its_other_values_are():
     """Each of the two is accepted with the first of the other, and both together are refused."""
     check_possible(Space(fixed=SMALL, varied=(TOKENS, PROMPTS)), None, "train")
 
 
-def test_a_server_that_does_not_answer_refuses_every_trial() -> None:
+def test_a_server_that_does_not_answer_refuses_every_trial():
     fixed = (*SMALL, "reward=http", "reward.http.url=http://127.0.0.1:9/score")  # the discard port: nobody listens
     with pytest.raises(UserError, match=r"^reward\.http\.url: "):
         check_possible(Space(fixed=fixed, varied=(TOKENS, PROMPTS)), None, "train")
 
 
-def test_a_file_that_is_gone_refuses_every_trial_and_one_that_is_back_none(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_refuses_every_trial_and_one_that_is_back_none(tmp_path):
     data = tmp_path / "data.jsonl"
     space = Space(fixed=(*SMALL[:2], "scoring.workers=0", "data=jsonl", f"data.path={data}"), varied=(TOKENS,))
     with pytest.raises(UserError, match=r"^data\.path: "):
@@ -94,15 +90,13 @@ REWARDS = ["eval/reward/exact_match", "eval/reward/format"]
         ("dpo", PREFERENCES, ["eval/loss", "eval/margin", "eval/chosen_logprob"]),
     ],
 )  # fmt: skip
-def test_the_metrics_of_a_run_are_those_of_its_evaluations(
-    command: str, words: Sequence[str], names: list[str]
-) -> None:
+def test_the_metrics_of_a_run_are_those_of_its_evaluations(command, words, names):
     accuracy = [] if command == "sft" else ["accuracy"]
     assert compared(compose([*words], command=command)) == [*accuracy, *names]
     assert "eval/maj@4" not in compared({**compose(["eval.num_samples=4"]), "reward": {}})
 
 
-def test_a_metric_that_there_will_not_be_is_refused() -> None:
+def test_a_metric_that_there_will_not_be_is_refused():
     said = r"sweep.metric: no evaluation has it, got eval/pass@8; did you mean eval/pass@4[?] All: accuracy"
     with pytest.raises(UserError, match=said):
         check_metric("eval/pass@8", compose(["eval.num_samples=4"]))
@@ -135,9 +129,7 @@ ALIKE = [  # (command, words of all trials, words of some, metrics that compare 
 
 
 @each(("command", "words", "some", "compare", "do_not"), ALIKE)
-def test_trials_are_compared_by_what_is_measured_alike(
-    command: str, words: Sequence[str], some: str, compare: Sequence[str], do_not: Sequence[str]
-) -> None:
+def test_trials_are_compared_by_what_is_measured_alike(command, words, some, compare, do_not):
     first, other = (compose([*words, *more], command=command) for more in ([], some.split()))
     for metric in compare:
         check_measured_alike(first, other, metric)
@@ -150,7 +142,7 @@ def test_trials_are_compared_by_what_is_measured_alike(
 @pytest.mark.parametrize(
     ("command", "section"), [("dpo", "preferences"), slow("rm", "preferences"), ("sft", "demonstrations")]
 )
-def test_trials_are_compared_on_the_same_held_out_texts(command: str, section: str) -> None:
+def test_trials_are_compared_on_the_same_held_out_texts(command, section):
     """A limit of 20 tokens leaves some of the embedded completions out, which have up to 23."""
     words = [f"{section}=jsonl", f"{section}.path=embedded:arithmetic-{section}", "model.device=cpu"]
     whole, short, same = (
@@ -166,7 +158,7 @@ def test_trials_are_compared_on_the_same_held_out_texts(command: str, section: s
         check_same_questions("max_completion_tokens", whole, short)
 
 
-def test_losses_and_divergences_are_better_when_they_are_lower_unless_a_direction_is_given() -> None:
+def test_losses_and_divergences_are_better_when_they_are_lower_unless_a_direction_is_given():
     lower = ["eval/loss", "eval/pretrain_loss", "eval/kl_base"]
     others = ["accuracy", "eval/pass@4", "eval/reward/no_loss", "eval/reward/kl_base"]
     assert [name for name in (*lower, *others) if lower_is_better(name)] == lower
@@ -175,7 +167,7 @@ def test_losses_and_divergences_are_better_when_they_are_lower_unless_a_directio
         assert not lower_is_better(metric, "max")
 
 
-def test_a_curve_leaves_the_evaluation_before_the_first_step_out(tmp_path: Path) -> None:
+def test_a_curve_leaves_the_evaluation_before_the_first_step_out(tmp_path):
     write(tmp_path, [line(0, 0.1), line(2, 0.3), line(4, float("nan"))])
     found = curve(tmp_path, "accuracy")
     assert list(found) == [2, 4]
@@ -184,7 +176,7 @@ def test_a_curve_leaves_the_evaluation_before_the_first_step_out(tmp_path: Path)
     assert curve(tmp_path / "none", "accuracy") == {}
 
 
-def test_a_repeated_sweep_with_another_config_is_refused_also_in_a_quoted_folder(tmp_path: Path) -> None:
+def test_a_repeated_sweep_with_another_config_is_refused_also_in_a_quoted_folder(tmp_path):
     plain = compose(["steps=4", "model.date=2026-11-25"])
     folder = tmp_path / "my sweep" / "0"
     folder.mkdir(parents=True)
@@ -199,12 +191,12 @@ def test_a_repeated_sweep_with_another_config_is_refused_also_in_a_quoted_folder
     assert not is_finished({**plain, "name": "other"}, folder), "its plan says what it lacks"
 
 
-def job(**cluster: Any) -> Any:
+def job(**cluster):
     plain = compose([f"cluster.{key}={value}" for key, value in cluster.items()])
     return SimpleNamespace(plain=plain, config=build(plain))
 
 
-def test_what_cannot_differ_between_jobs_is_refused() -> None:
+def test_what_cannot_differ_between_jobs_is_refused():
     assert cluster_of([job(jobs=3), job(jobs=3)]) == job(jobs=3).config.cluster
     without: Any = SimpleNamespace(plain={"command": "sft"}, config=None)
     assert cluster_of([without]) is None
@@ -214,7 +206,7 @@ def test_what_cannot_differ_between_jobs_is_refused() -> None:
         cluster_of([job(jobs=2, ranks=4, lanes=4)])
 
 
-def test_jobs_need_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_need_a_gpu_each(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpus_of(ClusterConfig(jobs=2)) == ["0", "1"]

@@ -1,12 +1,9 @@
 """A study from its words to its trials, whose runs are made up: what resuming it refuses, and from where."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +45,7 @@ class Begin:
 
 
 @pytest.fixture
-def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
+def begin(tmp_path, monkeypatch):
     runs = FakeRuns()
 
     def made_up(study: Study, *others: Any) -> None:
@@ -68,18 +65,18 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
     return Begin(runs)
 
 
-def refusal(do: Callable[[], Any]) -> str:
+def refusal(do):
     with pytest.raises(UserError) as refused:
         do()
     return str(refused.value)
 
 
-def table(folder: str = "sweep") -> list[dict[str, str]]:
+def table(folder="sweep"):
     with Path(folder, "sweep.csv").open(newline="") as stream:
         return list(csv.DictReader(stream))
 
 
-def test_seeds_metric_and_direction_are_those_of_the_words(begin: Begin) -> None:
+def test_seeds_metric_and_direction_are_those_of_the_words(begin):
     runs = begin(*RATES, "sweep.trials=4", "seed=5", "sweep.seeds=2", "sweep.metric=eval/reward/format",
                  "sweep.direction=min")  # fmt: skip
     assert runs.ran == [(trial, seed) for trial in range(4) for seed in (5, 6)]
@@ -94,7 +91,7 @@ def test_seeds_metric_and_direction_are_those_of_the_words(begin: Begin) -> None
     assert [row["trial"] for row in table()] == sorted(values, key=lambda trial: sum(values[trial]))
 
 
-def test_too_few_gpus_are_refused_before_the_sweep_has_a_folder(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus_are_refused_before_the_sweep_has_a_folder(begin, monkeypatch):
     monkeypatch.setattr(checks, "are_on_gpus", lambda plains: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     said = refusal(lambda: begin(*RATES, "cluster.jobs=2"))
@@ -107,7 +104,7 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the study handles it."""
 
 
-def test_the_report_of_a_killed_sweep_has_the_trials_so_far(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_killed_sweep_has_the_trials_so_far(begin, monkeypatch):
     def before(run: TrialRun, step: int) -> None:
         if (run.trial.number, step) == (2, 5):
             raise Killed
@@ -122,9 +119,7 @@ def test_the_report_of_a_killed_sweep_has_the_trials_so_far(begin: Begin, monkey
     assert [row[1] for row in sweep["rows"]] == ["complete", "complete", "unfinished"]
 
 
-def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(begin, monkeypatch, capsys):
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no font")
 
@@ -139,9 +134,7 @@ def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(
 
 
 @pytest.mark.slow
-def test_a_median_that_waits_for_more_trials_than_there_are_is_noted(
-    begin: Begin, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_median_that_waits_for_more_trials_than_there_are_is_noted(begin, capsys):
     said = "note: of 3 trials median prunes none: it waits for sweep.startup=3 complete ones; lower sweep.startup"
     begin(*RATES, "sweep.trials=3", "sweep.pruner=median", "sweep.startup=2", "hydra.sweep.dir=acts")
     assert "median prunes none" not in capsys.readouterr().err
@@ -152,13 +145,13 @@ def test_a_median_that_waits_for_more_trials_than_there_are_is_noted(
 
 
 @pytest.mark.slow
-def test_combinations_that_are_done_cannot_be_made_more(begin: Begin) -> None:
+def test_combinations_that_are_done_cannot_be_made_more(begin):
     assert begin("sweep.trials=20", "lora.rank=4,8").ran == [(0, 0), (1, 0)]
     said = refusal(lambda: begin("sweep.trials=40", again="sweep"))
     assert said == "sweep.trials: all 2 combinations are done, got 40; begin another sweep, with other values"
 
 
-def test_a_sweep_that_is_done_goes_on_with_more_trials_and_else_says_how_and_changes_nothing(begin: Begin) -> None:
+def test_a_sweep_that_is_done_goes_on_with_more_trials_and_else_says_how_and_changes_nothing(begin):
     begin(*RATES)
     before = Path("sweep", space.RECORD).read_text()
     assert refusal(lambda: begin(again="sweep")).endswith("raise it: rlft resume sweep sweep.trials=4")
@@ -172,7 +165,7 @@ def test_a_sweep_that_is_done_goes_on_with_more_trials_and_else_says_how_and_cha
     [slow("data.jsonl,more.jsonl", "more.jsonl"), ("data.jsonl", "held_out.jsonl")],
     ids=["the data of some trials", "the held-out data"],
 )
-def test_data_that_change_between_two_parts_of_a_sweep_are_refused(path: str, changed: str, begin: Begin) -> None:
+def test_data_that_change_between_two_parts_of_a_sweep_are_refused(path, changed, begin):
     begin(*RATES, DATA[0], f"data.path={path}", DATA[2])
     lines = Path(changed).read_text().splitlines(keepends=True)
     Path(changed).write_text("".join([*lines[:-1], lines[-1].replace("What", "And what")]))
@@ -185,7 +178,7 @@ def test_data_that_change_between_two_parts_of_a_sweep_are_refused(path: str, ch
 
 
 @pytest.mark.slow
-def test_a_recipe_that_changes_between_two_parts_of_a_sweep_is_refused(begin: Begin) -> None:
+def test_a_recipe_that_changes_between_two_parts_of_a_sweep_is_refused(begin):
     begin(*RATES, "--config-dir", "mine", "+recipe=two,one")
     file = Path("mine", "recipe", "one.yaml")
     text = file.read_text()
@@ -200,7 +193,7 @@ def test_a_recipe_that_changes_between_two_parts_of_a_sweep_is_refused(begin: Be
 
 
 @pytest.mark.slow
-def test_the_same_command_with_another_folder_of_yaml_is_another_sweep(begin: Begin) -> None:
+def test_the_same_command_with_another_folder_of_yaml_is_another_sweep(begin):
     begin(*RATES, "--config-dir=mine")
     shutil.copytree("mine", "yours")
     for words, got in ((("--config-dir", "yours"), "yours"), ((), "n")):
@@ -217,7 +210,7 @@ REFUSED = {
 }
 
 
-def test_what_would_change_a_sweeps_runs_cannot_change_when_it_goes_on(begin: Begin) -> None:
+def test_what_would_change_a_sweeps_runs_cannot_change_when_it_goes_on(begin):
     Path("mine", "cluster").mkdir()
     Path("mine", "cluster", "lanes.yaml").write_text("# Two lanes.\ndefaults:\n  - local\n  - _self_\n\nlanes: 2\n")
     begin(*RATES, "--config-dir", "mine")
@@ -228,9 +221,7 @@ def test_what_would_change_a_sweeps_runs_cannot_change_when_it_goes_on(begin: Be
             assert all(key in said for key in space.MAY_CHANGE if key != "hydra.sweep.dir")
 
 
-def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
-    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_with_relative_paths_goes_on_from_any_directory(begin, tmp_path, monkeypatch, capsys):
     begin(*RATES, *DATA, "--config-dir", "mine", "+recipe=one")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -242,7 +233,7 @@ def test_a_sweep_with_relative_paths_goes_on_from_any_directory(
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def keep(folder: Path, config: dict[str, Any]) -> None:
+def keep(folder, config):
     """Begins or goes on with a study of this config."""
     configs = [{"trainer.lr": 1e-4, **config}]
     now = space.StudyRecord(command="train", options=(), words=(), start=".", configs=configs, fingerprints=())
@@ -250,7 +241,7 @@ def keep(folder: Path, config: dict[str, Any]) -> None:
     space.write_record(folder, now)
 
 
-def test_how_often_a_run_saves_is_no_change_and_another_checkpoint_of_a_run_is(tmp_path: Path) -> None:
+def test_how_often_a_run_saves_is_no_change_and_another_checkpoint_of_a_run_is(tmp_path):
     old = {"lora.path": "runs/sft/checkpoints/step_4/policy", "checkpoint.every": 1}
     keep(tmp_path, old)
     keep(tmp_path, {**old, "checkpoint.every": 2})
@@ -259,7 +250,7 @@ def test_how_often_a_run_saves_is_no_change_and_another_checkpoint_of_a_run_is(t
     assert "name a checkpoint's folder in it" in said
 
 
-def test_a_study_whose_record_is_damaged_does_not_go_on(begin: Begin) -> None:
+def test_a_study_whose_record_is_damaged_does_not_go_on(begin):
     begin(*RATES)
     Path("sweep", space.RECORD).write_text("[torn")
     assert refusal(lambda: begin(again="sweep")).startswith("resume: sweep.yaml in that folder cannot be read")

@@ -1,7 +1,5 @@
 """The driver of sweeps, and runs in this process and concurrently, each a process of its own."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -18,7 +16,7 @@ import torch
 from fake_studies import RANK, RATE, STEPS, accuracy, by_number, keys, line, make_study, states, write
 from in_one_test import each
 from run_folders import check_same
-from run_processes import Nursery, happens
+from run_processes import happens
 
 import rlft
 from rlft.commands.sweep import study as studies
@@ -95,17 +93,17 @@ class FakePlace:
                 del self.running[number]
 
 
-def concurrently(study: Study, limit: int = 2, fails: dict[int, Ending] | None = None) -> tuple[Driver[Any], FakePlace]:
+def concurrently(study, limit=2, fails=None):
     place = FakePlace(study, fails or {})
     return Driver(study, place, limit, lambda: place.interrupted), place
 
 
 @pytest.fixture(autouse=True)
-def possible(monkeypatch: pytest.MonkeyPatch) -> None:
+def possible(monkeypatch):
     monkeypatch.setattr(studies, "check_possible", lambda *_: None)
 
 
-def test_so_many_trials_run_at_a_time_and_the_seeds_of_one_follow_each_other(tmp_path: Path) -> None:
+def test_so_many_trials_run_at_a_time_and_the_seeds_of_one_follow_each_other(tmp_path):
     study = make_study(tmp_path, keys(trials=5, seeds=2), RATE)
     driver, place = concurrently(study)
     driver.run()
@@ -116,7 +114,7 @@ def test_so_many_trials_run_at_a_time_and_the_seeds_of_one_follow_each_other(tmp
     assert all(len(row.values) == 2 for row in study.trials.rows())
 
 
-def test_a_trial_that_lags_behind_is_stopped_by_a_signal(tmp_path: Path) -> None:
+def test_a_trial_that_lags_behind_is_stopped_by_a_signal(tmp_path):
     study = make_study(tmp_path, keys(trials=10, pruner="median", startup=2), RATE)
     driver, place = concurrently(study)
     driver.run()
@@ -137,7 +135,7 @@ FAILURES = {
 STOPS = {"interrupted": INTERRUPTED, "disk": Ending(How.disk, "the disk is full")}
 
 
-def test_whatever_ends_trials_they_fail_alone_and_the_sweep_comes_to_its_end(tmp_path: Path) -> None:
+def test_whatever_ends_trials_they_fail_alone_and_the_sweep_comes_to_its_end(tmp_path):
     """Random endings of random trials, one or several at a time, with one or two seeds; then the sweep is repeated."""
     random_numbers = random.Random(7)
     for case in range(40):
@@ -160,7 +158,7 @@ def test_whatever_ends_trials_they_fail_alone_and_the_sweep_comes_to_its_end(tmp
 
 
 @each("name", STOPS)
-def test_only_a_signal_and_a_disk_stop_a_sweep_and_leave_the_trial_to_go_on(name: str, tmp_path: Path) -> None:
+def test_only_a_signal_and_a_disk_stop_a_sweep_and_leave_the_trial_to_go_on(name, tmp_path):
     folder = tmp_path / name
     for _ in range(4):  # however often it is resumed: that is no crash of the trial
         study = make_study(folder, keys(trials=4), RATE)
@@ -173,9 +171,7 @@ def test_only_a_signal_and_a_disk_stop_a_sweep_and_leave_the_trial_to_go_on(name
     assert states(study) == ["complete"] * 4
 
 
-def test_a_refusal_that_every_trial_would_meet_ends_the_study_and_is_no_trials_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_that_every_trial_would_meet_ends_the_study_and_is_no_trials_failure(tmp_path, monkeypatch):
     gone = UserError("model.path", "does not exist", got="base", remedy="put it back")
 
     def refuse(*_: Any) -> None:
@@ -191,7 +187,7 @@ def test_a_refusal_that_every_trial_would_meet_ends_the_study_and_is_no_trials_f
     assert [trial.number for trial in study.trials.unfinished()] == [0, 1]
 
 
-def test_an_interruption_begins_nothing_more_and_leaves_trials_to_go_on(tmp_path: Path) -> None:
+def test_an_interruption_begins_nothing_more_and_leaves_trials_to_go_on(tmp_path):
     study = make_study(tmp_path, keys(trials=6, seeds=2), RATE, RANK)
     driver, place = concurrently(study)
     wait = place.wait
@@ -222,15 +218,15 @@ SMALL = (
 )  # fmt: skip
 
 
-def run_of(folder: Path, rate: float = 1e-3) -> Run:
+def run_of(folder, rate=1e-3):
     return Run(number=0, name="", words=[*SMALL, f"trainer.lr={rate}"], folder=folder)
 
 
-def here(engines: Any) -> InThisProcess:
+def here(engines):
     return InThisProcess("train", None, engines, silent, prunes=True)
 
 
-def test_a_run_that_is_pruned_ends_at_that_evaluation_and_says_why(tmp_path: Path) -> None:
+def test_a_run_that_is_pruned_ends_at_that_evaluation_and_says_why(tmp_path):
     run = run_of(tmp_path / "run")
     with Engines() as engines, pytest.raises(PrunedError):
         here(engines)._do(run, lambda: 1 in curve(run.folder, "accuracy"))  # not before the first step
@@ -241,7 +237,7 @@ def test_a_run_that_is_pruned_ends_at_that_evaluation_and_says_why(tmp_path: Pat
     assert run_status.error(run.folder) == "PrunedError"
 
 
-def test_a_run_that_is_refused_says_for_what(tmp_path: Path) -> None:
+def test_a_run_that_is_refused_says_for_what(tmp_path):
     (tmp_path / "file").write_text("")
     place = here(None)
     for run, key in ((run_of(tmp_path, -1.0), "trainer.lr"), (run_of(tmp_path / "file" / "run"), "hydra.run.dir")):
@@ -275,7 +271,7 @@ ERRORS = {  # {what comes up in a run: (the error, how the run ended; None: the 
 
 
 @each("what", ERRORS)
-def test_an_error_is_how_a_run_ended_and_only_a_disk_and_a_signal_end_the_sweep(what: str, tmp_path: Path) -> None:
+def test_an_error_is_how_a_run_ended_and_only_a_disk_and_a_signal_end_the_sweep(what, tmp_path):
     error, expected = ERRORS[what]
     engines = Broken(error)
     place, run = here(engines), run_of(tmp_path / what)
@@ -291,9 +287,7 @@ def test_an_error_is_how_a_run_ended_and_only_a_disk_and_a_signal_end_the_sweep(
         assert place.ending(run) == Ending(How.pruned), "for a run that is pruned it comes too late"
 
 
-def test_jobs_record_the_same_values_whether_they_were_planned_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_record_the_same_values_whether_they_were_planned_before(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "commit_of", lambda path: "0123abcd")
     checked = check("train", parse(["-m", *SMALL, "trainer.lr=0.001,0.002"]), tmp_path)
     place = here(Broken(BrokenRunError("no engines")))
@@ -308,9 +302,7 @@ def test_jobs_record_the_same_values_whether_they_were_planned_before(
     assert configs[0]["model.revision"] == "0123abcd"
 
 
-def test_the_start_up_table_is_printed_once_in_a_sweep_then_only_rows_that_differ(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_start_up_table_is_printed_once_in_a_sweep_then_only_rows_that_differ(capsys):
     def printed(rank: int) -> str:
         rows = [("model", "tiny", "on cpu"), ("trainable", str(rank), "LoRA")]
         console = Console(ConsoleConfig(live=False, plain_seconds=0.0))
@@ -361,11 +353,11 @@ class FakeLauncher:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch):
     monkeypatch.setattr("rlft.commands.sweep.driver.POLL_S", 0.001)
 
 
-def side_by_side(launcher: Any, **keys: Any) -> tuple[SideBySide, list[str]]:
+def side_by_side(launcher, **keys):
     """The place, and what it says."""
     said: list[str] = []
     gpus = keys.pop("gpus", ())
@@ -375,7 +367,7 @@ def side_by_side(launcher: Any, **keys: Any) -> tuple[SideBySide, list[str]]:
     return place, said
 
 
-def words(run: Run) -> list[str]:
+def words(run):
     return ["train", *run.words]
 
 
@@ -402,7 +394,7 @@ class Jobs:
         return place.ending(self.runs[number]) is not None
 
 
-def test_so_many_jobs_run_at_a_time_each_with_its_words_on_a_gpu_of_its_own(tmp_path: Path) -> None:
+def test_so_many_jobs_run_at_a_time_each_with_its_words_on_a_gpu_of_its_own(tmp_path):
     launcher = FakeLauncher(tmp_path)
     place, said = side_by_side(launcher, gpus=("4", "6"))
     Jobs(5, tmp_path).do(place)
@@ -416,13 +408,13 @@ def test_so_many_jobs_run_at_a_time_each_with_its_words_on_a_gpu_of_its_own(tmp_
     assert sum("is finished" in line for line in said) == 5
 
 
-def test_a_cluster_that_is_joined_gives_each_job_a_gpu(tmp_path: Path) -> None:
+def test_a_cluster_that_is_joined_gives_each_job_a_gpu(tmp_path):
     launcher = FakeLauncher(tmp_path)
     Jobs(2, tmp_path).do(side_by_side(launcher, kind="ray", address="auto")[0])
     assert [(worker.spec.gpus, dict(worker.spec.environment)) for worker in launcher.workers] == [(1.0, {})] * 2
 
 
-def test_a_failed_job_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_a_failed_job_does_not_stop_the_others(tmp_path):
     (tmp_path / "job-1.log").write_text("step 1\nrlft: stopped: the disk is full\n")
     jobs = Jobs(4, tmp_path)
     place, said = side_by_side(FakeLauncher(tmp_path, 0, 1, WorkerError("job-2 was killed by SIGKILL"), 0))
@@ -445,9 +437,7 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path: Path) -> None:
         (-11, "DiskError", None, How.failed),
     ],
 )
-def test_how_a_job_ended_is_read_from_its_code_its_log_and_its_status(
-    code: int, error: str | None, said_last: str | None, how: How, tmp_path: Path
-) -> None:
+def test_how_a_job_ended_is_read_from_its_code_its_log_and_its_status(code, error, said_last, how, tmp_path):
     jobs, (place, _) = Jobs(1, tmp_path), side_by_side(FakeLauncher(tmp_path, code))
     (tmp_path / "job-0.log").write_text(f"rlft: {said_last}\n" if said_last else "step 1\n")
     (tmp_path / "0").mkdir(exist_ok=True)
@@ -459,14 +449,14 @@ def test_how_a_job_ended_is_read_from_its_code_its_log_and_its_status(
     assert place.ending(jobs.runs[0]) == Ending(how, f"{why}; its output is in {tmp_path / 'job-0.log'}")
 
 
-def test_a_job_whose_process_says_nothing_is_given_up(tmp_path: Path) -> None:
+def test_a_job_whose_process_says_nothing_is_given_up(tmp_path):
     launcher = FakeLauncher(tmp_path, "silent", 0)
     with pytest.raises(JobsFailedError, match=r"job 0: its process has not answered for 0\.05 s \(cluster\.timeout\)"):
         Jobs(2, tmp_path).do(side_by_side(launcher, timeout=0.05)[0])
     assert not launcher.workers[0].is_alive
 
 
-def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_path: Path) -> None:
+def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_path):
     launcher = FakeLauncher(tmp_path, "stuck", 0)
     jobs, (place, said) = Jobs(2, tmp_path), side_by_side(launcher, timeout=0.05)
     jobs.start(place)
@@ -481,9 +471,7 @@ def test_a_job_that_is_stuck_when_it_is_stopped_is_killed_and_is_no_failure(tmp_
 
 
 @each("stopped_first", [True, False])
-def test_an_interruption_signals_each_job_once_since_a_second_signal_would_abandon_its_step(
-    stopped_first: bool, tmp_path: Path
-) -> None:
+def test_an_interruption_signals_each_job_once_since_a_second_signal_would_abandon_its_step(stopped_first, tmp_path):
     launcher = FakeLauncher(tmp_path, "stuck", "stuck")
     jobs, (place, _) = Jobs(2, tmp_path), side_by_side(launcher)
     jobs.start(place)
@@ -496,7 +484,7 @@ def test_an_interruption_signals_each_job_once_since_a_second_signal_would_aband
     assert [worker.signals for worker in launcher.workers] == [[signal.SIGINT]] * 2
 
 
-def test_real_processes_end_as_their_commands_do(tmp_path: Path) -> None:
+def test_real_processes_end_as_their_commands_do(tmp_path):
     launcher, said = LocalProcesses(tmp_path), list[str]()
     interrupt = Interrupt(said.append)
     place = SideBySide(launcher, lambda run: run.words, ClusterConfig(jobs=2, timeout=60.0), interrupt, said.append)
@@ -512,7 +500,7 @@ def test_real_processes_end_as_their_commands_do(tmp_path: Path) -> None:
     assert (tmp_path / "cluster" / "job-0.log").read_text() == f"rlft {rlft.__version__}\n"
 
 
-def test_jobs_share_the_threads_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_share_the_threads_unless_they_are_set(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     assert [threads_of_a_job(jobs) for jobs in (2, 4, 8)] == [3, 1, 1]
@@ -528,15 +516,13 @@ WORDS = (
 )  # fmt: skip
 
 
-def steps_of(folder: Path) -> int:
+def steps_of(folder):
     file = folder / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 @pytest.mark.slow
-def test_a_sweep_side_by_side_is_interrupted_killed_and_repeated_and_equals_jobs_one_by_one(
-    forks: Nursery, tmp_path: Path
-) -> None:
+def test_a_sweep_side_by_side_is_interrupted_killed_and_repeated_and_equals_jobs_one_by_one(forks, tmp_path):
     serial, beside = tmp_path / "serial", tmp_path / "beside"
     serial.mkdir(), beside.mkdir()
     forks.run("train", "-m", *WORDS, cwd=serial, ends=0)

@@ -1,7 +1,5 @@
 """The table, sweep.csv and sweep.png of a study; the table of a plain sweep, whole at the width of a usual terminal."""
 
-from __future__ import annotations
-
 import csv
 import random
 import re
@@ -18,15 +16,13 @@ from rlft.commands.sweep import page
 from rlft.commands.sweep.checks import Checked
 from rlft.commands.sweep.command import Grid
 from rlft.commands.sweep.page import rows, write_csv
-from rlft.commands.sweep.space import Space, read_space
+from rlft.commands.sweep.space import read_space
 from rlft.commands.sweep.study import Trial
 from rlft.config.overrides import parse
 from rlft.runs import run_status
 
 
-def test_a_studys_results_are_a_table_a_file_and_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_studys_results_are_a_table_a_file_and_a_picture(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     study = make_and_do(tmp_path, keys(trials=10, seeds=2, pruner="median", startup=3))
     study.show()
@@ -47,15 +43,13 @@ def test_a_studys_results_are_a_table_a_file_and_a_picture(
     assert f"written to {tmp_path / 'sweep.csv'}" in out.replace("\n", "")
 
 
-def test_a_study_without_trials_leaves_nothing(tmp_path: Path) -> None:
+def test_a_study_without_trials_leaves_nothing(tmp_path):
     study = make_study(tmp_path, keys(trials=1))
     study.show()
     assert not (tmp_path / "sweep.csv").exists()
 
 
-def test_a_studys_title_names_no_best_trial_where_none_has_a_value(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_studys_title_names_no_best_trial_where_none_has_a_value(tmp_path, capsys, monkeypatch):
     study = make_and_do(tmp_path, keys(trials=1))
     alone = [Trial(number=0, params=study.trials.rows()[0].params, state="failed", value=None, why="broken")]
     monkeypatch.setattr(type(study.trials), "rows", lambda self: alone)
@@ -66,12 +60,12 @@ def test_a_studys_title_names_no_best_trial_where_none_has_a_value(
 HEADERS = ["job", "keys", "before", "accuracy", "reward", "seconds"]
 
 
-def space_of(*words: str) -> Space:
+def space_of(*words):
     return read_space(["+recipe=grpo_arithmetic", "steps=4", *words, "hydra.sweep.dir=swept"], "train", is_study=False)
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> Any:
+def finished(tmp_path):
     """Writes what a job leaves in its folder: an evaluation before and after, and the last step's metrics."""
 
     def finish(number: int, accuracy: float, sweep: Path = tmp_path) -> None:
@@ -85,7 +79,7 @@ def finished(tmp_path: Path) -> Any:
     return finish
 
 
-def printed(tmp_path: Path, space: Space, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def printed(tmp_path, space, capsys):
     configs: list[Any] = [SimpleNamespace(plain={}) for _ in space.combinations()]
     checked = Checked(
         command="train", parsed=parse(["-m"]), space=space, configs=configs, cluster=None, on_gpus=False, plans={}
@@ -94,9 +88,7 @@ def printed(tmp_path: Path, space: Space, capsys: pytest.CaptureFixture[str]) ->
     return capsys.readouterr().out.splitlines()
 
 
-def test_headers_and_numbers_are_whole_at_80_columns(
-    tmp_path: Path, finished: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_headers_and_numbers_are_whole_at_80_columns(tmp_path, finished, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     space = space_of("trainer.lr=0.0001,0.0003", "lora.target_modules=[q_proj,k_proj,v_proj],all-linear")
     for number in range(4):
@@ -110,7 +102,7 @@ def test_headers_and_numbers_are_whole_at_80_columns(
     assert text.count("trainer.lr=0.0001,lora.target_modules=[q_proj,k_proj,v_proj]") == 1, "no value is lost"
 
 
-def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path: Path, finished: Any) -> None:
+def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path, finished):
     for number in range(2):
         finished(number, accuracy=0.5)
     table = rows(tmp_path, space_of("reward=exact_match,math"), {})
@@ -127,9 +119,7 @@ def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path: Path, finished
         (None, "highest reward first"),
     ],
 )
-def test_the_title_names_only_what_was_measured(
-    evaluation: dict[str, float] | None, title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_title_names_only_what_was_measured(evaluation, title, tmp_path, capsys):
     for job in "01":
         (tmp_path / job).mkdir(exist_ok=True)
         write(tmp_path / job / "metrics.jsonl", [{"step": 4, "reward/mean": 0.5}])
@@ -141,9 +131,7 @@ def test_the_title_names_only_what_was_measured(
     assert order == ([0, 1] if evaluation is None else [1, 0])
 
 
-def test_only_finished_jobs_are_ranked_and_the_others_say_why_they_are_not(
-    tmp_path: Path, finished: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_finished_jobs_are_ranked_and_the_others_say_why_they_are_not(tmp_path, finished, capsys, monkeypatch):
     """Six jobs of random fates, 30 times: the accuracy of one that has failed is the highest, and ranks nothing."""
     monkeypatch.setenv("COLUMNS", "200")
     space, random_numbers = space_of("trainer.lr=1e-3,2e-3,3e-3", "seed=0,1"), random.Random(3)
@@ -193,7 +181,7 @@ def test_only_finished_jobs_are_ranked_and_the_others_say_why_they_are_not(
             assert best[0].endswith(f" in {folder / str(best_run)}"), "its best seed, not the newest run"
 
 
-def test_a_difference_below_two_standard_errors_is_called_noise() -> None:
+def test_a_difference_below_two_standard_errors_is_called_noise():
     def told(*values: list[float]) -> str:
         results = [page.Result(name="", values=v, folder=Path(), evaluation_error=0.1) for v in values]
         return page.noise(results)

@@ -1,7 +1,5 @@
 """What is chosen among: keys with several values or an interval, in Hydra's words."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -13,13 +11,13 @@ from rlft.config.overrides import parse_overrides
 from rlft.types import UserError
 
 
-def interval(value: str, key: str = "trainer.lr") -> Interval:
+def interval(value, key="trainer.lr"):
     [one] = read_space([f"{key}={value}"], "train", is_study=True).varied
     assert isinstance(one, Interval)
     return one
 
 
-def test_words_with_several_values_are_chosen_and_the_others_are_fixed() -> None:
+def test_words_with_several_values_are_chosen_and_the_others_are_fixed():
     words = ["trainer.lr=interval(1e-5,1e-2)", "lora.rank=choice(4,16)", "algorithm=grpo,gspo"]
     space = read_space(["+recipe=grpo_arithmetic", *words], "train", is_study=True)
     assert space.fixed == ("+recipe=grpo_arithmetic",)
@@ -33,7 +31,7 @@ def test_words_with_several_values_are_chosen_and_the_others_are_fixed() -> None
     assert space.words(params) == [*space.fixed, "trainer.lr=0.00025", "lora.rank=16", "algorithm=gspo"]
 
 
-def test_each_value_and_each_end_is_a_corner_once() -> None:
+def test_each_value_and_each_end_is_a_corner_once():
     space = read_space(["trainer.lr=interval(1,2)", "lora.rank=4,8,16"], "train", is_study=True)
     assert [word for word, _ in space.corners()] == [
         "trainer.lr=1.0 lora.rank=4", "trainer.lr=2.0", "lora.rank=8", "lora.rank=16",
@@ -42,7 +40,7 @@ def test_each_value_and_each_end_is_a_corner_once() -> None:
     assert read_space(["a=1,2", "b=1,2,3"], "train", is_study=True).size == 6
 
 
-def test_runs_are_named_by_whole_keys_and_numbers_of_four_digits() -> None:
+def test_runs_are_named_by_whole_keys_and_numbers_of_four_digits():
     words = ["+recipe=grpo_arithmetic", "trainer.lr=interval(1e-5,1e-2)", "lora.rank=4,8"]
     params = {"trainer.lr": 0.000123456, "lora.rank": "4"}
     assert read_space(words, "train", is_study=True).name(params) == "trainer.lr=0.0001235, lora.rank=4"
@@ -60,13 +58,11 @@ def test_runs_are_named_by_whole_keys_and_numbers_of_four_digits() -> None:
         ("tag(log,interval(1,2))", True),
     ],
 )
-def test_wide_intervals_of_positive_numbers_are_sampled_on_a_log_scale_unless_a_tag_says_so(
-    value: str, log: bool
-) -> None:
+def test_wide_intervals_of_positive_numbers_are_sampled_on_a_log_scale_unless_a_tag_says_so(value, log):
     assert interval(value).log is log
 
 
-def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
+def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers():
     assert interval("int(interval(4,64))", "lora.rank") == Interval(
         key="lora.rank", low=4, high=64, whole=True, log=True
     )
@@ -98,7 +94,7 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers() -> None:
         ("steps=4", "sweep: has nothing to choose"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_chosen_is_refused(word: str, fragment: str) -> None:
+def test_what_cannot_be_chosen_is_refused(word, fragment):
     with pytest.raises(UserError, match=f"^{re.escape(fragment)}"):
         read_space([word, "lora.dropout=0,0.1"] if word.startswith("resume") else [word], "train", is_study=True)
 
@@ -109,14 +105,14 @@ def test_what_cannot_be_chosen_is_refused(word: str, fragment: str) -> None:
      "rollouts.every=1,2", "environment.workers=1,2", "snapshot.teacher_gpu_memory_utilization=0.1,0.2",  # of train
      "freshness.every=1,2", "scoring.workers=0,1", "model.device=cpu,cuda", "generation.transformers.batch_size=8,16"],
 )  # fmt: skip
-def test_keys_that_change_no_number_cannot_be_chosen(word: str) -> None:
+def test_keys_that_change_no_number_cannot_be_chosen(word):
     key, _, values = word.partition("=")
     said = f"{key}: cannot be swept: it does not change what a run measures, got {values.replace(',', ', ')};"
     with pytest.raises(UserError, match=f"^{re.escape(said)}"):
         check_changes_numbers(read_space([word], "train", is_study=True), compose([]))
 
 
-def test_an_outside_engines_free_keys_cannot_be_chosen_either() -> None:
+def test_an_outside_engines_free_keys_cannot_be_chosen_either():
     section = {"engine": "fused_engine.Fused", "Fused": {"_target_": "fused_engine.Fused"}}
     assert not changes_no_number("generation.Fused.lends", {"command": "train"})
     assert changes_no_number("generation.Fused.lends", {"command": "train", "generation": section})
@@ -127,7 +123,7 @@ def test_an_outside_engines_free_keys_cannot_be_chosen_either() -> None:
     ["trainer.lr=1e-3,1e-4", "algorithm=grpo,gspo", "model.path=a,b", "data.path=a,b", "lora.path=a,b",
      "generation.max_tokens=16,32", "cluster=local,mine", "reward.mine.seed=1,2", "eval.every=1,2"],
 )  # fmt: skip
-def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are(word: str) -> None:
+def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are(word):
     """Another file is another setting, and what evaluations depend on is refused by its own message."""
     space = read_space([word], "train", is_study=True)
     if word.startswith("cluster"):
@@ -137,7 +133,7 @@ def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are
         check_changes_numbers(space, compose([]))
 
 
-def test_values_with_colons_stay_as_the_records_of_older_studies_have_them() -> None:
+def test_values_with_colons_stay_as_the_records_of_older_studies_have_them():
     word, values = "reward.http.url=http://a:1/score,http://b:2/score", ("http://a:1/score", "http://b:2/score")
     escaped = tuple(value.replace(":", "\\:") for value in values)
     for is_study, expected in ((True, escaped), (False, values)):
@@ -148,7 +144,7 @@ def test_values_with_colons_stay_as_the_records_of_older_studies_have_them() -> 
             assert parsed.value() in values
 
 
-def test_a_plain_sweep_refuses_an_interval() -> None:
+def test_a_plain_sweep_refuses_an_interval():
     assert read_space(["trainer.lr=1e-5,1e-4", "lora.rank=range(1,4)"], "train", is_study=False).size == 6
     with pytest.raises(UserError, match=r"trainer.lr: an interval has no values .*; add sweep=optuna"):
         read_space(["trainer.lr=interval(1e-5,1e-4)"], "train", is_study=False)
@@ -165,7 +161,7 @@ def test_a_plain_sweep_refuses_an_interval() -> None:
          "give lora.rank values with commas"),
     ],
 )  # fmt: skip
-def test_values_in_another_order_each_time_and_patterns_are_refused_in_any_sweep(word: str, refusal: str) -> None:
+def test_values_in_another_order_each_time_and_patterns_are_refused_in_any_sweep(word, refusal):
     for is_study in (True, False):
         with pytest.raises(UserError, match=f"^{re.escape(refusal)}"):
             read_space([word], "train", is_study=is_study)

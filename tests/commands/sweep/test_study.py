@@ -1,7 +1,5 @@
 """Studies: what Optuna draws and judges, what is done next, and that a kill at any moment changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import errno
@@ -9,7 +7,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ from slow_cases import slow
 from rlft.commands.sweep import page, study as studies
 from rlft.commands.sweep.driver import Ending, How
 from rlft.commands.sweep.space import Choice, Interval, Space
-from rlft.commands.sweep.study import JOURNAL, Journal, Study, TrialRun, Trials, pruner
+from rlft.commands.sweep.study import JOURNAL, Journal, TrialRun, pruner
 from rlft.loop.driver import BrokenRunError
 from rlft.runs import run_status
 from rlft.system.disk import DiskError
@@ -49,7 +47,7 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the study handles it."""
 
 
-def outcome(study: Study) -> list[tuple[Any, ...]]:
+def outcome(study):
     """All that a study knows, in the order of its trials."""
     return [
         (row.number, dict(row.params), row.state, row.value, tuple(row.values), row.why,
@@ -58,7 +56,7 @@ def outcome(study: Study) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
-def test_the_value_of_a_trial_is_the_mean_over_its_seeds_after_the_last_step(tmp_path: Path) -> None:
+def test_the_value_of_a_trial_is_the_mean_over_its_seeds_after_the_last_step(tmp_path):
     study, runs = make_study(tmp_path, keys(trials=2, seeds=3)), FakeRuns()
     do_all(study, runs)
     assert runs.ran == [(trial, seed) for trial in (0, 1) for seed in (0, 1, 2)]
@@ -68,7 +66,7 @@ def test_the_value_of_a_trial_is_the_mean_over_its_seeds_after_the_last_step(tmp
         assert row.value == sum(values) / 3
 
 
-def test_of_the_first_run_each_evaluation_is_reported_and_of_later_ones_the_mean_at_their_ends(tmp_path: Path) -> None:
+def test_of_the_first_run_each_evaluation_is_reported_and_of_later_ones_the_mean_at_their_ends(tmp_path):
     runs = FakeRuns(value=lambda params, step, seed: step + 10.0 * seed)
     study = make_and_do(tmp_path, keys(trials=1, seeds=3), runs=runs)
     # 9 steps in each of 3 runs, which end at 9, 19 and 29
@@ -76,20 +74,18 @@ def test_of_the_first_run_each_evaluation_is_reported_and_of_later_ones_the_mean
     assert study.trials.reported(0) == {step: step for step in range(1, 10)} | whole_runs
 
 
-def scripted(curves: Mapping[str, Sequence[float]]) -> FakeRuns:
+def scripted(curves):
     """Runs with these evaluations for each rank, whatever their seed."""
     steps = len(next(iter(curves.values())))
     return FakeRuns(value=lambda params, step, seed: curves[params["lora.rank"]][step - 1], steps=steps)
 
 
-def states_of(study: Study) -> dict[str, str]:
+def states_of(study):
     """{rank: what became of the trial}."""
     return {str(row.params["lora.rank"]): row.state for row in study.trials.rows()}
 
 
-def test_a_slow_starter_that_is_the_best_in_the_end_is_not_pruned_by_early_steps_of_its_later_seeds(
-    tmp_path: Path,
-) -> None:
+def test_a_slow_starter_that_is_the_best_in_the_end_is_not_pruned_by_early_steps_of_its_later_seeds(tmp_path):
     """Rungs are at 1, 3 and 9 of the 15 steps of three runs; 9 is inside the second one, at its fourth step."""
     ranks = Choice(key="lora.rank", values=tuple("abcdef"))
     curves = {name: [0.4, 0.4, 0.4, 0.8, 0.8] for name in "abcdef"}
@@ -102,9 +98,7 @@ def test_a_slow_starter_that_is_the_best_in_the_end_is_not_pruned_by_early_steps
     assert set(study.trials.reported(5)) == {1, 2, 3, 4, 5, 10, 15}
 
 
-def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_far(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_far(tmp_path, capsys):
     ranks = Choice(key="lora.rank", values=tuple("abcdef"))
     curves = {name: [0.3, 0.5, 0.6] for name in "ab"}
     curves["c"] = [0.9, 0.2, 0.7]  # falls back within the run, and recovers
@@ -123,7 +117,7 @@ def test_at_the_end_of_a_run_the_value_there_counts_and_before_it_the_best_so_fa
     assert [seed for trial, seed in runs.ran if trial == 3] == [0], "it has no second run"
 
 
-def test_a_trial_is_pruned_after_a_later_seed_by_the_mean_so_far(tmp_path: Path) -> None:
+def test_a_trial_is_pruned_after_a_later_seed_by_the_mean_so_far(tmp_path):
     """The first run of the last trial is as good as the others' and its second is worse: 0.5 against 0.4."""
     runs = FakeRuns(value=lambda params, step, seed: 0.3 if (params, seed) == (LAST, 1) else 0.5)
     config = keys(sampler="grid", trials=4, seeds=3, pruner="median", startup=3)
@@ -135,7 +129,7 @@ def test_a_trial_is_pruned_after_a_later_seed_by_the_mean_so_far(tmp_path: Path)
 LAST = {"lora.rank": "16", "algorithm": "gspo"}
 
 
-def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(tmp_path: Path) -> None:
+def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(tmp_path):
     def cut(run: TrialRun, is_pruned: Callable[[], bool]) -> None:
         runs(run, is_pruned)
         if run.trial.number == 1:
@@ -149,7 +143,7 @@ def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(
     assert study.trials.rows()[-1].number == 1
 
 
-def crash(study: Study, at: int = 5, error: BaseException | None = None) -> FakeRuns:
+def crash(study, at=5, error=None):
     """Resumes a study whose trial 1 crashes before this step."""
 
     def before(run: TrialRun, step: int) -> None:
@@ -162,7 +156,7 @@ def crash(study: Study, at: int = 5, error: BaseException | None = None) -> Fake
     return runs
 
 
-def test_a_trial_that_kills_its_process_twice_without_progress_fails_and_the_sweep_goes_on(tmp_path: Path) -> None:
+def test_a_trial_that_kills_its_process_twice_without_progress_fails_and_the_sweep_goes_on(tmp_path):
     for _ in range(3):  # the second attempt finds the evaluations of the first, the third nothing new
         crash(make_study(tmp_path, keys(trials=4)))
     study = make_study(tmp_path, keys(trials=4))
@@ -174,14 +168,14 @@ def test_a_trial_that_kills_its_process_twice_without_progress_fails_and_the_swe
     assert by_number(study)[1].why.startswith(said)
 
 
-def test_a_trial_whose_process_dies_ever_later_goes_on(tmp_path: Path) -> None:
+def test_a_trial_whose_process_dies_ever_later_goes_on(tmp_path):
     for at in (2, 3, 4, 5, 6, 7):
         crash(make_study(tmp_path, keys(trials=2)), at=at)
     assert states(make_and_do(tmp_path, keys(trials=2))) == ["complete"] * 2
 
 
 @each("error", [KeyboardInterrupt(), DiskError(errno.ENOSPC, None), None])
-def test_an_attempt_that_a_signal_or_the_disk_ends_is_no_crash(error: BaseException | None, tmp_path: Path) -> None:
+def test_an_attempt_that_a_signal_or_the_disk_ends_is_no_crash(error, tmp_path):
     """However often it comes; None: a signal between two seeds, of which the first is there from the second time on."""
     folder = tmp_path / type(error).__name__
     for _ in range(5):
@@ -194,7 +188,7 @@ def test_an_attempt_that_a_signal_or_the_disk_ends_is_no_crash(error: BaseExcept
     assert states(make_and_do(folder, keys(trials=2, seeds=2))) == ["complete"] * 2
 
 
-def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -> None:
+def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path):
     study = make_study(tmp_path, keys(trials=1))
     run = study.next()
     assert run is not None
@@ -206,7 +200,7 @@ def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path: Path) -
     assert (run_status.error(run.folder), run_status.num_steps(run.folder)) == ("PrunedError", STEPS)
 
 
-def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path, monkeypatch):
     """Trial 1 cannot be done and fails, the others go on."""
     told: list[list[str]] = []
     study = make_study(tmp_path, keys(trials=6, startup=6))
@@ -223,7 +217,7 @@ def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path: Path, monkeyp
     assert {row.state for row in by_number(study) if row.number != 1} == {"complete"}
 
 
-def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_one(tmp_path: Path) -> None:
+def test_a_signal_that_comes_too_late_for_a_run_ends_the_study_before_the_next_one(tmp_path):
     study, runs = make_study(tmp_path, keys(trials=4, seeds=2)), FakeRuns()
     with pytest.raises(KeyboardInterrupt):
         do_all(study, runs, lambda: len(runs.ran) == 3)
@@ -243,9 +237,7 @@ CASES = {  # of which `make test` has the last two
 
 
 @pytest.mark.parametrize("case", [*map(slow, list(CASES)[:2]), *list(CASES)[2:]])
-def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(case, tmp_path, monkeypatch):
     """Each process in turn is killed before or after its first, second, third or sixth time that something is kept."""
     config, varied = CASES[case]
     whole = make_and_do(tmp_path / "whole", config, *varied)
@@ -275,13 +267,13 @@ def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(
     assert outcome(make_study(tmp_path / "killed", config, *varied)) == outcome(whole)
 
 
-def test_more_trials_go_on_after_the_last(tmp_path: Path) -> None:
+def test_more_trials_go_on_after_the_last(tmp_path):
     make_and_do(tmp_path / "in_two", keys(trials=3))
     in_two = make_and_do(tmp_path / "in_two", keys(trials=8))
     assert outcome(in_two) == outcome(make_and_do(tmp_path / "at_once", keys(trials=8)))
 
 
-def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) -> None:
+def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path):
     study = make_and_do(tmp_path, keys(trials=20, pruner="hyperband"))
     pruned = [row for row in study.trials.rows() if row.state == "pruned"]
     assert len(pruned) >= 5
@@ -295,7 +287,7 @@ def test_hyperband_prunes_trials_where_the_steps_have_tripled(tmp_path: Path) ->
 SPACE = Space(fixed=(), varied=(RATE, RANK, ALGORITHM))
 
 
-def done(trials: Trials, number: int) -> list[dict[str, object]]:
+def done(trials, number):
     """The values of so many trials that are drawn and completed one after the other."""
     found = []
     for _ in range(number):
@@ -305,12 +297,12 @@ def done(trials: Trials, number: int) -> list[dict[str, object]]:
     return found
 
 
-def test_the_same_seed_draws_the_same_trials_and_another_seed_others(tmp_path: Path) -> None:
+def test_the_same_seed_draws_the_same_trials_and_another_seed_others(tmp_path):
     first, again, other = (done(make_trials(tmp_path / str(i), keys(seed=i // 2), SPACE), 8) for i in range(3))
     assert first == again != other
 
 
-def test_values_are_drawn_near_those_that_did_well(tmp_path: Path) -> None:
+def test_values_are_drawn_near_those_that_did_well(tmp_path):
     """The best rate is 1e-3, in the middle of three decades: half a decade around it is a third of what random has."""
     near = {}
     for name in ("tpe", "random"):
@@ -322,13 +314,13 @@ def test_values_are_drawn_near_those_that_did_well(tmp_path: Path) -> None:
 ALL_FOUR = [("4", "grpo"), ("4", "gspo"), ("16", "grpo"), ("16", "gspo")]
 
 
-def test_a_grid_has_each_combination_once_in_the_order_of_a_plain_sweep(tmp_path: Path) -> None:
+def test_a_grid_has_each_combination_once_in_the_order_of_a_plain_sweep(tmp_path):
     found = done(make_trials(tmp_path, keys(sampler="grid"), Space(fixed=(), varied=(RANK, ALGORITHM))), 4)
     assert [(params["lora.rank"], params["algorithm"]) for params in found] == ALL_FOUR
 
 
 @each(("trials", "told"), [(4, "4 trials, one for each combination"), (3, "3 trials")])
-def test_no_combination_is_tried_twice_where_there_are_trials_for_all(trials: int, told: str, tmp_path: Path) -> None:
+def test_no_combination_is_tried_twice_where_there_are_trials_for_all(trials, told, tmp_path):
     folder = tmp_path / str(trials)
     study, runs = make_study(folder, keys(trials=trials), RANK, ALGORITHM), FakeRuns()
     assert study.beginning[0].startswith(f"sweep of {told}, 0 done;")
@@ -338,9 +330,7 @@ def test_no_combination_is_tried_twice_where_there_are_trials_for_all(trials: in
     assert {(row.params["lora.rank"], row.params["algorithm"]) for row in more.trials.rows()} == {*ALL_FOUR}
 
 
-def test_a_trial_of_an_older_study_that_has_the_result_of_another_is_no_setting_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_of_an_older_study_that_has_the_result_of_another_is_no_setting_of_its_own(tmp_path, monkeypatch):
     settings: list[Path] = []
     monkeypatch.setattr(page, "print_best", lambda results, _: settings.extend(result.folder for result in results))
     config = keys(sampler="random", trials=3)
@@ -356,14 +346,14 @@ def test_a_trial_of_an_older_study_that_has_the_result_of_another_is_no_setting_
     assert folders == {"0": str(tmp_path / "0"), "1": str(tmp_path / "0"), "2": str(tmp_path / "2")}
 
 
-def test_an_interval_of_whole_numbers_has_whole_numbers(tmp_path: Path) -> None:
+def test_an_interval_of_whole_numbers_has_whole_numbers(tmp_path):
     whole = Space(fixed=(), varied=(Interval(key="lora.rank", low=4, high=64, whole=True, log=False),))
     values = [params["lora.rank"] for params in done(make_trials(tmp_path, keys(), whole), 6)]
     assert all(isinstance(value, int) and 4 <= value <= 64 for value in values)
     assert len(set(values)) > 3
 
 
-def test_median_prunes_a_trial_that_is_worse_than_half_of_the_others_there(tmp_path: Path) -> None:
+def test_median_prunes_a_trial_that_is_worse_than_half_of_the_others_there(tmp_path):
     trials = make_trials(tmp_path, keys(pruner="median", startup=3, sampler="random"), SPACE)
     for value in (0.3, 0.4, 0.5):
         number = trials.draw().number
@@ -377,7 +367,7 @@ def test_median_prunes_a_trial_that_is_worse_than_half_of_the_others_there(tmp_p
     assert (row.state, row.value, row.why) == ("pruned", 0.39, "median at step 3")
 
 
-def test_where_lower_is_better_the_larger_value_is_pruned_and_the_least_comes_first(tmp_path: Path) -> None:
+def test_where_lower_is_better_the_larger_value_is_pruned_and_the_least_comes_first(tmp_path):
     trials = make_trials(tmp_path, keys(pruner="median", startup=1, sampler="random"), SPACE, lower=True)
     for value in (2.0, 1.0):
         number = trials.draw().number
@@ -387,14 +377,14 @@ def test_where_lower_is_better_the_larger_value_is_pruned_and_the_least_comes_fi
     assert [row.value for row in trials.rows()] == [1.0, 2.0, 1.6], "complete ones first"
 
 
-def test_what_is_not_finite_makes_a_trial_fail(tmp_path: Path) -> None:
+def test_what_is_not_finite_makes_a_trial_fail(tmp_path):
     trials = make_trials(tmp_path, keys(), SPACE)
     trials.complete(trials.draw().number, [0.5, float("nan")])
     [row] = trials.rows()
     assert (row.state, row.value, row.why) == ("failed", None, "its metric is not finite")
 
 
-def test_attempts_at_a_trial_that_has_ended_are_not_forgotten(tmp_path: Path) -> None:
+def test_attempts_at_a_trial_that_has_ended_are_not_forgotten(tmp_path):
     """A second Ctrl-C may come while the run of a pruned trial still saves."""
     trials = make_trials(tmp_path, keys(), SPACE)
     number = trials.draw().number
@@ -405,7 +395,7 @@ def test_attempts_at_a_trial_that_has_ended_are_not_forgotten(tmp_path: Path) ->
     assert (tmp_path / JOURNAL).read_bytes() == before
 
 
-def test_a_signal_in_a_change_comes_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_in_a_change_comes_behind_it(tmp_path, monkeypatch):
     trials = make_trials(tmp_path, keys(), SPACE)
     ask = trials._study.ask
 
@@ -424,7 +414,7 @@ def test_a_signal_in_a_change_comes_behind_it(tmp_path: Path, monkeypatch: pytes
     assert {*kept.params} == {"trainer.lr", "lora.rank", "algorithm"}, "the whole trial, and not a part of it"
 
 
-def test_the_journal_holds_what_was_kept_last_and_optunas_own_reader_reads_it(tmp_path: Path) -> None:
+def test_the_journal_holds_what_was_kept_last_and_optunas_own_reader_reads_it(tmp_path):
     trials = make_trials(tmp_path, keys(), SPACE)
     done(trials, 2)
     before = (tmp_path / JOURNAL).read_bytes()
@@ -449,7 +439,7 @@ def test_the_journal_holds_what_was_kept_last_and_optunas_own_reader_reads_it(tm
 
 
 @each("damage", [lambda text: text[:-20], lambda text: text + "{}\n", lambda text: "\x00\x01\n"])
-def test_a_journal_that_is_damaged_is_refused(damage: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_journal_that_is_damaged_is_refused(damage, tmp_path):
     """By a torn line, a line that is no record, or something that is no text."""
     file = tmp_path / JOURNAL
     file.unlink(missing_ok=True)

@@ -1,13 +1,11 @@
 """Runs that are really there, folders of runs as their loggers leave them, and texts that a model may write."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +33,13 @@ HOSTILE = {
 
 
 @pytest.fixture(params=HOSTILE.values(), ids=HOSTILE)
-def hostile(request: pytest.FixtureRequest) -> str:
+def hostile(request):
     """What a model may write, and nothing of which may run, or hide what stands there."""
     return request.param
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Path]:
+def make_run(tmp_path):
     """Writes the folder of a run as its loggers would: metrics, evaluations, and rollouts of groups of two.
 
     marks: {step: the alarm it is marked with}. tokens_in: the group that has values of tokens. The first group of step
@@ -99,7 +97,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def made(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(trained, tmp_path_factory):
     """runs/first/a (finished), runs/first/b (another learning rate, killed), runs/second/c (sft, stopped)."""
     root = tmp_path_factory.mktemp("made") / "runs"
     a, b, c = root / "first" / "a", root / "first" / "b", root / "second" / "c"

@@ -1,10 +1,7 @@
 """`rlft diff`: the keys and metrics in which two runs differ, and at which steps they are compared."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from audited_runs import lines_of, write
@@ -12,7 +9,7 @@ from audited_runs import lines_of, write
 from rlft import cli
 
 
-def test_what_differs_is_the_key_that_was_changed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs_is_the_key_that_was_changed(made, capsys):
     capsys.readouterr()
     pair = [str(made / "first" / name) for name in "ab"]
     assert cli.run(["diff", *pair, "--json"]) == 0
@@ -37,15 +34,7 @@ def test_what_differs_is_the_key_that_was_changed(made: Path, capsys: pytest.Cap
         ("last", [[91, 100], [37, 40]], [100, 40], "own last step: means of steps 91 to 100 and steps 37 to 40\n"),
     ],
 )
-def test_it_is_said_at_which_steps_runs_are_compared(
-    at: str,
-    spans: list[list[int]],
-    evaluated: list[int],
-    sentence: str,
-    made: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_it_is_said_at_which_steps_runs_are_compared(at, spans, evaluated, sentence, made, tmp_path, capsys):
     """Runs of 100 and 40 steps, whose reward is the step and whose accuracy is the step / 200."""
     pair = []
     for name, steps in (("long", 100), ("short", 40)):

@@ -1,15 +1,11 @@
 """`rlft report`: what a page holds of one run or several, and the images of their prompts."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import gzip
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from audited_runs import lines_of
@@ -25,14 +21,14 @@ from rlft.config.schema import RunConfig
 from rlft.runs.lines import encode
 
 
-def read_page(file: Path) -> dict[str, Any]:
+def read_page(file):
     packed = re.search(r'<script type="text/plain" id="data">([^<]*)</script>', file.read_text())
     assert packed is not None
     return json.loads(gzip.decompress(base64.b64decode(packed[1])))
 
 
 # -- of a real run -----------------------------------------------------------------------------------------------------
-def test_a_report_holds_what_the_run_left(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_holds_what_the_run_left(trained, tmp_path, capsys):
     capsys.readouterr()
     out = tmp_path / "page.html"
     assert cli.run(["report", str(trained), f"out={out}"]) == 0
@@ -58,9 +54,7 @@ def test_a_report_holds_what_the_run_left(trained: Path, tmp_path: Path, capsys:
     assert run["completions"]["completions"] == len(left)
 
 
-def test_the_default_place_is_the_runs_folder_and_of_several_the_current_one(
-    make_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_place_is_the_runs_folder_and_of_several_the_current_one(make_run, tmp_path, monkeypatch):
     first, second = make_run("lr=1e-05,seed=0"), make_run("second")
     monkeypatch.chdir(tmp_path)
     for word in (str(first), f"run={first}"):  # a folder that is named as sweeps name theirs is no word
@@ -69,9 +63,7 @@ def test_the_default_place_is_the_runs_folder_and_of_several_the_current_one(
     assert len(read_page(tmp_path / "report.html")["runs"]) == 2
 
 
-def test_a_run_without_metrics_and_a_place_that_cannot_be_written_are_refused(
-    make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_metrics_and_a_place_that_cannot_be_written_are_refused(make_run, capsys):
     run = make_run("run")
     for out, problem in (("page.pdf", "must be an HTML file, got page.pdf"), ("/proc/p.html", "cannot be wri")):
         assert cli.run(["report", str(run), f"out={out}"]) == 2
@@ -87,7 +79,7 @@ def test_a_run_without_metrics_and_a_place_that_cannot_be_written_are_refused(
 
 
 # -- curves, alarms, configs -------------------------------------------------------------------------------------------
-def test_long_series_are_averaged_and_that_is_said() -> None:
+def test_long_series_are_averaged_and_that_is_said():
     lines = [{"step": n, "a": float(n), "b": None if n % 2 else 1.0} for n in range(1, 5 * MAX_POINTS + 1)]
     found = thinned(lines)
     assert len(found) == MAX_POINTS
@@ -96,7 +88,7 @@ def test_long_series_are_averaged_and_that_is_said() -> None:
     assert thinned(lines[:MAX_POINTS]) == lines[:MAX_POINTS]
 
 
-def test_alarms_are_told_with_their_words_and_marks_without_words_are_not_lost(make_run: Callable[..., Path]) -> None:
+def test_alarms_are_told_with_their_words_and_marks_without_words_are_not_lost(make_run):
     run = make_run("run", steps=4, marks={2: "kl", 3: "clipped"})
     (run / "alarms.jsonl").write_bytes(encode({"step": 2, "name": "kl", "text": "too far\x1b[0m"}))
     found = report_of([run], 10**6)["runs"][0]
@@ -107,7 +99,7 @@ def test_alarms_are_told_with_their_words_and_marks_without_words_are_not_lost(m
     assert not any(name.startswith("alarm/") for name in found["metrics"])
 
 
-def test_runs_that_differ_by_their_seed_alone_are_one_band(make_run: Callable[..., Path]) -> None:
+def test_runs_that_differ_by_their_seed_alone_are_one_band(make_run):
     runs = [make_run(f"s{i}", seed=i) for i in range(3)] + [make_run("other", lr=0.5)]
     found = report_of(runs, 10**6)
     assert found["seeds"] == [[0, 1, 2]]
@@ -116,7 +108,7 @@ def test_runs_that_differ_by_their_seed_alone_are_one_band(make_run: Callable[..
     assert found["runs"][3]["setting"] == "trainer.lr=0.5"
 
 
-def test_seeds_may_differ_in_what_a_resume_may_change_and_in_nothing_else() -> None:
+def test_seeds_may_differ_in_what_a_resume_may_change_and_in_nothing_else():
     """Every key of the schema, one at a time: a resumed seed stays in its band, and another experiment is in none."""
     plain = compose(["+recipe=grpo_arithmetic"])
     for key, known in keys_of(RunConfig).items():
@@ -134,14 +126,14 @@ def test_seeds_may_differ_in_what_a_resume_may_change_and_in_nothing_else() -> N
     assert same_settings([cosine, longer[1]]) == [], "the schedule ends with the steps"
 
 
-def test_a_folder_above_runs_stands_for_all_of_them_that_have_metrics(make_run: Callable[..., Path]) -> None:
+def test_a_folder_above_runs_stands_for_all_of_them_that_have_metrics(make_run):
     first, second, loading = (make_run(name) for name in ("a", "b", "loading"))
     for name in ("metrics.jsonl", "eval.jsonl"):
         (loading / name).unlink()
     assert report.folders_of([str(first.parent), str(second)]) == [first, second]
 
 
-def test_the_table_of_a_sweep_is_told_beside_its_runs(make_run: Callable[..., Path]) -> None:
+def test_the_table_of_a_sweep_is_told_beside_its_runs(make_run):
     run = make_run("a")
     (run.parent / "sweep.csv").write_text(
         "trial,state,trainer.lr,accuracy\n1,complete,0.000123456789,0.5\n0,<b>,0.01,\n"
@@ -157,7 +149,7 @@ def test_the_table_of_a_sweep_is_told_beside_its_runs(make_run: Callable[..., Pa
     assert above == [sweep], "of a folder above sweeps each has its table"
 
 
-def test_nothing_that_a_model_writes_is_hidden_or_markup(hostile: str, make_run: Callable[..., Path]) -> None:
+def test_nothing_that_a_model_writes_is_hidden_or_markup(hostile, make_run):
     run = make_run("run", steps=1, completion=hostile)
     page = (report.report([str(run)])).read_text()
     assert "owned" not in page, "all of it is packed"
@@ -169,7 +161,7 @@ def test_nothing_that_a_model_writes_is_hidden_or_markup(hostile: str, make_run:
     assert row.get("cut") == (len(hostile) if len(hostile) > MAX_TEXT else None)
 
 
-def test_only_the_pages_own_scripts_and_styles_may_run(make_run: Callable[..., Path]) -> None:
+def test_only_the_pages_own_scripts_and_styles_may_run(make_run):
     page = report.report([str(make_run("run"))]).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
     assert policy is not None

@@ -1,17 +1,13 @@
 """Which completions and images of a run its report holds, and what becomes of them."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import itertools
 import json
 import math
 import tracemalloc
-from collections.abc import Callable
 from io import BytesIO
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +24,7 @@ from rlft.types import Image, Split
 
 
 # -- which completions -------------------------------------------------------------------------------------------------
-def test_of_many_steps_few_are_shown_evenly_whole_groups_within_the_budget(make_run: Callable[..., Path]) -> None:
+def test_of_many_steps_few_are_shown_evenly_whole_groups_within_the_budget(make_run):
     run = make_run("run", steps=200)
     everything = choose(run, 10**8)
     assert everything["steps_on_disk"] == 200
@@ -43,7 +39,7 @@ def test_of_many_steps_few_are_shown_evenly_whole_groups_within_the_budget(make_
     assert all(len(group["rows"]) == 2 for group in few["groups"] if group["kind"] == TRAINED)
 
 
-def test_groups_with_values_of_tokens_come_first(make_run: Callable[..., Path]) -> None:
+def test_groups_with_values_of_tokens_come_first(make_run):
     run = make_run("run", steps=1, groups=40, tokens_in=35)
     found = choose(run, 10**8)
     assert any("tokens" in row for group in found["groups"] for row in group["rows"])
@@ -52,7 +48,7 @@ def test_groups_with_values_of_tokens_come_first(make_run: Callable[..., Path]) 
     assert row["tokens"]["sampled"] == [-0.1]
 
 
-def test_a_conversation_is_shown_turn_by_turn(make_run: Callable[..., Path]) -> None:
+def test_a_conversation_is_shown_turn_by_turn(make_run):
     run = make_run("run", steps=1, tokens_in=1)
     file = run / "rollouts" / "step_000001.jsonl"
     rows = lines_of(file)
@@ -85,7 +81,7 @@ def test_a_conversation_is_shown_turn_by_turn(make_run: Callable[..., Path]) -> 
     assert shown == [{"said": {"text": "1+1?"}, "answer": {"text": "No."}, "reward": None, "calls": []}]
 
 
-def test_a_group_too_large_for_the_budget_hides_no_other(make_run: Callable[..., Path]) -> None:
+def test_a_group_too_large_for_the_budget_hides_no_other(make_run):
     run = make_run("run", steps=9, groups=2, tokens_in=0)
     file = run / "rollouts" / "step_000009.jsonl"  # which is looked at second
     rows = lines_of(file)
@@ -98,7 +94,7 @@ def test_a_group_too_large_for_the_budget_hides_no_other(make_run: Callable[...,
     assert sum("tokens" in row for group in found["groups"] for row in group["rows"]) == 16
 
 
-def test_a_broken_number_of_a_token_is_no_number_and_stops_nothing(make_run: Callable[..., Path]) -> None:
+def test_a_broken_number_of_a_token_is_no_number_and_stops_nothing(make_run):
     values = TokenValues(text=["a"], old=[math.nan], after=[0.5], reference=[-math.inf], entropy=[1.0], advantage=[0.0])
     assert token_fields(values) == {
         "text": ["a"], "old": [None], "after": [0.5], "reference": [None], "entropy": [1.0], "advantage": [0.0],
@@ -112,9 +108,7 @@ def test_a_broken_number_of_a_token_is_no_number_and_stops_nothing(make_run: Cal
     assert (row["tokens"]["old"], row["tokens"]["sampled"], row["reward"]) == ([None], [None], None)
 
 
-def test_a_file_that_a_living_run_has_just_removed_is_no_error(
-    make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_a_living_run_has_just_removed_is_no_error(make_run, monkeypatch):
     run = make_run("run", steps=5)
     listed = rollout_files(run)
     (run / "rollouts" / "step_000001.jsonl").unlink()
@@ -123,7 +117,7 @@ def test_a_file_that_a_living_run_has_just_removed_is_no_error(
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
-def large_step(file: Path, groups: int, characters: int) -> None:
+def large_step(file, groups, characters):
     """Groups of four, the last of them with values of tokens."""
     line = {"step": 1, "prompt": [{"role": "user", "content": "?"}], "answer": "1", "completion": "x" * characters}
     line |= {"token_ids": [1] * 10, "logprobs": [-1.0] * 10, "rewards": {}, "reward": 1.0, "advantage": 0.0}
@@ -134,7 +128,7 @@ def large_step(file: Path, groups: int, characters: int) -> None:
             lines.write(json.dumps({**line, "prompt_id": f"p{g}", "index": i, **values}) + "\n")
 
 
-def test_a_step_of_many_completions_is_read_without_holding_them(tmp_path: Path) -> None:
+def test_a_step_of_many_completions_is_read_without_holding_them(tmp_path):
     file = tmp_path / "step_000001.jsonl"
     large_step(file, 300, 20_000)  # 24 MB
     tracemalloc.start()
@@ -151,18 +145,18 @@ def test_a_step_of_many_completions_is_read_without_holding_them(tmp_path: Path)
 SHAPES: dict[str, Any] = {"most": 9, "size": 12, "held_out_size": 4, "seed": 1}
 
 
-def decoded(url: str) -> pillow.Image:
+def decoded(url):
     start = "data:image/jpeg;base64,"
     assert url.startswith(start)
     return pillow.open(BytesIO(base64.b64decode(url.removeprefix(start))))
 
 
 @pytest.fixture
-def config() -> dict[str, Any]:
+def config():
     return {"data": {"_target_": "rlft.data.shapes.Shapes", **SHAPES}}
 
 
-def test_those_of_both_splits_are_shown_and_what_the_data_lack_is_not(config: dict[str, Any]) -> None:
+def test_those_of_both_splits_are_shown_and_what_the_data_lack_is_not(config):
     trained, held_out = (Shapes(**SHAPES).load(split)[-1] for split in (Split.train, Split.held_out))
     wanted = [trained.images[0].digest, "0" * 16, held_out.images[0].digest]
     shown = shown_images(config, [{"images": wanted}], 10**6)
@@ -174,7 +168,7 @@ def test_those_of_both_splits_are_shown_and_what_the_data_lack_is_not(config: di
         assert gap < 6 < other
 
 
-def test_they_take_no_more_bytes_than_they_may_and_the_first_come_first(config: dict[str, Any]) -> None:
+def test_they_take_no_more_bytes_than_they_may_and_the_first_come_first(config):
     images = [prompt.images[0] for prompt in Shapes(**SHAPES).load(Split.train)]
     sizes = [len(data_url(image)) for image in images]
     wanted = [image.digest for image in images]
@@ -183,15 +177,13 @@ def test_they_take_no_more_bytes_than_they_may_and_the_first_come_first(config: 
     assert sum(map(len, shown_images(config, [{"images": wanted}], 3000).values())) <= 3000
 
 
-def test_a_large_image_is_made_small() -> None:
+def test_a_large_image_is_made_small():
     file = BytesIO()
     pillow.new("RGBA", (1000, 500), (255, 0, 0, 255)).save(file, "PNG")
     assert decoded(data_url(Image(digest="", data=file.getvalue()))).size == (MAX_EDGE, MAX_EDGE // 2)
 
 
-def test_data_that_are_gone_or_damaged_are_no_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_are_gone_or_damaged_are_no_error(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good, rows = drawing("3-good"), tmp_path / "rows.jsonl"
     (tmp_path / "good.png").write_bytes(good.data or b"")

@@ -3,15 +3,13 @@
 Screenshots for looking at are left in build/screenshots.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +82,7 @@ Opened = Callable[..., Page]
 
 
 @pytest.fixture
-def opened(driver: webdriver.Chrome, tmp_path: Path) -> Iterator[Callable[..., Page]]:
+def opened(driver, tmp_path):
     """Opens the report of these runs; afterwards the console must be empty."""
     driver.get_log("browser")
     yield lambda *runs: Page(driver, report_command.report([*map(str, runs), f"out={tmp_path / 'report.html'}"]))
@@ -92,7 +90,7 @@ def opened(driver: webdriver.Chrome, tmp_path: Path) -> Iterator[Callable[..., P
 
 
 @pytest.fixture(scope="module")
-def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def looked_at(tmp_path_factory):
     """A real run of eleven steps whose tokens are kept every two steps."""
     folder = tmp_path_factory.mktemp("looked_at") / "run"
     words = ["+recipe=grpo_arithmetic", "steps=11", "prompts_per_step=4", "group_size=4", "token_values.every=2"]
@@ -103,7 +101,7 @@ def looked_at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- curves ------------------------------------------------------------------------------------------------------------
-def test_curves_are_drawn_smoothed_and_changed(opened: Opened, looked_at: Path) -> None:
+def test_curves_are_drawn_smoothed_and_changed(opened, looked_at):
     page = opened(looked_at)
     titles = page.texts(".chart h3")
     for title in ("reward and held-out accuracy", "entropy, nats per token", "seconds by stage"):
@@ -127,7 +125,7 @@ def test_curves_are_drawn_smoothed_and_changed(opened: Opened, looked_at: Path) 
     page.shot("curves_dark")
 
 
-def test_seeds_are_a_band_that_can_be_taken_apart(opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_seeds_are_a_band_that_can_be_taken_apart(opened, make_run):
     page = opened(*(make_run(f"s{i}", seed=i, steps=60) for i in range(3)), make_run("other", lr=0.5, steps=60))
     band, label = page.find("#band"), "[data-chart='reward and held-out accuracy'] .u-label"
     assert band.is_displayed()
@@ -151,11 +149,11 @@ def test_seeds_are_a_band_that_can_be_taken_apart(opened: Opened, make_run: Call
     assert page.texts("#config table:first-of-type tr:nth-child(4) td") == ["trainer.lr", "0.01", "0.01", "0.01", "0.5"]
 
 
-def facts_of(page: Page) -> dict[str, str]:
+def facts_of(page):
     return dict(zip(page.texts("#facts dt"), page.texts("#facts dd"), strict=True))
 
 
-def test_the_header_says_what_was_run_and_how_it_is_run_again(opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_the_header_says_what_was_run_and_how_it_is_run_again(opened, make_run):
     run, other = make_run("run", steps=40), make_run("b", lr=0.5, steps=20)
     (run / "chain.jsonl").write_bytes(
         encode({"step": 0, "machine": {"processor": "P", "device": "cpu", "threads": "1"}})
@@ -177,9 +175,7 @@ def test_the_header_says_what_was_run_and_how_it_is_run_again(opened: Opened, ma
     assert len([text for text in page.texts("details code") if text.startswith("rlft train")]) == 2
 
 
-def test_constant_charts_are_folded_into_a_line_and_a_loss_of_zero_is_explained(
-    opened: Opened, make_run: Callable[..., Path]
-) -> None:
+def test_constant_charts_are_folded_into_a_line_and_a_loss_of_zero_is_explained(opened, make_run):
     run = make_run("run", steps=4)
     file = run / "metrics.jsonl"
     lines = lines_of(file)
@@ -216,7 +212,7 @@ def test_constant_charts_are_folded_into_a_line_and_a_loss_of_zero_is_explained(
 
 
 @pytest.mark.parametrize("width", [400, 1400])
-def test_nothing_is_wider_than_the_window_or_cut(width: int, opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_nothing_is_wider_than_the_window_or_cut(width, opened, make_run):
     page = opened(make_run("a_run_with_a_long_name", steps=40), make_run("b", lr=0.5, steps=40, marks={5: "kl"}))
     page.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
@@ -243,7 +239,7 @@ def test_nothing_is_wider_than_the_window_or_cut(width: int, opened: Opened, mak
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_the_trials_of_a_sweep_have_a_part_of_their_own(opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_the_trials_of_a_sweep_have_a_part_of_their_own(opened, make_run):
     sweep = make_run("alone").parent
     page = opened(sweep)
     assert not page.find("#tab-trials").is_displayed(), "a folder without a table has none"
@@ -254,7 +250,7 @@ def test_the_trials_of_a_sweep_have_a_part_of_their_own(opened: Opened, make_run
     assert page.texts("#trials td") == ["1", "complete", "0.5", "0", "<b>pruned</b>", "0.25"]
 
 
-def test_alarms_stand_at_their_steps_with_their_words(opened: Opened, looked_at: Path) -> None:
+def test_alarms_stand_at_their_steps_with_their_words(opened, looked_at):
     page = opened(looked_at)
     told = [json.loads(line) for line in (looked_at / "alarms.jsonl").read_text().splitlines()]
     page.press("3")
@@ -264,7 +260,7 @@ def test_alarms_stand_at_their_steps_with_their_words(opened: Opened, looked_at:
     page.shot("alarms")
 
 
-def test_an_alarm_is_a_line_in_every_curve(opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_an_alarm_is_a_line_in_every_curve(opened, make_run):
     orange = (179, 89, 0)
     assert opened(make_run("quiet", steps=9)).pixels(*orange) == 0
     page = opened(make_run("loud", steps=9, marks={5: "kl"}))
@@ -274,7 +270,7 @@ def test_an_alarm_is_a_line_in_every_curve(opened: Opened, make_run: Callable[..
     assert page.pixels(255, 180, 84) > 50
 
 
-def test_numbers_are_written_as_they_are(opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_numbers_are_written_as_they_are(opened, make_run):
     run = make_run("run", steps=4)
     file = run / "metrics.jsonl"
     lines = lines_of(file)
@@ -293,7 +289,7 @@ def test_numbers_are_written_as_they_are(opened: Opened, make_run: Callable[...,
 
 
 @pytest.mark.parametrize("command", ["sft", "rm"])
-def test_runs_of_other_commands_are_drawn_too(command: str, opened: Opened) -> None:
+def test_runs_of_other_commands_are_drawn_too(command, opened):
     page = opened(Path(__file__).parents[2] / "runs" / "recorded" / command)
     titles = page.texts(".chart h3")
     assert {"loss", "seconds by stage"} <= set(titles)
@@ -303,7 +299,7 @@ def test_runs_of_other_commands_are_drawn_too(command: str, opened: Opened) -> N
     page.select("filter", "best")
 
 
-def test_a_run_with_one_step_and_broken_numbers_is_drawn(opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_a_run_with_one_step_and_broken_numbers_is_drawn(opened, make_run):
     run = make_run("run", steps=1, tokens_in=0)
     file = run / "rollouts" / "step_000001.jsonl"
     rows = lines_of(file)
@@ -323,11 +319,11 @@ def test_a_run_with_one_step_and_broken_numbers_is_drawn(opened: Opened, make_ru
 
 
 # -- completions -------------------------------------------------------------------------------------------------------
-def rows_of(run: Path) -> list[dict[str, Any]]:
+def rows_of(run):
     return [line for file in sorted((run / "rollouts").iterdir()) for line in lines_of(file)]
 
 
-def test_filters_leave_the_groups_they_name(opened: Opened, looked_at: Path) -> None:
+def test_filters_leave_the_groups_they_name(opened, looked_at):
     page = opened(looked_at)
     page.press("2")
     groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
@@ -359,7 +355,7 @@ def test_filters_leave_the_groups_they_name(opened: Opened, looked_at: Path) -> 
     assert len(page.all("#groups li")) == sum(step == 3 for step, _ in groups)
 
 
-def test_tokens_are_coloured_by_what_is_chosen(opened: Opened, looked_at: Path) -> None:
+def test_tokens_are_coloured_by_what_is_chosen(opened, looked_at):
     page = opened(looked_at)
     page.press("2")
     page.select("filter", "tokens")
@@ -386,7 +382,7 @@ def test_tokens_are_coloured_by_what_is_chosen(opened: Opened, looked_at: Path) 
     assert "ratio" in str(page.find(".token").get_attribute("title"))
 
 
-def test_the_same_prompt_at_two_steps_shows_what_changed(opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_the_same_prompt_at_two_steps_shows_what_changed(opened, make_run):
     page = opened(make_run("run", steps=5, completion="seven"))
     page.press("2")
     page.select("filter", "held")
@@ -396,7 +392,7 @@ def test_the_same_prompt_at_two_steps_shows_what_changed(opened: Opened, make_ru
     page.shot("beside")
 
 
-def test_search_marks_what_it_finds_and_keys_lead_through(opened: Opened, looked_at: Path) -> None:
+def test_search_marks_what_it_finds_and_keys_lead_through(opened, looked_at):
     page = opened(looked_at)
     page.press("2")
     everything = len(page.all("#groups li"))
@@ -429,7 +425,7 @@ def test_search_marks_what_it_finds_and_keys_lead_through(opened: Opened, looked
 
 
 # -- hostile text ------------------------------------------------------------------------------------------------------
-def test_nothing_that_a_model_writes_runs(hostile: str, opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_nothing_that_a_model_writes_runs(hostile, opened, make_run):
     run = make_run("run", completion=hostile, tokens_in=0)
     page = opened(run)
     title = page.driver.title
@@ -451,7 +447,7 @@ def test_nothing_that_a_model_writes_runs(hostile: str, opened: Opened, make_run
     assert width <= 0, "nothing is wider than the window"
 
 
-def test_a_prompts_id_and_a_rewards_name_are_text_too(opened: Opened, make_run: Callable[..., Path]) -> None:
+def test_a_prompts_id_and_a_rewards_name_are_text_too(opened, make_run):
     run = make_run("run", steps=1)
     file = run / "rollouts" / "step_000001.jsonl"
     rows = lines_of(file)
@@ -463,9 +459,7 @@ def test_a_prompts_id_and_a_rewards_name_are_text_too(opened: Opened, make_run: 
     assert bad in str(page.find("#group").get_property("textContent"))
 
 
-def test_a_run_of_1000_steps_of_512_completions_is_small_and_usable(
-    driver: webdriver.Chrome, make_run: Callable[..., Path]
-) -> None:
+def test_a_run_of_1000_steps_of_512_completions_is_small_and_usable(driver, make_run):
     """Its rollout files are links to those of 16 steps: what is read of a step goes by its file's name."""
     letters = random.Random(0)
     run = make_run("run", steps=1000, groups=1)
@@ -495,9 +489,7 @@ def test_a_run_of_1000_steps_of_512_completions_is_small_and_usable(
     assert driver.get_log("browser") == []
 
 
-def test_the_pictures_of_the_first_page_are_drawn(
-    looked_at: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pictures_of_the_first_page_are_drawn(looked_at, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(SCREENSHOTS.parents[1] / "scripts"))
     import report_figures
 
@@ -508,7 +500,7 @@ def test_the_pictures_of_the_first_page_are_drawn(
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
-def test_images_of_prompts_are_drawn_and_those_that_are_missing_are_named(opened: Opened, tmp_path: Path) -> None:
+def test_images_of_prompts_are_drawn_and_those_that_are_missing_are_named(opened, tmp_path):
     folder = tmp_path / "run"
     words = ["+recipe=grpo_shapes", "steps=1", "prompts_per_step=2", "group_size=2", "data.size=8", "console=null"]
     words += ["data.held_out_size=4", "eval.num_prompts=2", "model.device=cpu", "scoring.workers=0"]

@@ -1,16 +1,12 @@
 """`rlft runs`, on runs that are really there."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from audited_runs import lines_of, write
@@ -23,19 +19,17 @@ from rlft.logger.console import StandardOutput as Terminal
 from rlft.runs import run_folder, run_status
 
 
-def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+def listed(capsys, *words):
     capsys.readouterr()
     assert cli.run(["runs", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def names(found: list[dict[str, Any]], root: Path) -> list[str]:
+def names(found, root):
     return [str(Path(row["folder"]).relative_to(root)) for row in found]
 
 
-def test_runs_of_a_sweep_are_named_as_in_its_report(
-    make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_a_sweep_are_named_as_in_its_report(make_run, capsys):
     folders = [make_run(f"{i}", lr=lr, seed=seed) for i, (lr, seed) in enumerate([(3e-5, 0), (3e-5, 1), (1e-3, 0)])]
     root, configs = folders[0].parent, [run_folder.read(folder) for folder in folders]
     expected = [name for name, _ in names_of(folders, configs)]
@@ -53,7 +47,7 @@ def test_runs_of_a_sweep_are_named_as_in_its_report(
     assert not any(row["setting"] for row in listed(capsys, str(root))), "runs of other names are no sweep"
 
 
-def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_run_is_told_with_how_it_stands(made, capsys):
     found = {row["folder"]: row for row in listed(capsys, str(made))}
     assert len(found) == 3, "a config.yaml of somebody else's is no run"
     first = found[str(made / "first" / "a")]
@@ -70,7 +64,7 @@ def test_every_run_is_told_with_how_it_stands(made: Path, capsys: pytest.Capture
     assert third["loss"] > 0, "of a supervised run its loss, under that name"
 
 
-def test_a_step_has_the_seconds_of_what_was_done_before_it(made: Path) -> None:
+def test_a_step_has_the_seconds_of_what_was_done_before_it(made):
     lines = lines_of(made / "first" / "a" / "metrics.jsonl")
     between = ("time/evaluate", "time/log", "time/checkpoint")
     # The evaluation before the first step, then all that comes after each step but the last.
@@ -79,9 +73,7 @@ def test_a_step_has_the_seconds_of_what_was_done_before_it(made: Path) -> None:
     assert all(0 < line[name] < 600 for line in lines for name in between if name in line)
 
 
-def test_a_running_run_says_how_long_it_still_takes(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_running_run_says_how_long_it_still_takes(made, tmp_path, capsys):
     folder = tmp_path / "runs" / "long"
     shutil.copytree(made / "first" / "a", folder)
     with run_folder.held(folder), run_status.recording_status(folder, 50):
@@ -110,13 +102,11 @@ def test_a_running_run_says_how_long_it_still_takes(
         (["sort=accuracy", "status=stopped"], ["second/c"]),
     ],
 )
-def test_words_choose_and_sort(
-    words: list[str], expected: list[str], made: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_words_choose_and_sort(words, expected, made, capsys):
     assert names(listed(capsys, str(made), *words), made) == expected
 
 
-def test_in_a_pipe_a_run_is_a_line_of_values_between_tabs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_pipe_a_run_is_a_line_of_values_between_tabs(made, capsys):
     assert cli.run(["runs", str(made)]) == 0
     page = capsys.readouterr().out
     head, *lines = page.splitlines()
@@ -132,9 +122,7 @@ def test_in_a_pipe_a_run_is_a_line_of_values_between_tabs(made: Path, capsys: py
     assert rows[0]["reason"] == "the reward\\x1b[31m raised"
 
 
-def test_a_killed_or_interrupted_run_says_how_to_go_on(
-    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_or_interrupted_run_says_how_to_go_on(made, monkeypatch, capsys):
     [row] = [row for row in runs.rows(made, {}) if row.status == "killed"]
     waiting = dataclasses.replace(row, folder="runs/first try/b", step=1)
     for status in ("killed", "interrupted"):
@@ -153,9 +141,7 @@ def test_a_killed_or_interrupted_run_says_how_to_go_on(
 
 
 @each("width", [200, 120, 80, 60, 40])
-def test_on_a_terminal_a_run_is_one_line_whatever_the_width(
-    width: int, made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_a_run_is_one_line_whatever_the_width(width, made, monkeypatch):
     monkeypatch.chdir(made.parent)
     stamps = ("2026-11-22_15-16-40", "2026-11-22_18-00-00", "2026-11-23_01-02-03")
     ends = zip(runs.rows(Path("runs"), {}), stamps, ("finished", "interrupted", "killed"), strict=True)
@@ -183,9 +169,7 @@ def test_on_a_terminal_a_run_is_one_line_whatever_the_width(
 
 
 @pytest.mark.slow
-def test_steps_are_the_runs_own_even_where_its_config_gives_epochs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_are_the_runs_own_even_where_its_config_gives_epochs(tmp_path, capsys):
     words = ["+recipe=sft_arithmetic", "epochs=1", "examples_per_step=400", "eval.every=0", "lora.rank=2"]
     words += ["model.device=cpu", "console=null", f"hydra.run.dir={tmp_path / 'epochs'}"]
     assert cli.run(["sft", *words]) == 0
@@ -194,7 +178,7 @@ def test_steps_are_the_runs_own_even_where_its_config_gives_epochs(
     assert watch._info(tmp_path / "epochs", {"command": "sft", "steps": None}).steps == row["steps"]
 
 
-def test_a_sampling_is_as_far_as_its_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sampling_is_as_far_as_its_prompts(capsys):
     rows = {row["command"]: row for row in listed(capsys, str(Path(__file__).parents[2] / "runs" / "recorded"))}
     assert rows.keys() == {"train", "sft", "rm", "dpo", "sample"}
     assert rows["sample"]["step"] == rows["sample"]["steps"] > 1

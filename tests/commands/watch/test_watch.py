@@ -1,14 +1,10 @@
 """`rlft watch`: a run that goes on is followed until its end, and one that has ended shows its closing page."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,7 @@ from rlft.runs.run_status import Status
 
 
 @pytest.fixture
-def going_on(made: Path, tmp_path: Path) -> Any:
+def going_on(made, tmp_path):
     """A run that begins anew: its folder, its lines, and how to end it."""
     folder = tmp_path / "run"
     shutil.copytree(made / "first" / "a", folder)
@@ -32,13 +28,13 @@ def going_on(made: Path, tmp_path: Path) -> Any:
         yield folder, lines, stack.close
 
 
-def acts(*actions: Callable[[], object]) -> Callable[[float], None]:
+def acts(*actions):
     """A sleep in which the next thing happens."""
     todo = list(actions)
     return lambda seconds: todo.pop(0)() and None
 
 
-def test_it_follows_until_the_run_ends(going_on: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_follows_until_the_run_ends(going_on, capsys):
     folder, lines, end = going_on
     file = folder / "metrics.jsonl"
 
@@ -63,7 +59,7 @@ def test_it_follows_until_the_run_ends(going_on: Any, capsys: pytest.CaptureFixt
     assert f"{folder} finished" in page.replace("\n", "")
 
 
-def test_it_begins_anew_when_the_run_went_back(going_on: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_begins_anew_when_the_run_went_back(going_on, capsys):
     folder, lines, end = going_on
     file = folder / "metrics.jsonl"
     capsys.readouterr()
@@ -72,7 +68,7 @@ def test_it_begins_anew_when_the_run_went_back(going_on: Any, capsys: pytest.Cap
     assert capsys.readouterr().out.count("step 1/3  reward") == 2
 
 
-def test_one_that_has_ended_shows_its_closing_page(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_has_ended_shows_its_closing_page(made, capsys):
     capsys.readouterr()
     assert cli.run(["watch", str(made / "second" / "c")]) == 0
     page = capsys.readouterr().out

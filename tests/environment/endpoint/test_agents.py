@@ -1,16 +1,13 @@
 """Agents in workers and programs of their own: what they are given, what they give, and what is told of failures."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
 from rlft.loop.metrics import turn_metrics
 from rlft.types import EnvironmentFailure, FinishReason
 from tests.environment.endpoint import test_played
-from tests.environment.endpoint.test_played import SAMPLING, Play, completions, prompt, rewards
+from tests.environment.endpoint.test_played import SAMPLING, completions, prompt, rewards
 
 play = test_played.play
 
@@ -26,7 +23,7 @@ FAILURES = {
 }
 
 
-def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward(play: Play) -> None:
+def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward(play):
     played = play(["word"], agent="endpoint_agents.misbehaves", call_timeout=3.0)
     groups = played.sample([prompt(how, how=how) for how in FAILURES], 1, [0] * len(FAILURES), SAMPLING)
     for how, completion in zip(FAILURES, completions(groups), strict=True):
@@ -47,7 +44,7 @@ def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward
     assert rewards(again) == [[0.5]]
 
 
-def test_agents_none_of_which_asks_anything_end_the_run(play: Play) -> None:
+def test_agents_none_of_which_asks_anything_end_the_run(play):
     played = play(["word"], command=["sh", "-c", "echo lost >&2; exit 3"])
     with pytest.raises(EnvironmentFailure, match=r"none of 2 agents has asked .*sh ended with exit code 3: lost\); "):
         played.sample([prompt()], 2, [0], SAMPLING)
@@ -67,7 +64,7 @@ print({"number": 0.25, "object": '{"reward": 0.75}', "nothing": "null", "words":
 """
 
 
-def test_a_program_of_its_own_plays_by_its_environment_and_standard_input(play: Play, tmp_path: Path) -> None:
+def test_a_program_of_its_own_plays_by_its_environment_and_standard_input(play, tmp_path):
     program = tmp_path / "play.py"
     program.write_text(PROGRAM)
     played = play(["word"], command=[sys.executable, str(program)])

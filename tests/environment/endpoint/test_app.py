@@ -1,7 +1,5 @@
 """The endpoint as clients see it: OpenAI's own client and bare HTTP against the app, on a port, over an engine."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
@@ -114,7 +112,7 @@ Serve = Callable[..., Served]
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve():
     opened: list[Served] = []
 
     def make(generator: Generator, tokenizer: Any = QWEN, syntax: str = "template", **limits: Any) -> Served:
@@ -126,12 +124,12 @@ def serve() -> Iterator[Serve]:
         served.close()
 
 
-def ids_of(messages: Any, **more: Any) -> list[int]:
+def ids_of(messages, **more):
     return list(QWEN.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more))
 
 
 # -- what is answered --------------------------------------------------------------------------------------------------
-def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve: Serve) -> None:
+def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve):
     client = serve(Recorder("five", "six")).client()
     assert [(model.id, model.max_model_len) for model in client.models.list()] == [("policy", MOST)]
     assert client.models.retrieve("policy").id == "policy"
@@ -169,9 +167,7 @@ WAYS_TO_CALL = {
 
 
 @pytest.mark.parametrize(("family", "syntax", "written", "told", "shown"), WAYS_TO_CALL.values(), ids=WAYS_TO_CALL)
-def test_calls_of_tools_are_read_and_their_answers_are_shown(
-    serve: Serve, family: str, syntax: str, written: str, told: str, shown: str
-) -> None:
+def test_calls_of_tools_are_read_and_their_answers_are_shown(serve, family, syntax, written, told, shown):
     tokenizer = family_tokenizer(family)
     client = serve(Recorder(f"So:\n{written}", tokenizer=tokenizer), tokenizer, syntax).client()
     asked: dict[str, Any] = {"model": "policy", "tools": [ADD], "extra_body": {"return_token_ids": True}}
@@ -197,14 +193,14 @@ def test_calls_of_tools_are_read_and_their_answers_are_shown(
     assert (none.choices[0].message.tool_calls, none.choices[0].message.content) == (None, f"So:\n{written}")
 
 
-def test_a_template_that_cannot_show_tools_is_refused_with_the_remedy(serve: Serve) -> None:
+def test_a_template_that_cannot_show_tools_is_refused_with_the_remedy(serve):
     plain = family_tokenizer("smollm2")
     client = serve(Recorder("five", tokenizer=plain), plain).client()
     with pytest.raises(openai.BadRequestError, match=r"cannot show tools .*; set serve.syntax=json or xml, or"):
         client.chat.completions.create(model="policy", messages=ASKED, tools=[ADD])
 
 
-def test_a_streamed_chat_says_the_same_in_events(serve: Serve) -> None:
+def test_a_streamed_chat_says_the_same_in_events(serve):
     served = serve(Recorder(f"Well.\n{CALL}"))
     client = served.client()
     options = {"include_usage": True}
@@ -243,7 +239,7 @@ class Slow(Recorder):
         return groups
 
 
-def test_a_stream_has_the_text_as_it_is_sampled(serve: Serve) -> None:
+def test_a_stream_has_the_text_as_it_is_sampled(serve):
     text = "one two three. And four"
     num_tokens = len(QWEN(text)["input_ids"]) + 1
     engine = Slow(text)
@@ -260,7 +256,7 @@ def test_a_stream_has_the_text_as_it_is_sampled(serve: Serve) -> None:
     assert [choice.finish_reason for choice in rest if choice.finish_reason] == ["stop"]
 
 
-def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Serve) -> None:
+def test_a_stream_whose_engine_fails_says_so_and_ends(serve):
     engine = Slow("one two three", fails=True)
     served = serve(engine)
     engine.next.release(20)
@@ -269,7 +265,7 @@ def test_a_stream_whose_engine_fails_says_so_and_ends(serve: Serve) -> None:
     assert [str(failure) for failure in served.failures] == ["no GPU"]
 
 
-def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve: Serve) -> None:
+def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve):
     engine = Slow("one two three")
     served = serve(engine, requests=1)
     engine.next.release()
@@ -287,7 +283,7 @@ def test_a_stream_is_under_way_until_its_end_or_until_its_client_has_gone(serve:
     assert served.post("/tokenize", {"prompt": "five"}).status_code == 200
 
 
-def test_tokens_go_in_and_out_as_vllm_has_it(serve: Serve) -> None:
+def test_tokens_go_in_and_out_as_vllm_has_it(serve):
     served = serve(Recorder("five"))
     body = {"token_ids": ids_of(ASKED), "sampling_params": {"logprobs": 1, "max_tokens": 9, "n": 1}, "model": "policy"}
     reply = served.post("/inference/v1/generate", {**body, "request_id": "mine", "return_token_ids": True}).json()
@@ -346,7 +342,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
 ]  # fmt: skip
 
 
-def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Serve) -> None:
+def test_what_cannot_be_served_is_refused_in_openais_shape(serve):
     engine = Recorder("five")
     served = serve(engine)
     for path, body, status, message in REFUSED:
@@ -363,7 +359,7 @@ def test_what_cannot_be_served_is_refused_in_openais_shape(serve: Serve) -> None
     assert httpx2.get(f"{served.url}/health").status_code == 200
 
 
-def test_what_stands_outside_of_a_body_is_refused(serve: Serve) -> None:
+def test_what_stands_outside_of_a_body_is_refused(serve):
     served = serve(Recorder("five"))
     for path in (CHAT, COMPLETIONS, "/tokenize", "/inference/v1/generate"):
         asked = served.post(f"{path}?temperature=0", {"messages": ASKED})
@@ -375,7 +371,7 @@ def test_what_stands_outside_of_a_body_is_refused(serve: Serve) -> None:
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
 
-def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Serve) -> None:
+def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve):
     served = serve(Recorder("five", fails=True))
     for _ in range(2):
         reply = served.post(CHAT, {"messages": ASKED})
@@ -384,7 +380,7 @@ def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve: Serve) -> No
     assert [str(failure) for failure in served.failures] == ["no GPU", "no GPU"]
 
 
-def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Serve) -> None:
+def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve):
     engine = Recorder("five")
     served = serve(engine, requests=1)
     with served.busy(engine):
@@ -395,7 +391,7 @@ def test_one_request_more_than_may_be_under_way_is_told_to_come_again(serve: Ser
     assert served.post(CHAT, {"messages": ASKED}).status_code == 200
 
 
-def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve: Serve) -> None:
+def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve):
     engine = Recorder("five")
     served = serve(engine, timeout=0.2)
     engine.may.clear()
@@ -409,7 +405,7 @@ def test_a_request_is_answered_within_its_time_or_told_who_did_not(serve: Serve)
         assert b" 408 " in slow.recv(100)
 
 
-def test_a_client_that_goes_away_costs_nothing(serve: Serve) -> None:
+def test_a_client_that_goes_away_costs_nothing(serve):
     """Two go while the engine is busy with somebody else's request: theirs are never sampled."""
     engine = Recorder("five")
     served = serve(engine)
@@ -428,7 +424,7 @@ def test_a_client_that_goes_away_costs_nothing(serve: Serve) -> None:
     assert engine.calls == [(1, 1, 40), (1, 1, 40)]  # of the one that stayed, and of the last
 
 
-def test_a_port_in_use_and_an_address_of_others_are_refused_by_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_and_an_address_of_others_are_refused_by_key(monkeypatch):
     with bound("127.0.0.1", 0, "serve") as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"^serve.port: is in use by another process, got {port}; end that, or"):
@@ -444,7 +440,7 @@ def test_a_port_in_use_and_an_address_of_others_are_refused_by_key(monkeypatch: 
     bound("127.0.0.1", port, "serve").close()  # free again at once
 
 
-def test_a_server_that_ends_refuses_what_waits(serve: Serve) -> None:
+def test_a_server_that_ends_refuses_what_waits(serve):
     engine = Recorder("five")
     served = serve(engine)
     served.ends = True
@@ -460,7 +456,7 @@ def test_a_server_that_ends_refuses_what_waits(serve: Serve) -> None:
     assert engine.calls == []
 
 
-def test_conversations_of_agents_have_no_plain_continuations() -> None:
+def test_conversations_of_agents_have_no_plain_continuations():
     limits = Limits(body_bytes=1, requests=1, timeout=1.0, section="environment")
     paths = [
         {

@@ -3,15 +3,13 @@
 The fields that OpenAI's and vLLM's own requests have are read from their installed packages.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib.util
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -77,7 +75,7 @@ WRONG: tuple[Any, ...] = (True, "1", "x", 1, -2, 1.5, 0, 10**9, [], [None], ["x"
 """Values of any type; a field takes some of them."""
 
 
-def given(level: type[Fields], field: str, value: Any) -> tuple[type[Any], dict[str, Any]]:
+def given(level, field, value):
     """(the body, a request in which the field of this level has this value)."""
     kind, request, way = LEVELS[level]
     made = copy.deepcopy(request)
@@ -88,20 +86,20 @@ def given(level: type[Fields], field: str, value: Any) -> tuple[type[Any], dict[
     return kind, made
 
 
-def said(kind: type[Any], request: Mapping[str, Any]) -> Any:
+def said(kind, request):
     """What a request says, as it is used."""
     body = read(kind, json.dumps(request).encode())
     return body, body.model_dump(), getattr(body, "shown_tools", None)
 
 
-def refusal(kind: type[Any], request: Mapping[str, Any]) -> Refusal:
+def refusal(kind, request):
     with pytest.raises(Refusal) as caught:
         read(kind, json.dumps(request).encode())
     assert caught.value.status == 400
     return caught.value
 
 
-def outcome(kind: type[Any], request: Mapping[str, Any]) -> Any:
+def outcome(kind, request):
     """What a request says, or why it is refused."""
     try:
         return said(kind, request)[1]
@@ -109,16 +107,16 @@ def outcome(kind: type[Any], request: Mapping[str, Any]) -> Any:
         return refused.message
 
 
-def where(level: type[Fields], field: str) -> str:
+def where(level, field):
     return ".".join(map(str, [*LEVELS[level][2], field]))
 
 
-def known(level: type[Fields]) -> set[str]:
+def known(level):
     return {*level.model_fields, *level.neutral, *level.without_effect}
 
 
 # -- the lists of others -----------------------------------------------------------------------------------------------
-def fields_of_vllm(path: str, name: str) -> dict[str, tuple[bool, Any]]:
+def fields_of_vllm(path, name):
     """{field of a class of vLLM: (whether its default is written there, its default)}; vLLM is not imported."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
@@ -131,7 +129,7 @@ def fields_of_vllm(path: str, name: str) -> dict[str, tuple[bool, Any]]:
     return found
 
 
-def default_of(value: ast.expr | None) -> tuple[bool, Any]:
+def default_of(value):
     if isinstance(value, ast.Call):
         value = next((each.value for each in value.keywords if each.arg == "default"), next(iter(value.args), None))
     try:
@@ -175,7 +173,7 @@ INSIDE_OF_VLLM = {"output_text_buffer_length"}
 """What vLLM sets in its own sampling parameters, whatever a request says."""
 
 
-def test_every_field_that_openais_client_and_vllm_know_is_known_at_its_level() -> None:
+def test_every_field_that_openais_client_and_vllm_know_is_known_at_its_level():
     """So that none of them can be ignored; those that they add in later versions are refused by name until then."""
     num_fields = 0
     for level, classes in OF_OPENAI.items():
@@ -191,7 +189,7 @@ def test_every_field_that_openais_client_and_vllm_know_is_known_at_its_level() -
     assert num_fields > 200
 
 
-def test_vllms_own_defaults_ask_for_nothing() -> None:
+def test_vllms_own_defaults_ask_for_nothing():
     """Clients that send all fields of vLLM's requests with their defaults are served as if they sent none."""
     for level, places in OF_VLLM.items():
         for path, name in places[:1]:
@@ -209,7 +207,7 @@ def test_vllms_own_defaults_ask_for_nothing() -> None:
 
 # -- every field of every level ----------------------------------------------------------------------------------------
 @each("level", LEVELS)
-def test_null_stands_for_a_field_that_is_not_given(level: type[Fields]) -> None:
+def test_null_stands_for_a_field_that_is_not_given(level):
     kind, request, way = LEVELS[level]
     for field in known(level):
         without = copy.deepcopy(request)
@@ -223,7 +221,7 @@ def test_null_stands_for_a_field_that_is_not_given(level: type[Fields]) -> None:
 
 
 @each("level", LEVELS)
-def test_neutral_values_ask_for_nothing_and_all_others_are_refused_by_name(level: type[Fields]) -> None:
+def test_neutral_values_ask_for_nothing_and_all_others_are_refused_by_name(level):
     kind, request, _ = LEVELS[level]
     plain = said(kind, request)[1]
     for field, neutral in level.neutral.items():
@@ -250,7 +248,7 @@ RIGHT: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def test_right_values_of_a_chat_are_taken_as_they_are() -> None:
+def test_right_values_of_a_chat_are_taken_as_they_are():
     goes_with = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}}
     for field, values in RIGHT.items():
         for value in values:
@@ -260,7 +258,7 @@ def test_right_values_of_a_chat_are_taken_as_they_are() -> None:
     assert {*RIGHT, "messages"} == set(Chat.model_fields)
 
 
-def kinds(annotation: Any) -> Iterator[Any]:
+def kinds(annotation):
     """The JSON types that a field of this annotation takes."""
     text = str(annotation)
     for name in ("bool", "int", "float", "str"):
@@ -275,7 +273,7 @@ def kinds(annotation: Any) -> Iterator[Any]:
 
 
 @each("level", LEVELS)
-def test_values_of_another_type_are_refused_by_the_fields_name(level: type[Fields]) -> None:
+def test_values_of_another_type_are_refused_by_the_fields_name(level):
     """No text is taken for a number, no number for a boolean, and no boolean for a number."""
     for field, info in level.model_fields.items():
         takes = set(kinds(info.annotation))
@@ -289,7 +287,7 @@ def test_values_of_another_type_are_refused_by_the_fields_name(level: type[Field
             assert (found.param or "").startswith(where(level, field)), (level, field, value, found.message)
 
 
-def test_numbers_out_of_range_and_no_numbers_are_refused() -> None:
+def test_numbers_out_of_range_and_no_numbers_are_refused():
     ranges = {
         "n": (0, -1, 129), "max_tokens": (0, -1), "max_completion_tokens": (0,), "temperature": (-0.1,),
         "top_p": (0, -1, 1.1), "top_k": (-2,), "min_p": (-0.1, 1.1), "top_logprobs": (-1, 2, 20),
@@ -311,7 +309,7 @@ def test_numbers_out_of_range_and_no_numbers_are_refused() -> None:
 VOWELS = "abcdefghijklmnopqrstuvwxyz_"
 
 
-def test_unknown_fields_are_refused_by_name_wherever_they_stand() -> None:
+def test_unknown_fields_are_refused_by_name_wherever_they_stand():
     """Random names, and names that are known at other levels or almost known here, with any value."""
     draw = random.Random(0)
     everywhere = sorted(set().union(*map(known, LEVELS)))
@@ -332,7 +330,7 @@ def test_unknown_fields_are_refused_by_name_wherever_they_stand() -> None:
         assert "\\ud800" in refusal(*given(level, "\ud800", 3)).message, level
 
 
-def test_fields_of_messages_of_another_role_and_what_contradicts_itself_are_refused() -> None:
+def test_fields_of_messages_of_another_role_and_what_contradicts_itself_are_refused():
     asked: dict[str, Any] = {"role": "user", "content": "a"}
     for role in ("system", "developer", "user", "assistant", "tool"):
         for field, value, owners in (
@@ -381,7 +379,7 @@ SAMPLED, TEXTS = NOT_USED["sampled"], NOT_USED["texts"]
 SHARED = {Chat: TEXTS, Complete: TEXTS, DrawnTokens: SAMPLED}
 
 
-def rows() -> Iterator[str]:
+def rows():
     """The rows of the page's table."""
     yield "| in | used | changes no answer | refused but for null and |"
     yield "|---|---|---|---|"
@@ -392,15 +390,15 @@ def rows() -> Iterator[str]:
         yield f"| {name} | {names(level.model_fields)} | {names(sorted(level.without_effect))} | {neutral} |"
 
 
-def names(fields: Iterable[str]) -> str:
+def names(fields):
     return ", ".join(f"`{field}`" for field in fields)
 
 
-def values_of(neutral: Mapping[str, Sequence[Any]], shared: Mapping[str, Any]) -> str:
+def values_of(neutral, shared):
     own = {field: values for field, values in neutral.items() if field not in shared}
     shown = {field: " or ".join(f"`{json.dumps(value)}`" for value in values) for field, values in own.items()}
     return ", ".join(f"`{field}` {values}".strip() for field, values in shown.items())
 
 
-def test_the_page_has_the_list_of_fields() -> None:
+def test_the_page_has_the_list_of_fields():
     assert "\n".join(rows()) in PAGE.read_text(), "\n".join(rows())

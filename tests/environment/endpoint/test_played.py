@@ -1,10 +1,7 @@
 """Agents that play through the endpoint: their requests are one row of tokens, their failures are told and counted."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import endpoint_agents
@@ -16,7 +13,7 @@ from rlft.environment.endpoint.played import AgentGenerator, Traces
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.system.seeds import derive
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.types import FinishReason, Group, Prompt, Rollout, Sampling, UserError
 from tests.environment.test_conversations import LIMITS as OTHERS, TOKENIZER as QWEN, Recorder, one, prompt
 
 Play = Callable[..., AgentGenerator]
@@ -29,13 +26,13 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call
 TALK = "endpoint_agents.talks"
 
 
-def ids_of(messages: Any, **more: Any) -> list[int]:
+def ids_of(messages, **more):
     shown = [dict(message) for message in messages]
     return list(QWEN.apply_chat_template(shown, add_generation_prompt=True, return_dict=False, **more))
 
 
 @pytest.fixture
-def play() -> Iterator[Play]:
+def play():
     """Opens conversations with a scripted policy: `play(["first", ["a", "b"]], agent="endpoint_agents.once")`."""
     opened: list[AgentGenerator] = []
 
@@ -49,22 +46,22 @@ def play() -> Iterator[Play]:
         played.close()
 
 
-def sampled(text: str) -> list[int]:
+def sampled(text):
     """The tokens of a turn of the policy's."""
     return [*QWEN(text)["input_ids"], QWEN.eos_token_id]
 
 
-def completions(groups: Sequence[Group]) -> list[Completion]:
+def completions(groups):
     found = [rollout.completion for group in groups for rollout in group.rollouts]
     assert [fault(completion) for completion in found] == [None] * len(found)
     return found
 
 
-def rewards(groups: Sequence[Group]) -> list[list[float | None]]:
+def rewards(groups):
     return [[turn.reward for turn in completion.turns] for completion in completions(groups)]
 
 
-def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Play) -> None:
+def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play):
     """The same prompts, seeds and lengths reach the engine, and the same rows come back; with a reward."""
     played = play(["5", "6"], agent="endpoint_agents.once")
     prompts = [prompt("p"), prompt("q")]
@@ -86,7 +83,7 @@ def test_an_agent_that_asks_once_samples_what_a_run_without_one_does(play: Play)
     assert seeds == {"p": {10, 11}, "q": {20, 21}}
 
 
-def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play: Play) -> None:
+def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play):
     """By OpenAI's own client; the row is what the template writes, with the sampled tokens as they were sampled."""
     played = play([[f"Let me see.\n{CALL}", "It is 5."]], agent="endpoint_agents.adds")
     [group] = played.sample([prompt()], 1, [0], SAMPLING)
@@ -120,7 +117,7 @@ class Letters(Recorder):
         return replace(rollout, completion=completion)
 
 
-def test_sampled_tokens_are_never_made_again_from_text(play: Play) -> None:
+def test_sampled_tokens_are_never_made_again_from_text(play):
     played = play([["user", "assistant"]], agent=TALK)
     played.generator = Letters({"*": [["user", "assistant"]]})
     [group] = played.sample([prompt()], 1, [0], SAMPLING)
@@ -133,7 +130,7 @@ def test_sampled_tokens_are_never_made_again_from_text(play: Play) -> None:
     assert list(second.token_ids[len(group.prompt.token_ids) :][:5]) == [*letters, QWEN.eos_token_id]
 
 
-def test_seeds_of_later_turns_are_those_of_other_environments(play: Play) -> None:
+def test_seeds_of_later_turns_are_those_of_other_environments(play):
     played = play([["a", "b"]], agent=TALK)
     completion = one(played.sample([prompt()], 1, [41], SAMPLING))
     asked = played.generator.asked
@@ -145,7 +142,7 @@ def test_seeds_of_later_turns_are_those_of_other_environments(play: Play) -> Non
     assert completion.text.count("<|im_end|>") == 1
 
 
-def test_history_that_an_agent_rewrites_makes_a_branch(play: Play) -> None:
+def test_history_that_an_agent_rewrites_makes_a_branch(play):
     played = play([["first words", "second"]], agent="endpoint_agents.rewrites")
     completion = one(played.sample([prompt()], 1, [0], SAMPLING))
     first = sampled("first words")
@@ -160,7 +157,7 @@ def test_history_that_an_agent_rewrites_makes_a_branch(play: Play) -> None:
     assert turn_metrics([completion])["turns/branches"] == 1
 
 
-def test_tokens_go_in_and_out_and_those_of_others_are_refused(play: Play) -> None:
+def test_tokens_go_in_and_out_and_those_of_others_are_refused(play):
     played = play([["a b", "c"]], agent="endpoint_agents.by_tokens")
     ids = ids_of(ASKED)
     [group] = played.sample([prompt(ids=ids)], 1, [0], SAMPLING)
@@ -170,7 +167,7 @@ def test_tokens_go_in_and_out_and_those_of_others_are_refused(play: Play) -> Non
     assert rewards([group]) == [[None, float(len(second))]]
 
 
-def test_limits_end_a_conversation_with_their_reason(play: Play) -> None:
+def test_limits_end_a_conversation_with_their_reason(play):
     """Each is told to the agent, by OpenAI's status 400, and is the row's finish reason."""
     for keys, sampling, turns, end in (
         ({"max_turns": 2}, SAMPLING, 2, FinishReason.turns),
@@ -184,12 +181,12 @@ def test_limits_end_a_conversation_with_their_reason(play: Play) -> None:
         assert len(completion.token_ids) <= sampling.max_tokens
 
 
-def test_requests_beside_each_other_of_one_conversation_and_several_answers_are_refused(play: Play) -> None:
+def test_requests_beside_each_other_of_one_conversation_and_several_answers_are_refused(play):
     played = play(["word"], agent="endpoint_agents.asks_at_once")
     assert rewards(played.sample([prompt()], 1, [0], SAMPLING)) == [[400.0]]  # n=2
 
 
-def test_what_the_policy_would_never_read_is_refused_in_every_turn(play: Play) -> None:
+def test_what_the_policy_would_never_read_is_refused_in_every_turn(play):
     """Names, fields and wishes that are not known, and the name of a tool that was not called; the rest goes on."""
     played = play([["five", "six"]], agent="endpoint_agents.is_unread")
     groups = played.sample([prompt()], 1, [0], SAMPLING)
@@ -198,9 +195,7 @@ def test_what_the_policy_would_never_read_is_refused_in_every_turn(play: Play) -
     assert completion.branches == ()
 
 
-def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_back_to_it(
-    play: Play, tmp_path: Path
-) -> None:
+def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_back_to_it(play, tmp_path):
     """An agent by the clock plays otherwise each time, but what is recorded; a row that branches comes back, too."""
     agent = "endpoint_agents.by_the_clock"
     first = play(["one two three four", "b"], Traces(tmp_path, 2), agent=agent)

@@ -1,12 +1,9 @@
 """What the service of an endpoint makes of requests: calls of the engine, rendered prompts, and queues."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -16,11 +13,9 @@ import torch
 from rlft.environment.endpoint.bodies import Chat, Refusal
 from rlft.environment.endpoint.service import Inbox, Request
 from rlft.generation.transformers import TransformersGenerator
-from rlft.model.backbone import Backbone
-from rlft.model.roles import Roles
-from rlft.types import Batch, Prompt, Sampling
+from rlft.types import Prompt, Sampling
 from tests.environment.endpoint import test_app
-from tests.environment.endpoint.test_app import ASKED, CHAT, COMPLETIONS, KEY, QWEN, Recorder, Serve
+from tests.environment.endpoint.test_app import ASKED, CHAT, COMPLETIONS, KEY, QWEN, Recorder
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 serve = test_app.serve
@@ -33,7 +28,7 @@ DEAF = """{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}
 """A template that leaves system messages out."""
 
 
-def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_otherwise(serve: Serve) -> None:
+def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_otherwise(serve):
     """Ten clients at once, eight of which differ in their seeds and lengths only; the engine is busy when they come."""
     engine = Recorder("one", "two")
     served = serve(engine)
@@ -57,9 +52,7 @@ def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_oth
     assert all("choices" in reply for reply in replies)
 
 
-def test_the_tiny_model_answers_as_the_engine_does(
-    serve: Serve, backbone: Backbone, make_roles: Callable[..., Roles]
-) -> None:
+def test_the_tiny_model_answers_as_the_engine_does(serve, backbone, make_roles):
     """The same seed gives the tokens and log-probs that the engine gives by itself; a stop and top_p count."""
     roles = make_roles()
     engine = TransformersGenerator(roles, backbone.tokenizer, torch.device("cpu"), 8)
@@ -80,9 +73,7 @@ def test_the_tiny_model_answers_as_the_engine_does(
     assert stopped["choices"][0]["finish_reason"] == "stop"
 
 
-def test_texts_are_continued_and_scored_as_the_trainer_scores_them(
-    serve: Serve, backbone: Backbone, make_roles: Callable[..., Roles], make_batch: Callable[..., Batch]
-) -> None:
+def test_texts_are_continued_and_scored_as_the_trainer_scores_them(serve, backbone, make_roles, make_batch):
     roles, tokenizer = make_roles(), backbone.tokenizer
     engine = TransformersGenerator(roles, tokenizer, torch.device("cpu"), 8)
     served = serve(engine, tokenizer)
@@ -131,7 +122,7 @@ def test_texts_are_continued_and_scored_as_the_trainer_scores_them(
     )
 
 
-def test_variables_of_the_chat_template_are_those_of_the_request_and_of_the_run(serve: Serve) -> None:
+def test_variables_of_the_chat_template_are_those_of_the_request_and_of_the_run(serve):
     qwen3 = family_tokenizer("qwen3")
     served = serve(Recorder("five", tokenizer=qwen3), qwen3)
     wish = {"messages": ASKED, "return_token_ids": True}
@@ -157,7 +148,7 @@ def test_variables_of_the_chat_template_are_those_of_the_request_and_of_the_run(
         assert qwen3.decode(reply["prompt_token_ids"]).endswith("low plain")
 
 
-def test_a_message_that_the_template_leaves_out_is_refused_and_the_remedy_works(serve: Serve) -> None:
+def test_a_message_that_the_template_leaves_out_is_refused_and_the_remedy_works(serve):
     deaf = with_attributes(QWEN, chat_template=DEAF)
     engine = Recorder("five", tokenizer=deaf)
     client = serve(engine, deaf).client()
@@ -178,7 +169,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_and_the_remedy_works(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it sets the size of the inbox's pipe")
-def test_requests_that_the_inbox_cannot_hold_are_to_come_again() -> None:
+def test_requests_that_the_inbox_cannot_hold_are_to_come_again():
     inbox = Inbox()
     room = fcntl.fcntl(inbox._writing, fcntl.F_SETPIPE_SZ, 4096)
     requests = [Request(key=KEY, body=Chat(messages=ASKED)) for _ in range(room + 2)]

@@ -1,7 +1,5 @@
 """verifiers, in an environment of its own, plays through the endpoint of a run, which learns from it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from run_processes import Nursery
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +17,7 @@ AGENT = Path(__file__).parents[2] / "helpers" / "verifiers_agent"
 INSTALL_S = 600.0
 
 
-def environment_with_verifiers() -> Path:
+def environment_with_verifiers():
     """The interpreter of an environment with verifiers and nothing of ours; made once on a machine, in its temporary
     folder, because it takes the better part of a minute and 565 MB."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -39,7 +36,7 @@ def environment_with_verifiers() -> Path:
     return folder / "bin/python"
 
 
-def test_an_environment_of_verifiers_trains_unmodified(forks: Nursery, tiny_path: Path, tmp_path: Path) -> None:
+def test_an_environment_of_verifiers_trains_unmodified(forks, tiny_path, tmp_path):
     """By its client for training, which tokenises by itself, asks for tokens and reads their log-probs."""
     command = ",".join(map(str, [environment_with_verifiers(), AGENT / "play.py", "train", tiny_path]))
     keys = (

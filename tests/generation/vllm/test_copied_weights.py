@@ -1,8 +1,6 @@
 """The policy in the real vLLM's own matrices: the bits of a recomputation, an untouched base, faults that are seen."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -76,13 +74,13 @@ class Bench:
 
 
 @pytest.fixture(scope="module", params=[slow("float32"), "bfloat16"])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request):
     with closing(open_vllm(MODEL, vllm_engine(weights="copy"), dtype=request.param, lora_rank=600)) as generator:
         yield Bench(generator, getattr(torch, request.param))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_adapter_is_there_bit_for_bit_and_the_base_is_untouched(kind: str, bench: Bench) -> None:
+def test_every_kind_of_adapter_is_there_bit_for_bit_and_the_base_is_untouched(kind, bench):
     trainer, generator = Copied(bench.dtype, **KINDS[kind]), bench.generator
     generator.serve(trainer.slot)
     freshness = Freshness(TEXTS, limits_of(bench.dtype), 1)
@@ -107,7 +105,7 @@ def test_every_kind_of_adapter_is_there_bit_for_bit_and_the_base_is_untouched(ki
         assert "lora_" in name or torch.equal(parameter.view(torch.uint8), clean.view(torch.uint8))
 
 
-def test_a_publish_is_in_blocks_that_change_no_bit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publish_is_in_blocks_that_change_no_bit(bench, monkeypatch):
     trainer = Copied(bench.dtype, use_dora=True)
     bench.generator.serve(trainer.slot)
     for block in (1, 10**5, 10**9):
@@ -144,7 +142,7 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("fault", ["a stale copy", "a load that was lost", "another scale in the config", *FAULTS])
-def test_a_fault_is_seen_at_a_learning_rate_of_1e_6(fault: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_seen_at_a_learning_rate_of_1e_6(fault, bench, monkeypatch):
     trainer, generator = Copied(bench.dtype), bench.generator
     generator.serve(trainer.slot)
     freshness = Freshness(TEXTS, limits_of(bench.dtype), 1)
@@ -172,7 +170,7 @@ def test_a_fault_is_seen_at_a_learning_rate_of_1e_6(fault: str, bench: Bench, mo
     assert freshness.check(5, generator, trainer, new) is not None  # type: ignore[arg-type]
 
 
-def test_a_base_that_is_not_the_engines_is_refused_before_anything_is_written() -> None:
+def test_a_base_that_is_not_the_engines_is_refused_before_anything_is_written():
     """A matrix with another number, one under another name, and one that has moved."""
     weight = torch.randn(4, 4)
     for own, why in (

@@ -1,7 +1,5 @@
 """The keys of vLLM: when it shares the trainer's base or holds the policy, and what is refused. No vLLM is started."""
 
-from __future__ import annotations
-
 import importlib.util
 import shlex
 import subprocess
@@ -21,7 +19,7 @@ from slow_cases import slow_but
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.generation.vllm import engine as vllm_module
-from rlft.generation.vllm.engine import COPIED, VLLM
+from rlft.generation.vllm.engine import COPIED
 from rlft.generation.vllm.options import engine_rank
 from rlft.plan.fit import settled
 from rlft.plan.model_rules import choose_engine, why_not_on_a_gpu
@@ -32,7 +30,7 @@ from rlft.types import UserError
 ON_CUDA: Mapping[str, Any] = {"device": "cuda:0", "itemsize": 2, "quantized": False}
 
 
-def engine(**changes: Any) -> VLLM:
+def engine(**changes):
     return vllm_engine(**{"gpu_memory_utilization": 0.5, "enforce_eager": False, **changes})
 
 
@@ -52,7 +50,7 @@ def engine(**changes: Any) -> VLLM:
         ({"options": {"cpu_offload_gb": 2}}, {}, "options.cpu_offload_gb gives vLLM other weights"),
     ],
 )
-def test_one_copy_of_the_base_where_it_can_be(keys: dict[str, Any], base: dict[str, Any], why: str | None) -> None:
+def test_one_copy_of_the_base_where_it_can_be(keys, base, why):
     found = engine(**keys).base_sharing_obstacle(**{**ON_CUDA, **base})
     assert (found is None) if why is None else (found is not None and why in found)
     if why is not None and keys.get("share_base") is not False:
@@ -155,7 +153,7 @@ def test_auto_chooses_vllm_only_where_it_serves_base_and_adapter_as_they_would_b
                 settled_engine(*asked, named)
 
 
-def settled_engine(*words: str) -> str | None:
+def settled_engine(*words):
     plan = resolve(compose(["+recipe=grpo_arithmetic", *words])).plan(runs_here=False)
     return settled(plan, str(plan.engine), lambda: None).engine
 
@@ -170,7 +168,7 @@ def test_a_teacher_in_4_bits_is_refused_where_vllm_has_none(monkeypatch, run_con
     check_teacher_engine(config, "vllm", "cuda", runs_here=False)
 
 
-def test_what_the_installed_vllm_can_hold_and_its_release_are_read_without_an_import() -> None:
+def test_what_the_installed_vllm_can_hold_and_its_release_are_read_without_an_import():
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
     assert vllm_module.reads_bitsandbytes() == ("bitsandbytes" in QUANTIZATION_METHODS)
@@ -179,7 +177,7 @@ def test_what_the_installed_vllm_can_hold_and_its_release_are_read_without_an_im
     assert (0, 27) <= found < (1, 0)
 
 
-def test_batch_invariance_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_refused_where_there_is_none(monkeypatch):
     with pytest.raises(
         UserError, match=r"^batch_invariant: .* on CUDA only, and model\.device is cpu, got true; set it"
     ):
@@ -195,13 +193,13 @@ def test_batch_invariance_is_refused_where_there_is_none(monkeypatch: pytest.Mon
 
 # -- where it is installed ---------------------------------------------------------------------------------------------
 @each(("rank", "allowed"), [(1, 1), (2, 8), (8, 8), (9, 16), (33, 64), (300, 320), (512, 512)])
-def test_a_rank_is_rounded_up_to_one_the_engine_takes(rank: int, allowed: int) -> None:
+def test_a_rank_is_rounded_up_to_one_the_engine_takes(rank, allowed):
     assert engine_rank(rank) == allowed
     with pytest.raises(UserError, match=r"^lora\.rank: .*, got 513; "):
         engine_rank(513)
 
 
-def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = vllm_engine().missing()
     assert missing is not None
@@ -244,7 +242,7 @@ def test_vllm_next_to_versions_that_it_is_not_built_for_is_refused(asks, problem
     assert raised.value.remedy == f"{pip_install(*shlex.split(remedy))}, or use generation=transformers"
 
 
-def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch() -> None:
+def test_the_checks_of_the_configuration_can_be_imported_without_vllm_or_torch():
     code = "import sys; from rlft.generation.vllm.engine import VLLM; VLLM.title; "
     code += "VLLM(gpu_memory_utilization=0.5, max_num_seqs=8, sleep=False, enforce_eager=False, options={}).missing(); "
     code += "print({'vllm', 'torch'} & set(sys.modules))"

@@ -1,9 +1,5 @@
 """Adapters of stacked experts, one by one: the names of the model's files, and the same products."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,7 +22,7 @@ KINDS = {
 }
 
 
-def adapter_of(model: Any, module: str, others: tuple[str, ...]) -> Adapter:
+def adapter_of(model, module, others):
     """A random adapter on these stacked experts and linear layers, under PEFT's names."""
     generator = torch.Generator().manual_seed(0)
     experts = model.get_submodule(module)
@@ -44,14 +40,14 @@ def adapter_of(model: Any, module: str, others: tuple[str, ...]) -> Adapter:
     return Adapter(version=1, weights=weights, config=config)
 
 
-def products(adapter: Adapter, stem: str) -> torch.Tensor:
+def products(adapter, stem):
     """B A of each expert `[experts, out, in]`, as PEFT's layer reads the two."""
     down, up = (adapter.weights[PREFIX + stem + ending] for ending in (DOWN, UP))
     return torch.einsum("ore,eri->eoi", up.view(len(up), -1, EXPERTS), down.view(EXPERTS, -1, down.shape[1]))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_expert_has_the_products_that_the_stack_has_for_it(tmp_path) -> None:
+def test_each_expert_has_the_products_that_the_stack_has_for_it(tmp_path):
     for kind, (outside, fused, module) in KINDS.items():
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES))
         config = model.config
@@ -73,7 +69,7 @@ def test_each_expert_has_the_products_that_the_stack_has_for_it(tmp_path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_families_whose_files_hold_stacks_keep_pefts_form(tmp_path) -> None:
+def test_families_whose_files_hold_stacks_keep_pefts_form(tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **SIZES))
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)

@@ -3,15 +3,13 @@
 One engine is started for the module.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random
 import signal
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -43,7 +41,7 @@ from rlft.generation.vllm import generator as vllm_generator
 from rlft.generation.vllm.generator import VLLMGenerator, _start
 from rlft.generation.vllm.guest import VLLMError
 from rlft.tokens.text import RunTokenizer
-from rlft.types import Adapter, Completion, FinishReason, Group, Prompt, Sampling, UserError
+from rlft.types import Adapter, FinishReason, Group, Prompt, Sampling, UserError
 from tests.environment.test_conversations import LIMITS
 
 MODEL = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
@@ -53,7 +51,7 @@ TOLERANCE = 1e-4
 
 
 # -- without an engine -----------------------------------------------------------------------------------------------
-def test_whatever_vllm_raises_when_it_starts_names_the_key_and_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_vllm_raises_when_it_starts_names_the_key_and_what_it_said(monkeypatch):
     for error, problem in (
         (ValueError("No available memory for the cache blocks."), "No available memory for the cache blocks, got vllm"),
         (KeyError("layers.0.qk_norm.weight"), "KeyError: 'layers.0.qk_norm.weight' in rlft"),
@@ -111,7 +109,7 @@ class FakeLLM:
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     sizes = Qwen2Config(
         vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
@@ -121,7 +119,7 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def started(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def started(model, monkeypatch):
     for name in ("guest_while_starting", "guest"):
         monkeypatch.setattr(vllm_generator, name, lambda *_: nullcontext())
     monkeypatch.setattr(vllm_generator, "runs_on_cpu", lambda: False)
@@ -139,14 +137,14 @@ def started(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         generator.close()
 
 
-def published() -> Adapter:
+def published():
     dice, stem = torch.Generator().manual_seed(0), "base_model.model.model.layers.0.self_attn.k_proj"
     sizes = {"lora_A": (4, 32), "lora_B": (16, 4)}
     weights = {f"{stem}.{name}.weight": torch.randn(size, generator=dice) for name, size in sizes.items()}
     return Adapter(version=3, weights=weights, config={"r": 4, "lora_alpha": 8})
 
 
-def test_with_a_shared_base_sleep_frees_the_cache_alone_and_weights_stay(started: Any, model: nn.Module) -> None:
+def test_with_a_shared_base_sleep_frees_the_cache_alone_and_weights_stay(started, model):
     generator, fake, options = started()
     assert options["max_lora_rank"] == 8
     generator.sleep()
@@ -163,7 +161,7 @@ def test_with_a_shared_base_sleep_frees_the_cache_alone_and_weights_stay(started
     assert sum(parameter.numel() for parameter in model.parameters()) == 0, "nothing of the engine's is held"
 
 
-def test_weights_that_move_in_sleep_are_noticed(started: Any, model: nn.Module) -> None:
+def test_weights_that_move_in_sleep_are_noticed(started, model):
     generator, _, _ = started(moves=True)
     generator.adopt(model, torch.device("cpu"))
     with pytest.raises(SharedBaseError, match="has moved"):
@@ -196,7 +194,7 @@ def test_a_copy_needs_no_slot_for_adapters_and_keeps_nothing_of_a_job_that_is_ov
 
 
 # -- with the engine -------------------------------------------------------------------------------------------------
-def process_state() -> dict[str, Any]:
+def process_state():
     """What the trainer relies on in its process."""
     numbers = numpy.random.get_state()
     return {
@@ -217,7 +215,7 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def new_generator(path: Path = MODEL, **changes: Any) -> VLLMGenerator:
+def new_generator(path=MODEL, **changes):
     keys = vllm_engine(max_num_seqs=64, sleep=True, options={"disable_cascade_attn": True})
     return open_vllm(path, keys, lora_rank=6, **changes)  # the rank is rounded up to 8
 
@@ -285,34 +283,34 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
+def bench():
     made = Bench()
     with closing(made.generator):
         yield made
 
 
-def seeds(prompts: Sequence[Prompt], n: int) -> list[int]:
+def seeds(prompts, n):
     return [1000 + n * i for i in range(len(prompts))]
 
 
-def ids(groups: Sequence[Group]) -> list[list[Sequence[int]]]:
+def ids(groups):
     return [[rollout.completion.token_ids for rollout in group.rollouts] for group in groups]
 
 
-def completions(groups: Sequence[Group]) -> list[Completion]:
+def completions(groups):
     return [rollout.completion for group in groups for rollout in group.rollouts]
 
 
-def check_scores(found: list[list[float]], bench: Bench) -> None:
+def check_scores(found, bench):
     for scores, expected in zip(found, bench.trainer.score([p.token_ids for p in bench.prompts]), strict=True):
         assert scores == pytest.approx(expected, abs=TOLERANCE)
 
 
-def load(bench: Bench, version: int) -> None:
+def load(bench, version):
     bench.generator.load(bench.trainer.adapter(version))
 
 
-def test_the_trainers_process_is_as_it_was_before_the_engine(bench: Bench) -> None:
+def test_the_trainers_process_is_as_it_was_before_the_engine(bench):
     assert bench.states == [bench.states[0]] * 3
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -324,7 +322,7 @@ def test_the_trainers_process_is_as_it_was_before_the_engine(bench: Bench) -> No
     assert of_threads == {frozenset(os.sched_getaffinity(0))}
 
 
-def test_the_engines_layers_are_those_that_a_shared_base_is_laid_on(bench: Bench) -> None:
+def test_the_engines_layers_are_those_that_a_shared_base_is_laid_on(bench):
     """By name, and by shape where a CPU has not packed them; no value is compared."""
     assert bench.generator._llm.llm_engine.vllm_config.model_config.disable_cascade_attn, "an option reaches it"
     [engine] = bench.generator._llm.apply_model(lambda model: model)
@@ -351,7 +349,7 @@ def test_the_engines_layers_are_those_that_a_shared_base_is_laid_on(bench: Bench
     assert v == Rows("model.layers.3.self_attn.qkv_proj.base_layer.bias", sum(sizes), sizes[1])
 
 
-def test_without_an_adapter_it_samples_and_scores_the_base(bench: Bench) -> None:
+def test_without_an_adapter_it_samples_and_scores_the_base(bench):
     assert {rollout.policy_version for group in bench.base_groups for rollout in group.rollouts} == {None}
     with bench.trainer.model.disable_adapter():
         assert bench.trainer.gap(bench.base_groups, 1.0) < TOLERANCE
@@ -359,7 +357,7 @@ def test_without_an_adapter_it_samples_and_scores_the_base(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_sampled_logprobs_are_those_of_the_trainer_with_the_same_adapter(bench: Bench, temperature: float) -> None:
+def test_sampled_logprobs_are_those_of_the_trainer_with_the_same_adapter(bench, temperature):
     load(bench, 1)
     sampling = Sampling(max_tokens=24, temperature=temperature)
     groups = bench.sample(4, sampling)
@@ -369,7 +367,7 @@ def test_sampled_logprobs_are_those_of_the_trainer_with_the_same_adapter(bench: 
     assert bench.trainer.gap(groups, temperature) < TOLERANCE
 
 
-def test_a_new_version_is_in_use_at_once_for_prompts_the_engine_has_seen(bench: Bench) -> None:
+def test_a_new_version_is_in_use_at_once_for_prompts_the_engine_has_seen(bench):
     for version in (1, 2, 1):  # a version number that comes again, with its own weights
         load(bench, version)
         groups = bench.sample(2)
@@ -380,7 +378,7 @@ def test_a_new_version_is_in_use_at_once_for_prompts_the_engine_has_seen(bench: 
         assert bench.trainer.gap(groups, 1.0) > 0.1
 
 
-def test_a_completion_depends_on_its_own_seed_and_not_on_the_batch(bench: Bench) -> None:
+def test_a_completion_depends_on_its_own_seed_and_not_on_the_batch(bench):
     load(bench, 1)
     first, own = bench.sample(4), seeds(bench.prompts, 4)
     assert ids(bench.sample(4)) == ids(first)
@@ -393,7 +391,7 @@ def test_a_completion_depends_on_its_own_seed_and_not_on_the_batch(bench: Bench)
         assert ids(alone)[0][0] == ids(first)[p][i]
 
 
-def test_tokens_are_said_when_they_are_sampled(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_said_when_they_are_sampled(bench, monkeypatch):
     load(bench, 1)
     silent = bench.sample(2)
     said: list[tuple[int, int]] = []
@@ -406,7 +404,7 @@ def test_tokens_are_said_when_they_are_sampled(bench: Bench, monkeypatch: pytest
     assert {row for row, _ in said[:4]} == {0, 1, 2, 3}, "the first tokens of all come before the second of any"
 
 
-def test_stopped_completions_end_with_the_end_token_and_truncated_ones_do_not(bench: Bench) -> None:
+def test_stopped_completions_end_with_the_end_token_and_truncated_ones_do_not(bench):
     load(bench, 9)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     end = tokenizer.eos_token_id
@@ -422,7 +420,7 @@ def test_stopped_completions_end_with_the_end_token_and_truncated_ones_do_not(be
         assert tokenizer.eos_token not in completion.text
 
 
-def test_more_prompt_tokens_than_one_forward_takes_are_sampled_with_their_seeds(bench: Bench) -> None:
+def test_more_prompt_tokens_than_one_forward_takes_are_sampled_with_their_seeds(bench):
     # 64 x 200 = 12,800 prompt tokens against 8,192 a forward: a prompt cut in two makes vLLM fail on CPU generators.
     rows = [tuple(10 + (i * 31 + j * (i + 1)) % 200 for j in range(200)) for i in range(64)]
     prompts = [Prompt(id=f"long{i}", messages=(), answer="", token_ids=row) for i, row in enumerate(rows)]
@@ -430,7 +428,7 @@ def test_more_prompt_tokens_than_one_forward_takes_are_sampled_with_their_seeds(
     assert [group.prompt.id for group in groups] == [prompt.id for prompt in prompts]
 
 
-def test_later_turns_of_conversations_are_sampled_behind_what_was_said(bench: Bench) -> None:
+def test_later_turns_of_conversations_are_sampled_behind_what_was_said(bench):
     """Their log-probs are the trainer's over the whole row, and they replay."""
     load(bench, 3)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -451,7 +449,7 @@ def test_later_turns_of_conversations_are_sampled_behind_what_was_said(bench: Be
         assert max(abs(found - wanted) for found, wanted, own in rows if own) < TOLERANCE
 
 
-def test_at_temperature_0_all_siblings_are_the_most_likely_completion(bench: Bench) -> None:
+def test_at_temperature_0_all_siblings_are_the_most_likely_completion(bench):
     load(bench, 1)
     greedy = Sampling(max_tokens=8, temperature=0.0)
     groups = bench.generator.sample(bench.prompts[:2], 3, [0, 3], greedy)
@@ -511,7 +509,7 @@ def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_
     assert bench.trainer.gap(groups, 1.0) < TOLERANCE
 
 
-def test_min_p_leaves_out_what_the_transformers_engine_leaves_out(bench: Bench) -> None:
+def test_min_p_leaves_out_what_the_transformers_engine_leaves_out(bench):
     load(bench, 1)
     sampling = replace(HOT, min_p=0.3, top_p=0.8, temperature=0.7, max_tokens=8)
     for rollout in (r for g in bench.sample(2, sampling) for r in g.rollouts):
@@ -523,7 +521,7 @@ def test_min_p_leaves_out_what_the_transformers_engine_leaves_out(bench: Bench) 
         assert list(rollout.completion.logprobs) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
-def test_an_rslora_adapter_is_scaled_as_the_trainer_scales_it(bench: Bench) -> None:
+def test_an_rslora_adapter_is_scaled_as_the_trainer_scales_it(bench):
     adapter = bench.trainer.adapter(3)
     bench.generator.load(replace(adapter, config={**adapter.config, "use_rslora": True}))
     layers = [module for module in bench.trainer.model.modules() if isinstance(module, LoraLayer)]
@@ -550,7 +548,7 @@ def test_an_adapter_the_engine_cannot_hold_is_refused_and_the_old_one_stays(benc
     assert bench.trainer.gap(groups, 1.0) < TOLERANCE
 
 
-def test_an_interrupted_call_leaves_nothing_for_the_next_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_nothing_for_the_next_one(bench, monkeypatch):
     load(bench, 1)
     expected = bench.sample(2)
     engine = bench.generator._llm.llm_engine
@@ -568,7 +566,7 @@ def test_an_interrupted_call_leaves_nothing_for_the_next_one(bench: Bench, monke
     assert ids(bench.sample(2)) == ids(expected)
 
 
-def test_ctrl_c_waits_for_the_end_of_the_engines_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_waits_for_the_end_of_the_engines_step(bench, monkeypatch):
     load(bench, 1)
     undisturbed = bench.sample(4)
     core = bench.generator._llm.llm_engine.engine_core.engine_core
@@ -588,7 +586,7 @@ def test_ctrl_c_waits_for_the_end_of_the_engines_step(bench: Bench, monkeypatch:
     assert bench.sample(4) == undisturbed
 
 
-def test_closing_ends_the_engine_and_leaves_no_process_and_no_folder(bench: Bench) -> None:
+def test_closing_ends_the_engine_and_leaves_no_process_and_no_folder(bench):
     load(bench, 1)
     root = bench.generator._files.root
     assert root.exists()
@@ -602,7 +600,7 @@ def test_closing_ends_the_engine_and_leaves_no_process_and_no_folder(bench: Benc
 
 # -- with another engine -----------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_base_whose_head_vllm_would_wrap_is_scored_and_sampled_as_by_the_trainer(tmp_path: Path) -> None:
+def test_a_base_whose_head_vllm_would_wrap_is_scored_and_sampled_as_by_the_trainer(tmp_path):
     """vLLM wraps the head of a Llama for LoRA unless it is given modules, and the wrapper computes no prompts."""
     folder = model_folders.llama(tmp_path / "llama")
     trainer = Trainer(folder)

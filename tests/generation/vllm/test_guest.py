@@ -1,7 +1,5 @@
 """What vLLM does to the process that it lives in, and how its errors explain themselves. No vLLM is started."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from rlft.system.crash import explains_itself
 from rlft.types import UserError
 
 
-def test_an_error_inside_vllm_while_it_computes_explains_itself_and_others_stay_as_they_are() -> None:
+def test_an_error_inside_vllm_while_it_computes_explains_itself_and_others_stay_as_they_are():
     inside: dict[str, Any] = {"__name__": "vllm.kernels"}
     exec("def compute(call): return call()", inside)
     engine = SimpleNamespace(step=None, output_processor=SimpleNamespace(request_states={}))
@@ -48,7 +46,7 @@ def test_an_error_inside_vllm_while_it_computes_explains_itself_and_others_stay_
     assert not isinstance(e.value, VLLMError)
 
 
-def test_batch_invariance_is_set_before_vllm_is_imported_and_not_changed_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_set_before_vllm_is_imported_and_not_changed_after(monkeypatch):
     monkeypatch.setenv(vllm_guest.INVARIANT, "0")
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     vllm_guest.set_batch_invariant(False)
@@ -61,7 +59,7 @@ def test_batch_invariance_is_set_before_vllm_is_imported_and_not_changed_after(m
         vllm_guest.set_batch_invariant(False)
 
 
-def test_only_the_last_engine_that_ends_takes_what_all_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_engine_that_ends_takes_what_all_have_in_common(monkeypatch):
     core, kept = SimpleNamespace(cleanup_dist_env_and_memory="of all"), list[bool]()
     for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):
         monkeypatch.setitem(sys.modules, name, core)

@@ -1,10 +1,7 @@
 """Prompts with images in the real vLLM engine: it reads them as the trainer does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +51,7 @@ KEYS = (
 )  # fmt: skip
 
 
-def asked(backbone_folder: Path, *pictures: str) -> Prompt:
+def asked(backbone_folder, *pictures):
     """A tokenised prompt with drawings of these names."""
     tokenizer = load_tokenizer(settings(backbone_folder), {})
     prompt = Prompt(
@@ -67,7 +64,7 @@ def asked(backbone_folder: Path, *pictures: str) -> Prompt:
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_a_request_has_one_token_for_each_image_and_the_image(kind: str, tmp_path: Path) -> None:
+def test_a_request_has_one_token_for_each_image_and_the_image(kind, tmp_path):
     folder = vision_folders.folder_of(tmp_path / kind, kind)
     prompt = asked(folder, "3-a", "4-b")
     made = request(prompt)
@@ -85,7 +82,7 @@ def test_a_request_has_one_token_for_each_image_and_the_image(kind: str, tmp_pat
     assert len(prompt.template_ids) < len(prompt.token_ids)
 
 
-def test_a_prompt_that_the_engine_reads_as_other_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_prompt_that_the_engine_reads_as_other_tokens_is_refused(tmp_path):
     prompt = asked(vision_folders.folder_of(tmp_path / "qwen2_5_vl", "qwen2_5_vl"), "3-a")
     check_tokens(prompt, list(prompt.token_ids), "a/model")
     other = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]
@@ -96,7 +93,7 @@ def test_a_prompt_that_the_engine_reads_as_other_tokens_is_refused(tmp_path: Pat
     check_tokens(texts, list(texts.token_ids), "a/model")
 
 
-def test_the_engine_reads_images_with_the_trainers_processor(tmp_path: Path) -> None:
+def test_the_engine_reads_images_with_the_trainers_processor(tmp_path):
     tokenizer = load_tokenizer(settings(vision_folders.folder_of(tmp_path / "qwen3_vl", "qwen3_vl")), {})
     of_vllm = SimpleNamespace(image_processor=None)
     processing = SimpleNamespace(info=SimpleNamespace(get_hf_processor=lambda: of_vllm))
@@ -105,7 +102,7 @@ def test_the_engine_reads_images_with_the_trainers_processor(tmp_path: Path) -> 
     assert type(of_vllm.image_processor) is Qwen2VLImageProcessorPil
 
 
-def test_towers_are_loaded_for_images_alone_and_the_engine_holds_one_of_its_own() -> None:
+def test_towers_are_loaded_for_images_alone_and_the_engine_holds_one_of_its_own():
     assert image_options(0, on_cpu=False) == {"language_model_only": True}
     config = resolve(compose(["+recipe=grpo_shapes"])).config
     model, keys = sizes_of(config.model, config.lora), vllm_engine(gpu_memory_utilization=0.01, share_base=False)
@@ -128,7 +125,7 @@ def test_towers_are_loaded_for_images_alone_and_the_engine_holds_one_of_its_own(
         slow("qwen3_5", ("model.dtype=bfloat16",)),  # linear layers are computed in 16 bits alone there
     ],
 )
-def test_a_run_samples_prompts_with_one_image_two_or_none(kind: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_samples_prompts_with_one_image_two_or_none(kind, words, tmp_path):
     model = vision_folders.folder_of(tmp_path / "model", kind, WIDER.get(kind))
     rows = []
     for number, pictures in enumerate([(), ("3-a", "4-b"), ("1-c",), ("2-d", "5-e")] * 2):

@@ -1,11 +1,7 @@
 """How much of a device vLLM takes, from shapes. No vLLM is started."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import vision_folders
 from real_engines import vllm_engine
@@ -25,15 +21,15 @@ MODEL = ModelSizes(
 LOAD = Load(decodings=(), max_tokens=512, max_sequence_tokens=1024, device="cuda", device_memory=24 * GIB)
 
 
-def engine(**changes: Any) -> Any:
+def engine(**changes):
     return vllm_engine(**{"gpu_memory_utilization": 0.85, "enforce_eager": False, **changes})
 
 
-def sizes(model: ModelSizes = MODEL, **keys: Any) -> dict[str, tuple[int, When]]:
+def sizes(model=MODEL, **keys):
     return {part.name: (part.bytes, part.when) for part in engine(**keys).memory(model, LOAD).parts}
 
 
-def test_a_shared_base_is_counted_once_and_stays_while_the_cache_sleeps() -> None:
+def test_a_shared_base_is_counted_once_and_stays_while_the_cache_sleeps():
     whole = int(0.85 * 24 * GIB)
     cache = "vLLM, its KV cache (it shares the base)"
     assert sizes() == {cache: (whole - MODEL.base_bytes, When.always)}
@@ -55,7 +51,7 @@ def test_a_shared_base_is_counted_once_and_stays_while_the_cache_sleeps() -> Non
     assert [engine(weights=way).rounds_sums for way in ("copy", "adapter")] == [True, False]
 
 
-def test_a_share_in_which_it_does_not_start_is_told_and_so_is_the_smallest_in_which_it_does() -> None:
+def test_a_share_in_which_it_does_not_start_is_told_and_so_is_the_smallest_in_which_it_does():
     # 8,192 tokens x (3 x 18,944 + 3 x 3,584) x 2 bytes, logits of 8 rows twice in float32, 1,024 tokens of 57,344 bytes
     least = 15_200_000_000 + 8192 * 67584 * 2 + 2 * 8 * 152064 * 4 + 1024 * 2 * 28672
     assert vllm_memory.least_bytes(MODEL, LOAD, {}, 8) == least
@@ -70,7 +66,7 @@ def test_a_share_in_which_it_does_not_start_is_told_and_so_is_the_smallest_in_wh
     assert vllm_memory.base_bytes(MODEL, eight_bits.options) == 6_500_000_000 + 2 * 1_100_000_000
 
 
-def test_the_cache_has_blocks_of_the_widest_layers_keys(tmp_path: Path) -> None:
+def test_the_cache_has_blocks_of_the_widest_layers_keys(tmp_path):
     folder = vision_folders.folder_of(tmp_path / "gemma4", "gemma4")
     options = {"model": str(folder), "trust_remote_code": False, "revision": None, "dtype": "float32"}
     # Keys and values of 4 layers with 2 heads of 64; those with a window have heads of 32.

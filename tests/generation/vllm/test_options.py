@@ -1,7 +1,5 @@
 """Arguments of vLLM's engine that are passed through, and those that are refused, by name and without an import."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -38,14 +36,14 @@ def test_what_is_no_free_argument_is_refused_by_name(tmp_path, monkeypatch, caps
     assert not Path("run").exists()
 
 
-def test_free_arguments_are_taken_and_say_whether_they_round() -> None:
+def test_free_arguments_are_taken_and_say_whether_they_round():
     for name in FREE:
         vllm_engine(options={name: "x"}).check(plain_kernels=False)
     assert vllm_engine(options={"kv_cache_dtype": "fp8"}).rounds
     assert not vllm_engine(options={"attention_backend": "FLASH_ATTN"}).rounds
 
 
-def test_the_list_is_that_of_the_installed_vllm() -> None:
+def test_the_list_is_that_of_the_installed_vllm():
     options.arguments.cache_clear()
     before = "vllm" in sys.modules
     assert set(FREE) < set(options.arguments())
@@ -54,7 +52,7 @@ def test_the_list_is_that_of_the_installed_vllm() -> None:
     assert not set(FREE) & {*refused_settings("vllm")}
 
 
-def test_without_vllm_only_what_rlft_sets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_only_what_rlft_sets_is_refused(monkeypatch):
     options.arguments.cache_clear()
     monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
     try:
@@ -65,7 +63,7 @@ def test_without_vllm_only_what_rlft_sets_is_refused(monkeypatch: pytest.MonkeyP
         options.arguments.cache_clear()
 
 
-def test_modules_whose_adapters_vllm_cannot_merge_are_named() -> None:
+def test_modules_whose_adapters_vllm_cannot_merge_are_named():
     attention = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.mlp.gate"]
     engine = vllm_engine(weights="copy")
     assert engine.unserved(lambda: attention) is None

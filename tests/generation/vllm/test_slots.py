@@ -1,8 +1,6 @@
 """What the real vLLM holds of an adapter is read back and compared with what was published, in float32 and bfloat16."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -53,13 +51,13 @@ class Bench:
 
 
 @pytest.fixture(scope="module", params=[slow("float32"), "bfloat16"])
-def engine(request: pytest.FixtureRequest) -> Iterator[tuple[VLLMGenerator, torch.dtype]]:
+def engine(request):
     with closing(new_generator(dtype=request.param)) as generator:
         yield generator, getattr(torch, request.param)
 
 
 @pytest.fixture
-def bench(engine: tuple[VLLMGenerator, torch.dtype]) -> Bench:
+def bench(engine):
     (generator, dtype), trainer, notes = engine, Trainer(MODEL), list[str]()
     freshness = Freshness(SEQUENCES, limits_of(dtype), 1, notes.append)
     made = Bench(generator, trainer, freshness, notes, trainer.adapter(0))
@@ -68,21 +66,21 @@ def bench(engine: tuple[VLLMGenerator, torch.dtype]) -> Bench:
     return made
 
 
-def swapped(new: Adapter, first: str, second: str) -> Adapter:
+def swapped(new, first, second):
     """With the names of two modules exchanged."""
     names = {name: name.replace(first, "~").replace(second, first).replace("~", second) for name in new.weights}
     return replace(new, weights={names[name]: tensor for name, tensor in new.weights.items()})
 
 
-def only(adapter: Adapter, *parts: str) -> dict[str, torch.Tensor]:
+def only(adapter, *parts):
     return {name: tensor for name, tensor in adapter.weights.items() if any(part in name for part in parts)}
 
 
-def without(adapter: Adapter, part: str) -> dict[str, torch.Tensor]:
+def without(adapter, part):
     return {name: tensor for name, tensor in adapter.weights.items() if part not in name}
 
 
-def with_old(new: Adapter, old: Adapter, part: str) -> Adapter:
+def with_old(new, old, part):
     return replace(new, weights={**new.weights, **only(old, part)})
 
 
@@ -105,7 +103,7 @@ FAULTS: Mapping[str, tuple[Loaded, str]] = {
 
 
 @each("fault", FAULTS)
-def test_an_engine_that_loads_something_else_is_stopped_at_a_learning_rate_of_1e_6(bench: Bench, fault: str) -> None:
+def test_an_engine_that_loads_something_else_is_stopped_at_a_learning_rate_of_1e_6(bench, fault):
     loaded, said = FAULTS[fault]
     said = said.replace("version V", "version " + str(bench.published.version))
     with pytest.raises(StaleAdapterError, match=rf"^freshness: the engine does not hold policy version \d+: .*{said}"):
@@ -114,12 +112,12 @@ def test_an_engine_that_loads_something_else_is_stopped_at_a_learning_rate_of_1e
     assert not bench.notes
 
 
-def test_log_probs_alone_do_not_see_the_version_before(bench: Bench) -> None:
+def test_log_probs_alone_do_not_see_the_version_before(bench):
     """What the comparison of bits is for; the other faults of an adapter this large show in float32."""
     assert bench.check(version=bench.step().version) is not None
 
 
-def test_what_is_written_into_a_slot_is_seen_also_in_what_fills_up_the_rank(bench: Bench) -> None:
+def test_what_is_written_into_a_slot_is_seen_also_in_what_fills_up_the_rank(bench):
     """The adapter has rank 6, the slots 8."""
     [model] = bench.generator._llm.apply_model(lambda model: model)
     for part, stacked, place in (
@@ -135,7 +133,7 @@ def test_what_is_written_into_a_slot_is_seen_also_in_what_fills_up_the_rank(benc
             bench.check(bench.published)
 
 
-def test_a_prefix_cache_of_an_earlier_version_is_seen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_cache_of_an_earlier_version_is_seen(bench, monkeypatch):
     prompts = [Prompt(id="0", messages=(), answer="", token_ids=tuple(range(10, 80)))]
     bench.generator.sample(prompts, 2, [0], Sampling(max_tokens=2, temperature=1.0))
     with monkeypatch.context() as patched:
@@ -145,7 +143,7 @@ def test_a_prefix_cache_of_an_earlier_version_is_seen(bench: Bench, monkeypatch:
     bench.publish()
 
 
-def test_adapters_on_some_layers_are_compared_on_these(bench: Bench) -> None:
+def test_adapters_on_some_layers_are_compared_on_these(bench):
     for names in (("q_proj",), ("v_proj", "up_proj"), ("down_proj", "o_proj", "gate_proj")):
         new = bench.step()
         adapter = replace(new, weights=only(new, *names))
@@ -206,7 +204,7 @@ class OneLayer(torch.nn.Module):
     )
 
 
-def test_a_layer_whose_part_has_several_slices_is_read_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_whose_part_has_several_slices_is_read_as_one(monkeypatch):
     rows = {f"{PREFIX}first": 8, f"{PREFIX}second": 6}
     first_down, first_up, second_down, second_up = read_slots(OneLayer(), 7, rows).values()
     assert (first_down.sum(), first_up[:, 0].tolist()) == (40, [4.0] * 4 + [2.0] * 4)

@@ -3,9 +3,7 @@
 One teacher is started for the module.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +43,7 @@ class FakeLLM:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+def fake(monkeypatch):
     """Opens teachers over a FakeLLM; the arguments of vLLM's engine come with them."""
     given: dict[str, Any] = {}
     llm = FakeLLM()
@@ -73,7 +71,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     return opened
 
 
-def test_it_has_room_for_the_longest_row_and_the_token_after_it_and_its_share_of_a_gpu(fake: Any) -> None:
+def test_it_has_room_for_the_longest_row_and_the_token_after_it_and_its_share_of_a_gpu(fake):
     _, _, given = fake()
     assert (given["max_model_len"], given["max_num_batched_tokens"]) == (71, TEACHER_BATCHED_TOKENS)
     assert (given["enable_prefix_caching"], given["enable_chunked_prefill"]) == (False, False)
@@ -85,7 +83,7 @@ def test_it_has_room_for_the_longest_row_and_the_token_after_it_and_its_share_of
     assert (given["max_num_batched_tokens"], given["enable_chunked_prefill"]) == (TEACHER_BATCHED_TOKENS, True)
 
 
-def test_tokens_that_no_tokenizer_has_are_not_among_the_most_likely_and_others_are_asked_for(fake: Any) -> None:
+def test_tokens_that_no_tokenizer_has_are_not_among_the_most_likely_and_others_are_asked_for(fake):
     """Of the three most likely two are 6 and 7, beyond the student's vocabulary: the row is asked again, for six."""
     teacher, llm, _ = fake()
     [(own, ids, logprobs)] = teacher.logprobs([[1, 2, 3]], 3, 6)
@@ -99,7 +97,7 @@ def test_tokens_that_no_tokenizer_has_are_not_among_the_most_likely_and_others_a
     assert ids.tolist() == [[4, 3, 2, 1, 0]]
 
 
-def test_most_likely_tokens_keep_their_order_where_others_stand_between() -> None:
+def test_most_likely_tokens_keep_their_order_where_others_stand_between():
     ids, logprobs = torch.tensor([[0, 9, 2, 8, 1], [0, 3, 4, 9, 5]]), -torch.arange(10.0).view(2, 5)
     found = _within(ids, logprobs, 2, 6)
     assert found is not None
@@ -108,7 +106,7 @@ def test_most_likely_tokens_keep_their_order_where_others_stand_between() -> Non
     assert _within(ids[:, :1], logprobs[:, :1], 0, 6)[1].shape == (2, 0)  # type: ignore[index]
 
 
-def test_rows_that_it_was_not_made_for_and_any_of_a_closed_one_are_an_error(fake: Any) -> None:
+def test_rows_that_it_was_not_made_for_and_any_of_a_closed_one_are_an_error(fake):
     teacher, _, _ = fake()
     for row in ([4], list(range(71))):
         with pytest.raises(ValueError, match=rf"2 \.\. 70 tokens, not {len(row)}"):
@@ -136,14 +134,14 @@ def test_the_longest_row_is_computed_before_the_first_step_and_an_engine_that_ca
 
 # -- with the engine -------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def teacher() -> Iterator[VLLMTeacher]:
+def teacher():
     live = VLLMTeacher(SETTINGS)
     yield live
     live.close()
 
 
 @pytest.fixture(scope="module")
-def by_transformers() -> Any:
+def by_transformers():
     """Log-probs `[T - 1, V]` of one row."""
     model = AutoModelForCausalLM.from_pretrained(SETTINGS.model_path, dtype=torch.float32).eval()
 
@@ -155,7 +153,7 @@ def by_transformers() -> Any:
 
 
 @pytest.mark.parametrize("top_k", [0, 16])
-def test_the_log_probs_are_those_of_transformers(teacher: VLLMTeacher, by_transformers: Any, top_k: int) -> None:
+def test_the_log_probs_are_those_of_transformers(teacher, by_transformers, top_k):
     """16 of 272: the k-th log-prob is compared and not the token, since two may be equal but for a rounding."""
     for row, (own, ids, most_likely) in zip(ROWS, teacher.logprobs(ROWS, top_k, 272), strict=True):
         expected = by_transformers(row)
@@ -169,7 +167,7 @@ def test_the_log_probs_are_those_of_transformers(teacher: VLLMTeacher, by_transf
     torch.testing.assert_close(most_likely, smaller.values, rtol=0, atol=TOLERANCE)
 
 
-def test_the_same_rows_in_the_same_order_have_the_same_bits(teacher: VLLMTeacher) -> None:
+def test_the_same_rows_in_the_same_order_have_the_same_bits(teacher):
     first = teacher.logprobs(ROWS, 4, 272)
     teacher.logprobs(ROWS[::-1], 0, 272)  # nothing of another call is left
     for one, other in zip(first, teacher.logprobs(ROWS, 4, 272), strict=True):
@@ -177,7 +175,7 @@ def test_the_same_rows_in_the_same_order_have_the_same_bits(teacher: VLLMTeacher
 
 
 @pytest.mark.slow
-def test_the_policys_engine_works_beside_it_and_after_it(teacher: VLLMTeacher, by_transformers: Any) -> None:
+def test_the_policys_engine_works_beside_it_and_after_it(teacher, by_transformers):
     """The policy's base is another model; a second teacher ends before both."""
     row, model = ROWS[3], AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-chains", dtype=torch.float32).eval()
     [expected] = logprobs_of(model, [row])

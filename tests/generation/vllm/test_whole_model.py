@@ -1,8 +1,6 @@
 """All weights of a model in the real vLLM engine: loaded in place, read back bit for bit; which faults are seen."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,7 @@ from slow_cases import slow
 from torch import Tensor
 
 import rlft
-from rlft.config.schema import RunConfig
 from rlft.generation.vllm import generator as vllm_generator, whole_model
-from rlft.generation.vllm.generator import VLLMGenerator
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.model.backbone import read_backbone
 from rlft.model.full_weights import WholeModel
@@ -30,14 +26,14 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[VLLMGenerator]:
+def engine():
     """A model whose output head is tied to its embeddings."""
     with closing(open_vllm(ASSETS / "tiny-arithmetic", lora_rank=None)) as generator:
         yield generator
 
 
 @pytest.fixture
-def make_policy(run_config: Callable[..., RunConfig]) -> Callable[[Path], WholeModel]:
+def make_policy(run_config):
     return lambda path: WholeModel(read_backbone(run_config(f"model.path={path}", "model.device=cpu").model))
 
 
@@ -50,7 +46,7 @@ def moved(policy: WholeModel, seed: int) -> None:
         parameter.view(-1)[:4] = torch.tensor([0.0, -0.0, 0.0, -0.0])
 
 
-def fresh(notes: list[str] | None = None) -> Freshness:
+def fresh(notes=None):
     return Freshness(TEXTS, TOLERANCE, 1, [].append if notes is None else notes.append)
 
 

@@ -1,7 +1,5 @@
 """Attention over a packed row against its definition, and what each layer says of its own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -254,7 +252,7 @@ COMPLETIONS = [[[9, 30, 31, 2, 55, 7], [70, 71, 72, 73, 74, 75]], [[61, 80, 81, 
     [*QUICK.items(), *(slow(kind, fields) for kind, fields in OTHERS.items())],
     ids=[*QUICK, *OTHERS],
 )
-def test_packed_rows_and_decoding_are_the_models_own_eager_rows(kind, fields, make_batch, plain) -> None:
+def test_packed_rows_and_decoding_are_the_models_own_eager_rows(kind, fields, make_batch, plain):
     model = random_model(kind, fields)
     batch = make_batch(
         [(u, prompt, own) for u, prompt in enumerate(PROMPTS) for own in [*COMPLETIONS[u], COMPLETIONS[u][0][:1]]]

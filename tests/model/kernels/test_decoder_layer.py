@@ -1,13 +1,10 @@
 """Decoder layers over a packed row: the log-probs and gradients of the modules called one by one, from fewer tensors
 and, in the last layer, fewer rows; layers and modules that do more are left alone."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -332,15 +329,15 @@ SHAPES = {"attention": [QUERIES, KEYS, KEYS, QUERIES[::-1]], "mlp": [(INNER, HID
 """{branch: (out, in) of each of its layers}."""
 
 
-def made(*shape: int) -> Tensor:
+def made(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def frozen(size: int) -> nn.Parameter:
+def frozen(size):
     return nn.Parameter(made(size), requires_grad=False)
 
 
-def layers_of(branch: str, adapted: str) -> tuple[Layers, Layers]:
+def layers_of(branch, adapted):
     """adapted: a 1 for each layer that has an adapter; every other layer has a bias. The same without and with sums of
     the base and the adapter's product."""
     plain, summed, learned = [], [], []
@@ -357,12 +354,12 @@ def layers_of(branch: str, adapted: str) -> tuple[Layers, Layers]:
     return Layers(plain, learned), Layers(summed, learned)
 
 
-def gradients_of(y: Tensor, x: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+def gradients_of(y, x, layers):
     weights = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     return torch.autograd.grad((weights * y).sum(), [x, *layers.learned])
 
 
-def branch_of(name: str, head_norms: bool = False) -> Callable[[Tensor, Layers], Tensor]:
+def branch_of(name, head_norms=False):
     """The attention or the MLP of a layer, whose norms and positions are the same in each call."""
     norm = Norm(frozen(HIDDEN), 1e-5)
     if name == "mlp":
@@ -392,7 +389,7 @@ def test_sums_that_are_lent_and_passes_without_gradient_give_the_same(branch, ad
         torch.testing.assert_close(compute(x, plain), expected, rtol=1e-11, atol=1e-11)
 
 
-def test_the_gradient_that_comes_in_is_left_as_it_is() -> None:
+def test_the_gradient_that_comes_in_is_left_as_it_is():
     x = made(1, 5, HIDDEN).requires_grad_()
     y = decoder_layer.mlp_branch(x, Norm(made(HIDDEN), 1e-6), layers_of("mlp", "111")[0])
     grad = torch.randn_like(y)
@@ -401,7 +398,7 @@ def test_the_gradient_that_comes_in_is_left_as_it_is() -> None:
     assert torch.equal(grad, before)
 
 
-def test_an_input_without_gradient_gets_none() -> None:
+def test_an_input_without_gradient_gets_none():
     """The first layer's, which comes from a frozen embedding."""
     torch.manual_seed(0)
     x, layers = made(1, 5, HIDDEN), layers_of("mlp", "111")[0]

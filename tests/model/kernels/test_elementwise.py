@@ -1,7 +1,5 @@
 """Norms, MLPs and rotary positions against the modules they stand for, and as torch compiles their chains of steps."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -130,7 +128,7 @@ def test_a_gelu_of_small_numbers_is_not_taken_for_a_silu_in_16_bits(random_model
 
 
 @pytest.mark.parametrize("adds_one", [False, True])
-def test_norms_in_16_bits_are_rounded_where_transformers_rounds_them_and_nowhere_else(adds_one: bool) -> None:
+def test_norms_in_16_bits_are_rounded_where_transformers_rounds_them_and_nowhere_else(adds_one):
     dice = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(n, 48, generator=dice).bfloat16() for n in (50, 1, 50))
     norm = Norm(weight[0], 1e-6, adds_one)
@@ -148,14 +146,14 @@ def test_norms_in_16_bits_are_rounded_where_transformers_rounds_them_and_nowhere
     assert ((found.double() - slope).abs() <= 1.01 * 2**-8 * slope.abs() + 1e-5).all()
 
 
-def test_a_norm_outside_a_branch_is_one_function_in_16_bits_too(random_model, gpu) -> None:
+def test_a_norm_outside_a_branch_is_one_function_in_16_bits_too(random_model, gpu):
     model = random_model("llama", dtype=torch.bfloat16)
     elementwise.install(model)
     x = torch.ones(1, 2, 32, dtype=torch.bfloat16, requires_grad=True)
     assert type(model.base_model.norm(x).grad_fn).__name__ == "_RMSNormBackward"
 
 
-def fused_calls(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def fused_calls(dtype):
     """Arguments of every function that is compiled on a GPU, in this dtype, by its name."""
     dice = torch.Generator().manual_seed(0)
 
@@ -188,7 +186,7 @@ OF_EACH_KIND = ("norm_gradient and another", "merge_into", "_logprobs")
 
 
 @pytest.mark.parametrize("name", [name if name in OF_EACH_KIND else slow(name) for name in fused_calls(torch.bfloat16)])
-def test_fused_steps_are_one_graph_and_give_the_same(name) -> None:
+def test_fused_steps_are_one_graph_and_give_the_same(name):
     """Traced as for a GPU, without generating its code: nothing breaks the graph, and what is done in place stays
     right. Two numbers rounded once more or once less: two units of bfloat16's last place."""
     function, *args = fused_calls(torch.bfloat16)[name]
@@ -203,7 +201,7 @@ def test_fused_steps_are_one_graph_and_give_the_same(name) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0 if one is None else 2**-7 * float(other.abs().max()))
 
 
-def test_a_function_is_compiled_once_for_all_numbers_of_tokens_and_anew_for_another_width(monkeypatch) -> None:
+def test_a_function_is_compiled_once_for_all_numbers_of_tokens_and_anew_for_another_width(monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiler(function, backend=counter))
@@ -217,7 +215,7 @@ def test_a_function_is_compiled_once_for_all_numbers_of_tokens_and_anew_for_anot
             assert counter.frame_count == graphs
 
 
-def test_a_function_is_compiled_for_a_gpu_alone_and_once(monkeypatch) -> None:
+def test_a_function_is_compiled_for_a_gpu_alone_and_once(monkeypatch):
     made: list[str] = []
 
     def compiler(function: Any, **_: Any) -> Any:
@@ -237,7 +235,7 @@ def test_a_function_is_compiled_for_a_gpu_alone_and_once(monkeypatch) -> None:
     assert made == ["plain"]
 
 
-def test_a_gpu_that_torch_cannot_compile_for_is_named_and_computes_step_by_step(monkeypatch) -> None:
+def test_a_gpu_that_torch_cannot_compile_for_is_named_and_computes_step_by_step(monkeypatch):
     def broken(*args: Any, **_: Any) -> Any:
         raise RuntimeError("Cannot find a working triton installation.\nmore")
 
@@ -249,7 +247,7 @@ def test_a_gpu_that_torch_cannot_compile_for_is_named_and_computes_step_by_step(
     elementwise.obstacle.cache_clear()
 
 
-def test_a_gpu_without_memory_is_no_reason_to_compute_step_by_step(monkeypatch) -> None:
+def test_a_gpu_without_memory_is_no_reason_to_compute_step_by_step(monkeypatch):
     def full(*args: Any, **_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -1,7 +1,5 @@
 """Room for keys and values that stays where it is, and what is left of it where there is no memory for more."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,15 +13,15 @@ class Scarce(torch.Tensor):
         raise torch.OutOfMemoryError("none")
 
 
-def keys_of(tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def keys_of(tokens):
     return [(torch.ones(tokens, 2, 4), torch.ones(tokens, 2, 4)) for _ in range(3)]
 
 
-def places(keys: FixedKeys) -> list[int]:
+def places(keys):
     return [x.data_ptr() for x in keys.tensors]
 
 
-def test_room_stays_where_it_is_until_more_is_needed() -> None:
+def test_room_stays_where_it_is_until_more_is_needed():
     keys = FixedKeys()
     keys.fit(8, 16, 2, keys_of(80))
     assert keys.sizes == (8, 16, 2, 80)
@@ -39,7 +37,7 @@ def test_room_stays_where_it_is_until_more_is_needed() -> None:
 
 
 @pytest.mark.parametrize("scarce", range(6))
-def test_without_memory_for_more_there_is_no_room_at_all_and_the_next_batch_makes_its_own(scarce: int) -> None:
+def test_without_memory_for_more_there_is_no_room_at_all_and_the_next_batch_makes_its_own(scarce):
     keys = FixedKeys()
     keys.fit(8, 16, 2, keys_of(80))
     pairs = [list(pair) for pair in keys_of(200)]

@@ -1,7 +1,5 @@
 """The attention of CUDA GPUs, run on a CPU through stand-ins for its operators, against attention through a mask."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ from rlft.model.kernels import attention, flash_attention
 from rlft.model.kernels.attention import RowAttention, attention_of_layers, on_this_device
 from rlft.model.kernels.flash_attention import backward_scratch, obstacle, row_lengths
 from rlft.model.kernels.split_attention import Scoring, make_blocks
-from rlft.model.packing import PackedRows, pack
+from rlft.model.packing import pack
 
 ROWS = [
     (0, [5, 6, 7, 8], [20, 21]), (0, [5, 6, 7, 8], [22, 23, 24]), (0, [5, 6, 7, 8], []),
@@ -24,11 +22,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def packed(make_batch) -> PackedRows:
+def packed(make_batch):
     return pack(make_batch(ROWS), prompts_first=True)
 
 
-def tensors_of(packed: PackedRows, key_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def tensors_of(packed, key_heads, dtype):
     dice = torch.Generator().manual_seed(0)
     shapes = [(packed.num_tokens, heads, 8) for heads in (4, key_heads, key_heads)]
     return [torch.randn(s, generator=dice, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]

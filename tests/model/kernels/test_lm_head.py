@@ -1,7 +1,5 @@
 """Log-probs and entropies through the LM head, with gradients known in the forward, against plain autograd."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import torch

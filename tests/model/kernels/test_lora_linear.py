@@ -1,9 +1,6 @@
 """The fused LoRA layer against PEFT's own, and what it leaves to it."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -294,12 +291,12 @@ class Linear4bit(nn.Linear):
         return nn.functional.linear(x, dequantize_4bit(self.weight, self.weight.quant_state), self.bias)
 
 
-def dequantize_4bit(numbers: Tensor, state: Any) -> Tensor:
+def dequantize_4bit(numbers, state):
     return ((numbers.float() - (LEVELS - 1) / 2) * state.scale).view(state.shape).to(state.dtype)
 
 
 @pytest.fixture
-def quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Linear], nn.Linear]:
+def quantized(monkeypatch):
     """Makes a layer of a plain one that has its weights in 4 bits."""
     try:
         import bitsandbytes  # pyright: ignore[reportMissingImports]
@@ -332,11 +329,11 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Linear], nn.Linea
     return by_stand_in
 
 
-def weight_of(layer: Any) -> Tensor:
+def weight_of(layer):
     return sys.modules["bitsandbytes"].functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
-def adapted(model: Any, targets: Any, **settings: Any) -> Any:
+def adapted(model, targets, **settings):
     """With an adapter whose matrices are float32 and random."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings)
     lora_linear.install(config)
@@ -349,7 +346,7 @@ def adapted(model: Any, targets: Any, **settings: Any) -> Any:
 
 
 @pytest.fixture
-def on_both_bases(quantized, random_model) -> Callable[[torch.dtype], list[Any]]:
+def on_both_bases(quantized, random_model):
     """Builds a random model with rlft's kernels on a base in 4 bits, and on a plain one with the weights of these."""
 
     def build(dtype: torch.dtype) -> list[Any]:

@@ -1,7 +1,5 @@
 """Decoding with each prompt's keys once, on a CPU and, through stand-ins for flash attention, as a CUDA GPU does it."""
 
-from __future__ import annotations
-
 import flash_stand_in
 import pytest
 import torch

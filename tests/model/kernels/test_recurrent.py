@@ -1,7 +1,5 @@
 """Recurrent layers over packed rows: what transformers computes of each row by itself."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import inspect
 import sys
@@ -23,7 +21,6 @@ from rlft.model.forward import choose, packed_forward, padded_forward
 from rlft.model.kernels import recurrent, selection, split_attention
 from rlft.model.packing import pack
 from rlft.model.roles import POLICY, Roles
-from rlft.types import Batch
 
 KINDS = [kind for kind in hybrid_models.known() if kind not in ("falcon_mamba", "jamba", "mamba", "zaya")]
 QUICK = ["bamba", "lfm2", "qwen3_5_text"]
@@ -31,7 +28,7 @@ QUICK = ["bamba", "lfm2", "qwen3_5_text"]
 
 
 @pytest.fixture
-def build(on_base, make_roles) -> Callable[..., Roles]:
+def build(on_base, make_roles):
     """A policy that differs from its random base, with these kernels."""
 
     def make(kind: str, choice: KernelChoice) -> Roles:
@@ -46,7 +43,7 @@ def build(on_base, make_roles) -> Callable[..., Roles]:
 
 
 @pytest.fixture
-def batch(make_batch) -> Batch:
+def batch(make_batch):
     """Prompts shorter than a convolution and longer than a chunk, completions of one and of no token."""
     dice = torch.Generator().manual_seed(0)
 
@@ -59,7 +56,7 @@ def batch(make_batch) -> Batch:
 
 
 @pytest.fixture
-def results(weighted) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+def results(weighted):
     """(log-probs, gradients of the policy)."""
 
     def compute(roles: Roles, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -74,7 +71,7 @@ def results(weighted) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
     return compute
 
 
-def check(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+def check(found, expected):
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=5e-5)
     largest = max(g.abs().max() for g in expected[1].values())
     for name, gradient in expected[1].items():
@@ -82,7 +79,7 @@ def check(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[
 
 
 @pytest.mark.parametrize("kind", [kind if kind in QUICK else slow(kind) for kind in KINDS])
-def test_packed_rows_have_the_logprobs_and_gradients_of_rows_run_one_by_one(kind, build, plain, batch, results) -> None:
+def test_packed_rows_have_the_logprobs_and_gradients_of_rows_run_one_by_one(kind, build, plain, batch, results):
     roles = build(kind, KernelChoice.plain)
     expected = results(roles, lambda: plain(roles.model, batch)[0])
     roles = build(kind, KernelChoice.auto)
@@ -94,7 +91,7 @@ def test_packed_rows_have_the_logprobs_and_gradients_of_rows_run_one_by_one(kind
 
 
 @pytest.mark.parametrize("kind", QUICK)
-def test_rows_with_branches_have_the_numbers_of_their_paths(kind, build, tree_batch, results, monkeypatch) -> None:
+def test_rows_with_branches_have_the_numbers_of_their_paths(kind, build, tree_batch, results, monkeypatch):
     trees, _, _ = tree_batch
     monkeypatch.setattr(split_attention, "SMALL_BLOCK", 0)  # runs of other lengths go through the layers apart
     roles = build(kind, KernelChoice.auto)
@@ -105,7 +102,7 @@ def test_rows_with_branches_have_the_numbers_of_their_paths(kind, build, tree_ba
 
 
 @each("bias", [True, False])
-def test_padding_before_a_prompt_does_not_reach_its_state(bias, make_batch) -> None:
+def test_padding_before_a_prompt_does_not_reach_its_state(bias, make_batch):
     """A projection with a bias makes inputs of the convolution from padding that are not 0."""
     model = hybrid_models.random_model("lfm2", conv_bias=bias)
     selection.install(model, KernelChoice.auto, own_attention=True)
@@ -117,7 +114,7 @@ def test_padding_before_a_prompt_does_not_reach_its_state(bias, make_batch) -> N
 
 
 @each("kind", QUICK)
-def test_no_token_of_a_prompt_is_computed_twice(kind, make_batch) -> None:
+def test_no_token_of_a_prompt_is_computed_twice(kind, make_batch):
     model = hybrid_models.random_model(kind)
     selection.install(model, KernelChoice.auto, own_attention=True)
     mixer = next(m for m in model.modules() if any(isinstance(child, torch.nn.Conv1d) for child in m.children()))
@@ -131,12 +128,12 @@ def test_no_token_of_a_prompt_is_computed_twice(kind, make_batch) -> None:
 
 
 @each("kind", sorted({"falcon_mamba", "jamba", "mamba", "zaya"}.intersection(hybrid_models.known())))
-def test_a_layer_that_cannot_begin_with_a_state_is_named(kind) -> None:
+def test_a_layer_that_cannot_begin_with_a_state_is_named(kind):
     reason = recurrent.obstacle(hybrid_models.random_model(kind))
     assert str(reason).endswith("cannot begin several tokens with a given state"), kind
 
 
-def test_a_residual_stream_in_float32_reaches_a_head_in_16_bits() -> None:
+def test_a_residual_stream_in_float32_reaches_a_head_in_16_bits():
     model = hybrid_models.random_model("mamba2").to(torch.bfloat16)
     kernels = selection.install(model, KernelChoice.auto, own_attention=True)
     assert choose(model, kernels).packed
@@ -152,7 +149,7 @@ def on_a_gpu(query, *args, **kwargs):
 
 
 @pytest.fixture
-def package(monkeypatch) -> ModuleType:
+def package(monkeypatch):
     """A flash-linear-attention that computes on a GPU alone, which transformers' Qwen3.5 has imported."""
     fla = ModuleType("fla")
     fla.chunk_gated_delta_rule = on_a_gpu

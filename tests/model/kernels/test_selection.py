@@ -1,9 +1,6 @@
 """The door to the kernels: what a model gets and why, and that it computes the same with them and without."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +9,7 @@ import peft
 import pytest
 import torch
 from slow_cases import slow, slow_but
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlft.config.model import CriticKind, KernelChoice
@@ -29,7 +26,7 @@ from rlft.model.kernels.decoder_layer import FAMILIES, TESTED
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.kernels.selection import decide
 from rlft.model.roles import POLICY, Roles
-from rlft.types import Batch, Sampling
+from rlft.types import Sampling
 
 BOTH = (KernelChoice.auto, KernelChoice.plain)
 ONE_LAYER = r".*layers\.1\..*(q_proj|down_proj)"
@@ -58,7 +55,7 @@ QUICK = (
 
 
 @pytest.fixture
-def build(random_model, on_base) -> Callable[..., Backbone]:
+def build(random_model, on_base):
     """A random model as `read_backbone` leaves it, with these kernels; exact: of the same weights in float64."""
 
     def make(kind: str, choice: KernelChoice, *, exact: bool = False, **keys: Any) -> Backbone:
@@ -70,14 +67,14 @@ def build(random_model, on_base) -> Callable[..., Backbone]:
     return make
 
 
-def forwards_of_rlft(model: nn.Module) -> list[str]:
+def forwards_of_rlft(model):
     """Everything in the model that is not transformers' or PEFT's: forwards that were replaced, and layers of ours."""
     named = list(model.named_modules())
     replaced = [name for name, module in named if "forward" in vars(module)]
     return replaced + [name for name, module in named if type(module).__module__.startswith("rlft.model.kernels")]
 
 
-def close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def close(found, expected, tolerance=1e-5):
     """Each to this share of the largest number of its kind (what stands before the first slash)."""
     assert found.keys() == expected.keys()
     largest: dict[str, float] = {}
@@ -90,7 +87,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
         torch.testing.assert_close(tensor / scale, expected[name] / scale, rtol=0, atol=tolerance)
 
 
-def gradients(roles: Roles, role: str) -> dict[str, Tensor]:
+def gradients(roles, role):
     found = {f"gradient of {role}/{name}": p.grad for name, p in roles.named_parameters(role) if p.grad is not None}
     for _, parameter in roles.named_parameters(role):
         parameter.grad = None
@@ -98,7 +95,7 @@ def gradients(roles: Roles, role: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def learned(make_roles, weighted, awkward_batch: Batch) -> Callable[..., dict[str, Tensor]]:
+def learned(make_roles, weighted, awkward_batch):
     """Log-probs, entropy and gradients of a policy on this base, and the log-probs of the base."""
 
     def compute(base: Backbone, seed: int = 0, **adapter: Any) -> dict[str, Tensor]:
@@ -129,13 +126,13 @@ def learned(make_roles, weighted, awkward_batch: Batch) -> Callable[..., dict[st
 
 
 # -- the same numbers ------------------------------------------------------------------------------------------------
-def test_every_model_type_with_kernels_is_among_the_shapes(random_model) -> None:
+def test_every_model_type_with_kernels_is_among_the_shapes(random_model):
     assert FAMILIES.keys() <= {random_model(kind, **keys).config.model_type for kind, keys, _ in SHAPES.values()}
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
 @pytest.mark.parametrize("shape", [shape if shape in QUICK else slow(shape) for shape in SHAPES])
-def test_log_probs_and_gradients_are_the_same_with_kernels_and_without(shape, build, learned) -> None:
+def test_log_probs_and_gradients_are_the_same_with_kernels_and_without(shape, build, learned):
     kind, keys, adapter = SHAPES[shape]
     bases = [build(kind, choice, **keys) for choice in BOTH]
     found = [learned(base, **adapter) for base in bases]
@@ -148,7 +145,7 @@ def test_log_probs_and_gradients_are_the_same_with_kernels_and_without(shape, bu
     "family",
     ["llama_one_kv_head", "qwen3", "gemma", *map(slow, ("llama", "qwen2", "qwen2_5_vl", "qwen3_vl", "mistral"))],
 )
-def test_on_a_gpu_they_are_those_of_a_cpu(family, build, learned, request) -> None:
+def test_on_a_gpu_they_are_those_of_a_cpu(family, build, learned, request):
     """Whole branches, and flash attention by stand-ins for its operators, in float64; those of a CPU are held to their
     formulas to 1e-11, while transformers' own norms are made in float32 even then."""
     theirs = learned(build(family, KernelChoice.auto, dtype=torch.float64))
@@ -182,7 +179,7 @@ def test_on_a_gpu_in_bfloat16_they_are_as_near_to_the_truth_as_the_models_own_mo
             assert mine <= 0.82 * 2**-9 * roundings**0.5, kind
 
 
-def error_of_each_kind(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+def error_of_each_kind(found, exact):
     """Of log-probs, entropy, and gradients of A and B: the norm of the error, in units of the exact numbers'."""
     result = {}
     for kind in ("log-probs", "entropy", "lora_A", "lora_B"):
@@ -193,7 +190,7 @@ def error_of_each_kind(found: dict[str, Tensor], exact: dict[str, Tensor]) -> di
 
 
 @pytest.mark.parametrize("kind", slow_but("llama_one_kv_head", ["llama_one_kv_head", "qwen2", "qwen3", "gemma"]))
-def test_gradients_of_the_models_own_weights_are_the_same(kind, build, weighted, awkward_batch: Batch) -> None:
+def test_gradients_of_the_models_own_weights_are_the_same(kind, build, weighted, awkward_batch):
     found = []
     for choice in BOTH:
         whole = WholeModel(build(kind, choice))
@@ -207,7 +204,7 @@ def test_gradients_of_the_models_own_weights_are_the_same(kind, build, weighted,
 
 
 @pytest.mark.parametrize("kind", slow_but("mistral_window", ["qwen3", "mistral_window", "gemma"]))
-def test_completions_are_the_same_and_so_are_their_log_probs(kind, build, make_roles, make_prompt) -> None:
+def test_completions_are_the_same_and_so_are_their_log_probs(kind, build, make_roles, make_prompt):
     prompts = [replace(make_prompt("p", "0"), token_ids=(3, 17, 5)), replace(make_prompt("q", "0"), token_ids=(11, 4))]
     found, tokens = [], []
     for choice in BOTH:
@@ -227,13 +224,13 @@ def test_completions_are_the_same_and_so_are_their_log_probs(kind, build, make_r
 
 
 # -- what a model gets, and why --------------------------------------------------------------------------------------
-def test_the_embedded_model_has_kernels_and_says_for_what(backbone) -> None:
+def test_the_embedded_model_has_kernels_and_says_for_what(backbone):
     decision = backbone.kernels.decision
     assert (decision.choice, decision.requested) == (KernelChoice.auto, True)
     assert decision.reason == f"qwen2 with transformers {selection.transformers.__version__}"
 
 
-def test_plain_is_transformers_and_peft_as_they_come(model_config, make_roles) -> None:
+def test_plain_is_transformers_and_peft_as_they_come(model_config, make_roles):
     loaded = load_backbone.__wrapped__(model_config(kernels=KernelChoice.plain))
     assert not forwards_of_rlft(loaded.model)
     assert loaded.model.config._attn_implementation == "sdpa"
@@ -248,7 +245,7 @@ def test_plain_is_transformers_and_peft_as_they_come(model_config, make_roles) -
 
 
 @pytest.mark.parametrize("version", ["5.16.4", "5.25.0", "6.0.0", "5.25.0.dev0", "nightly"])
-def test_an_untested_release_of_transformers_falls_back_by_name(version, build, make_roles, monkeypatch) -> None:
+def test_an_untested_release_of_transformers_falls_back_by_name(version, build, make_roles, monkeypatch):
     monkeypatch.setattr(selection.transformers, "__version__", version)
     loaded = build("qwen2", KernelChoice.auto)
     decision = loaded.kernels.decision
@@ -264,7 +261,7 @@ def test_an_untested_release_of_transformers_falls_back_by_name(version, build, 
 
 def test_a_known_architecture_that_computes_otherwise_is_found_out_by_its_numbers(
     build, make_roles, awkward_batch, monkeypatch
-) -> None:
+):
     """A release whose attention has changed: ours is not what the model's own modules give."""
     own = build("llama", KernelChoice.plain)
     expected = choose(own.model, own.kernels)(awkward_batch, 1.0).logprobs
@@ -283,7 +280,7 @@ def test_a_known_architecture_that_computes_otherwise_is_found_out_by_its_number
     torch.testing.assert_close(roles.logprobs(awkward_batch, None), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_switched_off_the_modules_are_transformers_own_and_afterwards_ours(build) -> None:
+def test_switched_off_the_modules_are_transformers_own_and_afterwards_ours(build):
     loaded = build("qwen3", KernelChoice.auto)
     ours = forwards_of_rlft(loaded.model)
     assert ours
@@ -292,7 +289,7 @@ def test_switched_off_the_modules_are_transformers_own_and_afterwards_ours(build
     assert forwards_of_rlft(loaded.model) == ours
 
 
-def test_another_attention_that_was_asked_for_is_kept_with_the_other_kernels(random_model) -> None:
+def test_another_attention_that_was_asked_for_is_kept_with_the_other_kernels(random_model):
     model = random_model("llama")
     model.set_attn_implementation("sdpa")
     kernels = selection.install(model, KernelChoice.auto, own_attention=False)
@@ -302,7 +299,7 @@ def test_another_attention_that_was_asked_for_is_kept_with_the_other_kernels(ran
     assert kernels.decision.choice is KernelChoice.auto
 
 
-def test_the_comparison_is_with_the_models_own_modules(build, monkeypatch) -> None:
+def test_the_comparison_is_with_the_models_own_modules(build, monkeypatch):
     """Not with those that were replaced, whose error both sides would share."""
     loaded, seen, plain = build("qwen2", KernelChoice.auto), [], forward.padded_forward
     monkeypatch.setattr(

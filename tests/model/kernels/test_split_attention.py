@@ -1,7 +1,5 @@
 """Attention in blocks: every pair that a packed row wants, once, and no other; forward and backward against a mask."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from itertools import product

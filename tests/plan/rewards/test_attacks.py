@@ -1,7 +1,5 @@
 """The texts with which rewards are tried: what is called right is right, and what is called wrong is not."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from in_one_test import each
@@ -26,7 +24,7 @@ TEXTS = ("Paris", "B", "True", "correct", "x^2+1", "(1,2)", "Alan Turing", "ja",
 TAG = Form(name="in a tag", template="<answer>{}</answer>", thinks="think")
 
 
-def aim(gold: str, form: Form = TAG, **fields: object) -> Aim:
+def aim(gold, form=TAG, **fields):
     wrong = "4711" if gold != "4711" else "9"
     return dataclasses.replace(
         Aim(question="How many?", gold=gold, wrong=wrong, form=form, rewards=("mine",), special=("<|end|>",)), **fields
@@ -34,7 +32,7 @@ def aim(gold: str, form: Form = TAG, **fields: object) -> Aim:
 
 
 @each("gold", ["x = y", "y = -x", r"$ \pi $", r"\text{ yes }", r"\pi \text{ m}", "Paris .", "Alan Mathison Turing"])
-def test_words_are_tried_alone_where_all_are_plain_words(gold: str) -> None:
+def test_words_are_tried_alone_where_all_are_plain_words(gold):
     tried = {kind: text for kind, text in wrong_answers(gold).items() if "word alone" in kind and text}
     assert bool(tried) == gold.startswith("Alan")
     equal = [text for text in tried.values() if compared(text, gold, unevaluated=False, max_chars=100)]
@@ -42,7 +40,7 @@ def test_words_are_tried_alone_where_all_are_plain_words(gold: str) -> None:
 
 
 @each("gold", [gold for gold in NUMBERS if value(gold) is not None])
-def test_a_wrong_number_is_not_the_gold_in_another_notation(gold: str) -> None:
+def test_a_wrong_number_is_not_the_gold_in_another_notation(gold):
     wrong = [text for text in wrong_answers(gold).values() if is_another(text, [gold])]
     assert len(wrong) >= 8
     for text in wrong:
@@ -52,14 +50,14 @@ def test_a_wrong_number_is_not_the_gold_in_another_notation(gold: str) -> None:
 
 
 @each("gold", ["41", "-7", "1800"])
-def test_gold_answers_have_the_golds_value_as_mathematics(gold: str) -> None:
+def test_gold_answers_have_the_golds_value_as_mathematics(gold):
     in_words = {"sentence"}
     for kind, text in gold_answers(gold).items():
         assert kind in in_words or compared(text, gold, unevaluated=True, max_chars=200), kind
 
 
 @each("gold", [*NUMBERS, *TEXTS])
-def test_each_kind_of_text_stands_once_and_only_gold_answers_are_the_gold(gold: str) -> None:
+def test_each_kind_of_text_stands_once_and_only_gold_answers_are_the_gold(gold):
     found = attacks(aim(gold))
     assert {attack.family for attack in found} == {*Family}
     keys = [(attack.family, attack.kind) for attack in found]
@@ -69,7 +67,7 @@ def test_each_kind_of_text_stands_once_and_only_gold_answers_are_the_gold(gold: 
     assert not {TAG(gold), TAG("4711" if gold != "4711" else "9")} & {*texts}, "these two try the form"
 
 
-def test_texts_that_are_the_same_for_all_rows_are_left_out_where_they_say_the_answer() -> None:
+def test_texts_that_are_the_same_for_all_rows_are_left_out_where_they_say_the_answer():
     def kinds(gold: str) -> list[str]:
         return [attack.kind for attack in attacks(aim(gold)) if attack.family in (Family.judge, Family.names)]
 
@@ -90,16 +88,16 @@ def test_texts_that_are_the_same_for_all_rows_are_left_out_where_they_say_the_an
         ("def f(a):\n    return a", ["def g(a):\n    return 2 * a"], "def f(a):\n    return None and a"),
     ],
 )
-def test_a_wrong_answer_has_nothing_in_common_with_the_gold_where_there_is_one(gold, rows, wrong) -> None:
+def test_a_wrong_answer_has_nothing_in_common_with_the_gold_where_there_is_one(gold, rows, wrong):
     assert another_answer([gold], rows) == wrong
 
 
-def test_without_a_reference_answer_no_text_is_right_or_wrong() -> None:
+def test_without_a_reference_answer_no_text_is_right_or_wrong():
     families = {attack.family for attack in attacks(aim(""))}
     assert families == {*Family} - {Family.gold, Family.wrong, Family.two, Family.reasoning}
 
 
-def test_no_two_forms_write_the_same_and_the_configs_own_are_among_them() -> None:
+def test_no_two_forms_write_the_same_and_the_configs_own_are_among_them():
     own = [
         Form(name="as mine reads it", template="<answer>{}</answer>"),
         Form(name="in the tags of format", template="<solution>{}</solution>", thinks="reasoning"),

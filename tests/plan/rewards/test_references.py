@@ -1,11 +1,8 @@
 """All reference answers are scored before a run: those that are not right by themselves are refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import unicodedata
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -197,18 +194,18 @@ ONE = Prompt(id="p", messages=({"role": "user", "content": "1 + 1?"},), answer="
 
 
 @pytest.fixture
-def server() -> Iterator[ScriptedServer]:
+def server():
     with ScriptedServer() as running:
         yield running
 
 
-def asked(name: str, url: str, *overrides: str) -> None:
+def asked(name, url, *overrides):
     words = [f"reward=[{name}]", f"reward.{name}.url={url}/chat/completions"]
     check_servers(specs(compose([*words, *(f"reward.{name}.{key}" for key in overrides)])["reward"]), ONE)
 
 
 @pytest.mark.parametrize(("name", "reply"), [("http", scores(1.0)), ("judge", rated(7))])
-def test_a_server_that_scores_is_asked_once(name: str, reply: Reply, server: ScriptedServer) -> None:
+def test_a_server_that_scores_is_asked_once(name, reply, server):
     server.script = [reply]
     asked(name, server.address)
     assert len(server.bodies) == 1
@@ -224,7 +221,7 @@ def test_a_server_that_scores_is_asked_once(name: str, reply: Reply, server: Scr
         ("judge", chat("it is good"), "the judge's reply is not JSON"),
     ],
 )
-def test_a_server_that_gives_no_score_is_refused_by_its_key(name, reply, problem, server) -> None:
+def test_a_server_that_gives_no_score_is_refused_by_its_key(name, reply, problem, server):
     server.script = [reply]
     asked_once = rf"^reward\.{name}\.url: was asked for one score before the start, and got no score"
     with pytest.raises(UserError, match=asked_once) as no:
@@ -234,7 +231,7 @@ def test_a_server_that_gives_no_score_is_refused_by_its_key(name, reply, problem
     assert len(server.bodies) == 1, "no further attempts"
 
 
-def test_a_server_that_is_away_is_refused_or_left_for_later() -> None:
+def test_a_server_that_is_away_is_refused_or_left_for_later():
     away = "http://127.0.0.1:9"
     with pytest.raises(UserError, match=rf"^reward.http.url: was asked .* got {away}/chat/completions; start"):
         asked("http", away)

@@ -1,10 +1,7 @@
 """Faulty rewards are found and named, and sound ones are not."""
 
-from __future__ import annotations
-
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 from statistics import fmean, stdev
@@ -31,9 +28,9 @@ from rlft.plan.rewards.tester import (
     tried_completions,
     try_rewards,
 )
-from rlft.plan.rewards.verdicts import Tried, summary_of, verdicts_on
+from rlft.plan.rewards.verdicts import summary_of, verdicts_on
 from rlft.reward.workers.reward_spec import RewardSpec, specs
-from rlft.system.terminal import CheckRow, Status
+from rlft.system.terminal import Status
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import turn_ends
 from rlft.types import Group, Prompt, Sampling, UserError
@@ -44,7 +41,7 @@ MAX_TOKENS = 200
 WRITER = Writer(TOKENIZER, turn_ends(TOKENIZER, "chat"), Sampling(max_tokens=MAX_TOKENS, temperature=1.0))
 
 
-def prompt(name: str, question: str, answer: str, **fields: Any) -> Prompt:
+def prompt(name, question, answer, **fields):
     messages = ({"role": "user", "content": question},)
     return Prompt(id=name, messages=messages, answer=answer, token_ids=(1, 2), **fields)
 
@@ -55,42 +52,42 @@ NAMES = (prompt("a", "The capital of Peru?", "Lima"), prompt("b", "Whose machine
 CHOICES = tuple(prompt(letter, "Which? (A) Rome (B) Paris (C) Lima", letter) for letter in "BCA")
 
 
-def in_this_process(rewards: dict[str, RewardSpec], *, timeout: float = 10.0, **keys: Any) -> RewardTester:
+def in_this_process(rewards, *, timeout=10.0, **keys):
     scoring = SimpleNamespace(timeout=timeout, on_error="stop")
     config: Any = SimpleNamespace(scoring=scoring, environment=None, group_size=8, allows_unscorable=False)
     return RewardTester(config, rewards, WRITER, **{"limit_s": 1e6, "is_isolated": False, **keys})
 
 
-def tried(rewards: dict[str, RewardSpec], prompts: Iterable[Prompt], **keys: Any) -> Tried:
+def tried(rewards, prompts, **keys):
     return in_this_process(rewards, **keys).try_all(tuple(prompts))
 
 
-def configured(*words: str) -> dict[str, RewardSpec]:
+def configured(*words):
     return specs(with_token_budget(compose([*words, f"generation.max_tokens={MAX_TOKENS}"]))["reward"])
 
 
-def mine(monkeypatch: pytest.MonkeyPatch, reward: Any, **keys: Any) -> dict[str, RewardSpec]:
+def mine(monkeypatch, reward, **keys):
     monkeypatch.setattr(faulty_rewards, "current", reward, raising=False)
     return {"mine": RewardSpec(name="mine", target="faulty_rewards.current", kwargs={}, weight=1.0, **keys)}
 
 
-def rows_of(found: Tried) -> dict[str, CheckRow]:
+def rows_of(found):
     return {row.name: row for row in verdicts_on(found, completions_per_step=1, workers=2)}
 
 
-def faults(found: Tried) -> list[CheckRow]:
+def faults(found):
     return [row for row in rows_of(found).values() if row.status is Status.wrong]
 
 
 @each("name", FAULTY)
-def test_a_faulty_reward_is_found_and_its_fault_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_reward_is_found_and_its_fault_named(name, monkeypatch):
     reward, row_name, words = FAULTY[name]
     keys = {"hangs on long texts": {"timeout": 0.1}}.get(name, {})
     rows = faults(tried(mine(monkeypatch, reward), NUMBERS[:1], **keys))
     assert [row for row in rows if row_name in row.name and words in row.value and row.remedy], rows
 
 
-def test_a_sound_reward_has_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sound_reward_has_no_fault(monkeypatch):
     found = tried(mine(monkeypatch, faulty_rewards.RIGHT), NUMBERS)
     assert faults(found) == []
     assert rows_of(found)["weights"].value == "being right is worth 1, the form 0"
@@ -119,7 +116,7 @@ MORE_OWN = [
 
 
 @pytest.mark.parametrize("cases", [OWN, slow(MORE_OWN)], ids=["as they are", "wherever they look for the answer"])
-def test_our_own_rewards_have_no_fault(cases: Any) -> None:
+def test_our_own_rewards_have_no_fault(cases):
     assert {words: faults(tried(configured(*f"reward={words}".split()), prompts)) for prompts, words in cases} == {
         words: [] for _, words in cases
     }
@@ -143,13 +140,13 @@ LIMITS = {
 
 
 @each("name", LIMITS)
-def test_what_keys_and_weights_allow_is_said(name: str) -> None:
+def test_what_keys_and_weights_allow_is_said(name):
     words, row_name, value = LIMITS[name]
     rows = faults(tried(configured(*words), NUMBERS))
     assert [row for row in rows if row.name == row_name and value in row.value], rows
 
 
-def test_the_cheapest_text_is_the_shortest_with_the_full_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cheapest_text_is_the_shortest_with_the_full_reward(monkeypatch):
     digits = faulty_rewards.reward(lambda text, gold, question: float(any(c.isdigit() for c in text)))
     cheapest = tried(mine(monkeypatch, digits), NUMBERS).cheapest
     assert len(cheapest.text) == 1
@@ -159,7 +156,7 @@ def test_the_cheapest_text_is_the_shortest_with_the_full_reward(monkeypatch: pyt
 
 
 @each("number", [0, 1, 2])
-def test_a_reward_that_reads_one_word_of_an_answer_is_wrong(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_reads_one_word_of_an_answer_is_wrong(number, monkeypatch):
     def score(text: str, gold: str, question: str) -> float:
         said = re.search("<answer>(.*)</answer>", text)
         due = gold.split()
@@ -174,14 +171,14 @@ def test_a_reward_that_reads_one_word_of_an_answer_is_wrong(number: int, monkeyp
     assert not alone.gives_gold
 
 
-def test_another_reference_answer_that_is_cheaper_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_reference_answer_that_is_cheaper_is_no_fault(monkeypatch):
     both = faulty_rewards.reward(lambda text, gold, question: float(any(f">{a}<" in text for a in ("1000000", "M"))))
     millions = (prompt("a", "How many are they?", "1000000", other_answers=("M",)),)
     rows = verdicts_on(tried(mine(monkeypatch, both), millions), 8, 1)
     assert [row.status for row in rows if row.name == "cheapest text"] == [Status.ok]
 
 
-def test_a_reward_that_compares_siblings_is_said_to_do_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_compares_siblings_is_said_to_do_so(monkeypatch):
     rewards = {**configured("reward=[exact_match]"), **mine(monkeypatch, faulty_rewards.siblings)}
     rows = rows_of(tried(rewards, NUMBERS))
     row = rows["mine: steadiness"]
@@ -189,14 +186,14 @@ def test_a_reward_that_compares_siblings_is_said_to_do_so(monkeypatch: pytest.Mo
     assert rows["weights"].value == "being right is worth 1, the form 0"
 
 
-def test_a_failure_that_on_error_settles_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_on_error_settles_is_a_limit(monkeypatch):
     crashing, _, _ = FAULTY["crashes on empty"]
     row = rows_of(tried(mine(monkeypatch, crashing, on_error=0.0), NUMBERS))["mine: failures"]
     assert row.status is Status.limit
     assert "IndexError" in row.value
 
 
-def test_verdicts_are_made_of_what_was_tried_however_soon_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_are_made_of_what_was_tried_however_soon_the_time_is_over(monkeypatch):
     now = 0.0
 
     def slow(text: str, gold: str, question: str) -> float:
@@ -220,7 +217,7 @@ def test_verdicts_are_made_of_what_was_tried_however_soon_the_time_is_over(monke
 
 
 @each("size", [1, 8])  # 8: the group of the run, and no completion alone
-def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(size, monkeypatch) -> None:
+def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(size, monkeypatch):
     def hang(group: Group) -> list[float]:
         while len(group.rollouts) >= size:
             time.sleep(0.01)
@@ -232,7 +229,7 @@ def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(siz
     assert "longer than scoring.timeout" in rows["mine: seconds"].value
 
 
-def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_one_that_fails(monkeypatch) -> None:
+def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_one_that_fails(monkeypatch):
     def relative(group: Group) -> list[float]:
         scores = faulty_rewards.RIGHT(group)
         return [(score - fmean(scores)) / stdev(scores) for score in scores]  # of one score there is no deviation
@@ -250,7 +247,7 @@ def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_on
     assert row.value.startswith("fails on a whole group: returned 1 score for ")
 
 
-def test_a_right_reward_with_some_noise_has_no_fault_but_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_reward_with_some_noise_has_no_fault_but_that(monkeypatch):
     calls = count()  # the multiples of 0.618, without their whole part, are far from each other
     scores = faulty_rewards.reward(lambda *texts: faulty_rewards.sound(*texts) + next(calls) * 0.618 % 1 / 100)
     assert [row.name for row in faults(tried(mine(monkeypatch, scores), NUMBERS))] == ["mine: steadiness"]
@@ -258,15 +255,15 @@ def test_a_right_reward_with_some_noise_has_no_fault_but_that(monkeypatch: pytes
 
 @each(("weight", "num_faults"), [(-1.0, 0), (1.0, 1), (0.0, 0)])
 def test_the_sign_of_a_weight_turns_scores_round_and_a_weight_of_0_makes_no_fault_of_a_reward(
-    weight: float, num_faults: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    weight, num_faults, monkeypatch
+):
     penalty = faulty_rewards.reward(lambda *texts: 1.0 - faulty_rewards.sound(*texts))
     [spec] = mine(monkeypatch, penalty).values()
     found = faults(tried({"mine": replace(spec, weight=weight)}, NUMBERS))
     assert len([row for row in found if row.name == "mine: gold answers"]) == num_faults
 
 
-def test_a_plan_calls_rules_of_our_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_calls_rules_of_our_own_alone(monkeypatch):
     def never(group: Group) -> list[float]:
         raise AssertionError("it was called")
 
@@ -279,14 +276,14 @@ def test_a_plan_calls_rules_of_our_own_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert paid_for(config, both, NUMBERS, WRITER) == []
 
 
-def test_a_prompt_that_has_begun_to_reason_is_answered_behind_its_reasoning() -> None:
+def test_a_prompt_that_has_begun_to_reason_is_answered_behind_its_reasoning():
     prompts = [prompt(p.id, "What is it?", p.answer, tail="<think>\n") for p in NUMBERS]
     found = tried(configured("reward=[exact_match]"), prompts)
     assert found.form == "in a tag after reasoning"
     assert faults(found) == []
 
 
-def test_a_reward_that_fails_on_every_text_is_said_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_fails_on_every_text_is_said_to_fail(monkeypatch):
     found = tried(mine(monkeypatch, lambda group: [group.prompt.metadata["none"]]), NUMBERS)
     assert found.cheapest is None
     [row] = faults(found)
@@ -294,7 +291,7 @@ def test_a_reward_that_fails_on_every_text_is_said_to_fail(monkeypatch: pytest.M
     assert summary_of(found) == ["right answers have no score: see rlft reward try"]
 
 
-def test_rows_without_a_reference_answer_are_tried_on_what_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_a_reference_answer_are_tried_on_what_answers_nothing(monkeypatch):
     crashing, _, _ = FAULTY["crashes on empty"]
     prompts = [prompt(p.id, "Say something.", "") for p in NUMBERS]
     rows = rows_of(tried(mine(monkeypatch, crashing), prompts))
@@ -302,7 +299,7 @@ def test_rows_without_a_reference_answer_are_tried_on_what_answers_nothing(monke
     assert "mine: two answers" not in rows
 
 
-def test_special_tokens_that_a_tokenizer_cannot_read_as_text_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_tokens_that_a_tokenizer_cannot_read_as_text_are_left_out(monkeypatch):
     said = PlainText.ids_said
 
     def refusing(text: PlainText, texts: list[str]) -> list[list[int]]:
@@ -390,7 +387,7 @@ def test_the_error_of_a_reward_that_gets_a_number_in_the_run_is_said_and_not_tak
     assert {t.score for t in trials if t.reward == name} == {0.0}  # as the run would score them
 
 
-def test_the_most_common_answer_is_named_where_two_prompts_have_the_same() -> None:
+def test_the_most_common_answer_is_named_where_two_prompts_have_the_same():
     assert most_common_answer(["4", "1", "4", "2"]) == [
         "most common answer: '4', of 50.0% of the 4 prompts: always written, it is right as often"
     ]

@@ -1,12 +1,10 @@
 """Workers and the life of the job they belong to, signals to it, and workers on a cluster that are lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread, Timer
@@ -28,7 +26,7 @@ from rlft.reward.workers.worker import Task
 from rlft.system import interrupt
 from rlft.system.process.child import Child
 from rlft.system.process.launcher import LocalProcesses, ProcessWorker
-from rlft.types import Group, Scores
+from rlft.types import Group
 
 CONFIGS = REPOSITORY / "configs" / "reward"
 LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
@@ -115,7 +113,7 @@ class Job:
         return json.loads(self.says())
 
 
-def _command(process: psutil.Process) -> str:
+def _command(process):
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
@@ -125,7 +123,7 @@ Begin = Callable[..., Job]
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Begin]:
+def begin(tmp_path):
     """Starts scoring: `begin(rewards, tasks)`; a task is a reward's name, a completion, and the prompt's answer."""
     jobs: list[Job] = []
 
@@ -143,7 +141,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 
 @pytest.fixture
-def parent(begin: Begin) -> Begin:
+def parent(begin):
     """Starts the script with two warm workers, and what it does then."""
 
     def start(body: str, guard: str = MAIN) -> Job:
@@ -157,7 +155,7 @@ def parent(begin: Begin) -> Begin:
     return start
 
 
-def gone(processes: Sequence[psutil.Process]) -> bool:
+def gone(processes):
     return not psutil.wait_procs(processes, timeout=60)[1]
 
 
@@ -165,7 +163,7 @@ SCORED = "sys.stdin.readline(); print(score([['naughty', 'abc', '']]))"
 
 
 @pytest.mark.parametrize("order", [slow("fine"), slow("sleep"), "hang"], ids=["idle", "sleeping", "ignoring signals"])
-def test_workers_die_with_a_parent_that_is_killed(order: str, parent: Begin) -> None:
+def test_workers_die_with_a_parent_that_is_killed(order, parent):
     job = parent("time.sleep(60)" if order == "fine" else f"score([['naughty', '{order}', '']])")
     *children, main = job.everybody()
     assert len(children) >= 2
@@ -174,14 +172,14 @@ def test_workers_die_with_a_parent_that_is_killed(order: str, parent: Begin) -> 
     assert gone(children)
 
 
-def test_workers_end_with_a_parent_that_forgets_to_close(parent: Begin) -> None:
+def test_workers_end_with_a_parent_that_forgets_to_close(parent):
     job = parent("sys.stdin.readline()")
     *children, _ = job.everybody()
     assert job.says("that will do\n") == ""
     assert gone(children)
 
 
-def test_an_idle_worker_that_is_killed_is_replaced_without_blame(parent: Begin) -> None:
+def test_an_idle_worker_that_is_killed_is_replaced_without_blame(parent):
     job = parent(SCORED)
     for worker in (workers := job.workers()):
         worker.kill()
@@ -190,7 +188,7 @@ def test_an_idle_worker_that_is_killed_is_replaced_without_blame(parent: Begin) 
     assert job.says("go on\n") == "[[3.0]]\n"
 
 
-def test_a_script_needs_no_main_guard(parent: Begin) -> None:
+def test_a_script_needs_no_main_guard(parent):
     assert parent(SCORED, guard="if True:").says("go on\n") == "[[3.0]]\n"
 
 
@@ -210,11 +208,11 @@ def test_workers_that_cannot_start_end_the_run(monkeypatch):
 
 
 # -- signals to every process of the job -------------------------------------------------------------------------------
-def noted(kind: str, diary: Path) -> dict[str, Any]:
+def noted(kind, diary):
     return {"_target_": f"naughty.{kind}", "weight": 1.0, "path": str(diary), "seconds": WORK_S}
 
 
-def calls(diary: Path) -> int:
+def calls(diary):
     return diary.read_text().count("called") if diary.exists() else 0
 
 
@@ -226,9 +224,7 @@ PRINTS = f"import time\ntime.sleep({WORK_S})\nprint(4)"
 ANSWERS = f"import time\ntime.sleep({WORK_S})\ndef double(n): return 2 * n"
 
 
-def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored_again(
-    begin: Begin, tmp_path: Path
-) -> None:
+def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored_again(begin, tmp_path):
     diary = tmp_path / "diary"
     job = begin({"dawdle": noted("dawdle", diary) | {"seconds": 60.0}}, [["dawdle", "18", ""]], limit_s=120.0)
     job.wait_until(lambda: bool(job.workers()))
@@ -247,7 +243,7 @@ def test_workers_outlive_every_signal_to_the_job_and_what_it_disturbed_is_scored
 
 
 @pytest.mark.slow
-def test_a_program_that_a_signal_to_the_job_has_ended_is_run_again(begin: Begin, tmp_path: Path) -> None:
+def test_a_program_that_a_signal_to_the_job_has_ended_is_run_again(begin, tmp_path):
     diary = tmp_path / "diary"
     rewards = {"program": noted("runs_a_program", diary), "code": CODE}
     job = begin(rewards, [["program", "", ""], ["code", PRINTS, PAIRS], ["code", ANSWERS, ASSERTS]])
@@ -258,9 +254,7 @@ def test_a_program_that_a_signal_to_the_job_has_ended_is_run_again(begin: Begin,
 
 
 @pytest.mark.slow
-def test_a_job_that_is_stopped_for_longer_than_every_limit_scores_as_if_it_had_not_been(
-    begin: Begin, tmp_path: Path
-) -> None:
+def test_a_job_that_is_stopped_for_longer_than_every_limit_scores_as_if_it_had_not_been(begin, tmp_path):
     kinds = ("dawdle", "spins", "runs_a_program")
     with ScriptedServer() as server:
         server.answer = lambda body: scores(0.25, delay_s=WORK_S)
@@ -279,7 +273,7 @@ def test_a_job_that_is_stopped_for_longer_than_every_limit_scores_as_if_it_had_n
 
 
 @pytest.mark.slow
-def test_a_part_of_the_job_that_is_stopped_alone_uses_up_no_limit(begin: Begin, tmp_path: Path) -> None:
+def test_a_part_of_the_job_that_is_stopped_alone_uses_up_no_limit(begin, tmp_path):
     diary = tmp_path / "diary"
     job = begin({"dawdle": noted("dawdle", diary)}, [["dawdle", "18", ""]] * 2, workers=1)
     for done, stopped in enumerate((slice(-1), slice(-1, None)), start=1):
@@ -294,7 +288,7 @@ def test_a_part_of_the_job_that_is_stopped_alone_uses_up_no_limit(begin: Begin, 
 
 
 @pytest.mark.slow
-def test_without_workers_a_pause_and_a_signal_change_no_score_either(begin: Begin, tmp_path: Path) -> None:
+def test_without_workers_a_pause_and_a_signal_change_no_score_either(begin, tmp_path):
     diary = tmp_path / "diary"
     job = begin({"program": noted("runs_a_program", diary)}, [["program", "", ""]], workers=0)
     job.wait_until(lambda: calls(diary) == 1)
@@ -305,7 +299,7 @@ def test_without_workers_a_pause_and_a_signal_change_no_score_either(begin: Begi
     assert calls(diary) == 2
 
 
-def test_a_reward_can_end_the_processes_that_it_starts(begin: Begin) -> None:
+def test_a_reward_can_end_the_processes_that_it_starts(begin):
     job = begin({"ends": {"_target_": "naughty.ends_its_children", "weight": 1.0}}, [["ends", "", ""]], limit_s=30.0)
     assert job.scores() == [[1.0]]
 
@@ -324,7 +318,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("on_error", ["stop", 0.0])
-def test_the_scorer_asks_a_disturbed_reward_again_whatever_a_failure_means(group, on_error: Any, monkeypatch) -> None:
+def test_the_scorer_asks_a_disturbed_reward_again_whatever_a_failure_means(group, on_error, monkeypatch):
     monkeypatch.setattr(Interrupted, "calls", 0)
     before = signal.signal(signal.SIGTERM, interrupt.note_signal)
     try:
@@ -342,7 +336,7 @@ Make = Callable[..., Scorer]
 GroupOf = Callable[..., Group]
 
 
-def rewards(*names: str, **keys: Any) -> dict[str, RewardSpec]:
+def rewards(*names, **keys):
     return specs({name: {"_target_": f"naughty.{name}", "weight": 1.0, **keys} for name in names})
 
 
@@ -359,19 +353,19 @@ class Recorded(LocalProcesses):
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+def launcher(tmp_path_factory):
     launcher = Recorded(tmp_path_factory.mktemp("run"))
     yield launcher
     launcher.close()
 
 
 @pytest.fixture
-def notes() -> list[str]:
+def notes():
     return []
 
 
 @pytest.fixture
-def make(launcher: Recorded, notes: list[str]) -> Iterator[Make]:
+def make(launcher, notes):
     """Makes a scorer whose workers are on a cluster."""
     made: list[Scorer] = []
 
@@ -391,12 +385,12 @@ def make(launcher: Recorded, notes: list[str]) -> Iterator[Make]:
         scorer.close()
 
 
-def told(scorer: Scorer, scores: Scores) -> Any:
+def told(scorer, scores):
     by_reward = {name: values.tolist() for name, values in scores.by_reward.items()}
     return by_reward, scores.total.tolist(), scorer.num_failures, scorer.last_failure
 
 
-def test_scores_failures_and_their_limits_are_those_of_workers_here(make: Make, group: GroupOf) -> None:
+def test_scores_failures_and_their_limits_are_those_of_workers_here(make, group):
     orders = ("raise", "sleep", "hang", "die", "nan", "fine")
     groups = [group(["ab", order, "abcd"], id=f"p{i}") for i, order in enumerate(orders)]
     used = rewards("length", "naughty")
@@ -410,7 +404,7 @@ def test_scores_failures_and_their_limits_are_those_of_workers_here(make: Make, 
         here.close()
 
 
-def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make: Make, group: GroupOf) -> None:
+def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make, group):
     scorer = make(rewards("naughty"), on_error="stop")
     with pytest.raises(
         RewardError, match=r"^reward\.naughty: raised ValueError.* on prompt 'p0', completion 2 of 2: 'rai"
@@ -429,15 +423,8 @@ def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make: Make, g
     ],
 )
 def test_a_worker_that_is_lost_is_replaced_and_no_reward_is_to_blame(
-    number: signal.Signals,
-    told: str,
-    make: Make,
-    launcher: Recorded,
-    group: GroupOf,
-    notes: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    number, told, make, launcher, group, notes, tmp_path, monkeypatch
+):
     monkeypatch.setattr(pool, "GRACE_S", 2.0)
     diary = tmp_path / "diary"
     used = rewards("dawdle", path=str(diary), seconds=0.5)
@@ -461,9 +448,7 @@ def test_a_worker_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     assert happens(lambda: not psutil.pid_exists(scoring), within_s=60)
 
 
-def test_workers_that_are_lost_again_and_again_stop_the_run(
-    make: Make, launcher: Recorded, group: GroupOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_are_lost_again_and_again_stop_the_run(make, launcher, group, monkeypatch):
     scorer = make(rewards("length"))
     original = launcher.start
     monkeypatch.setattr(launcher, "start", lambda spec: killed(original(spec)))
@@ -474,12 +459,12 @@ def test_workers_that_are_lost_again_and_again_stop_the_run(
         scorer([group(["abc"])])
 
 
-def killed(worker: ProcessWorker) -> ProcessWorker:
+def killed(worker):
     worker.kill()
     return worker
 
 
-def test_a_scorer_that_is_stopped_raises_soon(make: Make, group: GroupOf) -> None:
+def test_a_scorer_that_is_stopped_raises_soon(make, group):
     scorer = make(rewards("naughty"), timeout_s=60.0)
     begun = time.monotonic()
     Timer(1.0, scorer.stop).start()

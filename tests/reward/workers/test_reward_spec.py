@@ -1,10 +1,5 @@
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -12,7 +7,7 @@ from in_one_test import each
 from rlft.config.catalog import config_folder
 from rlft.config.compose import compose
 from rlft.plan.rules import check_metadata
-from rlft.reward.workers.reward_spec import RewardSpec, is_trl, messages_of, specs
+from rlft.reward.workers.reward_spec import is_trl, messages_of, specs
 from rlft.reward.workers.scorer import RewardError, Scorer
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, ToolCall, Turn, UserError
 
@@ -133,22 +128,22 @@ TEXTS = ("2", "2m", "twelve")
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def module(tmp_path, monkeypatch):
     (tmp_path / "brought_from_trl.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "brought_from_trl", raising=False)
 
 
-def spec(name: str, **keys: Any) -> dict[str, RewardSpec]:
+def spec(name, **keys):
     return specs({"mine": {"_target_": f"brought_from_trl.{name}", "weight": 1.0, **keys}})
 
 
-def prompt() -> Prompt:
+def prompt():
     messages = ({"role": "system", "content": "You add."}, {"role": "user", "content": "What is 1 + 1?"})
     return Prompt(id="one", messages=messages, answer="2", metadata={"solution": "2"})
 
 
-def group() -> Group:
+def group():
     def rollout(i: int, text: str) -> Rollout:
         said = Completion(text=text, token_ids=(i, 5), logprobs=(0.0, 0.0), finish_reason=FinishReason.stop)
         return Rollout(prompt=prompt(), completion=said, policy_version=0)
@@ -156,7 +151,7 @@ def group() -> Group:
     return Group(prompt=prompt(), rollouts=tuple(rollout(i, text) for i, text in enumerate(TEXTS)))
 
 
-def scores(rewards: dict[str, RewardSpec], workers: int = 0, timeout: float = 10.0) -> list[float]:
+def scores(rewards, workers=0, timeout=10.0):
     with closing(Scorer(rewards, workers, timeout, "stop")) as scorer:
         return scorer([group()]).by_reward["mine"][0].tolist()
 
@@ -179,11 +174,11 @@ def scores(rewards: dict[str, RewardSpec], workers: int = 0, timeout: float = 10
         ("ours", {"limit": 2}, [1, 0, 0]),
     ],
 )
-def test_each_form_scores_a_group(name: str, keys: dict[str, Any], expected: list[float]) -> None:
+def test_each_form_scores_a_group(name, keys, expected):
     assert scores(spec(name, **keys)) == expected
 
 
-def test_a_worker_process_scores_the_same_and_a_coroutine_has_the_time_limit_of_any_reward() -> None:
+def test_a_worker_process_scores_the_same_and_a_coroutine_has_the_time_limit_of_any_reward():
     assert scores(spec("by_answer"), workers=1) == [1, 1, 0]
     with pytest.raises(RewardError, match=r"exceeded its time limit of 0.2 s a group"):
         scores(spec("for_ever"), timeout=0.2)
@@ -200,13 +195,13 @@ def test_a_worker_process_scores_the_same_and_a_coroutine_has_the_time_limit_of_
         ("Shorter", {}, "reward.mine.limit: is missing"),
     ],
 )
-def test_mistakes_are_refused_before_the_run(name: str, keys: dict[str, Any], refusal: str) -> None:
+def test_mistakes_are_refused_before_the_run(name, keys, refusal):
     with pytest.raises(UserError) as refused:
         spec(name, **keys)
     assert str(refused.value).startswith(refusal)
 
 
-def test_a_column_that_the_data_have_not_is_refused() -> None:
+def test_a_column_that_the_data_have_not_is_refused():
     bare = Prompt(id="one", messages=prompt().messages, answer="2")
     with pytest.raises(UserError, match=r"by_column takes solution, .* set data.metadata_fields=\[solution\]"):
         check_metadata(spec("by_column"), bare)
@@ -216,11 +211,11 @@ def test_a_column_that_the_data_have_not_is_refused() -> None:
 
 
 @each("function", [len, print, lambda group: [], lambda group, **keys: [], lambda group, *more: []])
-def test_a_function_of_a_group_is_not_taken_for_one_of_trls(function: Callable[..., Any]) -> None:
+def test_a_function_of_a_group_is_not_taken_for_one_of_trls(function):
     assert not is_trl(function)
 
 
-def test_a_conversation_is_given_as_messages() -> None:
+def test_a_conversation_is_given_as_messages():
     call = ToolCall(name="add", arguments='{"a": 1}', answer="2")
     turns = (
         Turn(end=1, text="Let me add.", calls=(call,)),

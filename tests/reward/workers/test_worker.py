@@ -1,7 +1,5 @@
 """What a worker makes of what a reward returns: scores, steps and verdicts, or what is wrong with them."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

@@ -1,9 +1,6 @@
 """A Python process that ends with this one; what pools and workers make of it is tested with them."""
 
-from __future__ import annotations
-
 import signal
-from pathlib import Path
 
 from run_processes import happens
 
@@ -11,7 +8,7 @@ from rlft.system.process.child import Child, Ended, start_python, wait_for
 from rlft.system.process.running_time import RunningTime
 
 
-def test_a_command_line_has_its_output_in_a_file_and_takes_a_signal(tmp_path: Path) -> None:
+def test_a_command_line_has_its_output_in_a_file_and_takes_a_signal(tmp_path):
     log = tmp_path / "job.log"
     with log.open("ab") as output:
         words = ["train", "lr=1e-4"]
@@ -23,7 +20,7 @@ def test_a_command_line_has_its_output_in_a_file_and_takes_a_signal(tmp_path: Pa
     assert process.wait(60) == -signal.SIGINT
 
 
-def test_a_child_that_ends_says_how_and_one_that_is_late_is_ended() -> None:
+def test_a_child_that_ends_says_how_and_one_that_is_late_is_ended():
     clock = RunningTime()
     for target, how in [("os:abort", "was killed by SIGABRT"), ("sys:exit", "ended with exit code 0")]:
         child = Child("test", "cluster_workers:call", (target,))

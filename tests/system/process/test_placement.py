@@ -1,9 +1,5 @@
 """Which GPUs engines and ranks have, and why; a cluster that is joined must have room for what is started there."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,7 +19,7 @@ FITS = GpuMemory(needed=60, gpu=80, text="60 of 80 GiB")
 TOO_LARGE = GpuMemory(needed=100, gpu=80, text="100 of 80 GiB")
 
 
-def cluster(**keys: Any) -> ClusterConfig:
+def cluster(**keys):
     return ClusterConfig(**{"engines": 4, "ranks": 4, **keys})
 
 
@@ -45,15 +41,13 @@ def cluster(**keys: Any) -> ClusterConfig:
         ({"kind": "ray"}, {"available": 4}, "pairs", 4, "sleeps"),
     ],
 )
-def test_gpus_are_shared_where_they_are_too_few(
-    keys: dict[str, Any], more: dict[str, Any], kind: str, gpus: int, reason: str
-) -> None:
+def test_gpus_are_shared_where_they_are_too_few(keys, more, kind, gpus, reason):
     placed = place(cluster(**keys), on_gpus=True, **more)
     assert (placed.kind, placed.gpus) == (kind, gpus)
     assert reason in placed.reason
 
 
-def test_no_gpu_is_in_two_engines_and_the_run_itself_has_the_first() -> None:
+def test_no_gpu_is_in_two_engines_and_the_run_itself_has_the_first():
     divided = place(cluster(engines=2, ranks=3, gpus_per_engine=2), on_gpus=True, available=7)
     assert divided.ranks == (0, 1, 2)
     assert divided.engines == ((3, 4), (5, 6))
@@ -74,28 +68,26 @@ def test_no_gpu_is_in_two_engines_and_the_run_itself_has_the_first() -> None:
         ({"placement": "pairs", "kind": "ray", "address": "auto"}, {}, "cluster.placement", "given out whole"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_numbers(
-    keys: dict[str, Any], more: dict[str, Any], key: str, problem: str
-) -> None:
+def test_what_does_not_fit_is_refused_with_numbers(keys, more, key, problem):
     with pytest.raises(UserError) as caught:
         place(cluster(**keys), on_gpus=True, **more)
     assert caught.value.key == key
     assert problem in caught.value.problem
 
 
-def test_too_many_engines_are_told_how_many_would_fit() -> None:
+def test_too_many_engines_are_told_how_many_would_fit():
     with pytest.raises(UserError, match=r"^cluster\.engines: .*use at most 2 engines"):
         place(cluster(ranks=1, placement="divided"), on_gpus=True, available=3)
 
 
-def test_a_cpu_has_no_gpus_to_give_out_and_a_worker_on_a_gpu_needs_one_core() -> None:
+def test_a_cpu_has_no_gpus_to_give_out_and_a_worker_on_a_gpu_needs_one_core():
     assert (cores_of_a_worker(8, on_gpus=True), cores_of_a_worker(8, on_gpus=False)) == (1, 8)
     assert place(cluster(), on_gpus=False).kind == "processes"
     with pytest.raises(UserError, match=r"^cluster\.gpus_per_engine: the model is on a CPU, got 2"):
         place(cluster(gpus_per_engine=2), on_gpus=False)
 
 
-def test_the_variable_names_the_gpus_and_without_it_all_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_names_the_gpus_and_without_it_all_are_visible(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     for names, first, second in (("3, GPU-8a,1", "3", "GPU-8a"), (None, "0", "1")):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -108,7 +100,7 @@ def test_the_variable_names_the_gpus_and_without_it_all_are_visible(monkeypatch:
     assert visible_gpus() == []
 
 
-def joined(**keys: Any) -> ClusterConfig:
+def joined(**keys):
     return ClusterConfig(**{"kind": "ray", "address": "auto", "engines": 3, "ranks": 2, **keys})
 
 
@@ -122,7 +114,7 @@ def joined(**keys: Any) -> ClusterConfig:
         ({"engines": 0, "ranks": 1, "jobs": 4}, Resources(cpus=4, gpus=(2, 2)), {"on_gpus": True}),
     ],
 )
-def test_what_has_room_is_started(keys: dict[str, Any], has: Resources, more: dict[str, Any]) -> None:
+def test_what_has_room_is_started(keys, has, more):
     check_room(joined(**keys), has, **{"threads": 1, "on_gpus": False, **more})
 
 
@@ -148,9 +140,7 @@ def test_what_has_room_is_started(keys: dict[str, Any], has: Resources, more: di
          "cluster.engines: 4 processes of 1 thread need as many cores, and the cluster has 3"),
     ],
 )  # fmt: skip
-def test_what_has_no_room_is_refused_with_numbers(
-    keys: dict[str, Any], has: Resources, more: dict[str, Any], text: str
-) -> None:
+def test_what_has_no_room_is_refused_with_numbers(keys, has, more, text):
     with pytest.raises(UserError) as caught:
         check_room(joined(**keys), has, **{"threads": 1, "on_gpus": False, **more})
     assert str(caught.value).startswith(text)

@@ -1,17 +1,12 @@
 """Workers as actors of Ray, on a cluster of two "machines"."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import cluster_workers
 import psutil
@@ -21,30 +16,30 @@ from ray_cluster import two_machines
 from run_processes import happens, is_alive
 
 from rlft.system.process import ray_actors
-from rlft.system.process.ray_actors import RayActors, RayWorker
+from rlft.system.process.ray_actors import RayActors
 from rlft.system.process.worker import WorkerError
 from rlft.types import UserError
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def cluster(tmp_path_factory):
     with two_machines(tmp_path_factory.mktemp("other machine")) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def launcher(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayActors]:
+def launcher(cluster, tmp_path_factory):
     launcher = RayActors(tmp_path_factory.mktemp("run"), cluster.address)
     yield launcher
     launcher.close()
 
 
 @pytest.fixture(scope="module")
-def worker(launcher: RayActors) -> RayWorker:
+def worker(launcher):
     return launcher.start(replace(SPEC, arguments={"start": 10}, threads=3, environment={"EXTRA": "yes"}))
 
 
-def test_calls_are_answered_in_order_on_another_machine(worker: RayWorker, launcher: RayActors) -> None:
+def test_calls_are_answered_in_order_on_another_machine(worker, launcher):
     check_answers(worker, launcher)
     facts = worker.call("facts").result(ANSWER_S)
     assert (facts["threads"], facts["extra"]) == ("3", "yes")
@@ -53,9 +48,7 @@ def test_calls_are_answered_in_order_on_another_machine(worker: RayWorker, launc
 
 
 @pytest.mark.slow
-def test_a_log_comes_over_and_an_object_that_cannot_be_made_fails_every_call(
-    worker: RayWorker, launcher: RayActors
-) -> None:
+def test_a_log_comes_over_and_an_object_that_cannot_be_made_fails_every_call(worker, launcher):
     worker.call("add", 0).result(ANSWER_S)
     assert worker.place is not None
     assert "other machine" in worker.place.log
@@ -64,12 +57,12 @@ def test_a_log_comes_over_and_an_object_that_cannot_be_made_fails_every_call(
     check_what_cannot_be_made(launcher)
 
 
-def test_a_dead_worker_says_what_it_said_last(launcher: RayActors) -> None:
+def test_a_dead_worker_says_what_it_said_last(launcher):
     check_death(launcher, "has died")
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_on_another_machine_is_ended_by_a_kill(launcher: RayActors) -> None:
+def test_a_stopped_worker_on_another_machine_is_ended_by_a_kill(launcher):
     worker = launcher.start(replace(SPEC, name="calculator-3"))
     pid = worker.call("facts").result(ANSWER_S)["pid"]
     os.kill(pid, signal.SIGSTOP)
@@ -82,7 +75,7 @@ def test_a_stopped_worker_on_another_machine_is_ended_by_a_kill(launcher: RayAct
 
 
 @pytest.mark.slow
-def test_a_worker_that_finds_no_room_says_what_it_waits_for(launcher: RayActors) -> None:
+def test_a_worker_that_finds_no_room_says_what_it_waits_for(launcher):
     worker = launcher.start(replace(SPEC, name="calculator-4", threads=1000))
     with pytest.raises(TimeoutError):
         worker.call("add", 1).result(0.5)
@@ -91,9 +84,7 @@ def test_a_worker_that_finds_no_room_says_what_it_waits_for(launcher: RayActors)
 
 
 @pytest.mark.slow
-def test_a_cluster_of_another_ray_or_with_another_token_is_refused(
-    cluster: Any, launcher: RayActors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_of_another_ray_or_with_another_token_is_refused(cluster, launcher, monkeypatch):
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
     key, space = b"CLUSTER_METADATA", b"cluster"
@@ -118,7 +109,7 @@ def test_a_cluster_of_another_ray_or_with_another_token_is_refused(
 
 
 @pytest.mark.slow
-def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayActors, worker: RayWorker) -> None:
+def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher, worker):
     """Of the two GPUs of a machine, as Ray sees it, the run computes on the second."""
     assert ray_actors.reserve("0", launcher.node) is None, "a machine without GPUs for the cluster keeps its own"
     worker.call("facts").result(ANSWER_S)
@@ -138,7 +129,7 @@ def test_the_gpu_of_the_runs_own_process_is_given_to_nobody_else(launcher: RayAc
     assert holders[1] is not None
 
 
-def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:
+def test_the_entrypoint_of_a_job_has_its_gpu_already():
     job = {ray_actors.JOB: "{}", "CUDA_VISIBLE_DEVICES": "0"}
     assert ray_actors.is_of_a_job(job)
     assert not ray_actors.is_of_a_job({**job, ray_actors.SEES_ALL: "1"})
@@ -146,9 +137,7 @@ def test_the_entrypoint_of_a_job_has_its_gpu_already() -> None:
 
 
 @pytest.mark.slow
-def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
-    cluster: Any, launcher: RayActors, worker: RayWorker
-) -> None:
+def test_a_joined_cluster_stays_up_and_the_runs_actors_end(cluster, launcher, worker):
     pid = worker.call("facts").result(ANSWER_S)["pid"]
     future = worker.call("sleep", 600)
     launcher.close()
@@ -165,7 +154,7 @@ def test_a_joined_cluster_stays_up_and_the_runs_actors_end(
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_run_that_was_killed(cluster: Any, tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_run_that_was_killed(cluster, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, cluster_workers.__file__, str(tmp_path), cluster.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
@@ -187,14 +176,14 @@ def test_nothing_is_left_of_a_run_that_was_killed(cluster: Any, tmp_path: Path) 
         ("127.0.0.1:1", "no Ray answers there (Connection refused)"),
     ],
 )
-def test_an_address_without_a_cluster_is_refused(address: str, problem: str) -> None:
+def test_an_address_without_a_cluster_is_refused(address, problem):
     with pytest.raises(UserError) as caught:
         ray_actors.check_joinable(address)
     assert (caught.value.key, caught.value.got) == ("cluster.address", address)
     assert caught.value.problem.startswith(problem)
 
 
-def test_an_address_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_never_answers_is_refused(monkeypatch):
     monkeypatch.setattr(ray_actors, "ANSWER_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -203,7 +192,7 @@ def test_an_address_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatc
     assert caught.value.got == address
 
 
-def test_without_ray_its_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_its_cluster_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"cluster\.kind: Ray is not installed.*pip install .*'rlft\[ray\]'"):
         ray_actors.check_installed()

@@ -1,23 +1,14 @@
 """Real engines in actors of Ray sample what the engine in this process samples, also when one is killed."""
 
-from __future__ import annotations
-
 import signal
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from ray_cluster import two_machines
 from real_engines import check_pool_against, opened_here, signal_to
 
-from rlft.config.schema import RunConfig
 from rlft.config.trainer import ClusterConfig
-from rlft.model.backbone import Backbone
 from rlft.system.process.launcher import open_launcher
-from rlft.system.process.ray_actors import RayWorker
-from rlft.system.process.worker import Launcher
-from rlft.types import Prompt
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +21,7 @@ KEYS = (
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def launcher(tmp_path_factory):
     with two_machines(tmp_path_factory.mktemp("other machine")) as cluster:
         config = ClusterConfig(kind="ray", address=cluster.address, engines=2)
         with open_launcher(config, tmp_path_factory.mktemp("run")) as launcher:
@@ -39,13 +30,8 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_an_actor_that_is_killed_or_stopped_changes_no_completion(
-    engine: str,
-    launcher: Launcher,
-    run_config: Callable[..., RunConfig],
-    make_prompt: Callable[..., Prompt],
-    make_roles: Any,
-    backbone: Backbone,
-) -> None:
+    engine, launcher, run_config, make_prompt, make_roles, backbone
+):
     config, roles, notes = run_config(*KEYS), make_roles(noise=0.02), []
     prompts = [make_prompt(f"{7 * i} + {13 * i + 5} = ?", str(20 * i + 5)) for i in range(12)]
     here = opened_here(config, engine, roles, backbone)
@@ -62,6 +48,6 @@ def test_an_actor_that_is_killed_or_stopped_changes_no_completion(
     assert [note[: len(late[0])] for note in notes[1:]] == (late if engine == "transformers" else [])
 
 
-def pid_of(worker: RayWorker) -> int:
+def pid_of(worker):
     assert worker.place is not None
     return worker.place.pid

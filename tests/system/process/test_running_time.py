@@ -11,7 +11,7 @@ from rlft.system.process import running_time
 from rlft.system.process.running_time import OutOfProcessorTime, within, within_processor_time
 
 
-def test_what_comes_back_in_time_is_returned_or_raised_and_what_does_not_is_left_alone() -> None:
+def test_what_comes_back_in_time_is_returned_or_raised_and_what_does_not_is_left_alone():
     assert within(60.0, max, 1, 2) == 2
     with pytest.raises(ZeroDivisionError):
         within(60.0, lambda: 1 / 0)
@@ -22,7 +22,7 @@ def test_what_comes_back_in_time_is_returned_or_raised_and_what_does_not_is_left
     released.set()
 
 
-def test_a_pause_uses_up_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_uses_up_no_time(monkeypatch):
     """The clock jumps by an hour, as where the process was stopped; a jump counts as 0.3 s."""
     real, jump = time.monotonic, [0.0]
     monkeypatch.setattr("rlft.system.process.running_time.time.monotonic", lambda: real() + jump[0])
@@ -36,7 +36,7 @@ def test_a_pause_uses_up_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert within(60.0, paused) == "done"
 
 
-def test_a_call_ends_once_its_processor_time_is_used_up_in_any_thread() -> None:
+def test_a_call_ends_once_its_processor_time_is_used_up_in_any_thread():
     outcomes = []
 
     def count_for_ever() -> None:
@@ -62,19 +62,17 @@ def test_a_call_ends_once_its_processor_time_is_used_up_in_any_thread() -> None:
     assert max(outcomes) < 5
 
 
-def test_waiting_uses_up_no_processor_time_and_nothing_is_raised_afterwards() -> None:
+def test_waiting_uses_up_no_processor_time_and_nothing_is_raised_afterwards():
     assert within_processor_time(0.1, lambda: time.sleep(0.4) or "done") == "done"
     with pytest.raises(ZeroDivisionError):
         within_processor_time(60.0, lambda: 1 / 0)
 
 
-def count_to(number: int) -> list[int]:
+def count_to(number):
     return [2 * i for i in range(number)]
 
 
-def test_a_call_that_ends_about_when_its_limit_does_is_a_value_or_the_error_and_never_the_error_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_ends_about_when_its_limit_does_is_a_value_or_the_error_and_never_the_error_later(monkeypatch):
     monkeypatch.setattr(running_time, "PROCESSOR_TICK_S", 0.0002)
     ended = {"value": 0, "error": 0}
     length = 1000
@@ -103,7 +101,7 @@ print((lambda: "went on")())
 """
 
 
-def test_afterwards_the_interpreter_waits_for_nothing() -> None:
+def test_afterwards_the_interpreter_waits_for_nothing():
     """It would go round for ever in a traced function, as under a debugger: an exception that was sent and taken back
     stays announced (CPython 3.11)."""
     done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=120, check=True)

@@ -6,8 +6,6 @@ The first line is about this machine, with every attempt of test_launch.py. Then
 this process, so that the kernel makes it no namespaces, and the second line says what becomes of that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

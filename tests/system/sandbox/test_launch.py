@@ -3,8 +3,6 @@
 All of them run in one sandbox, which stops every one. Then each runs in a sandbox without its bars, and gets out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -156,7 +154,7 @@ def goal(tmp_path_factory):
     libc.shmctl(segment, 0, 0)
 
 
-def without(*options: str) -> Callable[[list[str]], list[str]]:
+def without(*options):
     """Leaves options of bubblewrap's out, the last of each, with as many arguments as are given in a text."""
 
     def left_out(command: list[str]) -> list[str]:
@@ -169,7 +167,7 @@ def without(*options: str) -> Callable[[list[str]], list[str]]:
     return left_out
 
 
-def with_(*options: str) -> Callable[[list[str]], list[str]]:
+def with_(*options):
     def added(command: list[str]) -> list[str]:
         at = len(command) - 1 - command[::-1].index("--remount-ro")
         return [*command[:at], *options, *command[at:]]
@@ -177,28 +175,28 @@ def with_(*options: str) -> Callable[[list[str]], list[str]]:
     return added
 
 
-def keep_capabilities(monkeypatch) -> None:
+def keep_capabilities(monkeypatch):
     launch = bubblewrap.LAUNCH.replace("        drop_capabilities()\n", "        pass\n")
     assert launch != bubblewrap.LAUNCH
     monkeypatch.setattr(bubblewrap, "LAUNCH", launch)
 
 
-def keep_privilege(monkeypatch) -> None:
+def keep_privilege(monkeypatch):
     keep_capabilities(monkeypatch)
     change_command(monkeypatch, with_("--cap-add", "CAP_SYS_CHROOT"))
 
 
-def change_command(monkeypatch, change: Callable[[list[str]], list[str]]) -> None:
+def change_command(monkeypatch, change):
     closed = bubblewrap.prefix
     monkeypatch.setattr(bubblewrap, "prefix", lambda *arguments: change(closed(*arguments)))
 
 
-def lift(monkeypatch, resource: str) -> None:
+def lift(monkeypatch, resource):
     limits = Limits.by_resource
     monkeypatch.setattr(Limits, "by_resource", lambda self: {k: v for k, v in limits(self).items() if k != resource})
 
 
-def change_environment(monkeypatch) -> None:
+def change_environment(monkeypatch):
     empty = bubblewrap.environment
     monkeypatch.setattr(bubblewrap, "environment", lambda *arguments: empty(*arguments) | {"RLFT_SECRET": SECRET})
 
@@ -230,7 +228,7 @@ REMOVE: dict[str, Callable[[pytest.MonkeyPatch, dict], None]] = {
 """How each bar is taken away; all others stay."""
 
 
-def answers(names, goal, isolation, limits=LIMITS) -> dict[str, str]:
+def answers(names, goal, isolation, limits=LIMITS):
     """What became of the attempts, in one sandbox: `out`, or the error that stopped them."""
     script = PREAMBLE + "".join(f"attempt({name!r}, {ATTEMPTS[name][0]!r})\n" for name in names)
     result = bubblewrap.run({"script.py": script}, ["script.py", json.dumps(goal)], limits, isolation)

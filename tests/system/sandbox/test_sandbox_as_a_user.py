@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 LEFT_OUT = ("site-packages", "test", "tests", "idlelib", "ensurepip", "tkinter", "config-*", "__pycache__", "lib2to3")
 
 
-def readable_by_all(path: Path) -> bool:
+def readable_by_all(path):
     return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
 
 

@@ -1,7 +1,5 @@
 """The system-call filters, run on an interpreter of classic BPF against numbers from the kernel's own tables."""
 
-from __future__ import annotations
-
 import errno
 import platform
 import struct
@@ -54,7 +52,7 @@ BY_ARGUMENT = {
 }
 
 
-def verdict(program: bytes, arch: int, number: int, *arguments: int) -> int:
+def verdict(program, arch, number, *arguments):
     """What the filter returns for a call; the kernel's data are number, architecture, address and six arguments."""
     data = struct.pack("=IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
     instructions = list(struct.iter_unpack("=HBBI", program))
