@@ -284,7 +284,7 @@ def interval(values: Sequence[float]) -> str:
     """Mean ± half of its 95 % interval.
 
     >>> interval([0.25, 0.75])
-    '0.5 ± 3.18'
+    '0.5 ± 3.2'
     """
     return f"{statistics.fmean(values):.3g} ± {half_interval(values) or 0:.2g}"
 

@@ -98,7 +98,7 @@ def test_a_step_waits_and_uploads_a_few_times(on_card, half, tmp_path):
     steps = on_card.found(
         "card_updates:of_whole_steps", *WHOLE_STEP.split(), half, f"hydra.run.dir={tmp_path / 'run'}"
     )[1:-1]
-    assert len(steps) == 2
+    assert len(steps) == 3
     for step in steps:
         counted = {kind: {(stage, line): n for stage in step for line, n in step[stage][kind].items()} for kind in MOST}
         assert not any(stage == "" for lines in counted.values() for stage, _ in lines), "nothing is done in no stage"
