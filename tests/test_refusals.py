@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -1143,6 +1144,11 @@ def workplace(templates, monkeypatch):
     return templates
 
 
+def everything_in(folder):
+    """Its folders and files, in a fifth of the time of `Path.rglob`."""
+    return sorted((place, sorted(folders), sorted(files)) for place, folders, files in os.walk(folder))
+
+
 def problem_of(row, code, err, out, is_clean):
     """What is wrong with how a row was refused; empty if nothing is."""
     key = row[1] if len(row) > 2 else shlex.split(row[0])[-1].partition("=")[0]
@@ -1163,14 +1169,14 @@ def test_a_mistake_in_what_libraries_read_is_refused_in_a_line_that_helps(part, 
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name in missing.split() else find_spec(name, *a)
     )
-    before = sorted(workplace.rglob("*"))
+    before = everything_in(workplace)
     for missing, *row in [*(("", *row) for row in READ_BY_LIBRARIES), *NOT_INSTALLED][part::2]:  # noqa: B007
         hub_answers.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "path", list(sys.path))
             code = cli.run(shlex.split(row[0]))
         told = capsys.readouterr()
-        is_clean = sorted(workplace.rglob("*")) == before and not GlobalHydra.instance().is_initialized()
+        is_clean = everything_in(workplace) == before and not GlobalHydra.instance().is_initialized()
         if problem := problem_of(tuple(row), code, told.err.replace(f"{workplace}/", ""), told.out, is_clean):
             wrong[row[0]] = problem
     assert wrong == {}
@@ -1256,19 +1262,19 @@ def test_what_is_hardly_ever_meant_is_said_and_goes_on(workplace):
 # -- before torch is imported ------------------------------------------------------------------------------------------
 HEAVY = ("torch", "transformers", "datasets", "vllm", "peft", "accelerate")
 WITHOUT_LIBRARIES = f"""
-import json, shlex, sys
+import json, os, shlex, sys
 from without_libraries import Imported, forbid
 forbid(*{HEAVY})
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from pathlib import Path
 from rlft import cli
 import composed_once
 composed_once.install()
 from rlft.commands import launch
 launch.check_whole = lambda *_, **__: None  # some folders have a config alone
 lines = []
-before = sorted(Path().rglob("*"))
+{inspect.getsource(everything_in)}
+before = everything_in(".")
 for typed in json.loads(sys.stdin.read()):
     argv, path = sys.argv, list(sys.path)
     with redirect_stderr(StringIO()) as told, redirect_stdout(StringIO()) as out:
@@ -1277,7 +1283,7 @@ for typed in json.loads(sys.stdin.read()):
         except Imported as wanted:
             code = f"imports {{wanted}}"
     sys.argv, sys.path[:] = argv, path
-    lines.append([code, told.getvalue(), out.getvalue(), sorted(Path().rglob("*")) == before])
+    lines.append([code, told.getvalue(), out.getvalue(), everything_in(".") == before])
 assert not set({HEAVY}) & sys.modules.keys()
 print(json.dumps(lines))
 """

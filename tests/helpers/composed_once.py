@@ -9,6 +9,7 @@ import pickle
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import DefaultsList, Overrides, create_defaults_list
@@ -16,8 +17,9 @@ from omegaconf import OmegaConf
 
 from rlft.config import catalog
 
-_parse, _merge = OmegaConf.load, ConfigLoaderImpl._compose_config_from_defaults_list
+_parse, _merge, _read = OmegaConf.load, ConfigLoaderImpl._compose_config_from_defaults_list, yaml.safe_load
 _parsed: dict[str, bytes] = {}
+_content: dict[str, bytes] = {}
 _chosen: dict[Any, DefaultsList] = {}
 _merged: dict[Any, bytes] = {}
 _OURS = catalog.config_folder().resolve()
@@ -25,9 +27,19 @@ _OURS = catalog.config_folder().resolve()
 
 def install() -> None:
     """Puts this in the place of Hydra's own, for the life of the process."""
+    yaml.safe_load = content_of
     OmegaConf.load = load
     config_loader_impl.create_defaults_list = chosen_files
     ConfigLoaderImpl._compose_config_from_defaults_list = merged_files
+
+
+def content_of(stream: Any) -> Any:
+    """As `yaml.safe_load`: of a text a copy of what the same text gave before."""
+    if not isinstance(stream, str):
+        return _read(stream)
+    if stream not in _content:
+        _content[stream] = pickle.dumps(_read(stream))
+    return pickle.loads(_content[stream])
 
 
 def load(file: str | Path | IO[Any]) -> Any:

@@ -1,7 +1,7 @@
 """What a worker of the suite does once, or not at all, where a program does it each time: it is hundreds of programs.
 
 Nothing here changes what a test computes. Processes that tests start do everything anew. What plans find out about the
-embedded task is kept by all that it depends on; other tasks and tokenizers are read each time.
+embedded task and models is kept by all that it depends on; others are read each time.
 """
 
 import copy
@@ -10,14 +10,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib import metadata
 from typing import Any
 
 import composed_once
 import hypothesis
 import pytest
 
+from rlft.config.suggest import ASSETS
 from rlft.data import prompts as data_prompts
 from rlft.data.arithmetic import Arithmetic
+from rlft.model import network_files
+from rlft.plan import identity, sizes
 from rlft.plan.rewards import references, tester
 
 _ = hypothesis  # first: it looks for what refers to the generators of other packages, and sees nothing that is frozen
@@ -43,7 +47,11 @@ def done_once() -> Iterator[None]:
         patch.setattr(os, "fsync", os.fstat)  # of a file that is open: no test cuts the power
         patch.setattr("rlft.loop.driver.gc_frozen", collected)
         for owner, name, key in (
+            (metadata, "version", lambda package: package),
+            (network_files, "_read_without_numbers", of_an_embedded_network),
+            (identity, "of_source", of_an_embedded_source),
             (Arithmetic, "load", lambda task, split: (repr(task), split)),
+            (sizes, "scan", of_a_scan),
             (data_prompts, "_tokenise", of_tokens),
             (references, "_scored", of_scores),
             (tester, "try_rewards", of_trials),
@@ -62,10 +70,26 @@ def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[...,
         if (known := key(*args)) is None:
             return function(*args)
         if known not in found:
-            found[known] = function(*args)
-        return copy.copy(found[known])
+            found[known] = args, function(*args)  # a key may hold addresses, which stay those of the arguments
+        return copy.copy(found[known][1])
 
     return cached
+
+
+def of_an_embedded_network(network: Any, tensors: Any, renamings: Any) -> Any:
+    contents = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+    known = of_an_embedded_source(network.source, network.config, network.loader, renamings)
+    return known and (contents, known)
+
+
+def of_an_embedded_source(source: Any, config: Any, *settings: Any) -> Any:
+    if not str(source["pretrained_model_name_or_path"]).startswith(str(ASSETS)):  # files that no test changes
+        return None
+    return repr((source, settings)), config.to_json_string(use_diff=False)
+
+
+def of_a_scan(prompts: Any, tokenizer: Any, *settings: Any) -> Any:
+    return of_prompts(tuple(map(id, prompts)), tokenizer, repr(settings))
 
 
 def of_tokens(prompts: Any, tokenizer: Any, style: str, shown: Any) -> Any:

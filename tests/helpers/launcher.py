@@ -18,10 +18,10 @@ The tested code knows nothing of its events: each wraps a function, found by nam
     {"half": "step_*.jsonl", "call": 1, "raises": "ENOSPC"}   the write, or copy, is done by half, then fails so
     {"file_size": 100000}   no file of the process may become larger (RLIMIT_FSIZE, as `ulimit -f` sets it)
 
-A nursery has imported what a run imports and composed a config, which takes seconds, but computed nothing. For each
-line of JSON on its stdin
-(arguments, events, cwd, environment, out, err) it forks a child that goes on as `rlft`, and says the child's id; when
-the child has ended it says how, as `subprocess` would: the exit code, or minus the signal.
+A nursery has imported what a run imports and made a plan, which takes seconds, but loaded and computed nothing. For
+each line of JSON on its stdin (arguments, events, cwd, environment, out, err) it forks a child that goes on as `rlft`,
+and says the child's id; when the child has ended it says how, as `subprocess` would: the exit code, or minus the
+signal.
 """
 
 import atexit
@@ -92,6 +92,7 @@ def nursery() -> dict[str, Any] | None:
     import rlft.loop.session
     import rlft.train
     from rlft.config.compose import compose
+    from rlft.config.resolved import resolve
 
     _ = (
         rlft.loop.session,
@@ -104,7 +105,11 @@ def nursery() -> dict[str, Any] | None:
     )
     OverridesParser.create().parse_overrides(["+a=b", "c.d=[e,1]", "f={g:null}"])  # learns its grammar as it goes
     composed_once.install()
-    compose(["+recipe=grpo_arithmetic", "generation=transformers", "console=null"])  # as most runs of the tests are
+    words = ["+recipe=grpo_arithmetic", "generation=transformers", "model.device=cpu", "console=null"]  # as most are
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer that has had threads says so in every child
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        resolve(compose([*words, "data.size=16", "data.held_out_size=4"])).plan()
+    del os.environ["TOKENIZERS_PARALLELISM"]
     os.fsync = os.fstat  # of a file that is open: no test cuts the power
     gc.collect()
     gc.freeze()  # no child walks through what all share
