@@ -1,8 +1,6 @@
 import json
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,18 +11,16 @@ from rlft.data import hub
 from rlft.data.records import sampled_line
 from rlft.types import Completion, FinishReason, Prompt, Rollout, Split
 
-Make = Callable[..., Any]
-
 
 @cache
-def shipped(group: str, name: str) -> dict[str, Any]:
+def shipped(group, name):
     return yaml.safe_load((config_folder() / group / f"{name}.yaml").read_text())
 
 
 def maker(group):
     """Makes the component of configs/<group>/<name>.yaml with some keys overridden."""
 
-    def make(name: str, **overrides: Any) -> Any:
+    def make(name, **overrides):
         return instantiate({**shipped(group, name), **overrides}, group)
 
     return make
@@ -49,7 +45,7 @@ def make_preferences():
 def write():
     """Writes objects as the lines of a JSONL file."""
 
-    def write_lines(path: Path, *rows: Any) -> Path:
+    def write_lines(path, *rows):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
 
@@ -60,7 +56,7 @@ def write():
 def load(make_data, write, tmp_path):
     """Reads rows as prompts, all of which are held out: `load(*rows, **keys)`."""
 
-    def load_rows(*rows: Any, **keys: Any) -> Sequence[Prompt]:
+    def load_rows(*rows, **keys):
         path = str(write(tmp_path / "a.jsonl", *rows))
         return make_data("jsonl", path=path, held_out_fraction=1.0, **keys).load(Split.held_out)
 
@@ -71,7 +67,7 @@ def load(make_data, write, tmp_path):
 def trained_rows(write, tmp_path):
     """The training split of these lines by a maker; one other question is held out in a file of its own."""
 
-    def load(make: Make, *lines: Any, **keys: Any) -> Any:
+    def load(make, *lines, **keys):
         other = {"prompt": "held out", "completion": "x", "completions": ["x", "y"], "scores": [1, 0]}
         held_out = write(tmp_path / "held_out.jsonl", keys.pop("other", other))
         file = write(tmp_path / "mine.jsonl", *lines)
@@ -85,9 +81,9 @@ def hub_sets(monkeypatch):
     """{split: its rows} of every set on a hub that answers; an exception in place of rows is raised."""
     import datasets.config
 
-    sets: dict[str, Any] = {}
+    sets = {}
 
-    def load_dataset(path: str, subset: str | None, *, split: str, revision: str | None) -> Any:
+    def load_dataset(path, subset, *, split, revision):
         if isinstance(sets[split], Exception):
             raise sets[split]
         return datasets.Dataset.from_list(list(sets[split]))
@@ -102,7 +98,7 @@ def hub_sets(monkeypatch):
 def sample():
     """Makes a line of `rlft sample`: the completion `text` of the prompt `name`."""
 
-    def make(name: str, text: str, reward: float = 0.0, *, cut: bool = False, **keys: Any) -> dict[str, Any]:
+    def make(name, text, reward=0.0, *, cut=False, **keys):
         messages = ({"role": "user", "content": f"What is {name}?"},)
         completion = Completion(
             text=text,

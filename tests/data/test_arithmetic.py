@@ -18,7 +18,7 @@ DIGESTS = {"arithmetic": "f1050c687b01b9a1", "chains": "ff8c56f295e395ef", "shap
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_same_keys_draw_the_same_prompts_and_another_seed_or_size_others(name):
-    def drawn(split: Split, seed: int = 3, size: int = 100) -> list:
+    def drawn(split, seed=3, size=100):
         return SOURCES[name](size=size, held_out_size=20, seed=seed).load(split)
 
     by_split = {split: drawn(split) for split in Split}

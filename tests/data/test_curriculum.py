@@ -1,9 +1,7 @@
 """Prompts chosen by how often they are solved: the draws, the weights, what is left out, and files of pass rates."""
 
 import json
-from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from rlft.config.schema import CurriculumConfig
 from rlft.data.curriculum import Curriculum, drawn, read_pass_rates
 from rlft.types import Prompt, UserError
 
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "running": True, "path": None, "weight": "variance", "above": None, "below": None, "replay": 0.0, "memory": 1.0,
 }  # fmt: skip
 
@@ -110,7 +108,7 @@ def test_a_share_of_a_step_is_drawn_from_those_solved_before():
     right = [1.0 if i % 8 == 0 else 0.0 for i in range(256)]
     wrong = [8 - r for r in right]
 
-    def solved(replay: float) -> list[int]:
+    def solved(replay):
         chosen = curriculum(right, wrong, replay=replay)
         return [sum(index % 8 == 0 for index in chosen.of_step(step, 32)) for step in range(8)]
 
@@ -126,7 +124,7 @@ def test_it_goes_on_from_a_checkpoint():
     straight, until = curriculum([0] * 64, [0] * 64, memory=0.9, replay=0.5), 3
     groups = [[int(n) for n in np.random.RandomState(step).randint(0, 5, 8)] for step in range(6)]
 
-    def go(chosen: Curriculum, start: int, stop: int) -> list[list[int]]:
+    def go(chosen, start, stop):
         steps = []
         for step in range(start, stop):
             steps.append(chosen.of_step(step, 8))
@@ -159,14 +157,12 @@ def test_a_fork_with_another_seed_or_size_chooses_its_steps_itself():
 # -- files -------------------------------------------------------------------------------------------------------------
 PROMPTS = [Prompt(id=f"p{i}", messages=({"role": "user", "content": f"What is {i}?"},), answer="") for i in range(4)]
 
-Write = Callable[..., str]
-
 
 @pytest.fixture
 def write(tmp_path):
     """Writes completions, {prompt: rewards}, as `rlft sample` does, and returns the file's path."""
 
-    def written(completions: dict[int, Sequence[float | None]], **changed: Any) -> str:
+    def written(completions, **changed):
         lines = [
             {
                 "prompt_id": f"p{i}", "prompt": [dict(m) for m in PROMPTS[i].messages], "completion": "", "answer": "",

@@ -39,10 +39,7 @@ def test_a_prompt_and_its_completion_may_be_texts_or_messages(learned):
         system_prompt="ours",
         prompt_template="Q: {question}",
     )
-    assert told(found) == [
-        ("mine.jsonl:1", ["ours", "Q: 1?"], " 1"),
-        ("mine.jsonl:2", ["own", "Q: 2?"], "2"),
-    ]
+    assert told(found) == [("mine.jsonl:1", ["ours", "Q: 1?"], " 1"), ("mine.jsonl:2", ["own", "Q: 2?"], "2")]
     assert all((d.completion_ids, d.prompt.answer) == ((), "") for d in found)
 
 
@@ -86,7 +83,7 @@ def test_chats_that_open_alike_are_on_one_side_where_all_turns_are_learned(make_
     lines = [{"messages": [user(f"{i}"), says("b"), user(f"more {j}"), says("d")]} for i in range(40) for j in range(3)]
     keys = {"path": str(write(tmp_path / "a.jsonl", *lines)), "held_out_fraction": 0.5}
 
-    def openings(split: Split, turns: str) -> set[str]:
+    def openings(split, turns):
         found = make_demonstrations("jsonl", **keys, turns=turns).load(split)
         return {d.prompt.messages[0]["content"] for d in found}
 

@@ -4,11 +4,9 @@ import hashlib
 import importlib
 import logging
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -68,14 +66,11 @@ def ranked(question, *completions, **metadata):
     return Ranking(prompt=asked(question, **metadata), completions=completions, scores=scores)
 
 
-Scan = Callable[..., Any]
-
-
 @pytest.fixture
 def scan(backbone):
     """Scans demonstrations or rankings with the embedded model's tokenizer."""
 
-    def scanned(given: Sequence[Any], limit: int = 64, **keys: Any) -> Any:
+    def scanned(given, limit=64, **keys):
         scan_them = scan_rankings if isinstance(given[0], Ranking) else scan_demonstrations
         return scan_them(given, backbone.tokenizer, replace(PROMPTS, **keys), limit, Split.train)
 
@@ -83,7 +78,7 @@ def scan(backbone):
 
 
 def ids_of(backbone, text):
-    return backbone.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+    return backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 # -- demonstrations ----------------------------------------------------------------------------------------------------
@@ -215,7 +210,7 @@ def test_a_completion_over_the_limit_leaves_its_ranking_and_a_ranking_without_a_
 def test_rankings_of_an_update_depend_on_seed_step_and_what_they_are_for(scan):
     found = scan([ranked(f"{i}?", "a", "b") for i in range(12)])
 
-    def prompts(seed: int, purpose: str) -> list[tuple[int, ...]]:
+    def prompts(seed, purpose):
         return [found.rankings[i].prompt for step in range(6) for i in found.positions(seed, step, 2, purpose)]
 
     assert prompts(1, "rankings") == prompts(1, "rankings")
@@ -286,7 +281,7 @@ def test_what_is_learned_is_what_the_template_writes():
         wholes = rendered(tokenizer, [answered, [*answered, NEXT]])
         has_end = "no special token" not in (notes := "".join(turn_ends(tokenizer, "chat").notes))
         own = ids if has_end and "inside" not in notes else ids[:-1]
-        assert any(tokenizer(whole)["input_ids"][: len(own)] == own for whole in wholes), name  # type: ignore[index]
+        assert any(tokenizer(whole)["input_ids"][: len(own)] == own for whole in wholes), name
 
 
 def test_turns_that_a_template_refuses_or_drops_a_part_of_are_learned_as_texts():
@@ -331,19 +326,19 @@ def test_texts_come_in_file_order_and_as_they_stand_with_what_is_given_before_th
 
 def test_the_script_gives_the_text_that_ships_about_problems_of_the_training_split(backbone, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    maker: Any = importlib.import_module("make_arithmetic_examples")
+    maker = importlib.import_module("make_arithmetic_examples")
     texts = load_texts("embedded:arithmetic-text", "text", "given")
     assert maker.make_texts(backbone.tokenizer.own, 1350, seed=0) == texts
     assert maker.make_texts(backbone.tokenizer.own, 20, seed=1) != texts[:20]
     [file] = files_at("embedded:arithmetic-text", "pretrain.path")
     assert file.stat().st_size <= 200_000
     pattern = r"<\|im_start\|>user\nWhat is (\d+) (.) (\d+)\?<\|im_end\|>\n<\|im_start\|>assistant\n"
-    problems = [re.fullmatch(pattern, text.context).groups() for text in texts]  # type: ignore[union-attr]
+    problems = [re.fullmatch(pattern, text.context).groups() for text in texts]
     assert len(set(problems)) == len(texts) == 1350, "each once"
     assert {split_of(int(a), operation, int(b)) for a, operation, b in problems} == {Split.train}
 
 
-LIMITS: dict[str, Any] = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
+LIMITS = {"max_tokens": 256, "sequences_per_update": 1, "held_out": 1, "updates_per_step": 1}
 
 
 def letters(texts, **keys):
@@ -357,7 +352,7 @@ def parted(texts):
 
 
 def pretraining(texts, **keys):
-    return scan_texts(parted(texts), letters, **LIMITS | keys)  # type: ignore[arg-type]
+    return scan_texts(parted(texts), letters, **LIMITS | keys)
 
 
 def words(texts):
@@ -410,11 +405,11 @@ def test_what_is_given_counts_towards_the_limit_and_is_never_learned():
 
 
 def test_what_is_given_and_what_is_learned_are_tokenised_each_for_itself():
-    def pairs(texts: Sequence[str], **keys: Any) -> dict[str, list[list[int]]]:
+    def pairs(texts, **keys):
         """A tokenizer whose tokens are characters, except that "ab" is one, "X"."""
         return letters([text.replace("ab", "X") for text in texts])
 
-    found = scan_texts(parted(["ca^bd", "cab^d"]), pairs, **LIMITS)  # type: ignore[arg-type]
+    found = scan_texts(parted(["ca^bd", "cab^d"]), pairs, **LIMITS)
     assert sorted(written([*found.train_texts, *found.held_out_texts])) == ["cX^d", "ca^bd"]
 
 
@@ -557,7 +552,7 @@ def test_the_loss_is_that_of_each_text_by_itself(backbone):
     answer = "<think>3+4=7</think><answer>7</answer><|im_end|>"
     texts = parted(["<|im_start|>user\n^What is 1 + 2?", "2+2=4", "a^b", f"3 + 4?^{answer}"])
     found = scan_texts(texts, backbone.tokenizer, **LIMITS | {"max_tokens": 20, "sequences_per_update": 3})
-    roles: Any = SimpleNamespace(forward=choose(backbone.model))
+    roles = SimpleNamespace(forward=choose(backbone.model))
     assert roles.forward.packed
     total = tokens = 0.0
     for text in found.train_texts:
@@ -575,7 +570,7 @@ def test_the_shipped_text_begins_at_the_loss_that_the_embedded_model_was_taught(
     """Only answers are learned: the questions, which the model was never taught, would cost it 10 nats per token."""
     texts = load_texts("embedded:arithmetic-text", "text", "given")
     found = scan_texts(texts, backbone.tokenizer, **LIMITS | {"held_out": 128})
-    roles: Any = SimpleNamespace(forward=choose(backbone.model))
+    roles = SimpleNamespace(forward=choose(backbone.model))
     assert found.note is None
     assert text_loss(roles, found.held_out(), 4096) == pytest.approx(0.174, abs=0.0005)
 

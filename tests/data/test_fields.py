@@ -3,7 +3,6 @@
 import base64
 import json
 from itertools import product
-from typing import Any
 
 import pytest
 from data_rows import every
@@ -155,7 +154,7 @@ def test_images_stand_at_their_marks_or_before_the_question_and_any_other_number
             continue
         earlier = marks // 2 if turns == 2 else 0
         texts = [f"{MARK} " * earlier + "a"] * (turns - 1) + [f"b {MARK}" * (marks - earlier) + "c"]
-        question: Any = texts[0]
+        question = texts[0]
         if form != "text":
             said = [asked(text)[0] if form == "role" else asked([{"type": "text", "text": text}])[0] for text in texts]
             said = [{"from": "human", "value": text} for text in texts] if form == "from" else said
@@ -193,7 +192,7 @@ def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them
 ):
     """Each form of an image x names of fields x prompts, demonstrations and preferences; the named key then works."""
 
-    def parsed(row: dict[str, Any], make: Any = make_data, **keys: str) -> list[Any]:
+    def parsed(row, make=make_data, **keys):
         return make("jsonl", path="a.jsonl", **keys).parse(row, "a")
 
     file = tmp_path / "a.png"

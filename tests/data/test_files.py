@@ -10,8 +10,6 @@ import logging
 import lzma
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -50,7 +48,7 @@ def as_lines(rows):
     return "\n".join(map(json.dumps, rows)).encode()
 
 
-KINDS: dict[str, Callable[[Sequence[dict[str, Any]]], bytes]] = {
+KINDS = {
     "a.jsonl": as_lines,
     "a.ndjson": as_lines,
     "lines.json": as_lines,
@@ -112,7 +110,7 @@ def test_the_files_of_a_folder_are_read_as_one(make_data, tmp_path, monkeypatch)
 
 
 ABSENT = "has no files of the split 'train', only "
-LAYOUTS: list[tuple[str, str | list[str]]] = [  # (files, those that are read, or why none is)
+LAYOUTS = [  # (files, those that are read, or why none is)
     ("b.jsonl a.jsonl .hidden.jsonl", ["a.jsonl", "b.jsonl"]),
     ("train.csv test.csv", ["train.csv"]),
     ("train.jsonl train-extra.jsonl training.jsonl", ["train-extra.jsonl", "train.jsonl"]),

@@ -4,18 +4,16 @@ import logging
 import random
 import tempfile
 import tracemalloc
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rlft.data import jsonl
 from rlft.data.files import tables
-from rlft.data.prompts import PromptSet, scan, untokenised
+from rlft.data.prompts import scan, untokenised
 from rlft.data.records import RecordRow, Stored, first_by_identity
-from rlft.types import Prompt, Split, UserError
+from rlft.types import Split, UserError
 from tests.helpers.family_tokenizers import with_attributes
 
 
@@ -65,7 +63,7 @@ def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, write, tm
 
 
 def test_a_message_in_parts_is_their_text_and_other_parts_are_refused(load):
-    def read(*parts: object) -> Prompt:
+    def read(*parts):
         [prompt] = load({"m": [{"role": "user", "content": list(parts)}], "answer": 1}, messages_field="m")
         return prompt
 
@@ -165,7 +163,7 @@ def test_examples_are_training_questions_and_never_the_question_itself(make_data
 
 
 def test_a_chat_is_an_example_without_its_system_message(make_data, write, tmp_path):
-    def talk(i: int) -> list[dict]:
+    def talk(i):
         turns = [("system", f"own {i}"), ("user", f"a {i}"), ("assistant", f"b {i}"), ("user", f"c {i}")]
         return [{"role": role, "content": text} for role, text in [*turns, ("assistant", f"d {i}")]]
 
@@ -242,7 +240,7 @@ THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "a share held out, and long prompts dropped": {},
     "another file held out": {"held_out_path": "other.jsonl"},
     "worked examples": {"few_shot": 2, "few_shot_template": "so {answer}"},
@@ -257,7 +255,7 @@ def test_streamed_data_are_what_held_data_are(keys, split, mine, make_data, back
     monkeypatch.chdir(mine.parent)
     tokenizer = with_attributes(backbone.tokenizer, chat_template=THINKING)
 
-    def scanned() -> tuple[Sequence[Prompt], PromptSet]:
+    def scanned():
         prompts = make_data("jsonl", path="mine.jsonl", **keys).load(split)
         return prompts, scan(prompts, tokenizer, 400 if keys else 30, "drop", split)
 
@@ -322,7 +320,7 @@ def test_a_folder_for_temporary_files_that_is_full_or_missing_is_refused(mine, m
 
 @pytest.mark.parametrize("limit", [0, 2**30])
 def test_what_a_rows_own_reading_lacks_is_not_blamed_on_temporary_files(limit, mine, monkeypatch):
-    def parse(fields: Mapping[str, Any], row_id: str) -> list[Any]:
+    def parse(fields, row_id):
         raise FileNotFoundError("picture.png")
 
     monkeypatch.setattr(jsonl, "STREAMED_BYTES", limit)

@@ -1,16 +1,14 @@
 """Preferences as rankings: pairs, lists, samples of a prompt and completions with a score each."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 from data_rows import says, user
 
 from rlft.data.fields import RowError, TypedRow, UselessRow
 from rlft.data.records import sampled_with
-from rlft.types import Ranking, Split, UserError
+from rlft.types import Split, UserError
 
 PAIR = {"prompt": "1?", "chosen": "good", "rejected": "bad"}
 
@@ -145,7 +143,7 @@ def test_no_question_is_in_both_splits(make_preferences, write, sample, tmp_path
     samples = [sample(f"{i}", text, reward) for text, reward in (("a", 0.0), ("b", 1.0)) for i in range(60)]
     data = make_preferences("jsonl", path=str(write(tmp_path / "a.jsonl", *pairs, *samples)), held_out_fraction=0.5)
 
-    def questions(rankings: list[Ranking]) -> set[str]:
+    def questions(rankings):
         return {r.prompt.messages[0]["content"] for r in rankings}
 
     train, held_out = data.load(Split.train).rankings, data.load(Split.held_out).rankings
@@ -208,7 +206,7 @@ def test_completions_with_a_score_each_are_ranked_by_prompt(
 
 def test_completions_that_are_chats_or_null_are_ranked_as_texts_are(make_preferences):
     """Each completion as text, chat of a table and null x one with its score, lists and columns."""
-    forms: Sequence[Callable[[str], Any]] = (
+    forms = (
         lambda text: text,
         lambda text: [{"role": "assistant", "content": text}],
         lambda text: [{"role": "assistant", "content": text, "tool_calls": None}],

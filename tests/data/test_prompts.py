@@ -131,7 +131,7 @@ def test_a_template_that_takes_no_system_message_is_told_with_the_way_out():
 
 
 def test_a_call_of_the_tokenizer_takes_so_many_prompts_and_no_more_characters():
-    def sizes(lengths: list[int]) -> list[int]:
+    def sizes(lengths):
         chunks = list(chunked(["x" * length for length in lengths], len))
         assert [len(text) for chunk in chunks for text in chunk] == lengths
         return [len(chunk) for chunk in chunks]
@@ -167,7 +167,7 @@ def test_the_fingerprint_keeps_fields_apart():
 
 
 def test_a_tokenizers_fingerprint_changes_with_what_its_ids_mean(tokenizer):
-    def changed(**keys) -> str:
+    def changed(**keys):
         other = RunTokenizer(AutoTokenizer.from_pretrained(TINY))
         for name, value in keys.items():
             setattr(other.own, name, value)
@@ -273,10 +273,7 @@ def test_a_template_that_moves_a_message_or_reads_a_switch_in_it_leaves_nothing_
 
 
 def test_an_error_of_the_template_is_refused_by_name():
-    for broken, cause in (
-        ("{{ messages + 1 }}", "TypeError"),
-        ("{{ 1 / 0 }}", "ZeroDivision"),
-    ):
+    for broken, cause in (("{{ messages + 1 }}", "TypeError"), ("{{ 1 / 0 }}", "ZeroDivision")):
         with pytest.raises(UserError, match=f"^model.path: its chat template fails .{cause}"):
             scan(THREE, with_template(broken), 400, "refuse", Split.train)
 

@@ -3,9 +3,7 @@
 import json
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -19,8 +17,6 @@ from rlft.types import Prompt, Ranking, Split
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "data.md"
 LINE = re.compile(r"^\| ([^|]+) \| `(plan [^`]+)` \|$", re.MULTILINE)
 COMMANDS = dict(LINE.findall(PAGE.read_text().replace(r"\|", "¦")))
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 def message(role, content):
@@ -39,7 +35,7 @@ SYSTEM = message("system", "Be brief.")
 HH = "\n\nHuman: Hi, Ada\n\nAssistant: Hello.\n\nHuman: A name, Ada?\n\nAssistant:"
 SVAMP = {"ID": "chal-1", "Body": "Ada had 5 apples and ate 2", "Question": "How many are left?",
          "Equation": "( 5.0 - 2.0 )", "Answer": 3.0, "Type": "Subtraction"}  # fmt: skip
-EACH: dict[str, tuple[Mapping[str, Any], list[str], Any]] = {
+EACH = {
     "GSM8K": (
         {"question": "Ada has 2,000 apples and 10 more.", "answer": "2000 + 10 = <<2000+10=2010>>2010\n#### 2,010"},
         ["Ada has 2,000 apples and 10 more."], ["2010"],
@@ -170,7 +166,7 @@ def test_the_command_of_a_published_set_reads_its_rows(name, hub_sets, tmp_path,
     more = [] if command == "train" else ["max_completion_tokens=64"]
     resolved = resolve(compose([*words, *more], command=command))
     loaded = [instantiate(resolved.plain[section], section).load(part) for part in Split]
-    found: list[Any] = [row for part in loaded for row in getattr(part, "rankings", part)]
+    found = [row for part in loaded for row in getattr(part, "rankings", part)]
     assert len(found) > 36
     if name == "GSM8K":  # the only one with a system prompt of ours
         messages = [found[0].messages[0]["content"], *messages]

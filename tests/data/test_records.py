@@ -4,9 +4,7 @@ import itertools
 import json
 import math
 from array import array
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -16,7 +14,7 @@ from rlft.data.records import Joined, Stored, check_tokenizer, is_sampled, mappe
 from rlft.types import Branch, Completion, FinishReason, Prompt, Rollout, Turn, UserError
 
 SQUARES = [i * i for i in range(12)]
-SEQUENCES: dict[str, tuple[Sequence[Any], list[Any]]] = {
+SEQUENCES = {
     "items": (Stored.of(SQUARES, "x"), SQUARES),
     "mapped": (mapped(Stored.of(range(12), "x"), lambda i: i * i), SQUARES),
     "chosen": (Stored.of(SQUARES, "x")[[0, 1, 5, 6, 11]], [0, 1, 25, 36, 121]),

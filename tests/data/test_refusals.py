@@ -3,9 +3,6 @@
 import gzip
 import json
 import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from data_rows import says, user
@@ -21,15 +18,12 @@ LINE = {"prompt": "{}?", "answer": "1", "completion": "x", "chosen": "good", "re
 HALF = "\ud800"
 
 
-Load = Callable[..., Any]
-
-
 @pytest.fixture
 def load(make_data, make_demonstrations, make_preferences):
     """Loads the training split of a section: `load(section, file, ..keys)`."""
     makers = {"data": make_data, "demonstrations": make_demonstrations, "preferences": make_preferences}
 
-    def loaded(section: str, path: Path | str, kind: str = "jsonl", **keys: Any) -> Any:
+    def loaded(section, path, kind="jsonl", **keys):
         if section == "pretrain":
             return load_texts(str(path), "text", keys.get("given_field"))
         return makers[section](kind, path=str(path), **keys).load(Split.train)
@@ -38,7 +32,7 @@ def load(make_data, make_demonstrations, make_preferences):
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
-KEYS: dict[str, dict[str, list[dict[str, Any]]]] = {  # {what is read: {the key that is named: keys}}
+KEYS = {  # {what is read: {the key that is named: keys}}
     "data": {
         "path": [
             {"path": "missing.jsonl"}, {"path": "folder"}, {"path": "empty.jsonl"}, {"path": "blank.jsonl"},
@@ -76,7 +70,7 @@ KEYS: dict[str, dict[str, list[dict[str, Any]]]] = {  # {what is read: {the key 
         "format": [{"format": "HH"}],
     },
 }  # fmt: skip
-DRAWN: dict[str, dict[str, list[dict[str, Any]]]] = {
+DRAWN = {
     "arithmetic": {
         "difficulty": [{"difficulty": 0}, {"difficulty": 10}],
         "operations": [{"operations": []}, {"operations": ["/"]}],
@@ -145,10 +139,8 @@ def test_of_texts_the_key_is_named_with_what_it_wants(load, write, tmp_path):
 UNREADABLE = "; fix or remove that line"
 NAMES = UNREADABLE + ", or name other fields ({section}.*field)"
 CHATS = {"messages_field": "m", "answer_field": None}
-TURNS = {"messages_field": "messages"}
 TALK = [user("a"), says("b"), user("c")]
 CALL = {"name": "add", "arguments": "a b"}
-Rows = list[tuple[Any, str, dict[str, Any], str]]
 
 
 def rows(found, remedy=NAMES, **keys):
@@ -157,7 +149,7 @@ def rows(found, remedy=NAMES, **keys):
 
 
 # {section: rows that are refused by their place}
-REFUSED: dict[str, Rows] = {
+REFUSED = {
     "data": [
         *rows([(b"{", "is not JSON"), (b"[1, 2]", "must be a JSON object, it is a list")], UNREADABLE),
         *rows([(b'{"prompt": "\xff", "answer": "1"}', "is not UTF-8 text")], "jsonl"),
@@ -252,7 +244,7 @@ REFUSED: dict[str, Rows] = {
         ], given_field="given"),
     ],
 }  # fmt: skip
-SURROGATES: dict[str, list[Any]] = {  # JSON can hold half a character, which is not text
+SURROGATES = {  # JSON can hold half a character, which is not text
     "data": [{"prompt": f"x{HALF}"}, {"answer": f"1{HALF}"}, {f"other{HALF}": 1}],
     "demonstrations": [
         {"prompt": f"x{HALF}"}, {"completion": f"1{HALF}"}, {"messages": [user("x"), says(HALF)]},
@@ -321,7 +313,7 @@ def test_half_a_character_in_a_recipe_is_refused_by_its_key(yaml, key, tmp_path)
 
 
 UNLIKE, NOT_ENDED = "has chats that differ before their last messages", "has chats that do not end with"
-USELESS: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {  # {section: [(row, why it teaches nothing, keys)]}
+USELESS = {  # {section: [(row, why it teaches nothing, keys)]}
     "demonstrations": [
         ({"prompt": "1?", "completion": " "}, "has an empty completion", {}),
         ({"messages": [user("a"), says("")]}, "has an empty completion", {}),
@@ -362,7 +354,7 @@ def test_a_row_with_nothing_to_learn_is_left_out_and_named(section, row, problem
 
 # -- files -------------------------------------------------------------------------------------------------------------
 MANY = b'{"prompt": "1?", "answer": 1}\n\n' * 40
-BAD: dict[str, tuple[bytes, str]] = {
+BAD = {
     "array.json": (b'[{"prompt": "1?", "answer": 1}, 5]', "array.json, row 1: must be a JSON object, it is a number;"),
     "half.json": (b'[{"prompt": "\\ud800", "answer": 1}]', "half.json, row 0: holds the lone surrogate"),
     "torn.json": (b'[{"prompt": "1?"', "is not JSON (Expecting ',' delimiter: line 1 column 17 (char 16)), got "),

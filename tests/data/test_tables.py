@@ -10,10 +10,8 @@ import random
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import product
-from typing import Any
 
 import pyarrow
 import pyarrow.ipc
@@ -31,8 +29,6 @@ from rlft.data.opened import UNPACK, is_plain
 from rlft.data.tables import paths_to_rows, rows_of
 from rlft.types import Split, UserError
 
-Rows = Sequence[Mapping[str, Any]]
-Files = Iterator[tuple[str, bytes, str | None]]
 PIECES = (
     *("a", "Ä", "日本", "1,5", ";", "\t", "|", '"', "'", "\n", "\r\n", " "),
     *("=1+1", "null", "{", "[", "\\", "£", "\u2028"),
@@ -62,7 +58,7 @@ def archived(content):
 
 
 def by_arrow(name):
-    def pack(content: bytes) -> bytes:
+    def pack(content):
         buffer = pyarrow.BufferOutputStream()
         with pyarrow.CompressedOutputStream(buffer, name) as stream:
             stream.write(content)
@@ -71,14 +67,14 @@ def by_arrow(name):
     return pack
 
 
-PACKED: Sequence[Any] = (
+PACKED = (
     *(bytes, gzip.compress, bz2.compress, partial(lzma.compress, preset=0)),
     *(archived, by_arrow("zstd"), by_arrow("lz4")),
 )
 
 
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32")
-NESTED: Mapping[str | None, Callable[[Rows], Any]] = {
+NESTED = {
     None: list,
     "data": lambda rows: {"data": rows, "version": 1},
     "examples": lambda rows: {"examples": rows, "canary": "x"},
@@ -223,7 +219,7 @@ def test_every_nesting_is_refused_with_the_path_that_reads_it(make_data, tmp_pat
 
 def test_only_what_lacks_a_field_is_refused_with_a_path_to_rows(make_data, tmp_path):
     """Rows that have their fields, of a form that is not read x what they hold besides x lines and a document."""
-    bad: Sequence[Any] = (
+    bad = (
         [{"role": "user", "content": [{"type": "text", "text": None}]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"speaker": "human", "text": "q"}],
@@ -301,13 +297,10 @@ def test_what_encloses_a_row_is_in_its_template(make_data, tmp_path):
     expected = {(f"{t}/{t}{c}: {t}{c}{q}?", q) for t, c, q in product("ST", "ab", "xy")}
     assert {(prompt.messages[0]["content"], prompt.answer) for prompt in prompts} == expected
     (tmp_path / "b.json").write_text(json.dumps({"v": 2, "one": {"q": "1?"}, "two": {"q": "2?"}}))
-    assert read(tmp_path / "b.json", "*") == [
-        {"v": 2, "key": "one", "q": "1?"},
-        {"v": 2, "key": "two", "q": "2?"},
-    ]
+    assert read(tmp_path / "b.json", "*") == [{"v": 2, "key": "one", "q": "1?"}, {"v": 2, "key": "two", "q": "2?"}]
 
 
-SHEETS: dict[str, tuple[str, list[dict[str, str]] | str]] = {
+SHEETS = {
     "trailing unnamed columns": ("p,a,,\n1,2,,\n3,4,,\n", [{"p": "1", "a": "2"}, {"p": "3", "a": "4"}]),
     "a value below no name": ("p,a,\n1,2,x\n", ":2: has 3 cells, the header 2"),
     "more cells than names": ("p,a\n1,2\n3,4,5\n", ":3: has 3 cells, the header 2"),
@@ -397,7 +390,7 @@ def test_a_workbook_without_openpyxl_is_refused_with_the_command(tmp_path, monke
 
 # -- what tables fill in -----------------------------------------------------------------------------------------------
 PROMPTS = PromptsConfig(max_tokens=100_000, over_limit="refuse", style="chat")
-PARAMETERS: dict[str, tuple[dict[str, Any], Any]] = {
+PARAMETERS = {
     "amount": ({"type": "number", "minimum": 0.5}, 2.5),
     "from": ({"type": "string", "enum": ["EUR", "USD"]}, "EUR"),
     "into": ({"type": "string", "description": "The other currency."}, "USD"),
@@ -416,7 +409,7 @@ def composed(rng, names, wordy):
     out.
     """
 
-    def maybe(**fields: Any) -> dict[str, Any]:
+    def maybe(**fields):
         return {key: value for key, value in fields.items() if wordy or rng.random() < 0.5}
 
     tools = [
@@ -438,7 +431,7 @@ def composed(rng, names, wordy):
 
 
 @cache
-def cases(seed: int) -> list[dict[str, Any]]:
+def cases(seed):
     rng, names = random.Random(seed), list(PARAMETERS)
     some = [sorted(rng.sample(names, rng.randint(1, len(names))), key=names.index) for _ in range(30)]
     return [composed(rng, names, True), *(composed(rng, each, False) for each in some)]

@@ -4,9 +4,7 @@ import json
 import logging
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 from data_rows import every
@@ -172,7 +170,7 @@ def test_the_answer_of_a_solution_is_in_its_last_box(load, solution, answer):
 
 # -- what a section reads of a row beside its question -----------------------------------------------------------------
 TEXTS = ("Rome", "1.5 m", "A new one", "x) y", "Ünï", "b")
-FORMS: Mapping[str, Callable[[Sequence[str], Sequence[str]], Any]] = {
+FORMS = {
     "list": lambda labels, texts: list(texts),
     "label and text": lambda labels, texts: {"text": list(texts), "label": list(labels)},
     "objects": lambda labels, texts: [{"label": a, "text": b} for a, b in zip(labels, texts, strict=True)],
@@ -294,7 +292,7 @@ def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(
     ):
         row = {"prompt": prompt, "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "other": "o"}
         row["history"] = [["h", "i"]]
-        keys: dict[str, Any] = {"path": "x", "prompt_template": template}
+        keys = {"path": "x", "prompt_template": template}
         if prompt == "whole":
             if section != "preferences":
                 continue

@@ -2,22 +2,13 @@
 
 import json
 import pickle
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
 from in_one_test import each
 from slow_cases import slow
 
-from rlft.environment.calls import (
-    CallReader,
-    CallTemplate,
-    DescribedCalls,
-    JsonCalls,
-    TemplateCalls,
-    XmlCalls,
-    reader_of,
-)
+from rlft.environment.calls import CallTemplate, DescribedCalls, JsonCalls, TemplateCalls, XmlCalls, reader_of
 from rlft.types import UserError
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
@@ -45,7 +36,7 @@ def written(family, number):
         for n in range(number)
     ]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
-    tools: Any = [ADD]
+    tools = [ADD]
     before = tokenizer.apply_chat_template(list(OPENING), tools=tools, tokenize=False, add_generation_prompt=True)
     text = tokenizer.apply_chat_template([*OPENING, turn], tools=tools, tokenize=False)
     return str(text)[len(str(before)) :].strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>")
@@ -203,7 +194,7 @@ ANYTHING = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)), 
 @example(text='{"name": "\\ud800", "arguments": "\\ud800"}')
 @example(text='<call tool="add"><a>' + "[" * 900 + "]" * 900 + "</a></call>")
 @settings(max_examples=200, deadline=None)
-def test_whatever_the_policy_writes_is_a_call_or_a_problem(form: CallReader, text: str) -> None:
+def test_whatever_the_policy_writes_is_a_call_or_a_problem(form, text):
     """Which can be sent to a worker, written to a file, and put before the policy."""
     for call in form.calls(text.encode("utf-8", "replace").decode()):
         assert pickle.loads(pickle.dumps(call)).written == call.written

@@ -1,9 +1,7 @@
 """Conversations over an engine: tokens, masks, seeds, limits and rewards."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import pytest
@@ -12,16 +10,13 @@ from hypothesis import example, given, settings, strategies as st
 from rlft.batch import fault
 from rlft.environment.conversations import Conversations, Transcript
 from rlft.environment.game import Game
-from rlft.environment.protocol import Environment
 from rlft.environment.tool_class import ToolClass
 from rlft.environment.tools import Tools
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.tokens.text import RunTokenizer
-from rlft.types import Completion, EnvironmentFailure, FinishReason, Group, Prompt, Rollout, Sampling
+from rlft.types import Completion, EnvironmentFailure, FinishReason, Prompt, Rollout, Sampling
 from tests.helpers.family_tokenizers import family_tokenizer
 
-Converse = Callable[..., Conversations]
-LIMITS: dict[str, Any] = {
+LIMITS = {
     "max_turns": 8, "max_tool_calls": None, "turn_tokens": None, "call_timeout": 10.0, "timeout": 60.0,
     "max_answer": 400, "workers": 1, "syntax": "template", "show_tools": True,
 }  # fmt: skip
@@ -44,11 +39,11 @@ def prompt(name="p", tokenizer=TOKENIZER, **metadata):
 class Recorder(ScriptedGenerator):
     """A scripted policy that keeps what it was asked."""
 
-    def __init__(self, answers: Mapping[str, Sequence[Any]], tokenizer: RunTokenizer = TOKENIZER) -> None:
+    def __init__(self, answers, tokenizer=TOKENIZER):
         super().__init__(answers, tokenizer)
-        self.asked: list[tuple[list[Prompt], int, list[int], Sampling]] = []
+        self.asked = []
 
-    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+    def sample(self, prompts, n, seeds, sampling):
         self.asked.append((list(prompts), n, list(seeds), sampling))
         return super().sample(prompts, n, seeds, sampling)
 
@@ -56,14 +51,9 @@ class Recorder(ScriptedGenerator):
 @pytest.fixture
 def converse():
     """Opens conversations of a scripted policy: `converse({"*": [["call", "answer"]]}, environment)`."""
-    opened: list[Conversations] = []
+    opened = []
 
-    def make(
-        answers: Mapping[str, Sequence[Any]],
-        environment: Environment,
-        at_once: int | None = None,
-        tokenizer: RunTokenizer = TOKENIZER,
-    ) -> Any:
+    def make(answers, environment, at_once=None, tokenizer=TOKENIZER):
         policy = Recorder(answers, tokenizer)
         opened.append(Conversations(policy, environment, tokenizer, at_once=at_once, longest_row=1200))
         return opened[-1]
@@ -102,7 +92,7 @@ def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(
     conversations = converse({"*": [said]}, tools("conversation_tools.add"))
     asked = prompt()
     completion = one(conversations.sample([asked], 1, [0], SAMPLING))
-    messages: list[dict[str, Any]] = [
+    messages = [
         {"role": "user", "content": "2 + 3?"},
         {
             "role": "assistant",
@@ -134,7 +124,7 @@ def test_a_policy_that_calls_nothing_says_what_it_says_without_an_environment(co
     prompts, seeds = [prompt("p"), prompt("q")], [10, 13]
     groups = conversations.sample(prompts, 3, seeds, SAMPLING)
     alone = ScriptedGenerator(texts, TOKENIZER).sample(prompts, 3, seeds, SAMPLING)
-    [(asked, n, given, sampling)] = conversations.generator.asked  # type: ignore[attr-defined]
+    [(asked, n, given, sampling)] = conversations.generator.asked
     assert ([p.token_ids for p in asked], n, given) == ([p.token_ids for p in prompts], 3, seeds)
     assert sampling == SAMPLING
     for group, single in zip(groups, alone, strict=True):
@@ -149,7 +139,7 @@ def test_a_rounds_prompts_are_whole_conversations_with_seeds_and_rests_of_their_
     conversations = converse(texts, tools())
     sampling = replace(SAMPLING, max_tokens=200)
     [group] = conversations.sample([prompt()], 4, [6], sampling)
-    first, second = conversations.generator.asked  # type: ignore[attr-defined]
+    first, second = conversations.generator.asked
     assert (first[1], second[1]) == (4, 1)
     # Seeds 6, 7, 8, 9 modulo two texts: siblings 0 and 2 call.
     calling = [group.rollouts[0].completion, group.rollouts[2].completion]
@@ -172,7 +162,7 @@ def test_conversations_do_not_depend_on_those_beside_them(converse):
     cut = converse(texts, duck("Counter"), at_once=3)
     assert together == in_parts == cut.sample(prompts, 3, seeds, SAMPLING)
     # at_once=3 is a group at a time: its first round has one prompt.
-    assert len(cut.generator.asked[0][0]) == 1  # type: ignore[attr-defined]
+    assert len(cut.generator.asked[0][0]) == 1
     draws = {
         c.answer for g in together for r in g.rollouts for t in r.completion.turns for c in t.calls if c.name == "draw"
     }
@@ -269,7 +259,7 @@ def test_where_the_template_rewrites_history_the_policy_reads_it_rewritten_in_a_
     assert [turn.reward for turn in completion.turns] == [1.0, 2.0, 3.0]
     assert len(completion.branches) == 2
     # What the policy read last is the template of the conversation so far.
-    conversation: list[dict[str, Any]] = [{"role": "user", "content": "2 + 3?\n\nBegin <|im_end|>."}]
+    conversation = [{"role": "user", "content": "2 + 3?\n\nBegin <|im_end|>."}]
     for i, text in enumerate(THOUGHTS):
         conversation.append({"role": "assistant", "content": text})
         if i < 2:
@@ -342,7 +332,7 @@ def rollout_of(transcript, prompt):
 
 
 def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first():
-    def noted(number: int, size: int) -> numpy.ndarray:
+    def noted(number, size):
         experts = numpy.full((size, 1, 2), number, numpy.uint8)
         experts[-1] = 255  # nothing was sampled after the last token
         return experts
@@ -366,19 +356,13 @@ def test_a_conversation_that_shares_no_token_is_another_one():
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(
-            st.integers(1, 12),
-            st.lists(st.integers(0, 2), max_size=4),
-            st.lists(st.integers(0, 2), max_size=3),
-        ),
+        st.tuples(st.integers(1, 12), st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), max_size=3)),
         min_size=1,
         max_size=6,
     )
 )
 @example([(2, [], []), (1, [], [1])])  # an empty branch
-def test_whatever_is_read_the_last_path_is_what_was_read_and_said(
-    steps: list[tuple[int, list[int], list[int]]],
-) -> None:
+def test_whatever_is_read_the_last_path_is_what_was_read_and_said(steps):
     """Each step keeps the first so many tokens of the context, reads others behind them, and may say something."""
     transcript, all_said, logprobs = Transcript([7, 8, 9]), [0], [-1.0]
     transcript.add([0], [-1.0])

@@ -11,7 +11,7 @@ ROW = {"prompt": [{"role": "user", "content": "What is 812 - 345?"}], "answer": 
 
 
 # 812 + 345 = 1157, 812 - 345 = 467, 812 * 345 = 280140: each helper does the same, whatever the question.
-GAMES: list[list[tuple[str, tuple[str, float | None, bool]]]] = [
+GAMES = [
     *(
         [(f"<ask>{name}</ask>", (says, None, False)), (f"<answer>{says}</answer>", ("", reward, True))]
         for name, says, reward in (("A", "1157", 0.0), ("B", "467", 1.0), ("C", "280140", 0.0))

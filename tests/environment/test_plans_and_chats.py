@@ -2,8 +2,6 @@
 
 import io
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from slow_cases import slow_but
@@ -16,7 +14,6 @@ from rlft.environment.tool_class import ToolClass
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.plan.prediction import try_environment
-from rlft.types import Group, Prompt
 from tests.environment.test_conversations import LIMITS, TOKENIZER, prompt, tools
 
 BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=200", "scoring.workers=0"]
@@ -71,10 +68,10 @@ def test_a_plan_has_an_agent_play_once_and_a_chat_has_none():
 def chat_of(monkeypatch, capsys):
     """(what a chat prints, the prompts of a policy) that says these texts in turn, and is asked these questions."""
 
-    def chat_of(script: list[str], asks: str, *words: str) -> tuple[list[str], list[Prompt]]:
-        asked: list[Prompt] = []
+    def chat_of(script, asks, *words):
+        asked = []
 
-        def sample(self: TransformersGenerator, prompts: Sequence[Prompt], *rest: Any) -> list[Group]:
+        def sample(self, prompts, *rest):
             asked.extend(prompts)
             return ScriptedGenerator({"*": [script]}, self.tokenizer).sample(prompts, *rest)
 

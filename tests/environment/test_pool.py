@@ -4,7 +4,6 @@ import os
 import signal
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +20,7 @@ TOOLS = Tools(**LIMITS, tools=("conversation_tools.say", "conversation_tools.mis
 
 
 def job(key, text, tool="say", left_s=60.0):
-    values: dict[str, Any] = {"how" if tool == "misbehave" else "text": text}
+    values = {"how" if tool == "misbehave" else "text": text}
     return Job(key=key, orders=[Order(kind="call", seed=0, name=tool, values=values)], left_s=left_s)
 
 
@@ -40,7 +39,7 @@ def test_what_an_interruption_left_is_not_taken_for_an_answer(pool, monkeypatch)
     pool.run([job(0, "up"), job(1, "up")])
     receive = EnvironmentWorker.receive
 
-    def interrupt(self: EnvironmentWorker) -> None:
+    def interrupt(self):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(EnvironmentWorker, "receive", interrupt)
@@ -90,7 +89,7 @@ def test_an_environment_that_cannot_start_says_why():
 def test_every_worker_hashes_texts_alike_and_as_the_user_has_set_it(monkeypatch):
     """A tool that walks a set of texts answers a resumed run as it has answered the interrupted one."""
 
-    def found() -> str:
+    def found():
         order = Order(kind="call", seed=0, name="hashed", values={})
         with closing(EnvironmentPool(TOOLS)) as pool:
             [[reply]] = pool.run([Job(key=0, orders=[order], left_s=60.0)])

@@ -3,14 +3,13 @@
 import copy
 import itertools
 import random
-from typing import Any
 
 import pytest
 
 from rlft.environment.protocol import Checker, Malformed
 from rlft.types import UserError
 
-WRONG: dict[str, list[Any]] = {
+WRONG = {
     "integer": ["1", 1.5, True, None, [1], {}],
     "number": ["1.5", False, None, []],
     "string": [1, True, None, ["a"], {}],
@@ -19,17 +18,12 @@ WRONG: dict[str, list[Any]] = {
     "object": ["{}", [], 3, None],
 }
 """{type: values of another type}; nothing is converted."""
-RIGHT: dict[str, list[Any]] = {
-    "integer": [0, -7, 3.0, 10**20],
-    "number": [1, -2.5],
-    "string": ["", "1"],
-    "boolean": [True],
-}
+RIGHT = {"integer": [0, -7, 3.0, 10**20], "number": [1, -2.5], "string": ["", "1"], "boolean": [True]}
 
 
 def some_schema(rng, depth=0):
     kind = rng.choice([*RIGHT, *(["array", "object"] if depth < 3 else [])])
-    schema: dict[str, Any] = {"type": kind, "description": "x"}
+    schema = {"type": kind, "description": "x"}
     if kind == "array":
         schema["items"] = some_schema(rng, depth + 1)
     if kind == "object":
@@ -100,7 +94,7 @@ def checker_of(schema, **more):
     return Checker([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
 
 
-BROKEN: list[dict[str, Any]] = [
+BROKEN = [
     *({"type": name} for name in ("float", "str", "int", "bool", "dict", "any", ["integer", "none"])),
     *({"type": "string", "pattern": pattern} for pattern in ("(", "[a", "a**")),
     *({"$ref": to} for to in ("#/$defs/gone", "#gone", "https://example.org/x.json")),
@@ -124,7 +118,7 @@ def test_whole_numbers_become_int_in_branches_that_want_no_other_numbers():
     wanted += [{key: [each]} for key, each in itertools.product(("anyOf", "oneOf", "allOf"), wanted)]
     wanted += [{key: [integer, null]} for key in ("anyOf", "oneOf")]
     for schema, is_list in itertools.product(wanted, (False, True)):
-        value: Any = [1.0] if is_list else 1.0
+        value = [1.0] if is_list else 1.0
         made = checker_of({"type": "array", "items": schema} if is_list else schema, **{"$defs": defs})
         assert repr(made.checked("f", {"a": value})) == f"{{'a': {'[1]' if is_list else '1'}}}", schema
     for schema, value in (({"anyOf": [integer, number]}, 1.0), ({"type": "array", "contains": integer}, [1.0])):
@@ -138,7 +132,7 @@ def test_no_more_errors_are_looked_for_than_are_told():
     class Text(str):
         read = 0
 
-        def __repr__(self) -> str:
+        def __repr__(self):
             Text.read += 1
             return super().__repr__()
 

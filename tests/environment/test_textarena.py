@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from slow_cases import slow
@@ -32,7 +31,7 @@ def test_the_policy_reads_what_is_new_and_the_last_answer_has_the_games_reward()
 
 
 def test_siblings_play_the_same_game_and_a_row_may_name_its_own():
-    def numbers(row: dict[str, Any], seed: int) -> Any:
+    def numbers(row, seed):
         match = arena(arguments={"max_number": 10**6}).make()
         match.reset(row, seed)
         return match._rules.game_number

@@ -1,8 +1,5 @@
 """What stands between turns: tokens put together turn by turn are those of the whole conversation's template."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 from endpoint_agents import ADD
 from hypothesis import example, given, settings, strategies as st
@@ -37,7 +34,7 @@ def asked(system=False):
 def said(family, text, calls):
     """A turn of the policy, as its family's template has it."""
     content = f"<think>\n{text}\n</think>\n\n{text}" if family == "qwen3" else text
-    turn: dict[str, Any] = {"role": "assistant", "content": content}
+    turn = {"role": "assistant", "content": content}
     if calls:
         call = {"name": "add", "arguments": {"a": len(text), "b": 1}}
         turn["tool_calls"] = [{"type": "function", "id": "abcdefghi", "function": call}]
@@ -54,7 +51,7 @@ def ids_of_template(family, messages, tools, start):
     ids = family_tokenizer(family).apply_chat_template(
         [*messages], tools=[ADD] if tools else None, add_generation_prompt=start, return_dict=False
     )
-    return [int(token) for token in ids]  # type: ignore[arg-type]
+    return [int(token) for token in ids]
 
 
 def follow(family, role, system, turns):
@@ -64,7 +61,7 @@ def follow(family, role, system, turns):
     """
     tokenizer, tools = family_tokenizer(family), role == "tool"
     opening = asked(system)
-    template = TurnTemplate(tokenizer, [role], tools=[ADD] if tools else [], opening=opening)  # type: ignore[list-item]
+    template = TurnTemplate(tokenizer, [role], tools=[ADD] if tools else [], opening=opening)
     messages = [*opening]
     for text, texts in turns:
         messages += [said(family, text, tools), *answers_of(role, texts)]
@@ -74,7 +71,7 @@ def follow(family, role, system, turns):
     assert isinstance(ends, list)
     ends = [end for end in ends if end not in (None, tokenizer.unk_token_id)]
 
-    def to_its_end(start: int) -> list[int]:
+    def to_its_end(start):
         return whole[start : next(i for i in range(start, len(whole)) if whole[i] in ends) + 1]
 
     row = [*template.prompt(opening)]
@@ -163,7 +160,7 @@ REWRITING = [
 @each(("family", "tools", "system"), REWRITING)
 def test_where_a_user_makes_a_template_rewrite_earlier_turns_the_whole_is_read_again(family, tools, system):
     tokenizer, opening, schemas = family_tokenizer(family), asked(system), [ADD] if tools else []
-    template = TurnTemplate(tokenizer, ["user"], tools=schemas, opening=opening)  # type: ignore[list-item]
+    template = TurnTemplate(tokenizer, ["user"], tools=schemas, opening=opening)
     assert template.rewriting == {"user"}
     first = template.prompt(opening)
     turn, answers = said(family, "x", False), answers_of("user", ["2?"])
@@ -185,7 +182,7 @@ def test_what_looks_like_a_special_token_in_history_stays_text(family):
     messages = [*opening, {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
     hostile = [{**message, "content": "".join(special)} for message in messages]
 
-    def specials(ids: Sequence[int]) -> list[int]:
+    def specials(ids):
         return [token for token in ids if token in tokenizer.all_special_ids or token < len(special)]
 
     assert specials(template.prompt(hostile)) == specials(template.prompt(messages))

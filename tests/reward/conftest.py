@@ -1,7 +1,5 @@
 """A server that scores, and rewards of this project that ask it."""
 
-from typing import Any
-
 import pytest
 import yaml
 from scripted_server import ScriptedServer
@@ -21,7 +19,7 @@ def server():
 def asking(server):
     """Makes the `reward` section of http or judge: the shipped keys, with this server and quick retries."""
 
-    def make(name: str, **keys: Any) -> dict[str, Any]:
+    def make(name, **keys):
         shipped = yaml.safe_load((config_folder() / "reward" / f"{name}.yaml").read_text())[name]
         quick = {"group_timeout": 4.0, "timeout": 1.0, "retries": 1, "backoff": 0.01}
         return {name: shipped | {"url": f"{server.address}/{PATHS[name]}"} | quick | keys}

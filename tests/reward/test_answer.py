@@ -27,7 +27,7 @@ def keys(answer_in=AnswerIn.tag, tag="answer", pattern=None, which=Which.only):
     return AnswerKeys(answer_in=answer_in, tag=tag, pattern=pattern, which=which)
 
 
-PLACES: dict[str, list[tuple[str, str | None, str | None]]] = {  # {place: (text, the only answer, the last answer)}
+PLACES = {  # {place: (text, the only answer, the last answer)}
     "tag": [
         ("<think>8 + 10</think><answer>18</answer>", "18", "18"),
         ("<answer>\n 18 </answer> and more", "18", "18"),
@@ -211,10 +211,10 @@ def test_an_answer_that_a_pattern_cuts_stands_whole_in_the_text_and_none_is_made
 def test_a_comparison_that_fails_is_of_the_completion_that_it_looks_at(monkeypatch):
     # The scorer tries that completion alone and goes on with its siblings: another one would take its failure score.
     class Fails(ExactMatch):
-        def is_right(self, answer: str, reference: str) -> bool:
+        def is_right(self, answer, reference):
             return refuse(answer)
 
-    def refuse(answer: str, *_: object, **__: object) -> bool:
+    def refuse(answer, *_, **__):
         if answer == "bad":
             raise RuntimeError
         return False
@@ -286,7 +286,7 @@ def test_numbers_have_one_form_if_and_only_if_they_are_equal():
     written = list(numerals(random.Random(1)))
     assert len({value for _, value in written}) > 20
     for reward in (EXACT, MATH):
-        forms: dict[str, set[Fraction]] = {}
+        forms = {}
         for text, value in written:
             forms.setdefault(reward.normal(text), set()).add(value)
         assert all(len(values) == 1 for values in forms.values())

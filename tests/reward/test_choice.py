@@ -126,7 +126,7 @@ def options(rng, number=None):
     labels = LABELS[kind][:number] if number <= 8 else letters(number)
     prefix = rng.choice(PREFIXES)
     shown = [prefix.format(label) + text for label, text in zip(labels, texts, strict=True)]
-    shapes: list[object] = [
+    shapes = [
         {"label": labels, "text": shown},
         dict(zip(labels, shown, strict=True)),
         [{"label": label, "text": text} for label, text in zip(labels, shown, strict=True)],

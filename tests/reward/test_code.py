@@ -583,7 +583,7 @@ def test_a_sandbox_that_breaks_stops_the_run(group, monkeypatch):
 CHECK = "def check(candidate):\n    {}\ncheck(f)"
 STACK = "stack = Stack()\nstack.push(3)\n"
 
-DOUBTS: dict[Doubt | None, list[str]] = {
+DOUBTS = {
     None: [
         "assert add(2, 3) == 5",
         "assert add(add(1, 2), 3) == 6",

@@ -238,7 +238,7 @@ def test_what_would_take_long_to_compare_is_wrong_within_a_second_in_any_thread(
     math_reward().start()
     taken = {}
 
-    def compare() -> None:
+    def compare():
         for answer in COSTLY:
             begun = time.thread_time()
             assert not right(answer, r"\{1,2\}" if ">" in answer else "x+1")

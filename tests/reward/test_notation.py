@@ -39,7 +39,7 @@ class Both:
     latex: str
     is_sum: bool = False
 
-    def bracketed(self) -> Both:
+    def bracketed(self):
         return Both(f"({self.unicode})", f"({self.latex})") if self.is_sum else self
 
 

@@ -84,7 +84,7 @@ def test_a_path_in_a_yaml_is_relative_to_it(text, workplace):
     Path("reward.py").unlink()
     rewards = composed("my qa/run.yaml")
     assert rewards["close"] == {"_target_": "my qa/reward.py:close", "weight": 1.0, "tolerance": 0.25}
-    assert specs(rewards)["close"].build()(Group(prompt=None, rollouts=(None,))) == [0.25]  # type: ignore[arg-type]
+    assert specs(rewards)["close"].build()(Group(prompt=None, rollouts=(None,))) == [0.25]
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ class Unit:
     factors: tuple[tuple[str, int], ...]
     forms: tuple[str, ...]
 
-    def behind(self, value: str) -> list[str]:
+    def behind(self, value):
         """The ways to write a value and this unit."""
         found = []
         for form in self.forms:

@@ -8,9 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import httpx2
 import openai
@@ -20,9 +18,8 @@ from run_processes import happens
 
 from rlft.environment.endpoint.app import Limits, Server, bound, make_app
 from rlft.environment.endpoint.service import Inbox, Service, Speech
-from rlft.generation.engine import Generator
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.types import Group, Prompt, Sampling, UserError
+from rlft.types import Sampling, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
 KEY = "a-secret-key"
@@ -38,14 +35,14 @@ CALL = f"<tool_call>\n{JSON_CALL}\n</tool_call>"
 class Recorder(ScriptedGenerator):
     """Canned answers by an engine that keeps what it was asked, and answers once it may, or fails."""
 
-    def __init__(self, *texts: str, tokenizer: Any = QWEN, fails: bool = False) -> None:
+    def __init__(self, *texts, tokenizer=QWEN, fails=False):
         super().__init__({"*": list(texts)}, tokenizer)
         self.fails = fails
-        self.calls: list[tuple[int, int, int]] = []  # prompts, n, the most tokens
+        self.calls = []  # prompts, n, the most tokens
         self.may, self.begun = threading.Event(), threading.Event()
         self.may.set()
 
-    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+    def sample(self, prompts, n, seeds, sampling):
         self.begun.set()
         assert self.may.wait(120), "the test lets the engine go on"
         self.calls.append((len(prompts), n, sampling.max_tokens))
@@ -57,8 +54,8 @@ class Recorder(ScriptedGenerator):
 class Served:
     """An endpoint over a generator, whose requests a thread answers."""
 
-    def __init__(self, generator: Generator, tokenizer: Any, syntax: Any, limits: Mapping[str, Any]) -> None:
-        self.failures: list[Exception] = []
+    def __init__(self, generator, tokenizer, syntax, limits):
+        self.failures = []
         speech = Speech(tokenizer, syntax, "serve.syntax")
         given = {"body_bytes": 100_000, "requests": 32, "timeout": 20.0, "section": "serve", **limits}
         self.inbox = Inbox()
@@ -72,20 +69,20 @@ class Served:
         self.thread = threading.Thread(target=self._answer)
         self.thread.start()
 
-    def _answer(self) -> None:
+    def _answer(self):
         while not self.ends:
             self.service.answer(self.inbox.take(wait_s=0.02), self.failures.append)
 
-    def client(self, key: str = KEY) -> openai.OpenAI:
+    def client(self, key=KEY):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
 
-    def post(self, path: str, body: Any, key: str = KEY) -> httpx2.Response:
+    def post(self, path, body, key=KEY):
         headers = {"authorization": f"Bearer {key}"}
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return httpx2.post(f"{self.url}{path}", content=content, headers=headers, timeout=30)
 
     @contextmanager
-    def busy(self, engine: Recorder) -> Iterator[None]:
+    def busy(self, engine):
         """In the meantime the engine is at work on somebody else's request."""
         engine.may.clear()
         first = threading.Thread(target=self.post, args=(CHAT, {"messages": ASKED}))
@@ -97,25 +94,22 @@ class Served:
             engine.may.set()
             first.join(120)
 
-    def have_come(self, number: int) -> bool:
+    def have_come(self, number):
         """Waits until so many requests wait."""
         return happens(lambda: len(self.inbox._waiting) == number, within_s=20)
 
-    def close(self) -> None:
+    def close(self):
         self.ends = True
         self.thread.join(120)
         self.inbox.close()
         self.server.close()
 
 
-Serve = Callable[..., Served]
-
-
 @pytest.fixture
 def serve():
-    opened: list[Served] = []
+    opened = []
 
-    def make(generator: Generator, tokenizer: Any = QWEN, syntax: str = "template", **limits: Any) -> Served:
+    def make(generator, tokenizer=QWEN, syntax="template", **limits):
         opened.append(Served(generator, tokenizer, syntax, limits))
         return opened[-1]
 
@@ -170,7 +164,7 @@ WAYS_TO_CALL = {
 def test_calls_of_tools_are_read_and_their_answers_are_shown(serve, family, syntax, written, told, shown):
     tokenizer = family_tokenizer(family)
     client = serve(Recorder(f"So:\n{written}", tokenizer=tokenizer), tokenizer, syntax).client()
-    asked: dict[str, Any] = {"model": "policy", "tools": [ADD], "extra_body": {"return_token_ids": True}}
+    asked = {"model": "policy", "tools": [ADD], "extra_body": {"return_token_ids": True}}
     reply = client.chat.completions.create(messages=ASKED, **asked)
     assert told in tokenizer.decode(reply.prompt_token_ids)
     [choice] = reply.choices
@@ -223,11 +217,11 @@ def test_a_streamed_chat_says_the_same_in_events(serve):
 class Slow(Recorder):
     """Says its tokens one by one, each once it may, and fails behind the last where it is to."""
 
-    def __init__(self, text: str, *, fails: bool = False) -> None:
+    def __init__(self, text, *, fails=False):
         super().__init__(text)
         self.next, self.fails_late = threading.Semaphore(0), fails
 
-    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+    def sample(self, prompts, n, seeds, sampling):
         callback, self.token_callback = self.token_callback, None
         groups = super().sample(prompts, n, seeds, sampling)
         for token in groups[0].rollouts[0].completion.token_ids:
@@ -307,7 +301,7 @@ def test_tokens_go_in_and_out_as_vllm_has_it(serve):
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-REFUSED: list[tuple[str, Any, int, str]] = [
+REFUSED = [
     (CHAT, b"{", 400, "the body is no JSON"),
     (CHAT, [], 400, "the body is no JSON object; send one"),
     (CHAT, {}, 400, "messages: field required"),
@@ -445,7 +439,7 @@ def test_a_server_that_ends_refuses_what_waits(serve):
     served = serve(engine)
     served.ends = True
     served.thread.join(120)
-    status: list[int] = []
+    status = []
     late = threading.Thread(target=lambda: status.append(served.post(CHAT, {"messages": ASKED}).status_code))
     late.start()
     assert served.have_come(1)

@@ -9,9 +9,8 @@ import importlib.util
 import json
 import random
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import openai.types.chat as openai_chat
 import openai.types.chat.completion_create_params as openai_chats
@@ -54,7 +53,7 @@ CHAT = {
     "stream_options": {"include_usage": True},
 }
 GENERATE = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
-LEVELS: dict[type[Fields], tuple[type[Any], dict[str, Any], list[str | int]]] = {
+LEVELS = {
     Chat: (Chat, CHAT, []),
     Complete: (Complete, {"prompt": "a"}, []),
     Generate: (Generate, GENERATE, []),
@@ -71,7 +70,7 @@ LEVELS: dict[type[Fields], tuple[type[Any], dict[str, Any], list[str | int]]] = 
 """{level: (body, a request that has this level, the way to it)}."""
 REQUIRED = {"messages", "prompt", "token_ids", "role", "text", "function", "name"}
 """Fields without which a level is nothing, where it has them."""
-WRONG: tuple[Any, ...] = (True, "1", "x", 1, -2, 1.5, 0, 10**9, [], [None], ["x", 1], {}, {"x": 1}, "")
+WRONG = (True, "1", "x", 1, -2, 1.5, 0, 10**9, [], [None], ["x", 1], {}, {"x": 1}, "")
 """Values of any type; a field takes some of them."""
 
 
@@ -79,7 +78,7 @@ def given(level, field, value):
     """(the body, a request in which the field of this level has this value)."""
     kind, request, way = LEVELS[level]
     made = copy.deepcopy(request)
-    here: Any = made
+    here = made
     for step in way:
         here = here[step]
     here[field] = value
@@ -139,7 +138,7 @@ def default_of(value):
 
 
 PROTOCOL = "entrypoints/{}/protocol.py"
-OF_VLLM: dict[type[Fields], list[tuple[str, str]]] = {
+OF_VLLM = {
     Chat: [(PROTOCOL.format("openai/chat_completion"), "ChatCompletionRequest")],
     Complete: [(PROTOCOL.format("openai/completion"), "CompletionRequest")],
     Generate: [(PROTOCOL.format("scale_out/token_in_token_out"), "GenerateRequest")],
@@ -148,7 +147,7 @@ OF_VLLM: dict[type[Fields], list[tuple[str, str]]] = {
     StreamOptions: [(PROTOCOL.format("generate/base"), "StreamOptions")],
     Function: [(PROTOCOL.format("generate/base"), "FunctionDefinition")],
 }
-OF_OPENAI: dict[type[Fields], list[Any]] = {
+OF_OPENAI = {
     Chat: [openai_chats.CompletionCreateParamsBase, openai_chats.CompletionCreateParamsStreaming],
     Complete: [openai_texts.CompletionCreateParamsBase, openai_texts.CompletionCreateParamsStreaming],
     StreamOptions: [openai_chat.ChatCompletionStreamOptionsParam],
@@ -211,7 +210,7 @@ def test_null_stands_for_a_field_that_is_not_given(level):
     kind, request, way = LEVELS[level]
     for field in known(level):
         without = copy.deepcopy(request)
-        here: Any = without
+        here = without
         for step in way:
             here = here[step]
         here.pop(field, None)
@@ -238,7 +237,7 @@ def test_neutral_values_ask_for_nothing_and_all_others_are_refused_by_name(level
             assert said(*given(level, field, value))[1] == plain, (level, field)
 
 
-RIGHT: Mapping[str, tuple[Any, ...]] = {
+RIGHT = {
     "model": ("m",), "n": (2,), "max_tokens": (3,), "max_completion_tokens": (3,), "temperature": (0, 0.5, 3),
     "top_p": (0.5, 1), "top_k": (-1, 0, 5), "min_p": (0, 0.5), "stop": ("a", ["a", "b"], []),
     "stop_token_ids": ([], [3]), "include_stop_str_in_output": (True,), "seed": (-3, 0, 2**70),
@@ -331,7 +330,7 @@ def test_unknown_fields_are_refused_by_name_wherever_they_stand():
 
 
 def test_fields_of_messages_of_another_role_and_what_contradicts_itself_are_refused():
-    asked: dict[str, Any] = {"role": "user", "content": "a"}
+    asked = {"role": "user", "content": "a"}
     for role in ("system", "developer", "user", "assistant", "tool"):
         for field, value, owners in (
             ("tool_calls", [CALLED], {"assistant"}),
@@ -369,7 +368,7 @@ def test_fields_of_messages_of_another_role_and_what_contradicts_itself_are_refu
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "serve.md"
-NAMED: dict[type[Fields], str] = {
+NAMED = {
     Chat: "`/v1/chat/completions`", Complete: "`/v1/completions`", Generate: "`/inference/v1/generate`",
     DrawnTokens: "its `sampling_params`", Tokenize: "`/tokenize`", StreamOptions: "`stream_options`",
     Message: "a message", Part: "a part of its content", Called: "a call in `tool_calls`",

@@ -1,8 +1,6 @@
 """Agents that play through the endpoint: their requests are one row of tokens, their failures are told and counted."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import endpoint_agents
 import pytest
@@ -13,10 +11,9 @@ from rlft.environment.endpoint.played import AgentGenerator, Traces
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.system.seeds import derive
-from rlft.types import FinishReason, Group, Prompt, Rollout, Sampling, UserError
+from rlft.types import FinishReason, Sampling, UserError
 from tests.environment.test_conversations import LIMITS as OTHERS, TOKENIZER as QWEN, Recorder, one, prompt
 
-Play = Callable[..., AgentGenerator]
 LIMITS = {
     **OTHERS, "call_timeout": 30.0, "timeout": 30.0, "workers": 2, "port": 0, "body_bytes": 100_000, "command": None,
 }  # fmt: skip
@@ -34,9 +31,9 @@ def ids_of(messages, **more):
 @pytest.fixture
 def play():
     """Opens conversations with a scripted policy: `play(["first", ["a", "b"]], agent="endpoint_agents.once")`."""
-    opened: list[AgentGenerator] = []
+    opened = []
 
-    def make(answers: Sequence[Any], traces: Traces | None = None, **keys: Any) -> AgentGenerator:
+    def make(answers, traces=None, **keys):
         environment = Endpoint(**{**LIMITS, "agent": None, **keys})
         opened.append(AgentGenerator(Recorder({"*": answers}), environment, QWEN, longest_row=400, traces=traces))
         return opened[-1]
@@ -106,11 +103,11 @@ def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play):
 class Letters(Recorder):
     """A policy that samples each letter as a token of its own, which no tokenizer makes of its text."""
 
-    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+    def sample(self, prompts, n, seeds, sampling):
         groups = super().sample(prompts, n, seeds, sampling)
         return [replace(group, rollouts=tuple(map(self._in_letters, group.rollouts))) for group in groups]
 
-    def _in_letters(self, rollout: Rollout) -> Rollout:
+    def _in_letters(self, rollout):
         ids = [token for letter in rollout.completion.text for token in QWEN(letter)["input_ids"]]
         ids.append(QWEN.eos_token_id)
         completion = replace(rollout.completion, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
@@ -203,7 +200,7 @@ def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_bac
     played = first.sample(prompts, 2, [3, 5], SAMPLING)
     second = play(["something else"], Traces(tmp_path, 2), agent=agent)
     assert second.sample(prompts, 2, [3, 5], SAMPLING) == played
-    assert second.generator.asked == []  # type: ignore[attr-defined]
+    assert second.generator.asked == []
     assert second.sample(prompts, 2, [3, 6], SAMPLING) != played
     branched = play([["first words", "second"]], Traces(tmp_path, 2), agent="endpoint_agents.rewrites")
     row = branched.sample([prompt()], 1, [0], SAMPLING)
@@ -212,7 +209,7 @@ def test_what_was_recorded_is_played_again_bit_for_bit_until_nobody_can_come_bac
     [newest, *_] = sorted((tmp_path / "traces").iterdir())
     newest.write_bytes(newest.read_bytes()[:-2] + b"9]")
 
-    def everything_again() -> None:
+    def everything_again():
         for seeds in ([3, 5], [3, 6]):
             second.sample(prompts, 2, seeds, SAMPLING)
         branched.sample([prompt()], 1, [0], SAMPLING)

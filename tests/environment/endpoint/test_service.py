@@ -4,7 +4,6 @@ import fcntl
 import math
 import sys
 import threading
-from typing import Any
 
 import openai
 import pytest
@@ -32,11 +31,11 @@ def test_requests_of_a_tick_are_one_call_of_the_engine_unless_they_are_drawn_oth
     """Ten clients at once, eight of which differ in their seeds and lengths only; the engine is busy when they come."""
     engine = Recorder("one", "two")
     served = serve(engine)
-    wishes: list[dict[str, Any]] = [{"seed": k, "max_tokens": 3 + k} for k in range(8)]
+    wishes = [{"seed": k, "max_tokens": 3 + k} for k in range(8)]
     wishes += [{"temperature": 0.5}, {"n": 2}]
-    replies: list[Any] = []
+    replies = []
 
-    def ask(wish: dict[str, Any]) -> None:
+    def ask(wish):
         replies.append(served.post(CHAT, {"messages": ASKED, **wish}).json())
 
     threads = [threading.Thread(target=ask, args=(wish,)) for wish in wishes]
@@ -153,7 +152,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_and_the_remedy_works(
     engine = Recorder("five", tokenizer=deaf)
     client = serve(engine, deaf).client()
     for role in ("system", "developer"):
-        said: list[Any] = [{"role": role, "content": "3"}, *ASKED]  # which is a part of the question
+        said = [{"role": role, "content": "3"}, *ASKED]  # which is a part of the question
         with pytest.raises(
             openai.BadRequestError, match=r"leaves out the system's message .*user's message"
         ) as refused:
@@ -162,7 +161,7 @@ def test_a_message_that_the_template_leaves_out_is_refused_and_the_remedy_works(
         said = [{"role": "user", "content": f"3\n\n{ASKED[0]['content']}"}]
         client.chat.completions.create(model="policy", messages=said)
     for field in ("name", "reasoning_content"):
-        named: list[Any] = [*ASKED, {"role": "assistant", "content": "5", field: "Ann"}, *ASKED]
+        named = [*ASKED, {"role": "assistant", "content": "5", field: "Ann"}, *ASKED]
         with pytest.raises(openai.BadRequestError, match="of the assistant's message"):
             client.chat.completions.create(model="policy", messages=named)
     assert len(engine.calls) == 2

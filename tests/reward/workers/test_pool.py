@@ -4,11 +4,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from threading import Thread, Timer
-from typing import Any
 
 import psutil
 import pytest
@@ -20,13 +17,11 @@ from slow_cases import slow
 
 from rlft.reward.workers import pool
 from rlft.reward.workers.pool import ClusterPool, RewardError, WorkerPool
-from rlft.reward.workers.reward_spec import RewardSpec
 from rlft.reward.workers.scorer import Scorer, specs
 from rlft.reward.workers.worker import Task
 from rlft.system import interrupt
 from rlft.system.process.child import Child
-from rlft.system.process.launcher import LocalProcesses, ProcessWorker
-from rlft.types import Group
+from rlft.system.process.launcher import LocalProcesses
 
 CONFIGS = REPOSITORY / "configs" / "reward"
 LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
@@ -70,25 +65,25 @@ WARM = """
 class Job:
     """The script as a process in a session of its own, its workers and whatever they start."""
 
-    def __init__(self, folder: Path, source: str, order: Mapping[str, Any]) -> None:
+    def __init__(self, folder, source, order):
         self.process = start_script(folder, source, json.dumps(order))
 
-    def everybody(self) -> list[psutil.Process]:
+    def everybody(self):
         """Whoever works for another one comes first, the script itself last."""
         main = psutil.Process(self.process.pid)
         return [*reversed(main.children(recursive=True)), main]
 
-    def send(self, number: int, *, to_main: bool = True) -> None:
+    def send(self, number, *, to_main=True):
         for process in self.everybody()[: None if to_main else -1]:
             with suppress(psutil.NoSuchProcess):  # a program that has just come to its end
                 process.send_signal(number)
 
-    def pause(self) -> None:
+    def pause(self):
         self.send(signal.SIGSTOP)
         time.sleep(PAUSE_S)
         self.send(signal.SIGCONT)
 
-    def wait_until(self, begun: Callable[[], bool]) -> None:
+    def wait_until(self, begun):
         end = time.monotonic() + 60
         while not begun():
             assert time.monotonic() < end
@@ -96,20 +91,20 @@ class Job:
             time.sleep(0.02)
         time.sleep(0.1)
 
-    def workers(self) -> list[psutil.Process]:
+    def workers(self):
         return [p for p in self.everybody() if "rlft-reward-worker" in _command(p)]
 
-    def runs_programs(self, number: int) -> bool:
+    def runs_programs(self, number):
         """Whether so many programs are at work in their sandboxes."""
         return sum("script" in _command(p) and "bwrap" not in _command(p) for p in self.everybody()) >= number
 
-    def says(self, words: str = "") -> str:
+    def says(self, words=""):
         """What it says until its end, after these words from its standard input."""
         out, err = self.process.communicate(words, timeout=120)
         assert (self.process.returncode, err) == (0, "")
         return out
 
-    def scores(self) -> list[Any]:
+    def scores(self):
         return json.loads(self.says())
 
 
@@ -119,15 +114,12 @@ def _command(process):
     return ""
 
 
-Begin = Callable[..., Job]
-
-
 @pytest.fixture
 def begin(tmp_path):
     """Starts scoring: `begin(rewards, tasks)`; a task is a reward's name, a completion, and the prompt's answer."""
-    jobs: list[Job] = []
+    jobs = []
 
-    def start(rewards: Any, tasks: Sequence[Any] = (), source: str = SCRIPT + AS_A_RUN, **more: Any) -> Job:
+    def start(rewards, tasks=(), source=SCRIPT + AS_A_RUN, **more):
         order = {"rewards": rewards, "tasks": tasks, "workers": len(tasks), "limit_s": LIMIT_S, **more}
         jobs.append(Job(tmp_path, source, order))
         return jobs[-1]
@@ -144,7 +136,7 @@ def begin(tmp_path):
 def parent(begin):
     """Starts the script with two warm workers, and what it does then."""
 
-    def start(body: str, guard: str = MAIN) -> Job:
+    def start(body, guard=MAIN):
         source = SCRIPT.replace(MAIN, guard) + WARM + f"    {body}\n"
         rewards = {"naughty": {"_target_": "naughty.naughty", "weight": 1.0}}
         job = begin(rewards, source=source, workers=2, limit_s=60.0)
@@ -309,7 +301,7 @@ class Interrupted:
 
     calls = 0
 
-    def __call__(self, group: Any) -> list[float]:
+    def __call__(self, group):
         type(self).calls += 1
         if type(self).calls == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -332,8 +324,6 @@ def test_the_scorer_asks_a_disturbed_reward_again_whatever_a_failure_means(group
 
 # -- workers of the cluster --------------------------------------------------------------------------------------------
 TIMEOUT_S = 0.4
-Make = Callable[..., Scorer]
-GroupOf = Callable[..., Group]
 
 
 def rewards(*names, **keys):
@@ -343,11 +333,11 @@ def rewards(*names, **keys):
 class Recorded(LocalProcesses):
     """Remembers all that were started."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(folder)
-        self.started: list[ProcessWorker] = []
+        self.started = []
 
-    def start(self, spec: Any) -> ProcessWorker:
+    def start(self, spec):
         self.started.append(super().start(spec))
         return self.started[-1]
 
@@ -367,13 +357,10 @@ def notes():
 @pytest.fixture
 def make(launcher, notes):
     """Makes a scorer whose workers are on a cluster."""
-    made: list[Scorer] = []
+    made = []
 
-    def make(
-        used: dict[str, RewardSpec], workers: int = 1, on_error: Any = -1.0, timeout_s: float = TIMEOUT_S,
-        answer_s: float = 60.0,
-    ) -> Scorer:  # fmt: skip
-        def opened(pooled: Any) -> ClusterPool:
+    def make(used, workers=1, on_error=-1.0, timeout_s=TIMEOUT_S, answer_s=60.0):
+        def opened(pooled):
             return ClusterPool(launcher, pooled, workers, timeout_s=timeout_s, answer_s=answer_s, note=notes.append)
 
         made.append(Scorer(used, workers, timeout_s, on_error, open_pool=opened))
@@ -435,7 +422,7 @@ def test_a_worker_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     [scoring] = [child.pid for child in children if "rlft-reward-worker" in child.cmdline()]
     diary.unlink()
 
-    def disturb() -> None:
+    def disturb():
         happens(diary.exists, within_s=60)
         os.kill(worker.pid, number)
 

@@ -144,7 +144,7 @@ def prompt():
 
 
 def group():
-    def rollout(i: int, text: str) -> Rollout:
+    def rollout(i, text):
         said = Completion(text=text, token_ids=(i, 5), logprobs=(0.0, 0.0), finish_reason=FinishReason.stop)
         return Rollout(prompt=prompt(), completion=said, policy_version=0)
 

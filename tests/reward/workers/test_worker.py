@@ -113,8 +113,8 @@ def test_what_is_wrong_with_steps_is_told_with_the_completion():
 
 
 def test_steps_arrive_as_plain_floats_and_ints_and_none_at_all_are_no_fault():
-    given = StepScores(values=(np.float32(0.5), True, torch.tensor(2.0)), ends=[np.int64(1), torch.tensor(2), 3])  # type: ignore[arg-type]
-    steps, none, empty = checked_steps([given, NONE, NONE], ["abc", "ab", ""])  # type: ignore[misc]
+    given = StepScores(values=(np.float32(0.5), True, torch.tensor(2.0)), ends=[np.int64(1), torch.tensor(2), 3])
+    steps, none, empty = checked_steps([given, NONE, NONE], ["abc", "ab", ""])
     assert steps == StepScores(values=(0.5, 1.0, 2.0), ends=(1, 2, 3))
     assert [type(value) for value in (*steps.values, *steps.ends)] == [float] * 3 + [int] * 3
     assert none == empty == NONE
@@ -129,4 +129,4 @@ def test_a_verdict_is_its_score_and_keeps_its_answer_on_the_way():
     assert isinstance(checked([Verdict(float("nan"), "a")], 1), Failure)
     assert isinstance(checked([Verdict(10.0, "a")], 1, largest=1.0), Failure)
     with pytest.raises(TypeError, match="is text or None, got 18"):
-        Verdict(1.0, 18)  # type: ignore[arg-type]
+        Verdict(1.0, 18)
