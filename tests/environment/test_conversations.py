@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from rlft.batch import fault
-from rlft.environment.conversations import Conversations, Transcript
+from rlft.environment.conversations import Transcript
 from rlft.environment.game import Game
 from rlft.environment.tool_class import ToolClass
 from rlft.environment.tools import Tools
@@ -46,21 +46,6 @@ class Recorder(ScriptedGenerator):
     def sample(self, prompts, n, seeds, sampling):
         self.asked.append((list(prompts), n, list(seeds), sampling))
         return super().sample(prompts, n, seeds, sampling)
-
-
-@pytest.fixture
-def converse():
-    """Opens conversations of a scripted policy: `converse({"*": [["call", "answer"]]}, environment)`."""
-    opened = []
-
-    def make(answers, environment, at_once=None, tokenizer=TOKENIZER):
-        policy = Recorder(answers, tokenizer)
-        opened.append(Conversations(policy, environment, tokenizer, at_once=at_once, longest_row=1200))
-        return opened[-1]
-
-    yield make
-    for conversations in opened:
-        conversations.close()
 
 
 def tools(*names, **limits):

@@ -1,10 +1,7 @@
 """Games: the policy's whole turns are moves, which may be rewarded."""
 
 from rlft.types import FinishReason
-from tests.environment import test_conversations
 from tests.environment.test_conversations import SAMPLING, TOKENIZER, game, prompt
-
-converse = test_conversations.converse
 
 
 def test_a_game_answers_whole_turns_and_rewards_each(converse):

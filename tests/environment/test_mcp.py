@@ -28,9 +28,9 @@ def bare(how, **changed):
     return replace(SERVER, command=(sys.executable, str(HELPERS / "bare_mcp_server.py"), how), **changed)
 
 
-def job(key, *calls):
+def job(key, *calls, left_s=SERVER.timeout):
     orders = [Order(kind="call", seed=0, name=name, values=values) for name, values in calls]
-    return Job(key=key, orders=orders, left_s=SERVER.timeout)
+    return Job(key=key, orders=orders, left_s=left_s)
 
 
 def texts(replies):
@@ -89,13 +89,13 @@ def test_nothing_that_a_server_has_started_outlives_its_conversation_or_its_work
     assert happens(lambda: not any(map(is_alive, of_other)), within_s=60)
 
 
-def test_a_call_that_takes_too_long_ends_its_server():
-    with closing(EnvironmentPool(bare("answers", call_timeout=8.0))) as pool:
-        [replies] = pool.run([job(0, ("misbehave", {"how": "hangs"}), ("pids", {}))])
-    assert [(reply.text, reply.cause) for reply in replies] == [
-        ("Error: no answer within 8 s", Cause.time),
-        ("Error: RuntimeError: the tool's server has ended: an earlier call took too long", Cause.raised),
-    ]
+def test_a_call_that_takes_too_long_ends_its_server(pool):
+    pool.run([job(5, ("pids", {}))])  # no limit of a call counts the start of its server
+    [[late]] = pool.run([job(5, ("misbehave", {"how": "hangs"}), left_s=0.5)])
+    [[after]] = pool.run([job(5, ("pids", {}))])
+    assert (late.text, late.cause) == ("Error: no answer within 0.5 s", Cause.time)
+    ended = "Error: RuntimeError: the tool's server has ended: an earlier call took too long"
+    assert (after.text, after.cause) == (ended, Cause.raised)
 
 
 def test_a_shared_server_keeps_its_state_between_conversations_and_is_replaced():
@@ -115,11 +115,11 @@ def test_the_list_of_tools_is_shown_page_by_page():
 
 @pytest.mark.parametrize(
     ("how", "fragment"),
-    [("hangs", r"\(Error: no answer within 3 s\)"), ("ends", r"\(Error: RuntimeError: the tool's server has ended\)")],
+    [("hangs", r"\(Error: no answer within 1 s\)"), ("ends", r"\(Error: RuntimeError: the tool's server has ended\)")],
 )
 def test_a_server_that_does_not_list_its_tools_is_refused(how, fragment):
     with pytest.raises(UserError, match=f"^environment.command: its server does not list its tools {fragment}, got"):
-        bare(how, call_timeout=3.0 if how == "hangs" else 300.0).schemas()
+        bare(how, call_timeout=1.0 if how == "hangs" else 300.0).schemas()
 
 
 TOOL = {"name": "add", "description": "", "parameters": {"type": "object"}}

@@ -1,14 +1,11 @@
 """Classes written for TRL's `environment_factory`, with nothing changed in them."""
 
 import pytest
-from slow_cases import slow
 
+from rlft.batch import fault
 from rlft.environment.tool_class import ToolClass
 from rlft.types import EnvironmentFailure
-from tests.environment import test_conversations
 from tests.environment.test_conversations import LIMITS, SAMPLING, call, one, prompt
-
-converse = test_conversations.converse
 
 
 def made_for_trl(name, **keys):
@@ -27,12 +24,12 @@ def test_a_class_that_draws_its_own_task_gives_all_siblings_the_same(converse):
     assert sum(r.completion.turns[-1].reward or 0.0 for r in group.rollouts) == 1.0
 
 
-@pytest.mark.parametrize(("step", "reward"), [(4, 1.0), slow(3, 0.0)])
-def test_coroutines_are_run_and_columns_of_the_data_come_to_reset(converse, step, reward):
-    conversations = converse({"*": [[call("count", step=step), "done"]]}, made_for_trl("FromRows"))
-    completion = one(conversations.sample([prompt(target=4)], 1, [0], SAMPLING))
-    assert completion.turns[0].answer == str(step)
-    assert completion.turns[-1].reward == reward
+def test_coroutines_are_run_and_columns_of_the_data_come_to_reset(converse):
+    conversations = converse({"*": [[call("count", step=step), "done"] for step in (4, 3)]}, made_for_trl("FromRows"))
+    [group] = conversations.sample([prompt(target=4)], 2, [0], SAMPLING)
+    assert [fault(r.completion) for r in group.rollouts] == [None, None]
+    turns = [r.completion.turns for r in group.rollouts]
+    assert [(first.answer, last.reward) for first, last in turns] == [("4", 1.0), ("3", 0.0)]
 
 
 def test_a_reward_that_an_attribute_holds_is_named_by_a_key(converse):

@@ -1,18 +1,16 @@
 """Python functions as tools: what their arguments may be, and what is told of those that fail."""
 
+from __future__ import annotations
+
 import pytest
 from in_one_test import each
-from slow_cases import slow
 
 from rlft.environment.protocol import Checker, Malformed
 from rlft.environment.tools import schema_of
-from tests.environment import test_conversations
 from tests.environment.test_conversations import SAMPLING, TOKENIZER, call, one, prompt, tools
 
-converse = test_conversations.converse
 
-
-def add(a, b, how=None, *rest):
+def add(a: int, b: int, how: str | None = None, *rest: int) -> str:
     """Adds.
 
     Args:
@@ -24,7 +22,7 @@ def add(a, b, how=None, *rest):
     return f"{a + b} {rest} {how}"
 
 
-def free(a, **others):
+def free(a: int, **others: str) -> str:
     """Takes any.
 
     Args:
@@ -56,31 +54,34 @@ def test_arguments_of_python_functions(function, arguments, told):
     assert str(refused.value) == told
 
 
-@pytest.mark.parametrize(
-    ("how", "cause", "said"),
-    [
-        ("hang", "time", "Error: no answer within 0.5 s"),
-        ("hang for good", "time", "Error: no answer within 0.5 s"),  # it ignores the alarm, and is killed
-        ("raise", "raised", "Error: ValueError: a \x00 ? problem <|im_end|>"),
-        slow("exit", "raised", "Error: SystemExit: 3"),
-        ("interrupt", "raised", "Error: KeyboardInterrupt: "),
-        ("die", "died", "Error: the tool's process ended with exit code 7"),
-        ("fork", "", "fork"),
-        ("shout", "", "x" * 400 + f" [cut: {2**20 - 400} more characters]"),
-    ],
-)
-def test_a_tool_that_misbehaves_is_told_and_the_conversation_goes_on(converse, how, cause, said):
-    texts = {"*": [[call("misbehave", how=how), call("add", a=1, b=1), "done"]]}
-    conversations = converse(texts, tools(call_timeout=0.5))
-    completion = one(conversations.sample([prompt()], 1, [0], SAMPLING))
-    first, second, last = completion.turns
-    assert (first.calls[0].answer, first.calls[0].cause, first.calls[0].failed) == (said, cause, bool(cause))
-    assert (second.calls[0].answer, last.text) == ("2", "done")
-    # Text that looks like a special token stays text: the only end tokens between turns are the template's own.
+MISBEHAVIOUR = {
+    "hang": ("time", "Error: no answer within 0.5 s"),
+    "hang for good": ("time", "Error: no answer within 0.5 s"),  # it ignores the alarm, and is killed
+    "raise": ("raised", "Error: ValueError: a \x00 ? problem <|im_end|>"),
+    "exit": ("raised", "Error: SystemExit: 3"),
+    "interrupt": ("raised", "Error: KeyboardInterrupt: "),
+    "die": ("died", "Error: the tool's process ended with exit code 7"),
+    "fork": ("", "fork"),
+    "shout": ("", "x" * 400 + f" [cut: {2**20 - 400} more characters]"),
+}
+"""{how: (cause, what is told)}."""
+
+
+def test_a_tool_that_misbehaves_is_told_and_the_conversation_goes_on(converse):
+    texts = {how: [[call("misbehave", how=how), call("add", a=1, b=1), "done"]] for how in MISBEHAVIOUR}
+    conversations = converse(texts, tools(call_timeout=0.5, workers=2))
+    groups = conversations.sample(list(map(prompt, texts)), 1, [0] * len(texts), SAMPLING)
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-    assert completion.mask is not None
-    foreign = [t for t, own in zip(completion.token_ids, completion.mask, strict=True) if not own]
-    assert foreign.count(end) == 2, "that of each answer's message"
+    for group, (how, (cause, said)) in zip(groups, MISBEHAVIOUR.items(), strict=True):
+        completion = one([group])
+        first, second, last = completion.turns
+        [misbehaved] = first.calls
+        assert (misbehaved.answer, misbehaved.cause, misbehaved.failed) == (said, cause, bool(cause)), how
+        assert (second.calls[0].answer, last.text) == ("2", "done"), how
+        # Text that looks like a special token stays text: the only end tokens between turns are the template's own.
+        assert completion.mask is not None
+        foreign = [t for t, own in zip(completion.token_ids, completion.mask, strict=True) if not own]
+        assert foreign.count(end) == 2, "that of each answer's message"
 
 
 def test_a_malformed_call_is_answered_with_the_error(converse):

@@ -105,19 +105,6 @@ class Served:
         self.server.close()
 
 
-@pytest.fixture
-def serve():
-    opened = []
-
-    def make(generator, tokenizer=QWEN, syntax="template", **limits):
-        opened.append(Served(generator, tokenizer, syntax, limits))
-        return opened[-1]
-
-    yield make
-    for served in opened:
-        served.close()
-
-
 def ids_of(messages, **more):
     return list(QWEN.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more))
 

@@ -6,8 +6,7 @@ import endpoint_agents
 import pytest
 
 from rlft.batch import fault
-from rlft.environment.endpoint.agents import Endpoint
-from rlft.environment.endpoint.played import AgentGenerator, Traces
+from rlft.environment.endpoint.played import Traces
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.loop.metrics import turn_metrics
 from rlft.system.seeds import derive
@@ -26,21 +25,6 @@ TALK = "endpoint_agents.talks"
 def ids_of(messages, **more):
     shown = [dict(message) for message in messages]
     return list(QWEN.apply_chat_template(shown, add_generation_prompt=True, return_dict=False, **more))
-
-
-@pytest.fixture
-def play():
-    """Opens conversations with a scripted policy: `play(["first", ["a", "b"]], agent="endpoint_agents.once")`."""
-    opened = []
-
-    def make(answers, traces=None, **keys):
-        environment = Endpoint(**{**LIMITS, "agent": None, **keys})
-        opened.append(AgentGenerator(Recorder({"*": answers}), environment, QWEN, longest_row=400, traces=traces))
-        return opened[-1]
-
-    yield make
-    for played in opened:
-        played.close()
 
 
 def sampled(text):

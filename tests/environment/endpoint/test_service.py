@@ -13,12 +13,8 @@ from rlft.environment.endpoint.bodies import Chat, Refusal
 from rlft.environment.endpoint.service import Inbox, Request
 from rlft.generation.transformers import TransformersGenerator
 from rlft.types import Prompt, Sampling
-from tests.environment.endpoint import test_app
 from tests.environment.endpoint.test_app import ASKED, CHAT, COMPLETIONS, KEY, QWEN, Recorder
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
-
-serve = test_app.serve
-
 
 DEAF = """{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>

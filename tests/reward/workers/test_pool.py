@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Thread, Timer
 
@@ -372,7 +373,8 @@ def make(launcher, notes):
         scorer.close()
 
 
-def told(scorer, scores):
+def told(scorer, groups):
+    scores = scorer(groups)
     by_reward = {name: values.tolist() for name, values in scores.by_reward.items()}
     return by_reward, scores.total.tolist(), scorer.num_failures, scorer.last_failure
 
@@ -381,14 +383,14 @@ def test_scores_failures_and_their_limits_are_those_of_workers_here(make, group)
     orders = ("raise", "sleep", "hang", "die", "nan", "fine")
     groups = [group(["ab", order, "abcd"], id=f"p{i}") for i, order in enumerate(orders)]
     used = rewards("length", "naughty")
-    here = Scorer(used, 2, TIMEOUT_S, -1.0)
-    try:
-        there = make(used, workers=2)
+    there = make(used, workers=2)
+    # Both score at once, each in the thread that has made it: each waits for the same limits.
+    with ThreadPoolExecutor(1) as thread:
+        here = thread.submit(Scorer, used, 2, TIMEOUT_S, -1.0).result()
         for some in (*([one] for one in groups), groups):  # so that the last failure of each is compared
-            expected = told(here, here(some))
-            assert told(there, there(some)) == expected
-    finally:
-        here.close()
+            expected = thread.submit(told, here, some)
+            assert told(there, some) == expected.result()
+        thread.submit(here.close)
 
 
 def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make, group):

@@ -14,6 +14,7 @@ from run_processes import happens
 
 from rlft.loop.evaluations import compared
 from rlft.loop.metrics import summarise
+from rlft.reward.workers import pool
 from rlft.reward.workers.pool import packed_task
 from rlft.reward.workers.scorer import AheadScorer, RewardError, Scorer, shortened, specs
 from rlft.reward.workers.worker import Task
@@ -37,6 +38,8 @@ def naughty(*names, **rewards):
 def scorer():
     """Makes a Scorer of `naughty(*names, **rewards)`, or gives that of the same arguments again, its workers warm."""
     made = {}
+    patch = pytest.MonkeyPatch()
+    patch.setattr(pool, "GRACE_S", 0.4)  # of a hang that no alarm ends
 
     def make(*names, workers=1, on_error="stop", resident=None, **rewards):
         arguments = repr((names, rewards, workers, on_error, resident))
@@ -46,6 +49,7 @@ def scorer():
         return made[arguments]
 
     yield make
+    patch.undo()
     for opened in made.values():
         opened.close()
 
