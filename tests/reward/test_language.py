@@ -48,24 +48,25 @@ def test_the_prompts_language_is_that_of_its_last_user_message(group):
     assert language()(replace(made, prompt=replace(made.prompt, messages=messages))) == [1.0, 0.0]
 
 
-def test_a_mixed_text_gets_the_share_of_its_words(group):
+LONG = f"{ENGLISH} {ENGLISH} so we {GERMAN} " + " ".join(GERMAN.split()[:8])
+MIXED = {  # {what: (the language, a text, the share of its words that are in it)}
     # 17 English words and 20 Chinese characters, which stand in different scripts.
-    text = f"{ENGLISH}. {CHINESE}。"
-    assert language(target="en")(group([text])) == [pytest.approx(17 / 37, abs=1e-12)]
-    assert language(target="zh")(group([text])) == [pytest.approx(20 / 37, abs=1e-12)]
-
-
-def test_a_change_of_language_within_one_script_is_noticed_by_windows(group):
+    "a mixed text": ("en", f"{ENGLISH}. {CHINESE}。", 17 / 37),
+    "of its other language": ("zh", f"{ENGLISH}. {CHINESE}。", 20 / 37),
     # 36 English words in three windows of 12, then 24 German ones in two.
-    text = " ".join([*(ENGLISH + " " + ENGLISH + " so we").split(), *(GERMAN + " " + GERMAN).split()[:24]])
-    assert len(text.split()) == 60
-    assert language(target="en")(group([text])) == [pytest.approx(36 / 60, abs=1e-12)]
-
-
-def test_a_foreign_word_inside_a_sentence_is_found_by_its_script(group):
+    "a change of language within one script is noticed by windows": ("en", LONG, 36 / 60),
     # 16 English words (one of 17 is left out) and the two characters in its place.
-    text = ENGLISH.replace("check", "检查")
-    assert language(target="en")(group([text])) == [pytest.approx(16 / 18, abs=1e-12)]
+    "a foreign word inside a sentence is found by its script": ("en", ENGLISH.replace("check", "检查"), 16 / 18),
+    # 16 German words, 20 Chinese characters.
+    **{f"text cannot hide in {around}": ("de", f"{GERMAN} {around.format(CHINESE)}", 16 / 36) for around in (
+        "${}$", "`{}`", r"\({}\)", r"\[\text{{{}}}\]", "<b>{}</b>", "**{}**",
+    )},
+}  # fmt: skip
+
+
+@each(("target", "text", "share"), MIXED.values(), ids=list(MIXED))
+def test_a_mixed_text_gets_the_share_of_its_words(group, target, text, share):
+    assert language(target=target)(group([text])) == [pytest.approx(share, abs=1e-12)]
 
 
 # None of this is a word, so it changes nothing of a German text's score.
@@ -86,13 +87,6 @@ NO_LANGUAGE = [
 def test_markup_digits_and_formulas_are_no_language(group, text):
     assert list(words(text)) == []
     assert language(target="de")(group([f"{text} {GERMAN} {text}"])) == [1.0]
-
-
-def test_text_cannot_hide_in_a_formula_or_between_tags(group):
-    for around in ("${}$", "`{}`", r"\({}\)", r"\[\text{{{}}}\]", "<b>{}</b>", "**{}**"):
-        # 16 German words, 20 Chinese characters.
-        text = f"{GERMAN} {around.format(CHINESE)}"
-        assert language(target="de")(group([text])) == [pytest.approx(16 / 36, abs=1e-12)], around
 
 
 def test_dollars_may_be_money(group):

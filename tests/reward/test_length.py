@@ -14,20 +14,30 @@ def length(**keys):
     return Length(**{**TAGGED, "numeric": True, "ignore_case": False, **numbers, **keys})
 
 
-def test_kimis_reward_falls_from_a_half_to_minus_a_half_and_is_no_gain_for_wrong_answers():
+TARGET, LIMIT = {"mode": LengthMode.target, "target": 40}, {"mode": LengthMode.limit, "limit": 40, "penalty": 0.125}
+REWARDED = {  # {what: (keys, texts, their lengths, their rewards)}
     # lambda = 0.5 - (n - 100) / 400 for n = 100, 200, 300, 500: 0.5, 0.25, 0, -0.5; wrong ones min(0, lambda).
-    made = sized_group([RIGHT] * 4 + [WRONG] * 4, [100, 200, 300, 500] * 2)
-    assert length()(made) == [0.5, 0.25, 0, -0.5, 0, 0, 0, -0.5]
-
-
-def test_wrong_answers_count_among_the_lengths():
+    "kimi's reward falls from a half to minus a half and is no gain for wrong answers": (
+        {}, [RIGHT] * 4 + [WRONG] * 4, [100, 200, 300, 500] * 2, [0.5, 0.25, 0, -0.5, 0, 0, 0, -0.5]
+    ),
     # The shortest is a wrong one of 0 tokens: lambda of the right one, 0.5 - 50/100, is 0.
-    assert length()(sized_group([WRONG, RIGHT, WRONG], [0, 50, 100])) == [0, 0, -0.5]
+    "wrong answers count among the lengths": ({}, [WRONG, RIGHT, WRONG], [0, 50, 100], [0, 0, -0.5]),
+    "equal lengths give nothing": ({}, [RIGHT, WRONG, RIGHT], [7, 7, 7], [0, 0, 0]),
+    "nor does a length alone": ({}, [RIGHT], [7], [0]),
+    # -|n - 40| / 40, at least -1.
+    "a wished length is missed on both sides": (
+        TARGET, [RIGHT, WRONG] * 4, [40, 30, 50, 0, 80, 81, 4000, 41], [0, -0.25, -0.25, -1, -1, -1, -1, -0.025]
+    ),
+    # -0.125 for each token over 40, at least -1: at 48.
+    "tokens over a limit cost a penalty each": (
+        LIMIT, [RIGHT, WRONG] * 3, [0, 40, 41, 44, 48, 400], [0, 0, -0.125, -0.5, -1, -1]
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("texts", [[RIGHT, WRONG, RIGHT], [RIGHT]])
-def test_equal_lengths_give_nothing(texts):
-    assert length()(sized_group(texts, [7] * len(texts))) == [0.0] * len(texts)
+@each(("keys", "texts", "lengths", "rewards"), REWARDED.values(), ids=list(REWARDED))
+def test_the_reward_of_a_length_is_that_of_its_mode(keys, texts, lengths, rewards):
+    assert length(**keys)(sized_group(texts, lengths)) == rewards
 
 
 def test_what_is_right_is_decided_as_in_exact_match():
@@ -41,22 +51,9 @@ def test_what_is_right_is_decided_as_in_exact_match():
         assert length()(made) == [0.5 * right, -0.5]
 
 
-def test_a_wished_length_is_missed_on_both_sides():
-    # -|n - 40| / 40, at least -1.
-    made = sized_group([RIGHT, WRONG] * 4, [40, 30, 50, 0, 80, 81, 4000, 41])
-    assert length(mode=LengthMode.target, target=40)(made) == [0, -0.25, -0.25, -1, -1, -1, -1, -0.025]
-
-
-def test_tokens_over_a_limit_cost_a_penalty_each():
-    # -0.125 for each token over 40, at least -1: at 48.
-    made = sized_group([RIGHT, WRONG] * 3, [0, 40, 41, 44, 48, 400])
-    assert length(mode=LengthMode.limit, limit=40, penalty=0.125)(made) == [0, 0, -0.125, -0.5, -1, -1]
-
-
-@pytest.mark.parametrize("keys", [{"mode": LengthMode.target, "target": 10}, {"mode": LengthMode.limit, "limit": 10}])
-def test_only_kimis_reward_needs_a_reference_answer(keys):
-    made = sized_group(["poem"], [10], answer="")
-    assert length(**keys)(made) == [0.0]
+def test_only_kimis_reward_needs_a_reference_answer():
+    made = sized_group(["poem"], [40], answer="")
+    assert length(**TARGET)(made) == length(**LIMIT)(made) == [0.0]
     with pytest.raises(ValueError, match="'p0' has no reference answer"):
         length()(made)
 
