@@ -27,18 +27,24 @@ def maker(group):
 
 
 @pytest.fixture
-def make_data():
-    return maker("data")
+def makers():
+    """{section: what makes its components}."""
+    return {section: maker(section) for section in ("data", "demonstrations", "preferences")}
 
 
 @pytest.fixture
-def make_demonstrations():
-    return maker("demonstrations")
+def make_data(makers):
+    return makers["data"]
 
 
 @pytest.fixture
-def make_preferences():
-    return maker("preferences")
+def make_demonstrations(makers):
+    return makers["demonstrations"]
+
+
+@pytest.fixture
+def make_preferences(makers):
+    return makers["preferences"]
 
 
 @pytest.fixture
@@ -106,9 +112,8 @@ def sample():
             logprobs=[],
             finish_reason=FinishReason.length if cut else FinishReason.stop,
         )
-        rollout = Rollout(
-            prompt=Prompt(id=name, messages=messages, answer="2"), completion=completion, policy_version=3
-        )
+        prompt = Prompt(id=name, messages=messages, answer="2")
+        rollout = Rollout(prompt=prompt, completion=completion, policy_version=3)
         fixed = {"index": 0, "rewards": {"format": 1.0}, "model": "tiny, step 3", "tokenizer": "0123456789ab"}
         return sampled_line(rollout, reward=reward, **{**fixed, **keys})
 

@@ -183,9 +183,8 @@ def test_a_file_of_samples_gives_pass_rates(write):
     assert (known.right.tolist(), known.wrong.tolist()) == ([2, 2, 0, 0], [0, 0, 2, 0])
     same = read_pass_rates(write({1: [1, 1], 0: [0.5, 1], 2: [None, 0]}), "math", 0.5, PROMPTS)
     assert same.fingerprint == known.fingerprint
-    assert (
-        read_pass_rates(write({0: [1, 0], 2: [0, 0], 1: [1, 1]}), "math", 0.5, PROMPTS).fingerprint != same.fingerprint
-    )
+    other = read_pass_rates(write({0: [1, 0], 2: [0, 0], 1: [1, 1]}), "math", 0.5, PROMPTS)
+    assert other.fingerprint != same.fingerprint
 
 
 def test_what_is_in_a_conversation_is_known_by_its_id(write):

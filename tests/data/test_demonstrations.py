@@ -57,9 +57,8 @@ def test_a_completion_may_be_made_of_several_fields(learned, caplog):
     other = {"hint": "Add.", "question": "1 + 1", "answer": 2}
     hinted = {"prompt_template": "{hint}", "completion_field": "{question} = {answer}", "other": other | {"hint": "x"}}
     assert told(learned(other, **hinted)) == [("mine.jsonl:1", ["Add."], "1 + 1 = 2")]
-    with pytest.raises(
-        UserError, match=r"^demonstrations\.completion_field: has \\boxed\{Answer\}, .* \\boxed\{ \{Answer\} \}"
-    ):
+    said = r"^demonstrations\.completion_field: has \\boxed\{Answer\}, .* \\boxed\{ \{Answer\} \}"
+    with pytest.raises(UserError, match=said):
         learned(row, completion_field=r"{Equation} \boxed{Answer}", **keys)
     with pytest.raises(UserError, match=r"^demonstrations\.completion_field: .*jsonl:1: there is no field 'Equatoin'"):
         learned(row, completion_field="{Equatoin}", **keys)
@@ -167,6 +166,5 @@ def test_calls_thoughts_and_tools_of_a_chat_are_kept(learned):
 def test_an_assistants_message_of_weight_0_is_only_read(learned):
     talk = [TALK[0], {**TALK[1], "weight": 1}, TALK[2], {**TALK[3], "weight": 0}]
     assert told(learned({"messages": talk})) == [("mine.jsonl:1", ["a"], "b")]
-    assert told(learned({"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}, turns="all")) == [
-        ("mine.jsonl:1", ["a", "b", "c"], "d")
-    ]
+    talk = [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]
+    assert told(learned({"messages": talk}, turns="all")) == [("mine.jsonl:1", ["a", "b", "c"], "d")]

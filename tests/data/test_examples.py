@@ -17,33 +17,16 @@ from turn_shapes import SHAPES, shaped_tokenizer
 
 from rlft.config.model import KernelChoice, ModelConfig
 from rlft.config.schema import PromptsConfig
+from rlft.data import examples
 from rlft.data.arithmetic import split_of
-from rlft.data.examples import (
-    Text,
-    TextTokens,
-    as_batch,
-    load_texts,
-    longest_with_hint,
-    scan_demonstrations,
-    scan_rankings,
-    scan_texts,
-    teacher_prompts,
-    turns_of,
-    with_hint,
-)  # fmt: skip
+from rlft.data.examples import Text, TextTokens, load_texts, scan_demonstrations, scan_rankings, scan_texts, turns_of
 from rlft.data.files import files_at
 from rlft.data.prompts import permutation, prompts_for_step, tokenizer_fingerprint
 from rlft.loop.metrics import text_loss
 from rlft.model.backbone import ends_of
 from rlft.model.forward import choose
 from rlft.tokens.text import RunTokenizer, rendered, turn_ends
-from rlft.types import (
-    Demonstration,
-    Prompt,
-    Ranking,
-    Split,
-    UserError,
-)  # fmt: skip
+from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 PROMPTS = PromptsConfig(max_tokens=64, over_limit="drop", style="chat")
@@ -82,9 +65,7 @@ def ids_of(backbone, text):
 
 
 # -- demonstrations ----------------------------------------------------------------------------------------------------
-def test_a_demonstration_is_its_prompt_as_it_is_sampled_from_and_its_completion_with_an_end(
-    backbone, scan, make_prompt
-):
+def test_a_demonstration_is_its_prompt_as_it_is_sampled_from_and_its_text_with_an_end(backbone, scan, make_prompt):
     """Sampled tokens are kept exactly, whatever their text says, and without an end where none was sampled."""
     assert turn_ends(backbone.tokenizer, "chat").closing == (END,)
     mine = tokenizer_fingerprint(backbone.tokenizer)
@@ -164,14 +145,9 @@ def test_an_updates_examples_depend_on_nothing_but_seed_and_step(backbone, scan)
 
 def test_the_fingerprint_covers_tokens_order_and_where_the_prompt_ends(scan):
     a, b = demonstrated("1?", "ab"), demonstrated("2?", "b")
-    known = [
-        scan([a, b]),
-        scan([b, a]),
-        scan([a]),
-        scan([a, demonstrated("2?", "c")]),
-        scan([a, b], style="raw"),
-        scan([demonstrated("1?a", "b"), b], style="raw"),  # the same tokens as the one before, parted elsewhere
-    ]
+    known = [scan(given) for given in ([a, b], [b, a], [a], [a, demonstrated("2?", "c")])]
+    # The last has the same tokens as the one before, parted elsewhere.
+    known += [scan(given, style="raw") for given in ([a, b], [demonstrated("1?a", "b"), b])]
     assert len({found.fingerprint for found in known}) == len(known)
     assert scan([a, b], limit=50).fingerprint == known[0].fingerprint  # a limit that nothing exceeds
 
@@ -234,13 +210,13 @@ def test_a_think_that_the_prompt_has_opened_is_not_taught_a_second_time():
     tokenizer = with_attributes(family_tokenizer("qwen3"), chat_template=template)
     forms = ["<think>\n2 + 3</think>5", "<think>2 + 3</think>5", "2 + 3</think>5"]
     demonstrations = [demonstrated(f"q{k}", text) for k, text in enumerate(forms)]
-    examples = scan_demonstrations(demonstrations, tokenizer, PROMPTS, 64, Split.train)
-    for text in examples.texts:
+    found = scan_demonstrations(demonstrations, tokenizer, PROMPTS, 64, Split.train)
+    for text in found.texts:
         learned = tokenizer.decode(text.ids[text.num_given :])
         assert learned.startswith("2 + 3</think>5<|im_end|>")
         assert tokenizer.decode(text.ids).count("<think>") == 1
     # The template writes the opened block in a prompt alone, and the first form as it is.
-    assert examples.notes[0].startswith("2 of 3 train demonstrations are not learned as the chat template writes them")
+    assert found.notes[0].startswith("2 of 3 train demonstrations are not learned as the chat template writes them")
     rankings = scan_rankings([ranked("q", *forms[:2], "5")], tokenizer, PROMPTS, 64, Split.train).rankings
     first, second, bare = rankings[0].completions
     assert first == second
@@ -260,9 +236,8 @@ NEXT = {"role": "user", "content": "And 4?"}
 def test_what_is_learned_is_what_the_template_writes():
     for name, shape in SHAPES.items():
         tokenizer = shaped_tokenizer(name)
-        found = scan_demonstrations(
-            [Demonstration(prompt=ASKED, completion="5", completion_ids=())], tokenizer, LONG_PROMPTS, 900, Split.train
-        )
+        given = Demonstration(prompt=ASKED, completion="5", completion_ids=())
+        found = scan_demonstrations([given], tokenizer, LONG_PROMPTS, 900, Split.train)
         learned = "".join([shape.turn, shape.lead, *shape.closing])
         [prompt] = rendered(tokenizer, [ASKED.messages], start=True)
         ids = found.texts[0].ids.tolist()
@@ -303,9 +278,8 @@ def test_a_models_ends_are_those_of_its_files(tmp_path, tiny_path):
     """generation_config.json names further ends; without it config.json does."""
     tokenizer = shaped_tokenizer("a base with another end")
     own = turn_ends(tokenizer, "chat").ids
-    (tmp_path / "config.json").write_text(
-        (tiny_path / "config.json").read_text().replace('"eos_token_id": 2', '"eos_token_id": 5')
-    )
+    config = (tiny_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"eos_token_id": 2', '"eos_token_id": 5'))
     model = ModelConfig(
         path=str(tmp_path), revision=None, dtype="auto", device="cpu", quantization=None, trust_remote_code=False,
         attn_implementation="auto", gradient_checkpointing="auto", kernels=KernelChoice.auto,
@@ -361,9 +335,8 @@ def words(texts):
 
 def written(texts):
     """Each as given^learned."""
-    return [
-        f"{word[: text.num_given]}^{word[text.num_given :]}" for word, text in zip(words(texts), texts, strict=True)
-    ]
+    parts = zip(words(texts), [text.num_given for text in texts], strict=True)
+    return [f"{word[:number]}^{word[number:]}" for word, number in parts]
 
 
 def texts_in(batch):
@@ -387,9 +360,8 @@ def test_texts_are_cut_at_the_limit_and_dropped_below_two_tokens_with_a_word():
         "1 with no token to learn within pretrain.max_tokens=3 were dropped"
     )
     assert pretraining(["klm", "no"], max_tokens=3).note is None
-    assert pretraining(["klm", "no", "p"]).note == (
-        "of 3 pretraining texts 1 with no token to learn within pretrain.max_tokens=256 were dropped"
-    )
+    said = "of 3 pretraining texts 1 with no token to learn within pretrain.max_tokens=256 were dropped"
+    assert pretraining(["klm", "no", "p"]).note == said
 
 
 def test_what_is_given_counts_towards_the_limit_and_is_never_learned():
@@ -489,9 +461,8 @@ def test_too_little_text_is_refused(keys, message):
     with pytest.raises(UserError) as refusal:
         pretraining(texts, **keys)
     assert str(refusal.value) == message
-    assert str(pretraining(texts, max_tokens=2, held_out=2).note).startswith(
-        "of 5 pretraining texts 1 with no token to learn"
-    )
+    note = str(pretraining(texts, max_tokens=2, held_out=2).note)
+    assert note.startswith("of 5 pretraining texts 1 with no token to learn")
     assert words(pretraining(texts, sequences_per_update=2).train_texts) == ["cd", "ef"]
 
 
@@ -502,7 +473,7 @@ def tokens(ids, num_given):
 
 def test_a_text_is_a_row_whose_given_tokens_are_the_prompt_and_the_rest_predicted():
     # Token 0 is a token like others, also at the end of a text: lengths say what is padding.
-    batch = as_batch([tokens([7, 5, 0], 1), tokens([3, 4], 1), tokens([0, 6, 8, 9], 3)])
+    batch = examples.as_batch([tokens([7, 5, 0], 1), tokens([3, 4], 1), tokens([0, 6, 8, 9], 3)])
     assert batch.token_ids.tolist() == [[7, 5, 0, 0], [3, 4, 0, 0], [0, 6, 8, 9]]
     assert batch.attention_mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
     assert batch.loss_mask.int().tolist() == [[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]]
@@ -577,26 +548,25 @@ def test_the_shipped_text_begins_at_the_loss_that_the_embedded_model_was_taught(
 
 # -- what a teacher reads that the student does not --------------------------------------------------------------------
 def test_a_hint_stands_at_the_end_of_the_last_message_with_the_answer_in_it(make_prompt):
-    hinted = with_hint(make_prompt("What is 1 + 1?", "2"), "The answer is {answer}.")
+    hinted = examples.with_hint(make_prompt("What is 1 + 1?", "2"), "The answer is {answer}.")
     assert hinted.messages == ({"role": "user", "content": "What is 1 + 1?\n\nThe answer is 2."},)
     assert hinted.token_ids == ()
 
 
 def test_each_completion_has_its_prompts_tokens_with_the_hint(make_prompt, backbone):
     one, two = make_prompt("1?", "1"), make_prompt("What is 20 + 20?", "40")
-    made = teacher_prompts(
-        [group_of(one, [[5]] * 2), group_of(two, [[5]])], "It is {answer}.", backbone.tokenizer, "chat"
-    )
+    groups = [group_of(one, [[5]] * 2), group_of(two, [[5]])]
+    made = examples.teacher_prompts(groups, "It is {answer}.", backbone.tokenizer, "chat")
     expected = [make_prompt(f"{text}\n\nIt is {answer}.").token_ids for text, answer in (("1?", 1), (two.id, 40))]
     assert made.dtype == torch.int64
     assert [tuple(row[row >= 0].tolist()) for row in made] == [expected[0], expected[0], expected[1]]
     assert (made[0, len(expected[0]) :] == -1).all()
-    assert longest_with_hint([one, two], "It is {answer}.", backbone.tokenizer, "chat") == len(expected[1])
+    assert examples.longest_with_hint([one, two], "It is {answer}.", backbone.tokenizer, "chat") == len(expected[1])
 
 
 def test_an_answer_that_a_prompt_has_not_is_shown_to_no_teacher(make_prompt, backbone):
     prompts = [make_prompt("1?", "1"), make_prompt("2?", " "), make_prompt("3?", "")]
     with pytest.raises(UserError, match=r"2 train prompts have none, first 2\?, got 'It is {answer}\.'") as refused:
-        longest_with_hint(prompts, "It is {answer}.", backbone.tokenizer, "chat")
+        examples.longest_with_hint(prompts, "It is {answer}.", backbone.tokenizer, "chat")
     assert refused.value.key == "snapshot.teacher_hint"
-    assert longest_with_hint(prompts, "Think.", backbone.tokenizer, "chat") > 0
+    assert examples.longest_with_hint(prompts, "Think.", backbone.tokenizer, "chat") > 0

@@ -187,13 +187,11 @@ def test_images_stand_where_their_numbers_are():
             assert (row["asked"], [image.data for image in found]) == (IMAGE * count, expected)
 
 
-def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them(
-    make_data, make_demonstrations, make_preferences, tmp_path
-):
+def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them(makers, tmp_path):
     """Each form of an image x names of fields x prompts, demonstrations and preferences; the named key then works."""
 
-    def parsed(row, make=make_data, **keys):
-        return make("jsonl", path="a.jsonl", **keys).parse(row, "a")
+    def parsed(row, section="data", **keys):
+        return makers[section]("jsonl", path="a.jsonl", **keys).parse(row, "a")
 
     file = tmp_path / "a.png"
     file.write_bytes(A)
@@ -209,9 +207,9 @@ def test_images_that_no_key_names_are_refused_where_the_text_has_places_for_them
             assert refusal.value.remedy == f"set data.image_field={name}"
             [made] = parsed(each, image_field=name)
             assert [image.digest for image in made.made.prompt.images] == [image_of(A, "a").digest]
-            for make in (make_demonstrations, make_preferences):
+            for section in ("demonstrations", "preferences"):
                 with pytest.raises(RowError, match="no key names its field") as refusal:
-                    parsed(each, make)
+                    parsed(each, section)
                 assert "texts alone" in str(refusal.value.remedy)
     for mark, name in product(("<image 1>", "<image_1>", "<image1>", "<image>"), ("image_1", "image1", "image")):
         row = {"prompt": f"What is {mark}?", name: str(file), "image_7": None, **answers}
@@ -235,15 +233,13 @@ def test_other_names_of_roles_are_these_roles():
     names = {"human": "user", "prompter": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
              "model": "assistant", "chatgpt": "assistant", "observation": "tool", "function": "tool",
              "ipython": "tool", "tool": "tool", "developer": "system", "system": "system"}  # fmt: skip
-    number = 0
-    for (name, role), change, (key, content) in product(
-        names.items(), (str, str.upper, str.title), (("role", "content"), ("from", "value"))
-    ):
+    number, keys = 0, (("role", "content"), ("from", "value"))
+    for (name, role), change, (key, content) in product(names.items(), (str, str.upper, str.title), keys):
         [message] = messages_of({"m": [{key: change(name), content: "x"}]}, "m")
         assert message == {"role": role, "content": "x"}
         number += 1
     assert number == 78
-    for key, content in (("role", "content"), ("from", "value")):
+    for key, content in keys:
         for text in (call, f"[{call}]"):
             [message] = messages_of({"m": [{key: "function_call", content: text}]}, "m")
             assert message["role"] == "assistant"

@@ -101,9 +101,8 @@ def test_the_files_of_a_folder_are_read_as_one(make_data, tmp_path, monkeypatch)
     (folder / "README.md").write_text("x")
     (folder / "dataset_infos.json").write_text("{}")
     held = read(make_data, folder)
-    assert sorted(row for split in content(held) for row in split) == sorted(
-        (row["prompt"], row["answer"]) for row in ROWS
-    )
+    found = [row for split in content(held) for row in split]
+    assert sorted(found) == sorted((row["prompt"], row["answer"]) for row in ROWS)
     assert {prompt.id for prompts in held for prompt in prompts} >= {"train-00001-of-00002.parquet:0"}
     monkeypatch.setattr(jsonl, "STREAMED_BYTES", 0)
     assert [list(prompts) for prompts in read(make_data, folder)] == held
@@ -157,15 +156,13 @@ def test_a_file_is_known_by_its_first_bytes_where_its_name_says_nothing(tmp_path
     assert [type(table) for table in found] == [JsonLines, Parquet, JsonDocument]
 
 
-def test_preferences_demonstrations_and_texts_are_read_from_the_same_files(
-    make_demonstrations, make_preferences, tmp_path
-):
+def test_preferences_demonstrations_and_texts_are_read_from_the_same_files(makers, tmp_path):
     rows = [{"prompt": f"{i}?", "completion": "x", "chosen": "a", "rejected": "b"} for i in range(40)]
     for name in ("a.csv", "array.json", "a.parquet", "a.jsonl.gz"):
         (tmp_path / name).write_bytes(KINDS[name](rows))
         keys = {"path": str(tmp_path / name), "held_out_fraction": 0.5}
-        demonstrations = [make_demonstrations("jsonl", **keys).load(split) for split in Split]
-        rankings = [make_preferences("jsonl", **keys).load(split).rankings for split in Split]
+        demonstrations = [makers["demonstrations"]("jsonl", **keys).load(split) for split in Split]
+        rankings = [makers["preferences"]("jsonl", **keys).load(split).rankings for split in Split]
         texts = load_texts(str(tmp_path / name), "prompt", None)
         assert sum(map(len, demonstrations)) == sum(map(len, rankings)) == len(texts) == 40
     (tmp_path / "nested.parquet").write_bytes(as_parquet([{"meta": {"text": "one"}}]))
@@ -254,12 +251,8 @@ NEEDED = {  # {section: {kind of row: (a row, keys of fields without one of whic
         "chat": ({"conversations": CHAT}, ("messages_field",)),
     },
     "preferences": {
-        "usual": (
-            {"prompt": "?", "chosen": "2", "rejected": "3"}, ("prompt_field", "chosen_field", "rejected_field"),
-        ),
-        "guessed": (
-            {"query": "?", "winner": "2", "loser": "3"}, ("prompt_field", "chosen_field", "rejected_field"),
-        ),
+        "usual": ({"prompt": "?", "chosen": "2", "rejected": "3"}, ("prompt_field", "chosen_field", "rejected_field")),
+        "guessed": ({"query": "?", "winner": "2", "loser": "3"}, ("prompt_field", "chosen_field", "rejected_field")),
     },
 }  # fmt: skip
 WRONG = [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 import rlft
@@ -59,17 +60,13 @@ def test_without_a_held_out_split_a_part_of_the_training_split_is_held_out(make_
 
 @pytest.mark.parametrize("place", [".", "main", "data"])
 def test_the_sets_own_parquet_files_are_read(make_data, gsm8k_mini, tmp_path, place):
-    import pyarrow
-    import pyarrow.parquet
-
     (tmp_path / place).mkdir(exist_ok=True)
     for name in ("train", "test"):
         records = [json.loads(line) for line in (gsm8k_mini / f"{name}.jsonl").read_text().splitlines()]
         half = len(records) // 2
         for i, part in enumerate((records[:half], records[half:])):
-            pyarrow.parquet.write_table(
-                pyarrow.Table.from_pylist(part), tmp_path / place / f"{name}-0000{i}-of-00002.parquet"
-            )
+            file = tmp_path / place / f"{name}-0000{i}-of-00002.parquet"
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), file)
     assert len(files_of_split(tmp_path, "train", "main")) == 2
     ours, theirs = (make_data("gsm8k", path=str(path)).load(Split.train) for path in (tmp_path, gsm8k_mini))
     assert [(p.messages, p.answer) for p in ours] == [(p.messages, p.answer) for p in theirs]
@@ -122,9 +119,7 @@ def test_a_hub_that_never_answers_costs_the_probe_only(tmp_path):
     assert PROBE_SECONDS <= seconds < 15
 
 
-def test_a_cached_set_works_offline(gsm8k_mini, tmp_path, monkeypatch):
-    import datasets
-
+def test_a_cached_set_works_offline(gsm8k_mini, tmp_path):
     # The cache's layout for openai/gsm8k, main: made from the local files, then given the hub set's name.
     files = {name: str(gsm8k_mini / f"{name}.jsonl") for name in ("train", "test")}
     datasets.load_dataset("json", data_files=files, cache_dir=str(tmp_path / "made"))
@@ -142,6 +137,9 @@ def test_a_cached_set_works_offline(gsm8k_mini, tmp_path, monkeypatch):
     assert seconds < 15
 
 
+NO_SPLIT = "Unknown split \"tset\". Should be one of ['train']."
+
+
 @pytest.mark.parametrize(
     ("error", "key", "problem"),
     [
@@ -149,16 +147,10 @@ def test_a_cached_set_works_offline(gsm8k_mini, tmp_path, monkeypatch):
         ("DataFilesNotFoundError", "data.path", "cannot be loaded"),
         ("ConnectionError", "data.path", "cannot be reached"),
         (ValueError("BuilderConfig 'man' not found. Available: ['main']"), "data.subset", "Available: ['main']"),
-        (
-            ValueError("Unknown split \"tset\". Should be one of ['train']."),
-            "data.held_out_split",
-            'Unknown split "tset"',
-        ),
+        (ValueError(NO_SPLIT), "data.held_out_split", 'Unknown split "tset"'),
     ],
 )
 def test_what_the_hub_refuses_is_told_by_its_key(make_data, hub_sets, error, key, problem):
-    import datasets
-
     if isinstance(error, str):
         error = getattr(datasets.exceptions, error, ConnectionError)("said the library")
     hub_sets.update(train=error, test=error)
@@ -180,10 +172,8 @@ def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, make_d
     hub_sets["train"] = [{"question": "2?", "answer": "#### 2"}, {"q": 3}]
     data = make_data("gsm8k")
     assert [(p.id, p.answer) for p in data.load(Split.held_out)] == [("test:0", "1")]
-    said = (
-        r"^demonstrations\.path: some/set, train, row 0: is not a chat.*name other fields \(demonstrations\.\*field\)$"
-    )
-    with pytest.raises(UserError, match=said):
+    said = r"some/set, train, row 0: is not a chat.*name other fields \(demonstrations\.\*field\)$"
+    with pytest.raises(UserError, match=rf"^demonstrations\.path: {said}"):
         make_demonstrations("hub", path="some/set").load(Split.train)
     with pytest.raises(UserError, match="openai/gsm8k, train, row 1: field 'question' must be a string, it is null"):
         data.load(Split.train)

@@ -56,9 +56,8 @@ def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, write, tm
     assert prompt.answer == "5"
     (held_out,) = make_data("jsonl", **keys, answer_field="gold").load(Split.held_out)
     assert held_out.messages == ({"role": "system", "content": "ours"}, {"role": "user", "content": "a"})
-    (last,) = make_data("jsonl", **keys | {"held_out_path": None, "held_out_fraction": 1.0}, answer_field=None).load(
-        Split.held_out
-    )
+    keys |= {"held_out_path": None, "held_out_fraction": 1.0}
+    (last,) = make_data("jsonl", **keys, answer_field=None).load(Split.held_out)
     assert (last.messages, last.answer) == (tuple(turns), "d")
 
 
@@ -189,9 +188,8 @@ def test_a_pattern_that_cuts_numbers_is_named_with_their_count_and_an_example(lo
     with caplog.at_level(logging.WARNING):
         load(*rows, answer_pattern=r"#### (-?\d+)")
     (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "data.answer_pattern: cuts a number in 2 of 6 answers: a.jsonl:2 has the answer '1' of '#### 1,080'; "
-    )
+    said = "data.answer_pattern: cuts a number in 2 of 6 answers: a.jsonl:2 has the answer '1' of '#### 1,080'; "
+    assert record.getMessage().startswith(said)
     caplog.clear()
     prompts = load(*rows, answer_pattern=r"#### (-?[\d,.]*\d)")
     assert [prompt.answer for prompt in prompts] == ["18", "1,080", "2.5", "18", "18", "-3"]
@@ -308,9 +306,8 @@ def test_a_folder_for_temporary_files_that_is_full_or_missing_is_refused(mine, m
     streams()
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "TemporaryFile", partial(Path("/dev/full").open, "w+b"))
-        with pytest.raises(
-            UserError, match=r"^data\.path: its rows do not fit .*No space left.*; set TMPDIR to a folder"
-        ):
+        said = r"^data\.path: its rows do not fit .*No space left.*; set TMPDIR to a folder"
+        with pytest.raises(UserError, match=said):
             make_data("jsonl", path=str(mine)).load(Split.train)
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null/none"])

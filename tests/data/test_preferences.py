@@ -96,9 +96,8 @@ def test_the_same_tokens_count_once_and_other_tokens_of_the_same_text_count(scan
 
 
 def test_a_reward_that_is_not_there_is_told_with_those_that_are(scan, sample):
-    with pytest.raises(
-        UserError, match=r"mine\.jsonl:1: there is no reward 'math'; set .*rank_by to reward or format$"
-    ):
+    said = r"mine\.jsonl:1: there is no reward 'math'; set .*rank_by to reward or format$"
+    with pytest.raises(UserError, match=said):
         scan(sample("p", "a"), rank_by="math")
     with pytest.raises(UserError, match=r"mine\.jsonl:1: 'reward' is null; rank by another reward"):
         scan(sample("p", "a", float("nan")))
@@ -122,9 +121,8 @@ def test_what_teaches_nothing_is_left_out_and_counted(scan, sample):
     )
     assert [r.prompt.id for r in found.rankings] == ["mine.jsonl:1"]
     assert (found.num_identical, found.num_tied) == (2, 3)
-    assert found.note == (
-        "5 of 6 preferences are left out: 2 whose completions are the same, 3 without a difference in score."
-    )
+    said = "5 of 6 preferences are left out: 2 whose completions are the same, 3 without a difference in score."
+    assert found.note == said
 
 
 def test_where_nothing_is_left_it_is_refused(scan):
@@ -154,14 +152,12 @@ def test_no_question_is_in_both_splits(make_preferences, write, sample, tmp_path
 def test_pairs_without_a_prompt_of_their_own_have_it_in_their_texts(scan):
     start = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: A name?\n\nAssistant:"
     hh = {"chosen": f"{start} Ada.", "rejected": f"{start} No.\n\nWhy?"}
-    assert told(scan(hh, format="hh")) == [
-        ("mine.jsonl:1", ["Hi", "Hello.", "A name?"], [("Ada.", 1.0), ("No.\n\nWhy?", 0.0)])
-    ]
+    ranked = [("Ada.", 1.0), ("No.\n\nWhy?", 0.0)]
+    assert told(scan(hh, format="hh")) == [("mine.jsonl:1", ["Hi", "Hello.", "A name?"], ranked)]
     implicit = {"chosen": "The sky is blue.", "rejected": "The sky is black."}
     # "bl" is common as well, but no word of the prompt.
-    assert told(scan(implicit, format="implicit")) == [
-        ("mine.jsonl:1", ["The sky is"], [(" blue.", 1.0), (" black.", 0.0)])
-    ]
+    ranked = [(" blue.", 1.0), (" black.", 0.0)]
+    assert told(scan(implicit, format="implicit")) == [("mine.jsonl:1", ["The sky is"], ranked)]
     with pytest.raises(UserError, match=r"mine\.jsonl:1: has no prompt, .*; set preferences\.format=hh to read"):
         scan(hh)
     with pytest.raises(UserError, match=r"mine\.jsonl:1: field 'chosen' is no transcript"):
@@ -197,10 +193,8 @@ def test_completions_with_a_score_each_are_ranked_by_prompt(
             make_preferences("jsonl", **keys).load(Split.train)
     source = make_preferences("jsonl", completions_field=completion, scores_field=score, **keys)
     sets = [source.load(split) for split in Split]
-    rankings = [ranking for found in sets for ranking in found.rankings]
-    assert sorted(ranking.completions for ranking in rankings) == sorted(
-        (f"{i} better", f"{i} worse") for i in range(20)
-    )
+    completions = [ranking.completions for found in sets for ranking in found.rankings]
+    assert sorted(completions) == sorted((f"{i} better", f"{i} worse") for i in range(20))
     assert sum(found.num_tied for found in sets) == 1
 
 

@@ -149,10 +149,8 @@ def test_every_set_of_the_page_is_tried():
 def test_the_command_of_a_published_set_reads_its_rows(name, hub_sets, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # A shell splits the words: the page has its quotes.
-    split = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {COMMANDS[name]}"], capture_output=True, text=True, check=True
-    )
-    _, *words = split.stdout.split("\0")[:-1]
+    split = ["bash", "-c", f"printf '%s\\0' {COMMANDS[name]}"]
+    _, *words = subprocess.run(split, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     command = words.pop(0) if words[0] in ("sft", "rm", "dpo") else "train"
     section = {"train": "data", "sft": "demonstrations"}.get(command, "preferences")
     row, messages, read = EACH[name]

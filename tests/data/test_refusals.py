@@ -19,9 +19,8 @@ HALF = "\ud800"
 
 
 @pytest.fixture
-def load(make_data, make_demonstrations, make_preferences):
+def load(makers):
     """Loads the training split of a section: `load(section, file, ..keys)`."""
-    makers = {"data": make_data, "demonstrations": make_demonstrations, "preferences": make_preferences}
 
     def loaded(section, path, kind="jsonl", **keys):
         if section == "pretrain":
@@ -124,9 +123,8 @@ def test_of_texts_the_key_is_named_with_what_it_wants(load, write, tmp_path):
     empty.write_text("\n")
     with pytest.raises(UserError) as refusal:
         load("pretrain", empty)
-    assert str(refusal.value) == (
-        f"pretrain.path: holds no texts, got {empty}; give a file with one JSON object a line"
-    )
+    said = f"pretrain.path: holds no texts, got {empty}; give a file with one JSON object a line"
+    assert str(refusal.value) == said
     with pytest.raises(UserError) as refusal:
         load("pretrain", write(tmp_path / "a.jsonl", {"text": "a"}), given_field="text")
     assert str(refusal.value) == (
@@ -338,9 +336,9 @@ USELESS = {  # {section: [(row, why it teaches nothing, keys)]}
 
 
 @each("section, row, problem, keys", [(section, *case) for section, cases in USELESS.items() for case in cases])
-def test_a_row_with_nothing_to_learn_is_left_out_and_named(section, row, problem, keys, request, trained_rows, caplog):
+def test_a_row_with_nothing_to_learn_is_left_out_and_named(section, row, problem, keys, makers, trained_rows, caplog):
     caplog.clear()
-    make = request.getfixturevalue(f"make_{section}")
+    make = makers[section]
     good = {"prompt": "0?", "completion": "0", "completions": ["a", "b"], "scores": [1, 0]}
     with caplog.at_level(logging.WARNING):
         found = trained_rows(make, row, good, **keys)

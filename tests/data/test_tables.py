@@ -171,15 +171,13 @@ def test_a_saved_set_is_read_from_its_folder_by_split(make_data, tmp_path):
     import datasets
 
     rows = [{"prompt": f"{i}?", "answer": str(i), "calls": [{"a": i} if i % 2 else {"b": [i]}]} for i in range(40)]
-    features = datasets.Features(
-        prompt=datasets.Value("string"), answer=datasets.Value("string"), calls=datasets.List(datasets.Json())
-    )
-    whole = datasets.Dataset.from_list(rows, features=features)
+    features = {"prompt": datasets.Value("string"), "answer": datasets.Value("string")}
+    features["calls"] = datasets.List(datasets.Json())
+    whole = datasets.Dataset.from_list(rows, features=datasets.Features(features))
     whole.save_to_disk(tmp_path / "one", num_shards=3)
     (tmp_path / "one" / "cache-0123.arrow").write_bytes(b"not a part of the set")
-    datasets.DatasetDict({"train": whole.select(range(30)), "test": whole.select(range(30, 40))}).save_to_disk(
-        tmp_path / "two"
-    )
+    two = {"train": whole.select(range(30)), "test": whole.select(range(30, 40))}
+    datasets.DatasetDict(two).save_to_disk(tmp_path / "two")
     assert read(tmp_path / "one") == rows
     assert read(tmp_path / "two") == rows[:30]
     assert read(tmp_path / "two" / "test") == rows[30:]

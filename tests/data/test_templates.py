@@ -109,9 +109,8 @@ def test_the_key_of_a_wrong_template_is_named_with_the_row(load):
     with pytest.raises(UserError) as refusal:
         load({"prompt": "1?", "answer": "1"}, prompt_template="{promt}")
     assert refusal.value.key == "data.prompt_template"
-    assert "a.jsonl:1: there is no field 'promt', only 'prompt', 'answer'; name a field, or write {{promt}}" in str(
-        refusal.value
-    )
+    said = "a.jsonl:1: there is no field 'promt', only 'prompt', 'answer'; name a field, or write {{promt}}"
+    assert said in str(refusal.value)
     with pytest.raises(UserError, match=r"^data\.answer_field: .*a\.jsonl:1: there is no field 'tests'"):
         load({"prompt": "1?", "answer": "1"}, answer_field="{tests}")
 
@@ -121,9 +120,8 @@ def test_equal_questions_with_other_answers_are_counted_and_named(load, caplog):
     with caplog.at_level(logging.WARNING):
         load(*({"prompt": prompt, "answer": answer} for prompt, answer in rows))
     [record] = caplog.records
-    assert record.getMessage() == (
-        "data.path: a question is repeated with another answer in 2 rows: a.jsonl:1 has '1', a.jsonl:3 has 'one'"
-    )
+    said = "a question is repeated with another answer in 2 rows: a.jsonl:1 has '1', a.jsonl:3 has 'one'"
+    assert record.getMessage() == f"data.path: {said}"
 
 
 def test_any_of_several_answers_is_right_and_all_of_them_are_the_data(load):
@@ -197,28 +195,21 @@ def option_rows():
 
 @pytest.mark.parametrize("template", ["{question}", "{options}\n\nWhich of these: {question}"])
 def test_options_are_written_with_their_labels_and_the_reward_reads_the_same(make_data, template):
-    number = 0
+    number, keys = 0, {"prompt_field": "question", "answer_field": None, "prompt_template": template}
     for row, field, expected in option_rows():
-        data = make_data(
-            "jsonl", path="x", prompt_field="question", answer_field=None, options_field=field, prompt_template=template
-        )
-        [made] = data.parse(row, "x")
-        shown = "\n".join(f"{label}) {text}" for label, text in expected.items())
-        content = made.made.prompt.messages[0]["content"]
-        assert content == (f"Which?\n{shown}" if template == "{question}" else f"{shown}\n\nWhich of these: Which?"), (
-            row
-        )
+        [made] = make_data("jsonl", path="x", options_field=field, **keys).parse(row, "x")
+        options = "\n".join(f"{label}) {text}" for label, text in expected.items())
+        shown = f"Which?\n{options}" if template == "{question}" else f"{options}\n\nWhich of these: Which?"
+        assert made.made.prompt.messages[0]["content"] == shown, row
         assert options_of(made.made.prompt.metadata["options"]) == expected, row
         number += 1
     assert number == 6 * 3 * 5 * 2
 
 
-def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data, write, tmp_path):
+def test_options_that_are_null_or_blank_leave_the_labels_of_the_others(make_data):
     """Each set of those that are none x nothing that says so x form x table; an index counts all items of a list."""
-    texts, number = ("x", "y", "z", "w"), 0
-    for given, none, form in product(
-        product((True, False), repeat=4), (None, "", " ", math.nan), ("list", "columns", "JSON")
-    ):
+    texts, number, kinds = ("x", "y", "z", "w"), 0, product((True, False), repeat=4)
+    for given, none, form in product(kinds, (None, "", " ", math.nan), ("list", "columns", "JSON")):
         if sum(given) < 2 or (form == "JSON" and none != none):
             continue
         items = [text if has else none for text, has in zip(texts, given, strict=True)]
@@ -245,7 +236,7 @@ def test_what_are_no_options_is_refused_by_the_key(make_data, write, tmp_path):
             make_data("jsonl", path=str(file), options_field="c").load(Split.train)
 
 
-def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make_preferences, write, tmp_path):
+def test_a_rows_own_system_message_is_first(makers, write, tmp_path):
     rows = [
         {"prompt": f"{i}?", "answer": str(i), "completion": "c", "chosen": "c", "rejected": "r", "s": system}
         for i, system in enumerate(["Be brief.", "", None, "  "] * 10)
@@ -253,9 +244,9 @@ def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make
     file = write(tmp_path / "a.jsonl", *rows)
     keys = {"path": str(file), "system_field": "s", "system_prompt": "Add.", "held_out_fraction": 0.5}
     prompts = [
-        *every(make_data("jsonl", **keys)),
-        *(made.prompt for made in every(make_demonstrations("jsonl", **keys))),
-        *(ranking.prompt for split in Split for ranking in make_preferences("jsonl", **keys).load(split).rankings),
+        *every(makers["data"]("jsonl", **keys)),
+        *(made.prompt for made in every(makers["demonstrations"]("jsonl", **keys))),
+        *(ranking.prompt for split in Split for ranking in makers["preferences"]("jsonl", **keys).load(split).rankings),
     ]
     assert len(prompts) == 120
     for prompt in prompts:
@@ -264,11 +255,9 @@ def test_a_rows_own_system_message_is_first(make_data, make_demonstrations, make
         assert len(prompt.messages) == 2
 
 
-def test_history_is_read_as_the_turns_before_and_options_are_written_behind_the_question(
-    make_data, make_demonstrations, make_preferences
-):
+def test_history_is_read_as_the_turns_before_and_options_are_written_behind_the_question(makers):
     """Lengths x sections; the system message stands before it, and the template is that of the last turn alone."""
-    for number, make in product(range(4), (make_data, make_demonstrations, make_preferences)):
+    for number, make in product(range(4), makers.values()):
         row = {"prompt": "q", "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "s": "S"}
         row |= {"history": [[f"q{i}", f"a{i}"] for i in range(number)], "c": ["x", "y"]}
         keys = {"path": "x", "system_field": "s", "prompt_template": "<{question}>", "options_field": "c"}
@@ -279,29 +268,22 @@ def test_history_is_read_as_the_turns_before_and_options_are_written_behind_the_
         assert [turn["role"] for turn in turns] == ["system", *["user", "assistant"] * number, "user"]
 
 
-def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(
-    make_data, make_demonstrations, make_preferences, caplog
-):
+def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(makers, caplog):
     """Prompt as text or chat, or no prompt, x section: the turns of history are in the prompt, or there is a note."""
-    chat, whole = [{"role": "user", "content": "q"}], [{"role": "user", "content": "q"}]
-    number = 0
-    for prompt, (make, section), template in product(
-        ("q", chat, "whole"),
-        ((make_data, "data"), (make_demonstrations, "demonstrations"), (make_preferences, "preferences")),
-        ("{question}", "{other}"),
-    ):
+    chat, number = [{"role": "user", "content": "q"}], 0
+    for prompt, section, template in product(("q", chat, "whole"), makers, ("{question}", "{other}")):
         row = {"prompt": prompt, "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "other": "o"}
         row["history"] = [["h", "i"]]
         keys = {"path": "x", "prompt_template": template}
         if prompt == "whole":
             if section != "preferences":
                 continue
-            chosen, rejected = ([*whole, {"role": "assistant", "content": text}] for text in "ab")
+            chosen, rejected = ([*chat, {"role": "assistant", "content": text}] for text in "ab")
             row |= {"prompt": "q", "chosen": chosen, "rejected": rejected}
         templates._note.cache_clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            [made] = make("jsonl", **keys).parse(row, "x")
+            [made] = makers[section]("jsonl", **keys).parse(row, "x")
         turns = made.made.prompt.messages
         is_read = [turn["content"] for turn in turns[:-1]] == ["h", "i"]
         assert is_read is (prompt == "q" or (prompt != "whole" and template == "{other}")), (section, prompt)
@@ -311,14 +293,11 @@ def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(
     assert number == 14
 
 
-def test_what_has_a_meaning_and_is_not_read_is_noted_once(make_data, make_demonstrations, make_preferences, caplog):
+def test_what_has_a_meaning_and_is_not_read_is_noted_once(makers, caplog):
     """Each field of the list x section, unless it is blank or a key names it; the note names the way."""
     base = {"prompt": "1?", "answer": "1", "completion": "c", "chosen": "c", "rejected": "r"}
     number = 0
-    for name, (section, make) in product(
-        templates.TELLING,
-        (("data", make_data), ("demonstrations", make_demonstrations), ("preferences", make_preferences)),
-    ):
+    for name, (section, make) in product(templates.TELLING, makers.items()):
         value = {"label": True, "tools": [], "history": "talk", "choices": ["a", "b"]}.get(name, "v")
         if name == "tools" and section == "data":
             value = [{"name": "f"}]

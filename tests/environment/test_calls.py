@@ -50,9 +50,8 @@ def test_what_a_template_writes_is_read(family, number):
     reader = reader_of("template", CallTemplate(family_tokenizer(family), [ADD], OPENING))
     assert reader == FORMS[family]
     calls = reader.calls(written(family, number))
-    assert [(c.name, c.arguments, c.problem) for c in calls] == [
-        ("add", {**ARGUMENTS, "a": n}, "") for n in range(number)
-    ]
+    expected = [("add", {**ARGUMENTS, "a": n}, "") for n in range(number)]
+    assert [(c.name, c.arguments, c.problem) for c in calls] == expected
 
 
 @each("family", FORMS)

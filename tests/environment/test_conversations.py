@@ -77,13 +77,10 @@ def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(
     conversations = converse({"*": [said]}, tools("conversation_tools.add"))
     asked = prompt()
     completion = one(conversations.sample([asked], 1, [0], SAMPLING))
+    made = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     messages = [
         {"role": "user", "content": "2 + 3?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [made]},
         {"role": "tool", "content": "5"},
         {"role": "assistant", "content": "It is 5."},
     ]
@@ -148,10 +145,10 @@ def test_conversations_do_not_depend_on_those_beside_them(converse):
     assert together == in_parts == cut.sample(prompts, 3, seeds, SAMPLING)
     # at_once=3 is a group at a time: its first round has one prompt.
     assert len(cut.generator.asked[0][0]) == 1
-    draws = {
-        c.answer for g in together for r in g.rollouts for t in r.completion.turns for c in t.calls if c.name == "draw"
-    }
-    assert len(draws) == 12, "12 of 18 conversations draw, each from its own seed"
+    turns = [turn for group in together for rollout in group.rollouts for turn in rollout.completion.turns]
+    assert len({call.answer for turn in turns for call in turn.calls if call.name == "draw"}) == 12, (
+        "12 of 18 conversations draw, each from its own seed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,10 +271,8 @@ def test_branches_are_counted_behind_openings_that_differ(converse):
 
 @pytest.mark.parametrize("syntax", ["json", "xml"])
 def test_other_syntaxes_explain_themselves_and_answer_as_users(converse, syntax):
-    written = {
-        "json": 'So {"name": "add", "arguments": {"a": 2, "b": 3}}',
-        "xml": 'So <call tool="add"><a>2</a><b>3</b></call>',
-    }
+    json_call, xml_call = '{"name": "add", "arguments": {"a": 2, "b": 3}}', '<call tool="add"><a>2</a><b>3</b></call>'
+    written = {"json": f"So {json_call}", "xml": f"So {xml_call}"}
     environment = tools("conversation_tools.add", syntax=syntax)
     completion = one(converse({"*": [[written[syntax], "5"]]}, environment).sample([prompt()], 1, [0], SAMPLING))
     assert [c.answer for c in completion.turns[0].calls] == ["5"]
@@ -304,14 +299,8 @@ def test_what_an_environment_puts_behind_a_prompt_takes_no_room_that_was_not_pla
 
 # -- the tokens of a conversation --------------------------------------------------------------------------------------
 def rollout_of(transcript, prompt):
-    completion = Completion(
-        text="",
-        token_ids=tuple(transcript.token_ids),
-        logprobs=tuple(transcript.logprobs),
-        finish_reason=FinishReason.stop,
-        mask=tuple(transcript.mask),
-        branches=tuple(transcript.branches),
-    )
+    parts = {name: tuple(getattr(transcript, name)) for name in ("token_ids", "logprobs", "mask", "branches")}
+    completion = Completion(text="", finish_reason=FinishReason.stop, **parts)
     asked = Prompt(id="p", messages=(), answer="", token_ids=tuple(prompt))
     return Rollout(prompt=asked, completion=completion, policy_version=0)
 

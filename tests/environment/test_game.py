@@ -12,6 +12,5 @@ def test_a_game_answers_whole_turns_and_rewards_each(converse):
     assert [t.reward for t in wrong.turns] == [0.25, 0.0]
     assert right.turns[0].answer == "high"
     assert right.finish_reason is wrong.finish_reason is FinishReason.stop
-    assert TOKENIZER.decode(list(right.token_ids)) == (
-        "low or high?<|im_end|>\n<|im_start|>user\nhigh<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
-    )
+    row = "low or high?<|im_end|>\n<|im_start|>user\nhigh<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    assert TOKENIZER.decode(list(right.token_ids)) == row

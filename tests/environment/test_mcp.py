@@ -57,8 +57,7 @@ def test_each_conversation_has_a_server_of_its_own_with_its_state_whose_errors_a
         [again] = pool.run([job(0, ("add", {"number": 4}), ("say", {"text": "hello", "times": 2}))])
         assert texts(again) == ["9", "hello\nhello"]
         [replies] = pool.run([job(1, *calls)])
-    malformed, raised = Cause.malformed, Cause.raised
-    causes = [malformed, malformed, malformed, raised, None, None, raised, raised]
+    causes = [Cause.malformed] * 3 + [Cause.raised, None, None, Cause.raised, Cause.raised]
     assert [reply.cause for reply in replies] == causes
     assert texts(replies)[0] == "Error: there is no tool 'subtract'; the tools are add, say, misbehave"
     assert texts(replies)[1] == "Error: add: number: 'two' is not of type 'integer'"
@@ -73,9 +72,8 @@ def test_each_conversation_has_a_server_of_its_own_with_its_state_whose_errors_a
 
 def test_what_is_no_message_is_skipped_and_other_content_is_named(pool):
     [replies] = pool.run([job(0, *(("misbehave", {"how": how}) for how in ("garbage", "refuses")))])
-    assert [(reply.text, reply.cause) for reply in replies] == [
-        ("0\n[image]", None), ("Error: RuntimeError: not today", Cause.raised),
-    ]  # fmt: skip
+    told = [(reply.text, reply.cause) for reply in replies]
+    assert told == [("0\n[image]", None), ("Error: RuntimeError: not today", Cause.raised)]
 
 
 def test_nothing_that_a_server_has_started_outlives_its_conversation_or_its_worker(pool):

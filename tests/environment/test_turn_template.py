@@ -48,10 +48,8 @@ def answers_of(role, texts):
 
 
 def ids_of_template(family, messages, tools, start):
-    ids = family_tokenizer(family).apply_chat_template(
-        [*messages], tools=[ADD] if tools else None, add_generation_prompt=start, return_dict=False
-    )
-    return [int(token) for token in ids]
+    keys = {"tools": [ADD] if tools else None, "add_generation_prompt": start, "return_dict": False}
+    return [int(token) for token in family_tokenizer(family).apply_chat_template([*messages], **keys)]
 
 
 def follow(family, role, system, turns):

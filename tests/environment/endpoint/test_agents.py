@@ -28,9 +28,8 @@ def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward
             assert (completion.turns, completion.num_sampled, len(completion.token_ids)) == ((), 0, 1)
             continue
         [turn] = completion.turns
-        assert [(call.name, call.cause, call.answer) for call in turn.calls] == (
-            [("agent", cause, text)] if cause else []
-        )
+        failed = [("agent", cause, text)] if cause else []
+        assert [(call.name, call.cause, call.answer) for call in turn.calls] == failed
         assert turn.reward == (None if cause else 0.5)
         assert completion.finish_reason is (FinishReason.time if how == "hang" else FinishReason.stop)
     metrics = turn_metrics(completions(groups))

@@ -59,9 +59,8 @@ class Served:
         speech = Speech(tokenizer, syntax, "serve.syntax")
         given = {"body_bytes": 100_000, "requests": 32, "timeout": 20.0, "section": "serve", **limits}
         self.inbox = Inbox()
-        self.service = Service(
-            generator, speech, USUAL, model="policy", most_tokens=MOST, vocabulary=len(tokenizer), seed=1
-        )
+        sizes = {"most_tokens": MOST, "vocabulary": len(tokenizer)}
+        self.service = Service(generator, speech, USUAL, model="policy", seed=1, **sizes)
         app = make_app(self.inbox, {KEY}, Limits(**given), model="policy", most_tokens=MOST, completes=True)
         self.server = Server(app, bound("127.0.0.1", 0, "serve"))
         self.url = self.server.address
@@ -114,10 +113,8 @@ def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve):
     client = serve(Recorder("five", "six")).client()
     assert [(model.id, model.max_model_len) for model in client.models.list()] == [("policy", MOST)]
     assert client.models.retrieve("policy").id == "policy"
-    more = {"return_token_ids": True}
-    reply = client.chat.completions.create(
-        model="policy", messages=ASKED, n=2, seed=0, logprobs=True, top_logprobs=1, extra_body=more
-    )
+    wish = {"n": 2, "seed": 0, "logprobs": True, "top_logprobs": 1, "extra_body": {"return_token_ids": True}}
+    reply = client.chat.completions.create(model="policy", messages=ASKED, **wish)
     assert [choice.message.content for choice in reply.choices] == ["five", "six"]
     assert [choice.finish_reason for choice in reply.choices] == ["stop", "stop"]
     ids = [*QWEN("five")["input_ids"], QWEN.eos_token_id]
@@ -133,18 +130,11 @@ def test_a_chat_is_answered_with_text_tokens_and_logprobs(serve):
 
 
 WAYS_TO_CALL = {
-    "as the template has it": (
-        "qwen2.5", "template", CALL, "# Tools",
-        f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response>",
-    ),
-    "where the template cannot show tools": (
-        "smollm2", "json", JSON_CALL, "You can call tools.", f"{JSON_CALL}<|im_end|>\n<|im_start|>user\n5",
-    ),
-    "as JSON, though the template knows calls": (
-        "qwen2.5", "json", JSON_CALL, "You can call tools.", f"{JSON_CALL}<|im_end|>\n<|im_start|>user\n5",
-    ),
-}  # fmt: skip
-"""{way: (family, syntax, a call as the policy writes it, words of the first prompt, the call and its answer)}."""
+    "as the template has it": ("qwen2.5", "template", CALL, "# Tools", "<tool_response>\n5\n</tool_response>"),
+    "where the template cannot show tools": ("smollm2", "json", JSON_CALL, "You can call tools.", "5"),
+    "as JSON, though the template knows calls": ("qwen2.5", "json", JSON_CALL, "You can call tools.", "5"),
+}
+"""{way: (family, syntax, a call as the policy writes it, words of the first prompt, the answer as it is shown)}."""
 
 
 @pytest.mark.parametrize(("family", "syntax", "written", "told", "shown"), WAYS_TO_CALL.values(), ids=WAYS_TO_CALL)
@@ -163,7 +153,7 @@ def test_calls_of_tools_are_read_and_their_answers_are_shown(serve, family, synt
     messages = [*ASKED, said, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
     again = client.chat.completions.create(messages=messages, **asked)
     text = tokenizer.decode(again.prompt_token_ids)
-    assert text.endswith(f"So:\n{shown}<|im_end|>\n<|im_start|>assistant\n")
+    assert text.endswith(f"So:\n{written}<|im_end|>\n<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n")
     if syntax == "json":
         assert "<tool_call>" not in text
     else:
@@ -183,12 +173,8 @@ def test_a_template_that_cannot_show_tools_is_refused_with_the_remedy(serve):
 
 def test_a_streamed_chat_says_the_same_in_events(serve):
     served = serve(Recorder(f"Well.\n{CALL}"))
-    client = served.client()
-    options = {"include_usage": True}
-    stream = client.chat.completions.create(
-        model="policy", messages=ASKED, tools=[ADD], stream=True, stream_options=options
-    )
-    events = list(stream)
+    wish = {"tools": [ADD], "stream": True, "stream_options": {"include_usage": True}}
+    events = list(served.client().chat.completions.create(model="policy", messages=ASKED, **wish))
     deltas = [event.choices[0].delta for event in events if event.choices]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == "Well."
@@ -274,9 +260,8 @@ def test_tokens_go_in_and_out_as_vllm_has_it(serve):
     [choice] = reply["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == (ids, "stop")
     # renderers 0.1, which verifiers asks with, wants `token`; vLLM 0.32 has `token_id`.
-    assert [(e["token"], e["token_id"], e["logprob"]) for e in choice["logprobs"]["content"]] == [
-        (f"token_id:{token}", token, 0.0) for token in ids
-    ]
+    told = [(token["token"], token["token_id"], token["logprob"]) for token in choice["logprobs"]["content"]]
+    assert told == [(f"token_id:{token}", token, 0.0) for token in ids]
     cut = served.post("/inference/v1/generate", {**body, "sampling_params": {"max_tokens": 1}}).json()
     assert (cut["choices"][0]["token_ids"], cut["choices"][0]["finish_reason"]) == (ids[:1], "length")
     assert cut["choices"][0]["logprobs"] is None
@@ -410,10 +395,9 @@ def test_a_port_in_use_and_an_address_of_others_are_refused_by_key(monkeypatch):
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"^serve.port: is in use by another process, got {port}; end that, or"):
             bound("127.0.0.1", port, "serve")
-    problem = (
-        rf"^environment.host: is no address of this machine \({os.strerror(errno.EADDRNOTAVAIL)}\), got 203.0.113.1"
-    )
-    with pytest.raises(UserError, match=problem):
+    problem = os.strerror(errno.EADDRNOTAVAIL)
+    told = rf"^environment.host: is no address of this machine \({problem}\), got 203.0.113.1"
+    with pytest.raises(UserError, match=told):
         bound("203.0.113.1", 0, "environment")
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)  # as where IPv6 is off
     with pytest.raises(UserError, match=r"^serve.host: is no address of this machine \([\w ]+\), got 2001:db8::1; use"):
@@ -439,11 +423,9 @@ def test_a_server_that_ends_refuses_what_waits(serve):
 
 def test_conversations_of_agents_have_no_plain_continuations():
     limits = Limits(body_bytes=1, requests=1, timeout=1.0, section="environment")
-    paths = [
-        {
-            getattr(route, "path", "")
-            for route in make_app(Inbox(), {KEY}, limits, model="m", most_tokens=1, **more).routes
-        }
-        for more in ({}, {"completes": True})
-    ]
-    assert paths[1] - paths[0] == {COMPLETIONS}
+
+    def paths(**more):
+        app = make_app(Inbox(), {KEY}, limits, model="m", most_tokens=1, **more)
+        return {getattr(route, "path", "") for route in app.routes}
+
+    assert paths(completes=True) - paths() == {COMPLETIONS}

@@ -78,9 +78,8 @@ def test_calls_and_their_answers_are_one_row_whose_answers_are_masked(play):
     assert completion.mask == (*[True] * len(first), *[False] * len(middle), *[True] * len(second))
     assert completion.branches == ()
     [turn, last] = completion.turns
-    assert [(call.name, call.arguments, call.answer, call.failed) for call in turn.calls] == [
-        ("add", '{"a": 2, "b": 3}', "5", False)
-    ]
+    [call] = turn.calls
+    assert (call.name, call.arguments, call.answer, call.failed) == ("add", '{"a": 2, "b": 3}', "5", False)
     assert (turn.answer, turn.reward, last.reward, last.text) == ("5", None, 1.0, "It is 5.")
 
 

@@ -88,9 +88,8 @@ def test_texts_are_continued_and_scored_as_the_trainer_scores_them(serve, backbo
         assert "".join(found.tokens or []) == text
         assert found.text_offset == [len("".join((found.tokens or [])[:i])) for i in range(len(row))]
         assert (found.token_logprobs[0], (found.top_logprobs or [0])[0]) == (None, None)
-        torch.testing.assert_close(
-            torch.tensor(found.token_logprobs[1:]), expected_T[1 : len(row)].detach(), rtol=0, atol=1e-4
-        )
+        expected_T = expected_T[1 : len(row)].detach()
+        torch.testing.assert_close(torch.tensor(found.token_logprobs[1:]), expected_T, rtol=0, atol=1e-4)
         # The most likely token of each place is there, and is the token itself where decoding is greedy.
         with torch.no_grad():
             logits = backbone.model(torch.tensor([row])).logits[0, :-1].float().log_softmax(-1)
@@ -112,9 +111,8 @@ def test_texts_are_continued_and_scored_as_the_trainer_scores_them(serve, backbo
     assert echoed["text"] == texts[0] + first["text"]
     assert len(echoed["logprobs"]["tokens"]) == len(ids[0]) + len(first["logprobs"]["tokens"])
     # Sampled alone: products of other shapes round differently.
-    assert echoed["logprobs"]["token_logprobs"][len(ids[0]) :] == pytest.approx(
-        first["logprobs"]["token_logprobs"], abs=1e-5
-    )
+    expected = pytest.approx(first["logprobs"]["token_logprobs"], abs=1e-5)
+    assert echoed["logprobs"]["token_logprobs"][len(ids[0]) :] == expected
 
 
 def test_variables_of_the_chat_template_are_those_of_the_request_and_of_the_run(serve):
@@ -149,9 +147,8 @@ def test_a_message_that_the_template_leaves_out_is_refused_and_the_remedy_works(
     client = serve(engine, deaf).client()
     for role in ("system", "developer"):
         said = [{"role": role, "content": "3"}, *ASKED]  # which is a part of the question
-        with pytest.raises(
-            openai.BadRequestError, match=r"leaves out the system's message .*user's message"
-        ) as refused:
+        told = r"leaves out the system's message .*user's message"
+        with pytest.raises(openai.BadRequestError, match=told) as refused:
             client.chat.completions.create(model="policy", messages=said)
         assert refused.value.param == "messages"
         said = [{"role": "user", "content": f"3\n\n{ASKED[0]['content']}"}]

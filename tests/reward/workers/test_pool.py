@@ -456,7 +456,7 @@ def killed(worker):
 def test_a_scorer_that_is_stopped_raises_soon(make, group):
     scorer = make(rewards("naughty"), timeout_s=60.0)
     begun = time.monotonic()
-    Timer(1.0, scorer.stop).start()
+    Timer(0.3, scorer.stop).start()
     with pytest.raises(RewardError, match="scoring was stopped: the run is ending"):
         scorer([group(["sleep"])])
     assert time.monotonic() - begun < 50
