@@ -221,7 +221,9 @@ class Mode(TorchDispatchMode):
         return False  # else torch wraps each call, and imports its compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        if CardTensor in types or (kwargs and "device" in kwargs):
+            return _run(func, args, kwargs or {})
+        return _run_inside(func, args, kwargs or {}) if COUNTS.inside else func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +291,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             named.pop("pin_memory", None)
     else:
         target = card[0].device
-        if host or any(x.device != target for x in card):
+        if host or (len(visible()) > 1 and any(x.device != target for x in card)):
             _meet(func, operator.name, [*card, *host])
     if operator.name in WAITS or _reads_a_mask(operator.name, plain):
         COUNTS.wait(operator.name)
@@ -432,17 +434,20 @@ def compiled(function: Any = None, **_: Any) -> Any:
     def fused(*args: Any, **kwargs: Any) -> Any:
         device = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, CardTensor))
         tree = tree_map_only(CardTensor, lambda x: x.inner, (args, kwargs))
-        return _on_card(recorded(lambda: computed(tree), tree, function.__name__), device)
+        dtypes: list[Any] = []
+        return _on_card(recorded(lambda: computed(tree, dtypes), tree, function.__name__), device)
 
-    def computed(tree: Any) -> Any:
+    def computed(tree: Any, dtypes: list[Any]) -> Any:
+        """dtypes: of the results, as the one element, once the function has run: a replay needs them no more."""
         inner = {id(x): x for x in tree_leaves(tree) if isinstance(x, Tensor)}
         COUNTS.inside, COUNTS.fused = function.__name__, False
         if COUNTS.hollow or not any(x.dtype in HALF for x in inner.values()):
             out = _called(function, tree, inner)
             COUNTS.inside = ""
             return out
-        rounded = _called(function, tree, {key: x.clone() for key, x in inner.items()})
-        rounded = tree_map_only(Tensor, lambda x: x.dtype, rounded)
+        if not dtypes:
+            rounded = _called(function, tree, {key: x.clone() for key, x in inner.items()})
+            dtypes.append(tree_map_only(Tensor, lambda x: x.dtype, rounded))
         COUNTS.inside = ""
         wide = {key: x.float() if x.dtype in HALF else x.clone() for key, x in inner.items()}
         versions = {key: x._version for key, x in wide.items()}
@@ -450,7 +455,7 @@ def compiled(function: Any = None, **_: Any) -> Any:
         for key, version in versions.items():
             if wide[key]._version != version:
                 inner[key].copy_(wide[key])
-        return tree_map(lambda r, e: e.to(r) if isinstance(e, Tensor) else e, rounded, exact)
+        return tree_map(lambda r, e: e.to(r) if isinstance(e, Tensor) else e, dtypes[0], exact)
 
     return fused
 
@@ -568,8 +573,9 @@ KINDS = {
 KIND = KINDS["cuda"]
 
 
+@functools.cache
 def visible() -> list[str]:
-    """The cards of this process, as CUDA_VISIBLE_DEVICES names them; without it there is one."""
+    """The cards of this process, as CUDA_VISIBLE_DEVICES names them at its start; without it there is one."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
 
 

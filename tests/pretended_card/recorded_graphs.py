@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 Pool = tuple[int, int]
@@ -179,14 +180,15 @@ class CUDAGraph:
     def replay(self) -> None:
         self.counts.launch("graph")
         touched("graph", self.read, self.written)
-        for other in self.of_pools[self.pool_id] - {self}:  # whose memory is the same
-            for stored in other._made.values():
-                stored.fill_(NONSENSE)
         self.counts.replays = True
-        for call, noted in self._calls:
-            for old, new in zip(noted, (x for x in tree_leaves(call()) if isinstance(x, Tensor)), strict=True):
-                if new.untyped_storage()._cdata != old.untyped_storage()._cdata:
-                    old.copy_(new)
+        with _disable_current_modes():  # what is computed again is counted no more
+            for other in self.of_pools[self.pool_id] - {self}:  # whose memory is the same
+                for stored in other._made.values():
+                    stored.fill_(NONSENSE)
+            for call, noted in self._calls:
+                for old, new in zip(noted, (x for x in tree_leaves(call()) if isinstance(x, Tensor)), strict=True):
+                    if new.untyped_storage()._cdata != old.untyped_storage()._cdata:
+                        old.copy_(new)
         self.counts.replays = False
 
 
