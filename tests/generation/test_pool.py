@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +21,6 @@ from rlft.types import Adapter, EnvironmentFailure, Image, Prompt, Sampling, Tur
 PROMPTS = [Prompt(id=f"p{i}", messages=(), answer="", token_ids=(1, 2), metadata={"kept": i}) for i in range(7)]
 SEEDS = [10 * i for i in range(7)]
 SAMPLING = Sampling(max_tokens=4, temperature=1.0)
-HEALTHY = {"faults": {}, "stale": (), "corrupt": False, "delay_s": 0.0}
 
 
 def adapter(version):
@@ -39,9 +37,6 @@ def checked(pool, freshness, version, *read_back):
     return freshness.check(version, pool, trainer, *read_back)
 
 
-Open = Callable[..., EnginePool]
-
-
 @pytest.fixture
 def notes():
     return []
@@ -52,20 +47,15 @@ def open_pool(tmp_path, notes):
     def opened(*engines, replacements=(), timeout_s=30.0, first=VERSION_3, **more):
         """With `first` loaded."""
         launcher = ThreadLauncher(tmp_path, replacements)
-        arguments = [{**HEALTHY, **faults} for faults in engines]
-        specs = [WorkerSpec(name=f"engine-{i}", factory="-", arguments=each) for i, each in enumerate(arguments)]
+        specs = [WorkerSpec(name=f"engine-{i}", factory="-", arguments=faults) for i, faults in enumerate(engines)]
         settings = {"unit": lambda n, num_prompts: 2, "max_restarts": 3, "note": notes.append, **more}
         pool = EnginePool(launcher, specs, timeout_s=timeout_s, **settings)
-        pool.test_launcher = launcher  # type: ignore[attr-defined]
+        pool.test_launcher = launcher
         if first is not None:
             pool.load(first)
         return pool
 
     return opened
-
-
-def launcher_of(pool):
-    return pool.test_launcher  # type: ignore[attr-defined]
 
 
 def texts(groups):
@@ -104,7 +94,7 @@ def test_engines_get_the_content_of_images_since_their_machine_may_not_have_the_
     )
     prompt = Prompt(id="p0", messages=(), answer="", token_ids=(1, 2), images=images)
     pool = open_pool({})
-    engine = launcher_of(pool).workers[0].held
+    engine = pool.test_launcher.workers[0].held
     for sample in (pool.sample, pool.sample_each):
         sample([prompt], 1, [0], SAMPLING)
         [got] = engine.prompts
@@ -142,10 +132,10 @@ def test_a_large_version_is_sent_in_buckets_each_once_for_all_engines(open_pool,
     pool = open_pool({}, {}, {}, first=None)
     for version in (3, 4):
         pool.load(large(version))
-        for worker in launcher_of(pool).workers:
+        for worker in pool.test_launcher.workers:
             check_holds(worker, version)
-    assert len(launcher_of(pool).shared) == 2 * 3
-    [methods] = {tuple(worker.methods) for worker in launcher_of(pool).workers}
+    assert len(pool.test_launcher.shared) == 2 * 3
+    [methods] = {tuple(worker.methods) for worker in pool.test_launcher.workers}
     assert methods == ("started", "load_part", "load_part", "load") * 2
 
 
@@ -156,7 +146,7 @@ def test_an_engine_that_dies_in_a_publish_is_replaced_and_gets_it_from_its_begin
     pool = open_pool({}, {"faults": {BUCKET - number: "die"}}, first=large(3))
     [note] = notes
     assert note.startswith("engine-1 is replaced: engine-1 was killed by SIGKILL; its log is ")
-    first, _, new = launcher_of(pool).workers
+    first, _, new = pool.test_launcher.workers
     check_holds(first, 3)
     check_holds(new, 3)
     assert first.methods.count("load") == 1, "the others go on"
@@ -166,7 +156,7 @@ def test_an_engine_that_joins_while_others_sample_gets_the_version_bucket_by_buc
     pool = open_pool({"delay_s": 0.1}, {"faults": {0: "die"}}, first=large(3))
     assert sampled(pool) == EXPECTED
     pool.sleep()  # which waits until it has joined
-    check_holds(launcher_of(pool).workers[2], 3)
+    check_holds(pool.test_launcher.workers[2], 3)
 
 
 def test_a_version_that_comes_before_the_last_one_has_arrived_takes_its_place(open_pool, small_buckets):
@@ -177,14 +167,14 @@ def test_a_version_that_comes_before_the_last_one_has_arrived_takes_its_place(op
     pool._finish([pool._join(slot)], lambda work, answers: None)
     assert (slot.sent, slot.ready) == (1, False)
     pool.load(large(4))
-    check_holds(launcher_of(pool).workers[2], 4)
+    check_holds(pool.test_launcher.workers[2], 4)
 
 
 def test_a_damaged_bucket_replaces_the_engine_before_the_next_one_is_sent(open_pool, small_buckets, notes):
     pool = open_pool({}, {"corrupt": True}, first=large(3))
     assert re.search(r"engine-1 is replaced: engine-1 has loaded version 3 with the sha256 \w{16} instead of", notes[0])
-    assert launcher_of(pool).workers[1].methods == ["started", "load_part"]
-    check_holds(launcher_of(pool).workers[2], 3)
+    assert pool.test_launcher.workers[1].methods == ["started", "load_part"]
+    check_holds(pool.test_launcher.workers[2], 3)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +193,7 @@ def test_an_engine_that_fails_is_replaced_and_no_completion_differs(fault, said,
     assert sampled(pool) == EXPECTED
     assert pool.num_restarts == 1
     assert notes[0].startswith(f"engine-1 is replaced: {said}")
-    new = launcher_of(pool).workers[2]
+    new = pool.test_launcher.workers[2]
     assert new.name == "engine-1.2"
     pool.sleep()  # which waits until it has joined
     assert new.methods[:3] == ["started", "load", "score"]
@@ -226,7 +216,7 @@ def test_what_is_no_fault_of_the_engine_starts_none_again(open_pool, monkeypatch
     with pytest.raises(EnvironmentFailure, match="repair its get_reward"):
         sampled(pool)
     mistake = UserError("generation.engine", "could not start", remedy="choose another one")
-    monkeypatch.setattr(launcher_of(refused).workers[0].held, "started", Mock(side_effect=mistake))
+    monkeypatch.setattr(refused.test_launcher.workers[0].held, "started", Mock(side_effect=mistake))
     with pytest.raises(UserError, match=r"^generation\.engine: could not start"):
         refused.load(adapter(3))
     assert pool.num_restarts == refused.num_restarts == 0
@@ -237,7 +227,7 @@ def test_every_engine_is_checked_and_a_stale_one_is_replaced_once(open_pool, not
     assert [checked(pool, freshness, version) for version in (2, 3)] == [0.0, 0.0]
     assert [note.split(":")[0] for note in notes] == ["engine-1 is replaced"]
     assert "does not sample from policy version 3" in notes[0]
-    assert launcher_of(pool).workers[2].held.version == 3
+    assert pool.test_launcher.workers[2].held.version == 3
     again = open_pool({}, {"stale": (3,)}, replacements=[{"stale": (3,)}], first=None)
     with pytest.raises(StaleAdapterError, match=r"policy version 3: .*engine-1\.2.*stopped rather than train on stale"):
         checked(again, Freshness([[5, 6]], 0.5, 1), 3)
@@ -274,7 +264,7 @@ def test_an_engine_that_joins_later_is_checked_also_where_no_check_is_due(open_p
 def test_an_engine_that_never_starts_is_named_with_the_end_of_its_log(open_pool, monkeypatch):
     monkeypatch.setattr(engine_pool, "START_S", 0.3)
     pool = open_pool({}, timeout_s=0.1, max_restarts=0, first=None)
-    monkeypatch.setattr(launcher_of(pool).workers[0].held, "started", lambda: time.sleep(1.0))
+    monkeypatch.setattr(pool.test_launcher.workers[0].held, "started", lambda: time.sleep(1.0))
     begun = time.monotonic()
     said = r"(?s)engine-0 has not answered for 0\.4 s \(start and load; .*engine-0\.log; its last lines:\nengine-0 has"
     with pytest.raises(EngineError, match=said):
@@ -285,7 +275,7 @@ def test_an_engine_that_never_starts_is_named_with_the_end_of_its_log(open_pool,
 def test_an_engine_that_fails_in_the_rehearsal_is_replaced_and_all_are_closed_once(open_pool):
     pool = open_pool({"faults": {-1: "raise"}}, {})
     pool.rehearse([[1, 2]], 2, 4)
-    workers = launcher_of(pool).workers
+    workers = pool.test_launcher.workers
     assert [worker.methods.count("rehearse") for worker in workers] == [1, 1, 1]
     pool.close()
     pool.close()
@@ -296,8 +286,8 @@ def test_an_engine_that_fails_in_the_rehearsal_is_replaced_and_all_are_closed_on
 def test_an_engine_that_does_not_close_is_killed(open_pool, monkeypatch):
     monkeypatch.setattr(engine_pool, "CLOSE_S", 0.1)
     pool = open_pool({"delay_s": 5.0})
-    launcher_of(pool).workers[0].call("sample", PROMPTS, 2, SEEDS, SAMPLING)
+    pool.test_launcher.workers[0].call("sample", PROMPTS, 2, SEEDS, SAMPLING)
     begun = time.monotonic()
     pool.close()
     assert time.monotonic() - begun < 4.0
-    assert launcher_of(pool).workers[0].killed.is_set()
+    assert pool.test_launcher.workers[0].killed.is_set()

@@ -23,15 +23,9 @@ def mask_of(packed: PackedRows, window: int | None = None) -> Tensor:
 
 
 def masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: PackedRows,
-    scale: float,
-    window: int | None = None,
-    cap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, scale: float, window: int | None = None,
+    cap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`[N, H, D]`: the attention of a packed row."""
     repeat = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))

@@ -30,22 +30,10 @@ def install() -> torch.library.Library:
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
-    dropout: float,
-    causal: bool,
-    debug: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    seqused_k: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor, key_starts: Tensor, longest_query: int,
+    longest_key: int, dropout: float, causal: bool, debug: bool, *, scale: float | None = None,
+    window_size_left: int | None = None, seqused_k: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     CALLS.append("forward")
     _check(query, key, query_starts, key_starts, longest_query, longest_key, seqused_k)
     _fold(query, key, query_starts, longest_query)
@@ -60,25 +48,10 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
-    dropout: float,
-    causal: bool,
-    random: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, query_starts: Tensor,
+    key_starts: Tensor, longest_query: int, longest_key: int, dropout: float, causal: bool, random: Tensor,
+    unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None, **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     CALLS.append("backward")
     _check(query, key, query_starts, key_starts, longest_query, longest_key)
     assert lse.is_contiguous(), "the kernel reads it by its own strides"
@@ -97,14 +70,9 @@ def backward(
 
 
 def _check(
-    query: Tensor,
-    key: Tensor,
-    query_starts: Tensor,
-    key_starts: Tensor,
-    longest_query: int,
-    longest_key: int,
+    query: Tensor, key: Tensor, query_starts: Tensor, key_starts: Tensor, longest_query: int, longest_key: int,
     used: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     for tensor, starts in ((query, query_starts), (key, key_starts)):
         assert tensor.stride(-1) == 1, "the last dimension is contiguous"
         assert starts.dtype == torch.int32

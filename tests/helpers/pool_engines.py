@@ -26,8 +26,11 @@ class CountingEngine:
     versions whose fixed tokens it scores wrongly.
     """
 
-    def __init__(self, *, faults: Mapping[int, str], stale: Sequence[int], corrupt: bool, delay_s: float) -> None:
-        self.faults, self.stale, self.corrupt, self.delay_s = dict(faults), stale, corrupt, delay_s
+    def __init__(
+        self, faults: Mapping[int, str] | None = None, stale: Sequence[int] = (), corrupt: bool = False,
+        delay_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.faults, self.stale, self.corrupt, self.delay_s = faults or {}, stale, corrupt, delay_s
         self.version: int | None = None
         self.incoming = Incoming()
         self.calls = 0
@@ -96,13 +99,9 @@ class CountingEngine:
 
 def _completion(text: str, token: int) -> Completion:
     return Completion(
-        text=text,
-        token_ids=(token,),
-        logprobs=(-0.5,),
-        finish_reason=FinishReason.stop,
-        mask=(True,),
+        text=text, token_ids=(token,), logprobs=(-0.5,), finish_reason=FinishReason.stop, mask=(True,),
         turns=(Turn(end=1, reward=0.5),),
-    )
+    )  # fmt: skip
 
 
 class Died(Exception):
@@ -158,8 +157,7 @@ class ThreadLauncher:
     def start(self, spec: WorkerSpec) -> ThreadWorker:
         if "." in spec.name:
             changed = self.replacements.pop(0) if self.replacements else {}
-            healthy = {"faults": {}, "stale": (), "corrupt": False, "delay_s": 0.0}
-            spec = WorkerSpec(name=spec.name, factory=spec.factory, arguments={**healthy, **changed})
+            spec = WorkerSpec(name=spec.name, factory=spec.factory, arguments=changed)
         worker = ThreadWorker(spec, self.folder / f"{spec.name}.log")
         worker.log.write_text(f"{spec.name} has begun\n")
         self.workers.append(worker)

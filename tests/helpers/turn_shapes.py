@@ -111,34 +111,25 @@ GLM = """\
 SHAPES = {
     "a base with another end": shape(CHATML, "<|im_start|> <|im_end|>", "<|im_end|>"),
     "an end for calls": shape(
-        LLAMA,
-        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|>",
-        "<|eot_id|>",
+        LLAMA, "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|>", "<|eot_id|>",
         ends=f"<|eot_id|> <|eom_id|> {EOS}",
     ),
     "an end of the conversation behind the turn's": shape(PHI, "<|user|> <|assistant|> <|end|>", "<|end|>"),
     "two tokens, and always the next turn's start": shape(
         COMMAND,
         "<|START_OF_TURN_TOKEN|> <|CHATBOT_TOKEN|> <|USER_TOKEN|> <|END_OF_TURN_TOKEN|> <|START_ACTION|> "
-        "<|END_ACTION|> <|START_RESPONSE|> <|END_RESPONSE|>",
-        "<|END_RESPONSE|> <|END_OF_TURN_TOKEN|>",
-        ends=f"<|END_OF_TURN_TOKEN|> {EOS}",
-        turn="<|START_RESPONSE|>5",
+        "<|END_ACTION|> <|START_RESPONSE|> <|END_RESPONSE|>", "<|END_RESPONSE|> <|END_OF_TURN_TOKEN|>",
+        ends=f"<|END_OF_TURN_TOKEN|> {EOS}", turn="<|START_RESPONSE|>5",
     ),
     "channels": shape(
-        HARMONY,
-        "<|start|> <|end|> <|message|> <|channel|> <|return|> <|call|>",
-        "<|return|>",
-        ends=f"<|return|> <|call|> {EOS}",
-        turn="<|channel|>final<|message|>5",
+        HARMONY, "<|start|> <|end|> <|message|> <|channel|> <|return|> <|call|>", "<|return|>",
+        ends=f"<|return|> <|call|> {EOS}", turn="<|channel|>final<|message|>5",
     ),
     "a last turn that is left open": shape(
         OPEN, "<|user_start|> <|user_end|> <|assistant_start|> <|assistant_end|>", "<|assistant_end|>"
     ),
     "a prompt that opens thinking": shape(
-        R1,
-        "<|begin|> <|User|> <|Assistant|> <|end_of_sentence|>",
-        "<|end_of_sentence|>",
+        R1, "<|begin|> <|User|> <|Assistant|> <|end_of_sentence|>", "<|end_of_sentence|>",
         note="it does not write the end of the prompt, '<think>\\n', in a conversation",
     ),
     "thinking that only the turn has": shape(
@@ -149,24 +140,22 @@ SHAPES = {
         SOLAR, "<|begin|> <|think|> <|content|> <|end|>", f"<|end|> {EOS}", ends=EOS, turn="<|content|>5"
     ),
     "no end but the next turn": shape(GLM, "[gMASK] <|user|> <|assistant|>", EOS, ends=EOS),
-}
+}  # fmt: skip
 
 
 @cache
 def shaped_tokenizer(name: str) -> RunTokenizer:
     """A byte tokenizer with this shape's template, whose end token is `<|endoftext|>`; the same one each time."""
-    made_like = SHAPES[name]
+    own = byte_tokenizer(name, SHAPES[name].template, (EOS, *SHAPES[name].special), eos_token=EOS)
+    return RunTokenizer(own)
+
+
+def byte_tokenizer(name: str, template: str, special: Sequence[str], **ends: str | None) -> PreTrainedTokenizerFast:
+    """A token for each byte and these special tokens, without a pad token; ends: which are its first and last."""
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(vocab=letters, merges=[]))
     setattr(made, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))  # noqa: B010
     setattr(made, "decoder", decoders.ByteLevel())  # noqa: B010
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (EOS, *made_like.special)])
-    return RunTokenizer(
-        PreTrainedTokenizerFast(
-            tokenizer_object=made,
-            eos_token=EOS,
-            chat_template=made_like.template,
-            name_or_path=name,
-            clean_up_tokenization_spaces=False,
-        )
-    )
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    how = {"chat_template": template, "name_or_path": name, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **how, **ends)

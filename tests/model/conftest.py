@@ -198,6 +198,21 @@ def written(tmp_path):
     files.close()
 
 
+@pytest.fixture
+def adapter(make_roles, written):
+    """(an adapter's folder as another run leaves it, its weights)."""
+    roles = make_roles(noise=0.05, seed=5)
+    published = roles.publish(3)
+    roles.close()
+    return str(written(published)), dict(published.weights)
+
+
+@pytest.fixture
+def nobody():
+    """Of four rows those with zero gradient."""
+    return torch.zeros(4, dtype=torch.bool)
+
+
 @pytest.fixture(scope="session")
 def weighted():
     """A loss in which every token has its own weight, so that no error can cancel another."""

@@ -34,20 +34,6 @@ def batch(batch_of):
     return batch_of([5, 6, 7], [9, 8])
 
 
-@pytest.fixture
-def nobody():
-    return torch.zeros(4, dtype=torch.bool)
-
-
-@pytest.fixture
-def adapter(make_roles, written):
-    """An adapter folder as another run leaves it."""
-    roles = make_roles(noise=0.05, seed=5)
-    published = roles.publish(3)
-    roles.close()
-    return str(written(published))
-
-
 SNAPSHOT = replace(NO_SNAPSHOTS, teacher="embedded:tiny-student")
 
 
@@ -73,8 +59,8 @@ def by_transformers():
 def test_a_frozen_adapter_says_what_it_says_as_a_policy_with_its_own_rank_and_scale_also_in_the_users_home(
     adapter, make_roles, batch, nobody, role, monkeypatch
 ):
-    expected = make_roles(path=adapter).logprobs(batch, "policy")
-    folder = Path(adapter)
+    folder = Path(adapter[0])
+    expected = make_roles(path=str(folder)).logprobs(batch, "policy")
     monkeypatch.setenv("HOME", str(folder.parent))
     roles = make_roles(noise=0.05, rank=2, alpha=32.0, **{role: f"~/{folder.name}"})
     annotated = roles.annotate(batch, nobody, needs_old=True)

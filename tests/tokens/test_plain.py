@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from family_tokenizers import SPECIAL, family_tokenizer
 from in_one_test import each
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from turn_shapes import byte_tokenizer
 
 from rlft.config.schema import PromptsConfig
 from rlft.data.examples import scan_demonstrations, scan_rankings
@@ -177,17 +176,9 @@ class Adding:
 def made(name: str) -> RunTokenizer:
     """A byte tokenizer with the family's special tokens and template, without a pad token."""
     family = FAMILIES[name]
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    setattr(backend, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))  # noqa: B010
-    setattr(backend, "decoder", decoders.ByteLevel())  # noqa: B010
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in family.special])
     template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     bos = next((token for token in family.special if token in BOS), None)
-    own = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=bos, eos_token=family.eos, chat_template=template, name_or_path=name,
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    own = byte_tokenizer(name, template, family.special, bos_token=bos, eos_token=family.eos)
     return RunTokenizer(own, date="2026-02-03")
 
 

@@ -97,8 +97,8 @@ def test_every_kind_of_adapter_is_there_bit_for_bit_and_the_base_is_untouched(ki
         prompt = Prompt(id="p", messages=(), answer="", token_ids=tuple(TEXTS[0]))
         [group] = generator.sample([prompt], 2, [7], Sampling(max_tokens=8, temperature=1.0))
         for rollout in group.rollouts:
-            expected = trainer.logprobs([*TEXTS[0], *rollout.completion.token_ids])[len(TEXTS[0]) - 1 :]
-            found = torch.tensor(rollout.completion.logprobs) - torch.tensor(expected)
+            [expected] = trainer.logprobs([[*TEXTS[0], *rollout.completion.token_ids]])
+            found = torch.tensor(rollout.completion.logprobs) - expected[len(TEXTS[0]) - 1 :]
             assert found.abs().mean() < (TOLERANCE if bench.dtype == torch.float32 else 0.1), "a prefix of before"
     for name, parameter in trainer.base.named_parameters():
         clean = trainer.clean[name.replace(".base_layer", "")]

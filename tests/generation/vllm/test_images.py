@@ -134,7 +134,7 @@ def test_a_run_samples_prompts_with_one_image_two_or_none(kind, words, tmp_path)
             picture(drawing(name)).resize((61, 43)).save(file)  # the processor resizes it
         rows.append({"prompt": f"{number} is so?", "images": list(map(str, files)), "answer": "1"})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    variables = {"PYTHONPATH": torchvision_in(tmp_path / "aside")}
+    variables = {"PYTHONPATH": torchvision_in(tmp_path / "aside"), "OMP_NUM_THREADS": "1"}
     ended = start_fresh("train", *KEYS, *words, f"model.path={model}", cwd=tmp_path, variables=variables).wait()
     assert ended.code == 0, ended.err
     assert learned(tmp_path / "run")
