@@ -1,8 +1,8 @@
 """What all algorithms have from one class: a KL coefficient that moves, and what has no effect or teaches nothing."""
 
+import functools
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -171,18 +171,22 @@ def random_algorithms(make, name, number):
 def gradients(full_step, scale_of):
     """The gradients of a step's loss and of the next one's, whose KL coefficient may have changed, batch by batch."""
 
-    def gradients(algorithm: Any, moved: bool) -> Iterator[torch.Tensor]:
+    @functools.cache
+    def step(seed, moved):
+        outputs, batch = full_step(seed)
+        gap = batch.sampled_logprobs - batch.old_logprobs  # from too small for any limit to too large
+        batch = replace(batch, sampled_logprobs=batch.old_logprobs + (1.0, 8.0)[seed // 4] * gap)
+        distance = (-2.0, 2.0, -0.2, 0.2)[seed % 4] if moved else 0.0
+        logprobs = batch.old_logprobs + distance * (outputs.logprobs.detach() - batch.old_logprobs)
+        values = batch.old_values + distance * (outputs.values.detach() - batch.old_values)
+        batch = replace(batch, reference_kl=(batch.old_logprobs - batch.reference_logprobs).square())
+        return replace(outputs, logprobs=logprobs.requires_grad_(), values=values.requires_grad_()), batch
+
+    def gradients(algorithm, moved):
         for seed in range(8):
-            outputs, batch = full_step(seed)
-            gap = batch.sampled_logprobs - batch.old_logprobs  # from too small for any limit to too large
-            batch = replace(batch, sampled_logprobs=batch.old_logprobs + (1.0, 8.0)[seed // 4] * gap)
-            distance = (-2.0, 2.0, -0.2, 0.2)[seed % 4] if moved else 0.0
-            logprobs = batch.old_logprobs + distance * (outputs.logprobs.detach() - batch.old_logprobs)
-            values = batch.old_values + distance * (outputs.values.detach() - batch.old_values)
-            outputs = replace(outputs, logprobs=logprobs.requires_grad_(), values=values.requires_grad_())
+            outputs, batch = step(seed, moved)
             other = batch.old_logprobs if algorithm.kl_to == "old" else batch.reference_logprobs
             outputs = replace(outputs, kl=0.7 * (outputs.logprobs - other).square())  # like a KL 0 where both are equal
-            batch = replace(batch, reference_kl=(batch.old_logprobs - batch.reference_logprobs).square())
             inputs = outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs
             measured = [{"kl/old_last": kl if moved else 0.0, "kl/reference": kl} for kl in (0.0026, 0.0166, 0.065)]
             following = [algorithm, *map(algorithm.adapt, measured)]

@@ -1,34 +1,20 @@
 """What a worker of the suite does once, or not at all, where a program does it each time: it is hundreds of programs.
 
-Nothing here changes what a test computes. Processes that tests start do everything anew. What plans find out about the
-embedded task and models is kept by all that it depends on; others are read each time.
+Nothing here changes what a test computes. Processes that tests start do everything anew, except where they are forked
+from one that has made a plan (launcher.py).
 """
 
-import copy
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from importlib import metadata
-from typing import Any
 
 import composed_once
 import hypothesis
+import planned_once
 import pytest
 
-from rlft.config.suggest import ASSETS
-from rlft.data import prompts as data_prompts
-from rlft.data.arithmetic import Arithmetic
-from rlft.model import network_files
-from rlft.plan import identity, sizes
-from rlft.plan.rewards import references, tester
-
 _ = hypothesis  # first: it looks for what refers to the generators of other packages, and sees nothing that is frozen
-MANY, SMALL = 100, 1000
-"""Only so many prompts at once, of a tokenizer with fewer tokens: fewer may be those of a test of these functions."""
-PURE = ("rlft.reward.exact_match.ExactMatch", "rlft.reward.format.Format")
-"""Rewards whose scores depend on their keys and the texts alone."""
 
 
 @contextmanager
@@ -46,74 +32,5 @@ def done_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)  # of a file that is open: no test cuts the power
         patch.setattr("rlft.loop.driver.gc_frozen", collected)
-        for owner, name, key in (
-            (metadata, "version", lambda package: package),
-            (network_files, "_read_without_numbers", of_an_embedded_network),
-            (identity, "of_source", of_an_embedded_source),
-            (Arithmetic, "load", lambda task, split: (repr(task), split)),
-            (sizes, "scan", of_a_scan),
-            (data_prompts, "_tokenise", of_tokens),
-            (references, "_scored", of_scores),
-            (tester, "try_rewards", of_trials),
-            (tester, "paid_for", of_trials),
-        ):
-            patch.setattr(owner, name, once(getattr(owner, name), key))
+        planned_once.install(patch.setattr)
         yield
-
-
-def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which gives a shallow copy of what it gave before for the same key; a key of None is not kept."""
-    found: dict[Any, Any] = {}
-
-    @wraps(function)
-    def cached(*args: Any) -> Any:
-        if (known := key(*args)) is None:
-            return function(*args)
-        if known not in found:
-            found[known] = args, function(*args)  # a key may hold addresses, which stay those of the arguments
-        return copy.copy(found[known][1])
-
-    return cached
-
-
-def of_an_embedded_network(network: Any, tensors: Any, renamings: Any) -> Any:
-    contents = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
-    known = of_an_embedded_source(network.source, network.config, network.loader, renamings)
-    return known and (contents, known)
-
-
-def of_an_embedded_source(source: Any, config: Any, *settings: Any) -> Any:
-    if not str(source["pretrained_model_name_or_path"]).startswith(str(ASSETS)):  # files that no test changes
-        return None
-    return repr((source, settings)), config.to_json_string(use_diff=False)
-
-
-def of_a_scan(prompts: Any, tokenizer: Any, *settings: Any) -> Any:
-    return of_prompts(tuple(map(id, prompts)), tokenizer, repr(settings))
-
-
-def of_tokens(prompts: Any, tokenizer: Any, style: str, shown: Any) -> Any:
-    contents = tuple(tuple((m["role"], m["content"]) for m in prompt.messages) for prompt in prompts)
-    return of_prompts(contents, tokenizer, repr((style, shown)))
-
-
-def of_scores(judge: Any, prompts: Any, limit_s: float, title: str) -> Any:
-    contents = tuple((prompt.tail, prompt.answer, prompt.token_ids) for prompt in prompts)
-    writer = judge.writer
-    return of_prompts(
-        contents, writer.tokenizer, repr((judge.reward, writer.sampling, writer.ends, judge.each_s, limit_s))
-    )
-
-
-def of_trials(config: Any, rewards: Any, prompts: Any, writer: tester.Writer) -> Any:
-    if not all(spec.target in PURE for spec in rewards.values()):
-        return None
-    contents = tuple((prompt.messages, prompt.tail, prompt.answer, prompt.metadata) for prompt in prompts)
-    keys = config.scoring, config.allows_unscorable, getattr(config, "environment", None)
-    return writer.tokenizer.backend_tokenizer.to_str(), repr((rewards, contents, writer.sampling, writer.ends, keys))
-
-
-def of_prompts(contents: tuple[Any, ...], tokenizer: Any, settings: str) -> Any:
-    if len(contents) < MANY or len(tokenizer) >= SMALL or " at 0x" in settings:  # an address says nothing of an object
-        return None
-    return tokenizer.backend_tokenizer.to_str(), repr(tokenizer.chat_template), settings, contents

@@ -83,6 +83,7 @@ def main() -> None:
 def nursery() -> dict[str, Any] | None:
     """In a child: its order. In the nursery itself: None, when there are no more orders."""
     import composed_once
+    import planned_once
     import pydantic
     import transformers
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -105,6 +106,7 @@ def nursery() -> dict[str, Any] | None:
     )
     OverridesParser.create().parse_overrides(["+a=b", "c.d=[e,1]", "f={g:null}"])  # learns its grammar as it goes
     composed_once.install()
+    planned_once.install()
     words = ["+recipe=grpo_arithmetic", "generation=transformers", "model.device=cpu", "console=null"]  # as most are
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer that has had threads says so in every child
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar

@@ -10,7 +10,7 @@ import pytest
 from disturbed_runs import END_S, UPDATE
 from ray_cluster import TOKEN, two_machines
 from run_folders import CONVERSATIONS, check_same, checkpoints, metrics, tiny
-from run_processes import happens, marked, start_fresh
+from run_processes import happens, is_alive, marked, start_fresh
 
 from rlft.generation.sending import PREFIX, memory_folder
 from rlft.runs import run_folder
@@ -20,10 +20,10 @@ TOLERANCE = 1e-4  # nats; vLLM gives no promise to the bit
 SAMPLE = "rlft.generation.vllm.generator:VLLMGenerator.sample"
 
 
-def start(place, name, *words, events=()):
+def start(place, name, *words, events=(), starts=start_fresh):
     """A run that notes its children and the seeds of each call of the engine in the file `name`."""
     look = {"at": SAMPLE, "do": "note", "argument": 3, "to": str(place / name)}
-    return start_fresh(*words, cwd=place, events=(look, *events))
+    return starts(*words, cwd=place, events=(look, *events))
 
 
 def noted(file):
@@ -44,16 +44,18 @@ def keys(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(keys, tmp_path_factory):
+def undisturbed(keys, forks, tmp_path_factory):
     """The place of a run that has ended, and its process."""
     place = tmp_path_factory.mktemp("vllm")
-    return place, start(place, "whole", "train", *keys, "hydra.run.dir=undisturbed")
+    return place, start(place, "whole", "train", *keys, "hydra.run.dir=undisturbed", starts=forks.start)
 
 
 def test_a_run_with_vllm_trains_and_leaves_no_process(undisturbed):
     place, whole = undisturbed
     assert whole.wait().code == 0, whole.wait().err
-    assert happens(lambda: not marked(whole.mark), within_s=END_S)
+    children = {child for line in noted(place / "whole") for child in line["children"]}
+    assert children, "there was a worker to outlive it"
+    assert happens(lambda: not marked(whole.mark) and not any(map(is_alive, children)), within_s=END_S)
     assert adapter_folders(whole.pid) == []
     lines = metrics(place / "undisturbed")
     assert [line["step"] for line in lines] == [1, 2]

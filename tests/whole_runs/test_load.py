@@ -242,8 +242,7 @@ def peak_bytes(forks, folder, model, *keys):
         *("prompts_per_step=8", "eval.every=0", "checkpoint.every=0", "console=null", "token_budget=16384"),
         *("algorithm.kl_coef=0.01", "snapshot.reference=base", f"hydra.run.dir={folder}", *keys),
     ]
-    done = forks.run(*words, cwd=folder.parent)
-    assert done.code == 0, done.err
+    forks.run(*words, cwd=folder.parent, ends=0)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["tokens/completion"] > 2000, "random weights seldom end a completion"
     return lines[-1]["memory/peak_bytes"]

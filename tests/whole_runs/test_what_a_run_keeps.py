@@ -57,16 +57,16 @@ def test_a_resume_keeps_the_weights_and_says_that_the_processor_is_another(weigh
 def test_an_older_run_with_rounded_weights_resumes_with_what_they_were(tmp_path, monkeypatch):
     """Without the LM head among them, and without a correction of the mismatch."""
     monkeypatch.chdir(tmp_path)
-    words, runs = [word for word in WORDS if WEIGHTS not in word], {"whole": 3, "resumed": 2, "again": 2}
-    for name, steps in runs.items():
+    words = [word for word in WORDS if WEIGHTS not in word]
+    for name, steps in (("whole", 3), ("resumed", 2)):
         asked = [*words, f"{WEIGHTS}=adapted_bfloat16", f"steps={steps}", f"hydra.run.dir={name}"]
         assert cli.run(["train", *asked]) == 0
-    for name in ("resumed", "again"):
-        file = Path(name, "config.yaml")
-        config = yaml.safe_load(file.read_text())
-        del config["generation"]["drafts"], config["generation"]["draft_rows"]
-        config["generation"]["transformers"]["weights"] = "merged_bfloat16"
-        file.write_text(yaml.safe_dump(config, sort_keys=False))
+    file = Path("resumed", "config.yaml")
+    config = yaml.safe_load(file.read_text())
+    del config["generation"]["drafts"], config["generation"]["draft_rows"]
+    config["generation"]["transformers"]["weights"] = "merged_bfloat16"
+    file.write_text(yaml.safe_dump(config, sort_keys=False))
+    shutil.copytree("resumed", "again")
     assert cli.run(["resume", "resumed", "steps=3"]) == 0
     again = [*words, f"{WEIGHTS}=merged_bfloat16", "steps=3", "hydra.run.dir=again"]
     assert cli.run(["train", *again]) == 0
