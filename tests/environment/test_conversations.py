@@ -146,9 +146,8 @@ def test_conversations_do_not_depend_on_those_beside_them(converse):
     # at_once=3 is a group at a time: its first round has one prompt.
     assert len(cut.generator.asked[0][0]) == 1
     turns = [turn for group in together for rollout in group.rollouts for turn in rollout.completion.turns]
-    assert len({call.answer for turn in turns for call in turn.calls if call.name == "draw"}) == 12, (
-        "12 of 18 conversations draw, each from its own seed"
-    )
+    draws = {made.answer for turn in turns for made in turn.calls if made.name == "draw"}
+    assert len(draws) == 12, "12 of 18 conversations draw, each from its own seed"
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,8 @@ MARKS = "\u0300\u0301\u0302\u0303\u0308\u030a\u030c\u0323\u0327\u0328\u0309\u031
 
 def made_words(rng):
     """Words of letters with one or two marks, of Latin, Greek, Cyrillic, kana and Hangul."""
-    letters = [
-        rng.choice("aeiouycnszEOUА") + "".join(rng.sample(MARKS, rng.randint(0, 2))) for _ in range(rng.randint(3, 8))
-    ]
+    letters = [rng.choice("aeiouycnszEOUА") for _ in range(rng.randint(3, 8))]
+    letters = [letter + "".join(rng.sample(MARKS, rng.randint(0, 2))) for letter in letters]
     return " ".join(["Th", "".join(letters), rng.choice(["Hà Nội", "한국어", "ガギグ", "йод", "Ωμέγα", "São"])])
 
 
@@ -221,10 +220,8 @@ def test_a_comparison_that_fails_is_of_the_completion_that_it_looks_at(monkeypat
 
     monkeypatch.setattr(choice, "named", lambda answer, *_, **__: refuse(answer) or "A")
     group = make_group([f"<answer>{answer}</answer>" for answer in ("1", "bad", "2", "3")], answer="A")
-    for reward in (
-        Fails(**TAGGED, numeric=True, ignore_case=False),
-        Choice(**TAGGED, ignore_case=True, choices_field=None),
-    ):
+    fails = Fails(**TAGGED, numeric=True, ignore_case=False)
+    for reward in (fails, Choice(**TAGGED, ignore_case=True, choices_field=None)):
         failure = score(Loaded(reward=reward, scores_steps=False), group, 10.0, [0, 0])
         assert isinstance(failure, Failure)
         assert failure.completion == 1
@@ -301,11 +298,8 @@ def test_mathematical_answers_have_one_form_in_any_notation():
     for _ in range(300):
         value = Fraction(rng.randint(-30, 30), rng.choice([1, 3, 7]))
         sign, top, bottom = "-" * (value < 0), abs(value.numerator), value.denominator
-        ways = [
-            f"{sign}{top}/{bottom}",
-            rf"{sign}\frac{{{top}}}{{{bottom}}}",
-            rf"{sign}\dfrac{{{2 * top}}}{{{2 * bottom}}}",
-        ]
+        ways = [f"{sign}{top}/{bottom}", rf"{sign}\frac{{{top}}}{{{bottom}}}"]
+        ways.append(rf"{sign}\dfrac{{{2 * top}}}{{{2 * bottom}}}")
         if bottom == 1:
             ways = [str(value), f"{value}.0", f"x = {value}", f"{value} cm", rf"{value}\text{{ apples}}"]
         forms.setdefault(value, set()).add(MATH.normal(rng.choice(around).format(rng.choice(ways))))
@@ -335,9 +329,8 @@ def test_a_choice_is_its_letter_and_what_names_none_is_no_answer():
     answers = ["B", "(b)", "Paris", "**B) Paris**", "A", "Berlin", "B or A", ""]
     expected = [(1.0, "B")] * 4 + [(0.0, "A")] + [(0.0, None)] * 3
     assert read(CHOICE, answers, "Paris", choices=["Rome", "Paris"]) == expected
-    assert read(CHOICE, ["B, A", "(A)(B)", "A"], "A, B", choices=["Rome", "Paris"]) == [
-        (1.0, "A, B"), (1.0, "A, B"), (0.0, "A"),
-    ]  # fmt: skip
+    several = read(CHOICE, ["B, A", "(A)(B)", "A"], "A, B", choices=["Rome", "Paris"])
+    assert several == [(1.0, "A, B"), (1.0, "A, B"), (0.0, "A")]
 
 
 def test_a_reward_of_more_than_rightness_reads_the_same_answers():

@@ -15,20 +15,7 @@ from reward_groups import make_group
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.reward import code
-from rlft.reward.code import (
-    Call,
-    Code,
-    Doubt,
-    Pair,
-    ProgramIn,
-    Required,
-    Score,
-    continued,
-    doubts,
-    parse_tests,
-    same_output,
-    wanted_by,
-)  # fmt: skip
+from rlft.reward.code import Call, Doubt, Pair, ProgramIn, Required, Score, continued, doubts, parse_tests, wanted_by
 from rlft.reward.workers.reward_spec import reported
 from rlft.reward.workers.scorer import RewardError, Scorer, specs
 from rlft.system.sandbox import bubblewrap
@@ -45,7 +32,7 @@ DOUBLE_TESTS = '[{"input": "2", "output": "4"}, {"input": "-3", "output": "-6"}]
 def reward(**keys):
     fields = {name: value for name, value in KEYS.items() if name not in ("_target_", "weight")} | keys
     kinds = {"program_in": ProgramIn, "score": Score, "isolation": Required}
-    return Code(**fields | {name: kind(fields[name]) for name, kind in kinds.items()})
+    return code.Code(**fields | {name: kind(fields[name]) for name, kind in kinds.items()})
 
 
 def fence(program, language="python"):
@@ -233,12 +220,8 @@ def test_tests_that_pay_for_nothing_are_refused_when_the_data_are_scanned(group,
 
 
 def test_tests_that_need_more_than_plain_data_are_counted_when_the_data_are_scanned(group):
-    answers = [
-        ADD_TESTS,
-        "assert f(lambda x: x) == 3",
-        "x = [1]\nf(x)\nassert x == []",
-        "assert f(sorted, len) == f(1)",
-    ]
+    answers = [ADD_TESTS, "assert f(lambda x: x) == 3", "x = [1]\nf(x)\nassert x == []"]
+    answers.append("assert f(sorted, len) == f(1)")
     prompts = [group([""], answer=answer, id=f"p{i}").prompt for i, answer in enumerate([*answers, answers[1]])]
     assert tuple(reported(specs({"code": KEYS}), "examine", prompts)) == (
         "reward.code: of 5 prompts with tests, "
@@ -472,7 +455,7 @@ def test_setup_code_may_build_objects_of_the_program(group):
     ],
 )  # fmt: skip
 def test_numbers_that_are_printed_are_compared_by_value(printed, expected, tolerance, same):
-    assert same_output(printed, expected, tolerance) is same
+    assert code.same_output(printed, expected, tolerance) is same
 
 
 def test_a_tolerance_is_for_results_of_calls_too(group):
@@ -574,9 +557,8 @@ def test_what_is_not_bounded_is_named(group):
 
 
 def test_a_sandbox_that_breaks_stops_the_run(group, monkeypatch):
-    monkeypatch.setattr(
-        code.bubblewrap, "prefix", lambda *arguments: ["/bin/sh", "-c", "echo broken >&2; exit 1", "sh"]
-    )
+    broken = ["/bin/sh", "-c", "echo broken >&2; exit 1", "sh"]
+    monkeypatch.setattr(code.bubblewrap, "prefix", lambda *arguments: broken)
     with pytest.raises(RewardError, match=r"raised SandboxError: a program could not be started .*\(broken\)"):
         Scorer(specs({"code": KEYS}), 0, 30.0, "stop")([group([fence("x = 1")], answer=ADD_TESTS)])
 

@@ -94,9 +94,8 @@ def test_further_equations_than_the_limit_are_no_steps(group):
 
 
 def test_the_answer_is_found_where_the_keys_say(group):
-    assert reward(answer_in=AnswerIn.hashes)(group(["9+9=18\n#### 18"])) == [
-        StepScores(values=(1.0, 1.0), ends=(6, 14))
-    ]
+    scores = reward(answer_in=AnswerIn.hashes)(group(["9+9=18\n#### 18"]))
+    assert scores == [StepScores(values=(1.0, 1.0), ends=(6, 14))]
     twice = "<answer>17</answer><answer>18.0</answer>"
     assert reward()(group([twice])) == [StepScores(values=(), ends=())]
     assert reward(which=Which.last)(group([twice])) == [StepScores(values=(1.0,), ends=(40,))]

@@ -42,10 +42,8 @@ def scientific(digits):
 
 
 def around(text):
-    return [
-        text, f"${text}$", rf"\({text}\)", f"**{text}**", rf"\boxed{{{text}}}", f"{text}.", f" {text} ",
-        f"x = {text}",
-    ]  # fmt: skip
+    forms = ("{}", "${}$", r"\({}\)", "**{}**", r"\boxed{{{}}}", "{}.", " {} ", "x = {}")
+    return [form.format(text) for form in forms]
 
 
 # -- units -------------------------------------------------------------------------------------------------------------
@@ -100,9 +98,7 @@ class Unit:
         found = []
         for form in self.forms:
             found.append(f"{value} {form}")
-            bare = form.replace("⁻¹", "^-1").translate(
-                {ord("²"): "^2", ord("³"): "^3", ord("·"): " ", ord("€"): "euros"}
-            )
+            bare = form.replace("⁻¹", "^-1").translate(str.maketrans({"²": "^2", "³": "^3", "·": " ", "€": "euros"}))
             if not {*bare} & {*"{}°\\"}:
                 found += [rf"{value}\text{{ {bare}}}", rf"{value}\,\mathrm{{{bare}}}", rf"\SI{{{value}}}{{{bare}}}"]
         return found
@@ -133,9 +129,8 @@ def units(rng):
             ]
             made.append(Unit(((name, power),), tuple(forms)))
     for top, bottom in RATES:
-        forms = [
-            per.format(a, b) for per in PER[: 5 if top in SPELLED else 2] for a in spelled(top) for b in spelled(bottom)
-        ]
+        ways = itertools.product(PER[: 5 if top in SPELLED else 2], spelled(top), spelled(bottom))
+        forms = [per.format(a, b) for per, a, b in ways]
         made.append(Unit(((top, 1), (bottom, -1)), tuple(forms)))
     extra = {"kilometer": ("kph", "kmph", "km/hr"), "mile": ("mph",)}
     return [
@@ -150,9 +145,7 @@ MONEY = {"dollar": ("${}", "US${}", r"\${}", "USD {}", "{}$", r"\$ {}", r"\text{
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
-VALUES = [
-    Fraction(text) for text in ("18", "3", "-7", "1000", "12500", "1234567", "602000000000000", "2.5", "-0.25", "40")
-]
+VALUES = [*map(Fraction, ("18", "3", "-7", "1000", "12500", "1234567", "602000000000000", "2.5", "-0.25", "40"))]
 
 
 def numbers():
@@ -182,9 +175,7 @@ def with_units(rng):
 
 
 def money():
-    forms = {
-        name: [form.format(value) for form in templates for value in ("3", "3.00")] for name, templates in MONEY.items()
-    }
+    forms = {name: [form.format(value) for form in ways for value in ("3", "3.00")] for name, ways in MONEY.items()}
     forms["dollar"] += ["3 dollars", "3.00 dollars", r"3\text{ dollars}"]
     for name, written in forms.items():
         for form, other in itertools.product(written, written):
@@ -215,9 +206,8 @@ def percentages():
 def compounds():
     kinds = [("hour", "minute"), ("foot", "inch"), ("dollar", "cent"), ("apple", "marble"), ("year", "day")]
     for top, bottom in kinds:
-        forms = [
-            f"{{}} {a}{glue}{{}} {b}" for glue in (" ", " and ", ", ") for a in spelled(top) for b in spelled(bottom)
-        ]
+        ways = itertools.product((" ", " and ", ", "), spelled(top), spelled(bottom))
+        forms = [f"{{}} {a}{glue}{{}} {b}" for glue, a, b in ways]
         for form, other in itertools.product(forms, forms):
             yield form.format(3, 20), other.format(3, 20), True
         for form in forms:

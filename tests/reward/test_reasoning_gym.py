@@ -16,9 +16,8 @@ def load(task, **options):
 
 def group(prompt, *texts):
     completions = [Completion(text=t, token_ids=(1,), logprobs=(0.0,), finish_reason=FinishReason.stop) for t in texts]
-    return Group(
-        prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in completions)
-    )
+    rollouts = tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in completions)
+    return Group(prompt=prompt, rollouts=rollouts)
 
 
 @pytest.fixture

@@ -222,9 +222,8 @@ def test_a_conversation_is_given_as_messages():
         Turn(end=2, text="2?", answer="Sure?"),
         Turn(end=3, text="2"),
     )
-    completion = Completion(
-        text="whole", token_ids=(1, 2, 3), logprobs=(0.0,) * 3, finish_reason=FinishReason.stop, turns=turns
-    )
+    tokens = {"token_ids": (1, 2, 3), "logprobs": (0.0,) * 3}
+    completion = Completion(text="whole", finish_reason=FinishReason.stop, turns=turns, **tokens)
     function = {"name": "add", "arguments": '{"a": 1}'}
     assert list(messages_of(completion)) == [
         {"role": "assistant", "content": "Let me add.", "tool_calls": [{"type": "function", "function": function}]},
