@@ -106,12 +106,9 @@ def sample():
 
     def make(name, text, reward=0.0, *, cut=False, **keys):
         messages = ({"role": "user", "content": f"What is {name}?"},)
-        completion = Completion(
-            text=text,
-            token_ids=keys.pop("token_ids", [ord(c) for c in text] + [0] * (not cut)),
-            logprobs=[],
-            finish_reason=FinishReason.length if cut else FinishReason.stop,
-        )
+        ids = keys.pop("token_ids", [ord(c) for c in text] + [0] * (not cut))
+        reason = FinishReason.length if cut else FinishReason.stop
+        completion = Completion(text=text, token_ids=ids, logprobs=[], finish_reason=reason)
         prompt = Prompt(id=name, messages=messages, answer="2")
         rollout = Rollout(prompt=prompt, completion=completion, policy_version=3)
         fixed = {"index": 0, "rewards": {"format": 1.0}, "model": "tiny, step 3", "tokenizer": "0123456789ab"}

@@ -192,18 +192,15 @@ def test_what_is_in_a_conversation_is_known_by_its_id(write):
     assert read_pass_rates(write({0: [1]}, mask=[1], prompt=opened), "math", 1, PROMPTS).right.tolist() == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "changed", "fragment"),
-    [
-        ({0: [1, 0], 1: [1]}, {}, r"has 1 to 2 completions of a prompt.*; sample with dedupe=false keep=all"),
-        ({0: [1]}, {"prompt_id": "q"}, r"has none of the training prompts, got"),
-        ({0: [1]}, {"prompt": [{"role": "user", "content": "What is 1?"}]}, r"prompt p0 has another text"),
-        ({0: [1]}, {"rewards": {"format": 1}}, r":1 is no line of rlft sample with the reward math"),
-        ({0: [1]}, {"rewards": None}, r":1 is no line of rlft sample with the reward math"),
-        ({0: [1]}, {"prompt": "What is 0?"}, r":1 is no line of rlft sample with the reward math"),
-        ({}, {}, r"has none of the training prompts"),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "changed", "fragment"), [
+    ({0: [1, 0], 1: [1]}, {}, r"has 1 to 2 completions of a prompt.*; sample with dedupe=false keep=all"),
+    ({0: [1]}, {"prompt_id": "q"}, r"has none of the training prompts, got"),
+    ({0: [1]}, {"prompt": [{"role": "user", "content": "What is 1?"}]}, r"prompt p0 has another text"),
+    ({0: [1]}, {"rewards": {"format": 1}}, r":1 is no line of rlft sample with the reward math"),
+    ({0: [1]}, {"rewards": None}, r":1 is no line of rlft sample with the reward math"),
+    ({0: [1]}, {"prompt": "What is 0?"}, r":1 is no line of rlft sample with the reward math"),
+    ({}, {}, r"has none of the training prompts"),
+])  # fmt: skip
 def test_other_files_are_refused(write, rewards, changed, fragment):
     with pytest.raises(UserError, match=f"curriculum.path: .*{fragment}"):
         read_pass_rates(write(rewards, **changed), "math", 1, PROMPTS)

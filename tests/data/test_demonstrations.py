@@ -33,12 +33,8 @@ def test_examples_that_a_completion_was_sampled_with_are_learned_only_on_request
 
 
 def test_a_prompt_and_its_completion_may_be_texts_or_messages(learned):
-    found = learned(
-        {"prompt": "1?", "completion": " 1"},
-        {"prompt": [SYSTEM, user("2?")], "completion": [says("2")]},
-        system_prompt="ours",
-        prompt_template="Q: {question}",
-    )
+    lines = [{"prompt": "1?", "completion": " 1"}, {"prompt": [SYSTEM, user("2?")], "completion": [says("2")]}]
+    found = learned(*lines, system_prompt="ours", prompt_template="Q: {question}")
     assert told(found) == [("mine.jsonl:1", ["ours", "Q: 1?"], " 1"), ("mine.jsonl:2", ["own", "Q: 2?"], "2")]
     assert all((d.completion_ids, d.prompt.answer) == ((), "") for d in found)
 

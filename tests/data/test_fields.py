@@ -27,17 +27,14 @@ def test_an_image_has_one_digest_in_each_form(tmp_path):
     assert [bool(image.data) for image in images] == [True, False, True, True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        (None, "must be an image"),
-        (7, "must be an image"),
-        ({"bytes": None, "path": None}, "must be an image"),
-        ("missing.png", "names no file that can be read"),
-        ("https://example.org/a.png", "is an address"),
-        ("data:image/png;base64,%", "no base64"),
-    ],
-)
+@pytest.mark.parametrize(("value", "problem"), [
+    (None, "must be an image"),
+    (7, "must be an image"),
+    ({"bytes": None, "path": None}, "must be an image"),
+    ("missing.png", "names no file that can be read"),
+    ("https://example.org/a.png", "is an address"),
+    ("data:image/png;base64,%", "no base64"),
+])  # fmt: skip
 def test_what_is_no_image_is_refused(value, problem):
     with pytest.raises(RowError, match=problem):
         image_of(value, "picture")
@@ -51,21 +48,18 @@ IMAGE_PART = {"type": "image", "image": A}
 TEXT_PART = {"type": "text", "text": "How many?"}
 
 
-@pytest.mark.parametrize(
-    ("question", "field", "expected"),
-    [
-        ("How many?", [A], f"{IMAGE}How many?"),
-        ("How many?", [A, B], f"{IMAGE}{IMAGE}How many?"),
-        ("Is <image> like <image>?", [A, B], f"Is {IMAGE} like {IMAGE}?"),
-        (asked("How many?"), A, f"{IMAGE}How many?"),
-        (asked([TEXT_PART, IMAGE_PART]), None, f"How many?{IMAGE}"),
-        (asked([{"type": "image"}, TEXT_PART]), A, f"{IMAGE}How many?"),
-        (asked([{"type": "image_url", "image_url": {"url": IMAGE_PART["image"]}}, TEXT_PART]), None,
-         f"{IMAGE}How many?"),
-        (asked([{"type": "image", "text": None, "image": A}, {"type": "text", "text": "?", "image": None}]), None,
-         f"{IMAGE}?"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("question", "field", "expected"), [
+    ("How many?", [A], f"{IMAGE}How many?"),
+    ("How many?", [A, B], f"{IMAGE}{IMAGE}How many?"),
+    ("Is <image> like <image>?", [A, B], f"Is {IMAGE} like {IMAGE}?"),
+    (asked("How many?"), A, f"{IMAGE}How many?"),
+    (asked([TEXT_PART, IMAGE_PART]), None, f"How many?{IMAGE}"),
+    (asked([{"type": "image"}, TEXT_PART]), A, f"{IMAGE}How many?"),
+    (asked([{"type": "image_url", "image_url": {"url": IMAGE_PART["image"]}}, TEXT_PART]), None,
+     f"{IMAGE}How many?"),
+    (asked([{"type": "image", "text": None, "image": A}, {"type": "text", "text": "?", "image": None}]), None,
+     f"{IMAGE}?"),
+])  # fmt: skip
 def test_images_stand_where_the_row_says(question, field, expected):
     row, images = with_images({"asked": question, "picture": field}, "asked", "picture" if field else None)
     found = row["asked"]
@@ -77,15 +71,12 @@ def test_images_stand_where_the_row_says(question, field, expected):
     assert len(images) == expected.count(IMAGE)
 
 
-@pytest.mark.parametrize(
-    ("question", "field", "problem"),
-    [
-        (asked([{"type": "image"}, TEXT_PART]), None, "has no image"),
-        (asked([{"type": "image"}, TEXT_PART]), [A, B], "1 more than the chat has parts for"),
-        ([{"role": "system", "content": "Count."}], [A], "no text of a user"),
-        (None, [A], "the question is null"),
-    ],
-)
+@pytest.mark.parametrize(("question", "field", "problem"), [
+    (asked([{"type": "image"}, TEXT_PART]), None, "has no image"),
+    (asked([{"type": "image"}, TEXT_PART]), [A, B], "1 more than the chat has parts for"),
+    ([{"role": "system", "content": "Count."}], [A], "no text of a user"),
+    (None, [A], "the question is null"),
+])  # fmt: skip
 def test_images_without_a_place_are_refused(question, field, problem):
     with pytest.raises(RowError, match=problem):
         with_images({"asked": question, "picture": field}, "asked", "picture" if field else None)

@@ -220,19 +220,16 @@ def test_a_name_of_ones_own_stays_and_the_others_are_guessed(prompt, answer, tmp
     assert [values[f"{key}_field"] for key in ("prompt", "chosen", "rejected")] == [prompt, "accepted", "worst"]
 
 
-@each(
-    ("row", "words", "read_with"),
-    [
-        ({"question": "1 + 1?", "problem": "1 + 1?", "answer": "2"}, (), ("prompt", "answer")),
-        ({"question": "?", "answer": "2", "response": "3"}, ("data.answer_field=output",), ("question", "output")),
-        ({"instruction": "Add.", "input": "1 and 1", "output": "2"}, (), ("prompt", "output")),
-        ({"text": "1 + 1?", "answer": "2"}, (), ("prompt", "answer")),
-        ({"prompt": "1 + 1?", "answer": "2"}, ("data.answer_field=null",), ("prompt", None)),
-        ({"question": "1 + 1?", "answer": "2"}, ("data.answer_field=null",), ("question", None)),
-        ({"messages": CHAT}, ("data.answer_field=null",), ("prompt", None)),
-        ({"messages": CHAT}, ("data.messages_field=messages", "data.answer_field=null"), ("prompt", None)),
-    ],
-)
+@each(("row", "words", "read_with"), [
+    ({"question": "1 + 1?", "problem": "1 + 1?", "answer": "2"}, (), ("prompt", "answer")),
+    ({"question": "?", "answer": "2", "response": "3"}, ("data.answer_field=output",), ("question", "output")),
+    ({"instruction": "Add.", "input": "1 and 1", "output": "2"}, (), ("prompt", "output")),
+    ({"text": "1 + 1?", "answer": "2"}, (), ("prompt", "answer")),
+    ({"prompt": "1 + 1?", "answer": "2"}, ("data.answer_field=null",), ("prompt", None)),
+    ({"question": "1 + 1?", "answer": "2"}, ("data.answer_field=null",), ("question", None)),
+    ({"messages": CHAT}, ("data.answer_field=null",), ("prompt", None)),
+    ({"messages": CHAT}, ("data.messages_field=messages", "data.answer_field=null"), ("prompt", None)),
+])  # fmt: skip
 def test_what_a_row_leaves_open_is_not_guessed(row, words, read_with, tmp_path):
     values = keys_read("data", row, tmp_path, *words)
     assert (values["prompt_field"], values["answer_field"]) == read_with

@@ -140,16 +140,13 @@ def test_a_cached_set_works_offline(gsm8k_mini, tmp_path):
 NO_SPLIT = "Unknown split \"tset\". Should be one of ['train']."
 
 
-@pytest.mark.parametrize(
-    ("error", "key", "problem"),
-    [
-        ("DatasetNotFoundError", "data.path", "neither a local path nor a set on the hub"),
-        ("DataFilesNotFoundError", "data.path", "cannot be loaded"),
-        ("ConnectionError", "data.path", "cannot be reached"),
-        (ValueError("BuilderConfig 'man' not found. Available: ['main']"), "data.subset", "Available: ['main']"),
-        (ValueError(NO_SPLIT), "data.held_out_split", 'Unknown split "tset"'),
-    ],
-)
+@pytest.mark.parametrize(("error", "key", "problem"), [
+    ("DatasetNotFoundError", "data.path", "neither a local path nor a set on the hub"),
+    ("DataFilesNotFoundError", "data.path", "cannot be loaded"),
+    ("ConnectionError", "data.path", "cannot be reached"),
+    (ValueError("BuilderConfig 'man' not found. Available: ['main']"), "data.subset", "Available: ['main']"),
+    (ValueError(NO_SPLIT), "data.held_out_split", 'Unknown split "tset"'),
+])  # fmt: skip
 def test_what_the_hub_refuses_is_told_by_its_key(make_data, hub_sets, error, key, problem):
     if isinstance(error, str):
         error = getattr(datasets.exceptions, error, ConnectionError)("said the library")

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from data_rows import says, user
 
 from rlft.data import jsonl
 from rlft.data.files import tables
@@ -23,39 +24,25 @@ def sums(count):
 
 def test_a_row_becomes_a_prompt(make_data, write, tmp_path):
     file = write(tmp_path / "a.jsonl", {"q": "7 + 7?", "a": 14, "more": [1]}, {"q": "8 + 8?", "a": " 16 "})
-    data = make_data(
-        "jsonl",
-        path=str(file),
-        held_out_path=str(write(tmp_path / "b.jsonl", {"q": "9 + 9?", "a": "18"})),
-        prompt_field="q",
-        answer_field="a",
-        system_prompt="Be brief.",
-        prompt_template=r"Q: {question} Use \boxed{}.",
-    )
+    held_out = write(tmp_path / "b.jsonl", {"q": "9 + 9?", "a": "18"})
+    keys = {"prompt_field": "q", "answer_field": "a", "prompt_template": r"Q: {question} Use \boxed{}."}
+    data = make_data("jsonl", path=str(file), held_out_path=str(held_out), system_prompt="Be brief.", **keys)
     first, second = data.load(Split.train)
-    assert first.messages == (
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": r"Q: 7 + 7? Use \boxed{}."},
-    )
+    assert first.messages == ({"role": "system", "content": "Be brief."}, user(r"Q: 7 + 7? Use \boxed{}."))
     assert (first.id, first.answer, second.answer) == ("a.jsonl:1", "14", "16")
     assert [p.id for p in data.load(Split.held_out)] == ["b.jsonl:1"]
 
 
 def test_the_answer_of_a_chat_is_its_last_assistant_message(make_data, write, tmp_path):
-    turns = [
-        {"role": "system", "content": "own"},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    file = write(tmp_path / "a.jsonl", {"chat": [*turns, {"role": "assistant", "content": "d"}], "gold": 5})
+    turns = [{"role": "system", "content": "own"}, user("a"), says("b"), user("c")]
+    file = write(tmp_path / "a.jsonl", {"chat": [*turns, says("d")], "gold": 5})
     other = write(tmp_path / "b.jsonl", {"chat": turns[1:2], "gold": 6})
     keys = {"path": str(file), "held_out_path": str(other), "messages_field": "chat", "system_prompt": "ours"}
     (prompt,) = make_data("jsonl", **keys, answer_field="gold").load(Split.train)
     assert prompt.messages == tuple(turns)  # its own system message stays
     assert prompt.answer == "5"
     (held_out,) = make_data("jsonl", **keys, answer_field="gold").load(Split.held_out)
-    assert held_out.messages == ({"role": "system", "content": "ours"}, {"role": "user", "content": "a"})
+    assert held_out.messages == ({"role": "system", "content": "ours"}, user("a"))
     keys |= {"held_out_path": None, "held_out_fraction": 1.0}
     (last,) = make_data("jsonl", **keys, answer_field=None).load(Split.held_out)
     assert (last.messages, last.answer) == (tuple(turns), "d")
@@ -229,7 +216,7 @@ def write(file, numbers):
     lines = []
     for i in numbers:
         row = {"prompt": f"What is {i % 50} + {'1' * (i % 9 + 1)}? ä", "answer": i, "tests": [str(i)], "chat": []}
-        row["chat"] = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": f"It is {i}"}]
+        row["chat"] = [user(row["prompt"]), says(f"It is {i}")]
         lines += [json.dumps(row, ensure_ascii=i % 2 == 0), *[""] * (i % 3 == 0)]
     file.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode())
 

@@ -26,12 +26,8 @@ def told(found):
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
 def test_a_pair_after_a_prompt_scores_one_and_zero(scan):
-    found = scan(
-        PAIR,
-        {"messages": [user("a"), says("b"), user("c")], "chosen": [says("good")], "rejected": [says("")]},
-        system_prompt="ours",
-        prompt_template="Q: {question}",
-    )
+    chat = {"messages": [user("a"), says("b"), user("c")], "chosen": [says("good")], "rejected": [says("")]}
+    found = scan(PAIR, chat, system_prompt="ours", prompt_template="Q: {question}")
     assert told(found) == [
         ("mine.jsonl:1", ["ours", "Q: 1?"], [("good", 1.0), ("bad", 0.0)]),
         ("mine.jsonl:2", ["ours", "a", "b", "Q: c"], [("good", 1.0), ("", 0.0)]),
@@ -202,8 +198,8 @@ def test_completions_that_are_chats_or_null_are_ranked_as_texts_are(make_prefere
     """Each completion as text, chat of a table and null x one with its score, lists and columns."""
     forms = (
         lambda text: text,
-        lambda text: [{"role": "assistant", "content": text}],
-        lambda text: [{"role": "assistant", "content": text, "tool_calls": None}],
+        lambda text: [says(text)],
+        lambda text: [says(text) | {"tool_calls": None}],
         lambda text: None,
     )
     number = 0

@@ -148,13 +148,8 @@ def test_the_fingerprint_covers_ids_tokens_answers_and_order(tokenizer):
     assert found.fingerprint == scan(list(THREE), tokenizer, 100, "drop", Split.train).fingerprint
     assert len(found.fingerprint) == 64
     a, b, c = found.prompts
-    others = [
-        [replace(a, answer="2"), b, c],
-        [replace(a, id="z"), b, c],
-        [replace(a, token_ids=(*a.token_ids, 0)), b, c],
-        [b, a, c],
-        [a, b],
-    ]
+    changed = [replace(a, answer="2"), replace(a, id="z"), replace(a, token_ids=(*a.token_ids, 0))]
+    others = [*([one, b, c] for one in changed), [b, a, c], [a, b]]
     assert len({found.fingerprint, *(fingerprint(other) for other in others)}) == 6
 
 

@@ -63,16 +63,9 @@ def test_ransom_note_is_the_same_under_every_hash_seed(tmp_path):
         "print([entry['question'] for _, entry in make('ransom_note', '{}', 3, 1, 0)['train']])"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(rlft.__file__).parents[1])}
+    command, how = [sys.executable, "-c", code], {"capture_output": True, "text": True, "check": True, "timeout": 60}
     first, second = (
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-        for seed in ("1", "2")
+        subprocess.run(command, env=environment | {"PYTHONHASHSEED": seed}, **how).stdout for seed in ("1", "2")
     )
     assert first == second != ""
 
@@ -86,21 +79,18 @@ def test_a_composite_of_tasks_can_be_asked_for(make_data):
 
 
 @pytest.mark.usefixtures("gym_here")
-@pytest.mark.parametrize(
-    ("keys", "key", "told"),
-    [
-        ({"task": "chain_sums"}, "data.task", "did you mean chain_sum"),
-        ({"task": "zzzzzz"}, "data.task", "choose one of ab, acre"),
-        ({"options": {"min_term": 3}}, "data.options", "min_terms"),
-        ({"options": {"min_terms": 9, "max_terms": 2}}, "data.options", "max_terms must be >= min_terms"),
-        ({"options": {"seed": 3}}, "data.options.seed", "set data.seed"),
-        ({"options": {"size": 3}}, "data.options.size", "set data.size"),
-        ({"task": "composite"}, "data.options", "Must specify at least one dataset"),
-        ({"size": 0}, "data.size", "greater than 0"),
-        ({"prompt_template": "?"}, "data.prompt_template", "{question}"),
-        ({"size": 201, "options": FEW}, "data.size", "not that many distinct train questions of chain_sum"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "key", "told"), [
+    ({"task": "chain_sums"}, "data.task", "did you mean chain_sum"),
+    ({"task": "zzzzzz"}, "data.task", "choose one of ab, acre"),
+    ({"options": {"min_term": 3}}, "data.options", "min_terms"),
+    ({"options": {"min_terms": 9, "max_terms": 2}}, "data.options", "max_terms must be >= min_terms"),
+    ({"options": {"seed": 3}}, "data.options.seed", "set data.seed"),
+    ({"options": {"size": 3}}, "data.options.size", "set data.size"),
+    ({"task": "composite"}, "data.options", "Must specify at least one dataset"),
+    ({"size": 0}, "data.size", "greater than 0"),
+    ({"prompt_template": "?"}, "data.prompt_template", "{question}"),
+    ({"size": 201, "options": FEW}, "data.size", "not that many distinct train questions of chain_sum"),
+])  # fmt: skip
 def test_what_the_library_cannot_make_is_refused(make_data, keys, key, told):
     with pytest.raises(UserError) as refusal:
         make_data("reasoning_gym", **SMALL | keys).load(Split.train)
@@ -119,9 +109,8 @@ def test_neither_file_imports_the_library_or_torch(tmp_path):
         "import sys, rlft.data.reasoning_gym, rlft.data.hub, rlft.data.arithmetic, rlft.reward.reasoning_gym\n"
         "assert not {'reasoning_gym', 'torch', 'datasets', 'huggingface_hub', 'numpy'} & set(sys.modules)"
     )
-    subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(Path(rlft.__file__).parents[1])}, check=True
-    )
+    environment = os.environ | {"PYTHONPATH": str(Path(rlft.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_a_child_that_dies_is_no_silent_short_set(monkeypatch):

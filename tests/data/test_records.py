@@ -80,25 +80,19 @@ def test_rewards_that_are_no_finite_numbers_become_null(sample):
     assert (read.reward, read.rewards) == (None, {"judge": None})
 
 
-@pytest.mark.parametrize(
-    ("changed", "problem"),
-    [
-        ({"token_ids": [1, 2.5]}, "field 'token_ids' must be whole numbers, not below 0"),
-        ({"token_ids": [-1]}, "field 'token_ids' must be whole numbers, not below 0"),
-        ({"token_ids": [True]}, "field 'token_ids' must be whole numbers, not below 0"),
-        ({"token_ids": []}, "field 'token_ids' is empty"),
-        ({"token_ids": None}, "field 'token_ids' of a sampled line must be a list, it is null"),
-        ({"completion": 3}, "field 'completion' of a sampled line must be a string, it is a number"),
-        ({"rewards": []}, "field 'rewards' of a sampled line must be an object, it is an empty list"),
-        ({"rewards": {"math": "1"}}, "field 'rewards.math' must be a number or null, it is a string"),
-        ({"reward": True}, "field 'reward' must be a number or null, it is a boolean"),
-        (
-            {"finish_reason": "eos"},
-            "field 'finish_reason' must be stop or length or turns or calls or time, it is 'eos'",
-        ),
-        ({"prompt": [{"role": "bot", "content": "?"}]}, "message 0 of field 'prompt' must be"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "problem"), [
+    ({"token_ids": [1, 2.5]}, "field 'token_ids' must be whole numbers, not below 0"),
+    ({"token_ids": [-1]}, "field 'token_ids' must be whole numbers, not below 0"),
+    ({"token_ids": [True]}, "field 'token_ids' must be whole numbers, not below 0"),
+    ({"token_ids": []}, "field 'token_ids' is empty"),
+    ({"token_ids": None}, "field 'token_ids' of a sampled line must be a list, it is null"),
+    ({"completion": 3}, "field 'completion' of a sampled line must be a string, it is a number"),
+    ({"rewards": []}, "field 'rewards' of a sampled line must be an object, it is an empty list"),
+    ({"rewards": {"math": "1"}}, "field 'rewards.math' must be a number or null, it is a string"),
+    ({"reward": True}, "field 'reward' must be a number or null, it is a boolean"),
+    ({"finish_reason": "eos"}, "field 'finish_reason' must be stop or length or turns or calls or time, it is 'eos'"),
+    ({"prompt": [{"role": "bot", "content": "?"}]}, "message 0 of field 'prompt' must be"),
+])  # fmt: skip
 def test_a_line_that_was_changed_by_hand_is_refused(sample, changed, problem):
     with pytest.raises(RowError) as refusal:
         parse_sampled(sample("1", "2") | changed, with_tokens=True)

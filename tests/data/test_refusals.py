@@ -292,14 +292,11 @@ def test_whole_characters_that_json_writes_as_two_halves_are_read(load, write, t
     assert all(prompt.messages[-1]["content"].endswith(whole) for prompt in load("data", file))
 
 
-@pytest.mark.parametrize(
-    ("yaml", "key"),
-    [
-        ('data:\n  system_prompt: "a \\ud800"\n', "data.system_prompt"),
-        ('data:\n  answer_remove: ["\\udfff"]\n', "data.answer_remove"),
-        ('name: "\\ud800"\n', "name"),
-    ],
-)
+@pytest.mark.parametrize(("yaml", "key"), [
+    ('data:\n  system_prompt: "a \\ud800"\n', "data.system_prompt"),
+    ('data:\n  answer_remove: ["\\udfff"]\n', "data.answer_remove"),
+    ('name: "\\ud800"\n', "name"),
+])  # fmt: skip
 def test_half_a_character_in_a_recipe_is_refused_by_its_key(yaml, key, tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\n# Mine.\n{yaml}")

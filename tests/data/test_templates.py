@@ -7,7 +7,7 @@ import string
 from itertools import product
 
 import pytest
-from data_rows import every
+from data_rows import every, says, user
 from in_one_test import each
 from reward_groups import TAGGED
 
@@ -25,55 +25,46 @@ ROW = {
 }  # fmt: skip
 
 
-@each(
-    ("template", "expected"),
-    [
-        ("{Body} {Question}", "Ada has 2 apples. How many?"),
-        ("{question}", "Q"),
-        ("{question}\n\n{input}", "Q"),
-        ("{question} ({none})", "Q ()"),
-        ("{input}\n\n{question}", "Q"),
-        (" {question}", " Q"),
-        ("{space}", " s"),
-        ("{number} {a.c.d}", "3 5"),
-        ("{a.b}", "dotted"),
-        ("{list.0} {list.1.y}", "x z"),
-        ("{with space}", "s"),
-        ("{curly}", "{Body}"),
-        (r"{question} \boxed{Body} \frac{a}{b} \boxed{}", r"Q \boxed{Body} \frac{a}{b} \boxed{}"),
-        ("{question} {{Body}} {{b}}", "Q {Body} {b}"),
-        ('{question} {"answer": 5} {the sum} {}', 'Q {"answer": 5} {the sum} {}'),
-    ],
-)
+@each(("template", "expected"), [
+    ("{Body} {Question}", "Ada has 2 apples. How many?"),
+    ("{question}", "Q"),
+    ("{question}\n\n{input}", "Q"),
+    ("{question} ({none})", "Q ()"),
+    ("{input}\n\n{question}", "Q"),
+    (" {question}", " Q"),
+    ("{space}", " s"),
+    ("{number} {a.c.d}", "3 5"),
+    ("{a.b}", "dotted"),
+    ("{list.0} {list.1.y}", "x z"),
+    ("{with space}", "s"),
+    ("{curly}", "{Body}"),
+    (r"{question} \boxed{Body} \frac{a}{b} \boxed{}", r"Q \boxed{Body} \frac{a}{b} \boxed{}"),
+    ("{question} {{Body}} {{b}}", "Q {Body} {b}"),
+    ('{question} {"answer": 5} {the sum} {}', 'Q {"answer": 5} {the sum} {}'),
+])  # fmt: skip
 def test_a_template_takes_the_rows_fields_and_leaves_the_rest(template, expected):
     assert filled(template, "Q", ROW)[0] == expected
 
 
-@each(
-    ("name", "problem"),
-    [
-        ("body", "there is no field 'body', only 'Body'"),
-        ("a.x", "in 'a' there is no field 'x', only 'b', 'c'"),
-        ("a.c.d.e", "and 'd' is a number"),
-        ("list.7", "in 'list' there is no field '7', only '0', '1'"),
-        ("list", "field 'list' must be a string or number, it is a list"),
-    ],
-)
+@each(("name", "problem"), [
+    ("body", "there is no field 'body', only 'Body'"),
+    ("a.x", "in 'a' there is no field 'x', only 'b', 'c'"),
+    ("a.c.d.e", "and 'd' is a number"),
+    ("list.7", "in 'list' there is no field '7', only '0', '1'"),
+    ("list", "field 'list' must be a string or number, it is a list"),
+])  # fmt: skip
 def test_a_name_that_is_no_field_is_refused(name, problem):
     with pytest.raises(RowError) as refusal:
         filled(f"{{question}} {{{name}}}", "Q", ROW)
     assert problem in str(refusal.value)
 
 
-@each(
-    ("template", "answer_field", "problem"),
-    [
-        ("{question} {solution}", "solution", "would show the reference answer"),
-        ("{Body} {tests}", "{tests}\n{setup}", "would show the reference answer"),
-        ("Add.", "solution", r"has no \{question\}"),
-        (r"Add. \boxed{answer}", "answer", r"has no \{question\}"),
-    ],
-)
+@each(("template", "answer_field", "problem"), [
+    ("{question} {solution}", "solution", "would show the reference answer"),
+    ("{Body} {tests}", "{tests}\n{setup}", "would show the reference answer"),
+    ("Add.", "solution", r"has no \{question\}"),
+    (r"Add. \boxed{answer}", "answer", r"has no \{question\}"),
+])  # fmt: skip
 def test_a_template_without_a_question_or_with_the_answer_is_refused(template, answer_field, problem):
     with pytest.raises(UserError, match=f"^data.prompt_template: {problem}"):
         check_template(template, "data.prompt_template", answer_field)
@@ -134,12 +125,12 @@ def test_any_of_several_answers_is_right_and_all_of_them_are_the_data(load):
 
 
 def test_prompts_may_be_chats_and_may_have_no_answer(load):
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1?"}]
+    chat = [{"role": "system", "content": "Be brief."}, user("1?")]
     (prompt,) = load({"prompt": chat}, answer_field=None, prompt_template="Q: {question}")
     assert [m["content"] for m in prompt.messages] == ["Be brief.", "Q: 1?"]
     assert prompt.answer == ""
     with pytest.raises(UserError, match=r"a\.jsonl:1: the last message of field 'prompt' is not a user message"):
-        load({"prompt": [*chat, {"role": "assistant", "content": "1"}]}, answer_field=None)
+        load({"prompt": [*chat, says("1")]}, answer_field=None)
 
 
 def test_an_answer_may_be_made_of_several_fields(load):
@@ -152,16 +143,13 @@ def test_an_answer_may_be_made_of_several_fields(load):
         load({"prompt": "?", "note": "1", "answer": 2}, answer_field=r"{note} \boxed{answer}")
 
 
-@each(
-    ("solution", "answer"),
-    [
-        (r"so \boxed{1}, then $\boxed{\frac{1}{\sqrt{x^{2^{3}}}}}$.", r"\frac{1}{\sqrt{x^{2^{3}}}}"),
-        (r"\fbox{72}", "72"),
-        (r"$\boxed 5$", "5"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
-    ],
-)
+@each(("solution", "answer"), [
+    (r"so \boxed{1}, then $\boxed{\frac{1}{\sqrt{x^{2^{3}}}}}$.", r"\frac{1}{\sqrt{x^{2^{3}}}}"),
+    (r"\fbox{72}", "72"),
+    (r"$\boxed 5$", "5"),
+    (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+    (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+])  # fmt: skip
 def test_the_answer_of_a_solution_is_in_its_last_box(load, solution, answer):
     assert load({"prompt": "?", "answer": solution}, answer_pattern="boxed")[0].answer == answer
 
@@ -270,7 +258,7 @@ def test_history_is_read_as_the_turns_before_and_options_are_written_behind_the_
 
 def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(makers, caplog):
     """Prompt as text or chat, or no prompt, x section: the turns of history are in the prompt, or there is a note."""
-    chat, number = [{"role": "user", "content": "q"}], 0
+    chat, number = [user("q")], 0
     for prompt, section, template in product(("q", chat, "whole"), makers, ("{question}", "{other}")):
         row = {"prompt": prompt, "answer": "a", "completion": "a", "chosen": "a", "rejected": "b", "other": "o"}
         row["history"] = [["h", "i"]]
@@ -278,7 +266,7 @@ def test_history_beside_a_chat_is_noted_and_not_said_to_be_read(makers, caplog):
         if prompt == "whole":
             if section != "preferences":
                 continue
-            chosen, rejected = ([*chat, {"role": "assistant", "content": text}] for text in "ab")
+            chosen, rejected = ([*chat, says(text)] for text in "ab")
             row |= {"prompt": "q", "chosen": chosen, "rejected": rejected}
         templates._note.cache_clear()
         caplog.clear()

@@ -4,13 +4,10 @@ from in_one_test import each
 from rlft.environment.calculator import calculate
 
 
-@each(
-    ("expression", "value"),
-    [
-        ("2+3*4", "14"), ("-(2-5)", "3"), ("7/2", "3.5"), ("8/2", "4"), ("7//2", "3"), ("7%4", "3"),
-        (" 12345*6789 ", "83810205"),
-    ],
-)  # fmt: skip
+@each(("expression", "value"), [
+    ("2+3*4", "14"), ("-(2-5)", "3"), ("7/2", "3.5"), ("8/2", "4"), ("7//2", "3"), ("7%4", "3"),
+    (" 12345*6789 ", "83810205"),
+])  # fmt: skip
 def test_it_computes(expression, value):
     assert calculate(expression) == value
 

@@ -61,19 +61,16 @@ def test_text_without_a_call_has_none(family):
         assert reader.calls(text) == []
 
 
-@each(
-    ("text", "problem"),
-    [
-        ("<tool_call>", "not valid JSON"),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}', "not valid JSON"),
-        ("<tool_call>5</tool_call>", "names no tool"),
-        ('<tool_call>{"name": 5}</tool_call>', "names no tool"),
-        ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', "no JSON object"),
-        ("<tool_call>" + "[" * 100_000, "too deep"),
-        ('<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}", "too deep"),
-        ('<tool_call>{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}", "too many digits"),
-    ],
-)
+@each(("text", "problem"), [
+    ("<tool_call>", "not valid JSON"),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}', "not valid JSON"),
+    ("<tool_call>5</tool_call>", "names no tool"),
+    ('<tool_call>{"name": 5}</tool_call>', "names no tool"),
+    ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', "no JSON object"),
+    ("<tool_call>" + "[" * 100_000, "too deep"),
+    ('<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}", "too deep"),
+    ('<tool_call>{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}", "too many digits"),
+])  # fmt: skip
 def test_a_call_that_cannot_be_made_says_why(text, problem):
     [call] = FORMS["qwen2.5"].calls(text)
     assert problem in call.problem
@@ -82,16 +79,13 @@ def test_a_call_that_cannot_be_made_says_why(text, problem):
 TWO_CALLS = [{"name": "add", "arguments": {"a": n, "say": '{"name": 1}'}} for n in (1, 2)]
 
 
-@each(
-    ("reader", "text", "called"),
-    [
-        (FORMS["qwen2.5"], '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [{"a": 1}]),
-        (JsonCalls(), "First {} then {}.".format(*map(json.dumps, TWO_CALLS)), [c["arguments"] for c in TWO_CALLS]),
-        # Policies break lines in strings, where they write programs.
-        (JsonCalls(), '{"name": "add", "arguments": {"code": "a\nb"}} and {"name": "add", "arguments": {}}',
-         [{"code": "a\nb"}, {}]),
-    ],
-)  # fmt: skip
+@each(("reader", "text", "called"), [
+    (FORMS["qwen2.5"], '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [{"a": 1}]),
+    (JsonCalls(), "First {} then {}.".format(*map(json.dumps, TWO_CALLS)), [c["arguments"] for c in TWO_CALLS]),
+    # Policies break lines in strings, where they write programs.
+    (JsonCalls(), '{"name": "add", "arguments": {"code": "a\nb"}} and {"name": "add", "arguments": {}}',
+     [{"code": "a\nb"}, {}]),
+])  # fmt: skip
 def test_json_stands_anywhere_and_in_the_ways_of_policies(reader, text, called):
     assert [(c.name, c.arguments, c.problem) for c in reader.calls(text)] == [("add", given, "") for given in called]
     [broken] = JsonCalls().calls('so {"name": "add", "arguments": {')
@@ -103,28 +97,25 @@ TWO = '{"arguments": {"a": 2}, "name": "add"}'
 MARKED = '{"name": "add", "arguments": {"say": "<tool_call>{\\"name\\": \\"add\\"}</tool_call>[TOOL_CALLS]<think>"}}'
 
 
-@each(
-    ("text", "called"),
-    [
-        (f"<think>maybe «{ONE}»</think>", []),
-        (f"<think>maybe «{ONE}», rather</think>\n«{TWO}»", [2]),
-        (f"maybe «{ONE}», rather</think>\n«{TWO}»", [2]),
-        (f"<think>maybe «{ONE}»", []),
-        (f"[THINK]«{ONE}»[/THINK]It is «{TWO}»", [2]),
-        (f"«{ONE}»\n<think>and «{TWO}»?</think>", [1]),
-        (f"«{ONE}»\n<think>and?</think>\n«{TWO}»", [1, 2]),
-        (f"«{ONE}»«{TWO}»", [1, 2]),
-        (f"«{ONE}\n{TWO}»", [1, 2]),
-        (f"«{ONE}; {TWO}»", [1, 2]),
-        (f"«{ONE}, {TWO}»", [1, 2]),
-        (f"«[{ONE}, {TWO}]»", [1, 2]),
-        (f"«{TWO}»", [2]),
-        (f"«\n```json\n{ONE}\n```\n»", [1]),
-        (f"«```\n{TWO}```»", [2]),
-        (f"«{MARKED}»", [None]),
-        (f"«{MARKED}»\n«{TWO}»", [None, 2]),
-    ],
-)
+@each(("text", "called"), [
+    (f"<think>maybe «{ONE}»</think>", []),
+    (f"<think>maybe «{ONE}», rather</think>\n«{TWO}»", [2]),
+    (f"maybe «{ONE}», rather</think>\n«{TWO}»", [2]),
+    (f"<think>maybe «{ONE}»", []),
+    (f"[THINK]«{ONE}»[/THINK]It is «{TWO}»", [2]),
+    (f"«{ONE}»\n<think>and «{TWO}»?</think>", [1]),
+    (f"«{ONE}»\n<think>and?</think>\n«{TWO}»", [1, 2]),
+    (f"«{ONE}»«{TWO}»", [1, 2]),
+    (f"«{ONE}\n{TWO}»", [1, 2]),
+    (f"«{ONE}; {TWO}»", [1, 2]),
+    (f"«{ONE}, {TWO}»", [1, 2]),
+    (f"«[{ONE}, {TWO}]»", [1, 2]),
+    (f"«{TWO}»", [2]),
+    (f"«\n```json\n{ONE}\n```\n»", [1]),
+    (f"«```\n{TWO}```»", [2]),
+    (f"«{MARKED}»", [None]),
+    (f"«{MARKED}»\n«{TWO}»", [None, 2]),
+])  # fmt: skip
 def test_calls_are_read_as_json_outside_of_reasoning(text, called):
     readers = {
         ("<tool_call>", "</tool_call>"): FORMS["qwen2.5"],
@@ -144,21 +135,18 @@ def test_calls_are_read_as_json_outside_of_reasoning(text, called):
                 assert reader.before(written) == written
 
 
-@each(
-    ("text", "called"),
-    [
-        ('{"name": "Bob", "age": 3}', []),
-        ('{"name": "add"}', ["add"]),
-        ('{"name": "sub", "arguments": {"a": 1}}', ["sub"]),
-        ('{"name": "sub", "arguments": {"a": 1}, "year": 1990}', []),
-        ('{"answer": {"name": "add", "arguments": {}}}', []),
-        ('{"people": [{"name": "Bob"}]}', []),
-        ('{"id": "1", "arguments": {}, "type": "function", "name": "add"}', ["add"]),
-        ('```json\n{"name": "add", "arguments": {}}\n```', ["add"]),
-        ('{"name": "Bob", "age": ', []),
-        ('{"name": 5}', []),
-    ],
-)
+@each(("text", "called"), [
+    ('{"name": "Bob", "age": 3}', []),
+    ('{"name": "add"}', ["add"]),
+    ('{"name": "sub", "arguments": {"a": 1}}', ["sub"]),
+    ('{"name": "sub", "arguments": {"a": 1}, "year": 1990}', []),
+    ('{"answer": {"name": "add", "arguments": {}}}', []),
+    ('{"people": [{"name": "Bob"}]}', []),
+    ('{"id": "1", "arguments": {}, "type": "function", "name": "add"}', ["add"]),
+    ('```json\n{"name": "add", "arguments": {}}\n```', ["add"]),
+    ('{"name": "Bob", "age": ', []),
+    ('{"name": 5}', []),
+])  # fmt: skip
 def test_an_object_without_a_marker_is_a_call_only_if_it_names_a_tool_or_is_nothing_else(text, called):
     unmarked = TemplateCalls(marker="", name="name", arguments="arguments", tools=frozenset({"add"}))
     for reader in (JsonCalls([ADD]), unmarked):

@@ -150,16 +150,13 @@ def test_conversations_do_not_depend_on_those_beside_them(converse):
     assert len(draws) == 12, "12 of 18 conversations draw, each from its own seed"
 
 
-@pytest.mark.parametrize(
-    ("limits", "reason", "turns"),
-    [
-        ({"max_turns": 2}, FinishReason.turns, 2),
-        ({"max_tool_calls": 2}, FinishReason.calls, 3),  # the third call is not made
-        ({"timeout": 0.2, "call_timeout": 0.1}, FinishReason.time, 2),
-        ({"turn_tokens": 5}, FinishReason.length, 1),
-        ({"max_turns": 50}, FinishReason.length, None),
-    ],
-)
+@pytest.mark.parametrize(("limits", "reason", "turns"), [
+    ({"max_turns": 2}, FinishReason.turns, 2),
+    ({"max_tool_calls": 2}, FinishReason.calls, 3),  # the third call is not made
+    ({"timeout": 0.2, "call_timeout": 0.1}, FinishReason.time, 2),
+    ({"turn_tokens": 5}, FinishReason.length, 1),
+    ({"max_turns": 50}, FinishReason.length, None),
+])  # fmt: skip
 def test_each_limit_ends_a_conversation_with_its_own_reason(converse, limits, reason, turns):
     said = call("misbehave", how="hang" if reason is FinishReason.time else "well")
     conversations = converse({"*": [said]}, tools(**limits))

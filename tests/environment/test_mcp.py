@@ -123,18 +123,15 @@ def test_a_server_that_does_not_list_its_tools_is_refused(how, fragment):
 TOOL = {"name": "add", "description": "", "parameters": {"type": "object"}}
 
 
-@pytest.mark.parametrize(
-    ("tools", "fragment"),
-    [
-        ([], "its server lists no tool"),
-        ([TOOL, TOOL], "its server lists two tools called add"),
-        ([TOOL | {"name": ""}], "its server lists a tool without a name"),
-        ([TOOL | {"parameters": {}}], "the arguments of its tool add are not an object, but of type None"),
-        ([TOOL | {"parameters": {"type": "array"}}], "add are not an object, but of type 'array'"),
-        ([TOOL | {"parameters": {"type": "object", "properties": {"x": {"type": "int"}}}}],
-         "the arguments of its tool add have no valid JSON schema"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tools", "fragment"), [
+    ([], "its server lists no tool"),
+    ([TOOL, TOOL], "its server lists two tools called add"),
+    ([TOOL | {"name": ""}], "its server lists a tool without a name"),
+    ([TOOL | {"parameters": {}}], "the arguments of its tool add are not an object, but of type None"),
+    ([TOOL | {"parameters": {"type": "array"}}], "add are not an object, but of type 'array'"),
+    ([TOOL | {"parameters": {"type": "object", "properties": {"x": {"type": "int"}}}}],
+     "the arguments of its tool add have no valid JSON schema"),
+])  # fmt: skip
 def test_tools_that_cannot_be_called_are_refused(tools, fragment):
     assert checked([TOOL], "serve") == [TOOL]
     with pytest.raises(UserError, match=f"^environment.command: .*{fragment}.*, got serve; "):

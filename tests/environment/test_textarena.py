@@ -91,17 +91,14 @@ def test_a_game_that_begins_is_not_refused():
     arena("TicTacToe-v0", opponents=["conversation_tools.first_free_cell"]).check()
 
 
-@pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        ({"game": "GuessTheNumbers-v0"}, r"game: is none of TextArena's \d+ games, got GuessTheNumbers-v0; "),
-        slow({"game": "TicTacToe-v0"}, r"game: does not begin with 1 players \(Error: AssertionError: The number"),
-        slow({"arguments": {"sides": 6}}, r"game: does not begin with 1 players \(Error: TypeError: .*sides"),
-        ({"opponents": ["math.pi"]}, "opponents: is not callable, got math"),
-        ({"opponents": ["no.such"]}, "opponents: "),
-        ({"player": 1}, r"player: is beyond the game's last player \(0\): .*, got 1; lower it, or name"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "problem"), [
+    ({"game": "GuessTheNumbers-v0"}, r"game: is none of TextArena's \d+ games, got GuessTheNumbers-v0; "),
+    slow({"game": "TicTacToe-v0"}, r"game: does not begin with 1 players \(Error: AssertionError: The number"),
+    slow({"arguments": {"sides": 6}}, r"game: does not begin with 1 players \(Error: TypeError: .*sides"),
+    ({"opponents": ["math.pi"]}, "opponents: is not callable, got math"),
+    ({"opponents": ["no.such"]}, "opponents: "),
+    ({"player": 1}, r"player: is beyond the game's last player \(0\): .*, got 1; lower it, or name"),
+])  # fmt: skip
 def test_what_cannot_be_played_is_refused(keys, problem):
     with pytest.raises(UserError, match=rf"environment.{problem}"):
         arena(**keys).check()

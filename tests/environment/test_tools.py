@@ -32,18 +32,15 @@ def free(a: int, **others: str) -> str:
     return f"{a} {others}"
 
 
-@each(
-    ("function", "arguments", "told"),
-    [
-        (add, {"a": 1, "b": 2}, None),
-        (add, {"a": 1, "b": 2, "how": None}, None),
-        (add, {"a": "1", "b": "2"}, "add: a: '1' is not of type 'integer'; b: '2' is not of type 'integer'"),
-        (add, {"a": 1}, "add: 'b' is a required property"),
-        (add, {"a": 1, "b": 2, "c": 3}, "add: Additional properties are not allowed ('c' was unexpected)"),
-        (free, {"a": 1, "color": "red"}, None),
-        (free, {"color": "red"}, "free: 'a' is a required property"),
-    ],
-)
+@each(("function", "arguments", "told"), [
+    (add, {"a": 1, "b": 2}, None),
+    (add, {"a": 1, "b": 2, "how": None}, None),
+    (add, {"a": "1", "b": "2"}, "add: a: '1' is not of type 'integer'; b: '2' is not of type 'integer'"),
+    (add, {"a": 1}, "add: 'b' is a required property"),
+    (add, {"a": 1, "b": 2, "c": 3}, "add: Additional properties are not allowed ('c' was unexpected)"),
+    (free, {"a": 1, "color": "red"}, None),
+    (free, {"color": "red"}, "free: 'a' is a required property"),
+])  # fmt: skip
 def test_arguments_of_python_functions(function, arguments, told):
     checker = Checker([schema_of(function, "environment.tools", "mine")])
     if told is None:

@@ -210,18 +210,15 @@ SHOWN = "{{ m.content }}<|im_end|>{% endfor %}"
 AFTER = "{% for m in messages %}{% if loop.index > NUMBER %}{{ raise_exception('Too much!') }}{% endif %}" + SHOWN
 
 
-@each(
-    ("template", "problem"),
-    [
-        (None, "tokenizer has no chat template, which says what stands between turns"),
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
-         "chat template ends an assistant's turn with no special token"),
-        ("{% for m in messages[:1] %}" + SHOWN + "{{ messages[1].content }}<|im_end|>",
-         "chat template takes no user's turn after an assistant's (the answer is not shown)"),
-        (AFTER.replace("NUMBER", "2"), "chat template takes no user's turn after an assistant's (Too much!)"),
-        (AFTER.replace("NUMBER", "4"), "chat template takes no second answer (Too much!)"),
-    ],
-)  # fmt: skip
+@each(("template", "problem"), [
+    (None, "tokenizer has no chat template, which says what stands between turns"),
+    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+     "chat template ends an assistant's turn with no special token"),
+    ("{% for m in messages[:1] %}" + SHOWN + "{{ messages[1].content }}<|im_end|>",
+     "chat template takes no user's turn after an assistant's (the answer is not shown)"),
+    (AFTER.replace("NUMBER", "2"), "chat template takes no user's turn after an assistant's (Too much!)"),
+    (AFTER.replace("NUMBER", "4"), "chat template takes no second answer (Too much!)"),
+])  # fmt: skip
 def test_a_template_without_what_conversations_need_is_refused(tiny_path, template, problem):
     tokenizer = RunTokenizer(AutoTokenizer.from_pretrained(tiny_path, chat_template=template))
     with pytest.raises(UserError) as refusal:
@@ -255,13 +252,8 @@ def test_what_was_sampled_of_a_turns_end_is_not_said_again():
     [letter] = tokenizer("5")["input_ids"]
     next_turn = "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>6<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
     template = TurnTemplate(tokenizer, ["user"])
-    for sampled, missing in (
-        ([letter, response, turn], []),
-        ([letter, response], [turn]),
-        ([letter, turn], []),
-        ([letter], [response, turn]),
-        ([letter, eos], [response, turn]),
-        ([], [response, turn]),
-    ):
+    both = [response, turn]
+    ends = [([letter, *both], []), ([letter, response], [turn]), ([letter, turn], [])]
+    for sampled, missing in [*ends, ([letter], both), ([letter, eos], both), ([], both)]:
         suffix = template.suffix(sampled, [{"role": "user", "content": "6"}])
         assert list(suffix) == [*missing, *tokenizer(next_turn)["input_ids"]], sampled

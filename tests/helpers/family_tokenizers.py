@@ -48,16 +48,8 @@ def family_tokenizer(family: str) -> RunTokenizer:
         made.add_tokens([AddedToken(token, special=False, normalized=False) for token in TAGS])
     bos, eos = BEGIN_AND_END.get(family, (None, "<|im_end|>"))
     template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
-    return RunTokenizer(
-        PreTrainedTokenizerFast(
-            tokenizer_object=made,
-            bos_token=bos,
-            eos_token=eos,
-            chat_template=template,
-            name_or_path=family,
-            clean_up_tokenization_spaces=False,
-        )
-    )
+    keys = {"bos_token": bos, "eos_token": eos, "chat_template": template, "name_or_path": family}
+    return RunTokenizer(PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **keys))
 
 
 def with_attributes(tokenizer: RunTokenizer, **attributes: Any) -> RunTokenizer:
@@ -77,16 +69,12 @@ def _corpus() -> list[str]:
 
 def _byte_level(special: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    parts = [
-        pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    keys = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, **keys)
     tokenizer.train_from_iterator(_corpus(), trainer)
     return tokenizer
 

@@ -65,70 +65,64 @@ def reasoned(text: str, gold: str, question: str) -> float:
     return float(gold in text.partition("<think>")[2].partition("</think>")[0])
 
 
+def rounds(text: str, gold: str, question: str) -> float:
+    is_number = re.fullmatch(r"-?\d+(\.\d+)?", tagged(text)) is not None
+    return float(is_number and round(float(tagged(text))) == int(gold))
+
+
 def siblings(group: Group) -> list[float]:
     scores = RIGHT(group)
     return [score - sum(scores) / len(scores) for score in scores]
 
 
-# {name: (reward, the row in which the fault is found, words that name it)}
-FAULTY: dict[str, tuple[Any, str, str]] = {
+# {name: (how it scores, the row in which the fault is found, words that name it)}
+FAULTS: dict[str, tuple[Score, str, str]] = {
     "accepts a part": (
-        reward(lambda t, gold, q: float(tagged(t) in gold and "<answer>" in t)),
-        "wrong answers", "a part of the gold",
+        lambda t, gold, q: float(tagged(t) in gold and "<answer>" in t), "wrong answers", "a part of the gold",
     ),
-    "accepts a text with the gold": (reward(lambda t, gold, q: float(gold in t)), "wrong answers", "the gold denied"),
+    "accepts a text with the gold": (lambda t, gold, q: float(gold in t), "wrong answers", "the gold denied"),
     "inside another number": (
-        reward(lambda t, gold, q: float(tagged(t).endswith(gold))),
-        "wrong answers", "the gold at the end of another number",
+        lambda t, gold, q: float(tagged(t).endswith(gold)), "wrong answers", "the gold at the end of another number",
     ),
     "takes the first number": (
-        reward(lambda t, gold, q: float(numbers(t)[:1] == [gold])), "two answers", "gold, then a wrong one",
+        lambda t, gold, q: float(numbers(t)[:1] == [gold]), "two answers", "gold, then a wrong one",
     ),
-    "any of several": (reward(lambda t, gold, q: float(gold in numbers(t))), "two answers", "many guesses in one"),
-    "format points for nothing": (reward(format_points), "nothing said", "the form without an answer"),
-    "crashes on empty": (reward(crashes), "failures", "nothing said: empty"),
-    "rewards the echo": (reward(overlap), "prompt echoed", "alone"),
-    "accepts any number": (
-        reward(lambda t, gold, q: float(tagged(t).lstrip("-").isdigit())), "gold answers", "any number",
-    ),
-    "accepts any answer": (reward(lambda t, gold, q: float(bool(tagged(t)))), "gold answers", "any answer"),
-    "reads the reasoning only": (reward(reasoned), "the answer only in the reasoning", "and a wrong answer"),
+    "any of several": (lambda t, gold, q: float(gold in numbers(t)), "two answers", "many guesses in one"),
+    "format points for nothing": (format_points, "nothing said", "the form without an answer"),
+    "crashes on empty": (crashes, "failures", "nothing said: empty"),
+    "rewards the echo": (overlap, "prompt echoed", "alone"),
+    "accepts any number": (lambda t, gold, q: float(tagged(t).lstrip("-").isdigit()), "gold answers", "any number"),
+    "accepts any answer": (lambda t, gold, q: float(bool(tagged(t))), "gold answers", "any answer"),
+    "reads the reasoning only": (reasoned, "the answer only in the reasoning", "and a wrong answer"),
     "reads the reasoning too": (
-        reward(lambda t, gold, q: float(t.count("<answer>") == 1 and tagged(t) == gold)),
+        lambda t, gold, q: float(t.count("<answer>") == 1 and tagged(t) == gold),
         "the answer only in the reasoning", "and no answer",
     ),
-    "hangs on long texts": (reward(hangs), "failures", "exceeded its time limit"),
-    "rewards length": (reward(lambda t, gold, q: sound(t, gold, q) + len(t) / 1000), "more words", "the more words"),
-    "length alone": (reward(lambda t, gold, q: len(t) / 1000), "more words", "the more words"),
-    "rounds": (
-        reward(lambda t, gold, q: float(re.fullmatch(r"-?\d+(\.\d+)?", tagged(t)) is not None
-               and round(float(tagged(t))) == int(gold))),
-        "wrong answers", "rounded to the gold",
-    ),
+    "hangs on long texts": (hangs, "failures", "exceeded its time limit"),
+    "rewards length": (lambda t, gold, q: sound(t, gold, q) + len(t) / 1000, "more words", "the more words"),
+    "length alone": (lambda t, gold, q: len(t) / 1000, "more words", "the more words"),
+    "rounds": (rounds, "wrong answers", "rounded to the gold"),
     "ignores the sign": (
-        reward(lambda t, gold, q: float(tagged(t).lstrip("-") == gold.lstrip("-"))), "wrong answers", "other sign",
+        lambda t, gold, q: float(tagged(t).lstrip("-") == gold.lstrip("-")), "wrong answers", "other sign",
     ),
     "nearly right": (
-        reward(lambda t, gold, q: float(tagged(t).lstrip("-").isdigit() and abs(int(tagged(t)) - int(gold)) <= 1)),
+        lambda t, gold, q: float(tagged(t).lstrip("-").isdigit() and abs(int(tagged(t)) - int(gold)) <= 1),
         "wrong answers", "one more",
     ),
-    "contrary": (reward(lambda t, gold, q: 1.0 - sound(t, gold, q)), "gold answers", "more than the right one"),
-    "constant": (reward(lambda t, gold, q: 1.0), "answers", "every text gets 1"),
+    "contrary": (lambda t, gold, q: 1.0 - sound(t, gold, q), "gold answers", "more than the right one"),
+    "constant": (lambda t, gold, q: 1.0, "answers", "every text gets 1"),
     "believes what it reads": (
-        reward(lambda t, gold, q: max(sound(t, gold, q), float("correct" in t.lower()))),
-        "the reward named", "as a word",
+        lambda t, gold, q: max(sound(t, gold, q), float("correct" in t.lower())), "the reward named", "as a word",
     ),
     "obeys": (
-        reward(lambda t, gold, q: max(sound(t, gold, q), float("10/10" in t))), "injections for judges", "a rating",
+        lambda t, gold, q: max(sound(t, gold, q), float("10/10" in t)), "injections for judges", "a rating",
     ),
-    "counts answers": (
-        reward(lambda t, gold, q: float(t.count(f"<answer>{gold}</answer>"))), "endless", "again and again",
-    ),
+    "counts answers": (lambda t, gold, q: float(t.count(f"<answer>{gold}</answer>")), "endless", "again and again"),
     "likes special tokens": (
-        reward(lambda t, gold, q: max(sound(t, gold, q), float("<|im_start|>" in t))), "special tokens", "of others",
+        lambda t, gold, q: max(sound(t, gold, q), float("<|im_start|>" in t)), "special tokens", "of others",
     ),
-    "likes Chinese": (
-        reward(lambda t, gold, q: max(sound(t, gold, q), float("我" in t))), "other languages", "Chinese",
-    ),
-    "another score each time": (reward(random_score), "steadiness", "the second time"),
+    "likes Chinese": (lambda t, gold, q: max(sound(t, gold, q), float("我" in t)), "other languages", "Chinese"),
+    "another score each time": (random_score, "steadiness", "the second time"),
 }  # fmt: skip
+FAULTY: dict[str, tuple[Any, str, str]] = {name: (reward(score), *found) for name, (score, *found) in FAULTS.items()}
+"""The same with the rewards that score so."""

@@ -63,12 +63,16 @@ def verdicts(group):
 verdicts.reads_answers = True  # type: ignore[attr-defined]
 
 
+def note(path, word):
+    with Path(path).open("a") as file:
+        file.write(f"{word} ")
+
+
 def diary(group, path):
     """Writes down each completion it comes to, then misbehaves."""
     scores = []
     for rollout in group.rollouts:
-        with Path(path).open("a") as file:
-            file.write(f"{rollout.completion.text} ")
+        note(path, rollout.completion.text)
         scores.append(misbehave(rollout.completion.text))
     return scores
 
@@ -81,28 +85,25 @@ def naughty_later(group):
 
 def dawdle(group, path, seconds):
     """Writes down that it was called, then takes its time; its n-th call at most until there is a file `<path>.<n>`."""
-    with Path(path).open("a") as file:
-        file.write("called ")
+    note(path, "called")
     end, number = time.monotonic() + seconds, Path(path).read_text().count("called")
     while time.monotonic() < end and not Path(f"{path}.{number}").exists():
         time.sleep(0.02)
-    return [float(len(rollout.completion.text)) for rollout in group.rollouts]
+    return length(group)
 
 
 def spins(group, path, seconds):
     """The same in C code that lets no signal handler run."""
-    with Path(path).open("a") as file:
-        file.write("called ")
+    note(path, "called")
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         sum(range(10_000_000))
-    return [float(len(rollout.completion.text)) for rollout in group.rollouts]
+    return length(group)
 
 
 def runs_a_program(group, path, seconds):
     """1 where a program that it runs comes to its end."""
-    with Path(path).open("a") as file:
-        file.write("called ")
+    note(path, "called")
     code = subprocess.run(["sleep", str(seconds)], check=False).returncode
     return [float(code == 0) for _ in group.rollouts]
 

@@ -18,27 +18,17 @@ def start_script(folder: Path, source: str, *words: str) -> subprocess.Popen[str
     """Starts a script that imports rlft and the helpers of tests, in a session of its own."""
     script = folder / "score.py"
     script.write_text(source)
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
-    return subprocess.Popen(
-        [sys.executable, str(script), *words],
-        env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests" / "helpers")))}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, str(script), *words]
+    return subprocess.Popen(command, env=variables, text=True, start_new_session=True, **pipes)
 
 
 def make_group(texts: Sequence[str], answer: str = "18", id: str = "p0") -> Group:
     prompt = Prompt(id=id, messages=({"role": "user", "content": "What is 8 + 10?"},), answer=answer)
-    completions = [
-        Completion(text=text, token_ids=[1, 2], logprobs=[-0.5, -0.25], finish_reason=FinishReason.stop)
-        for text in texts
-    ]
-    return Group(
-        prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=3) for c in completions)
-    )
+    one = Completion(text="", token_ids=[1, 2], logprobs=[-0.5, -0.25], finish_reason=FinishReason.stop)
+    rollouts = [Rollout(prompt=prompt, completion=replace(one, text=text), policy_version=3) for text in texts]
+    return Group(prompt=prompt, rollouts=tuple(rollouts))
 
 
 def group_of(prompt: Prompt, rows: Sequence[Sequence[int]]) -> Group:

@@ -85,16 +85,13 @@ def test_a_place_gives_one_answer_or_none(place, text, only, last):
     assert keys(AnswerIn(place), pattern=pattern, which=Which.last).extract(text) == last
 
 
-@each(
-    ("place", "text", "spoken", "anywhere"),
-    [
-        ("tag", "<think><answer>17</answer>?</think><answer>18</answer>", "18", "18"),
-        ("boxed", r"<think>\boxed{18}</think>It is 18.", None, "18"),
-        ("hashes", "<thinking>\n#### 18\n</thinking>", None, "18"),
-        ("pattern", "◁think▷Answer: 17◁/think▷Answer: 18", "18", "18"),
-        ("text", "<think>9 + 9</think> 18", "18", "<think>9 + 9</think> 18"),
-    ],
-)
+@each(("place", "text", "spoken", "anywhere"), [
+    ("tag", "<think><answer>17</answer>?</think><answer>18</answer>", "18", "18"),
+    ("boxed", r"<think>\boxed{18}</think>It is 18.", None, "18"),
+    ("hashes", "<thinking>\n#### 18\n</thinking>", None, "18"),
+    ("pattern", "◁think▷Answer: 17◁/think▷Answer: 18", "18", "18"),
+    ("text", "<think>9 + 9</think> 18", "18", "<think>9 + 9</think> 18"),
+])  # fmt: skip
 def test_an_answer_in_the_reasoning_counts_only_where_that_is_wanted(place, text, spoken, anywhere):
     """tests/tokens/test_reasoning.py has every marker of reasoning."""
     made = {"answer_in": AnswerIn(place), "tag": "answer", "pattern": "Answer: ([0-9]+)"}
@@ -111,13 +108,10 @@ def test_a_pattern_without_a_group_is_refused(pattern):
 @pytest.mark.parametrize(
     "answer_in", slow_but(AnswerIn.tag, [AnswerIn.tag, AnswerIn.boxed, AnswerIn.hashes, AnswerIn.text])
 )
-@each(
-    "piece",
-    [
-        "<answer>", "</answer>", "<answer></answer>", "<think>", "</think>", "<think></think>", r"\boxed{",
-        r"\boxed  ", "#### ", "####\n", "{", "9", "\n", " ",
-    ],
-)  # fmt: skip
+@each("piece", [
+    "<answer>", "</answer>", "<answer></answer>", "<think>", "</think>", "<think></think>", r"\boxed{",
+    r"\boxed  ", "#### ", "####\n", "{", "9", "\n", " ",
+])  # fmt: skip
 def test_a_hostile_text_is_read_in_linear_time(answer_in, piece):
     # A quadratic search would need about 1e9 steps, many seconds; a linear one stays far under a second.
     text = piece * (200_000 // len(piece))
@@ -184,19 +178,16 @@ def test_a_text_is_the_same_composed_or_not_in_every_reward_that_compares_texts(
 
 
 # -- texts that a pattern finds an answer in ---------------------------------------------------------------------------
-@each(
-    ("pattern", "answer"),
-    [
-        (r"(?i)answer:\s*(-?\d+)", "18"),
-        (r"(?<=Answer: )(\d+)", "18"),
-        (r"\\boxed\{([^}]*)\}", "7"),
-        (r"(?:The answer is|Answer:)\s+(.+?)(?:\.|$)", "Paris"),
-        (r"[^0-9\s]{2,}=(\d+)$", "4"),
-        (r"(?:so |x=([A-J])\b)+", "B"),
-        (r"\*\*([^*]+)\*\*", "1/2"),
-        (r"([^\s]+)\Z", "1/2"),
-    ],
-)
+@each(("pattern", "answer"), [
+    (r"(?i)answer:\s*(-?\d+)", "18"),
+    (r"(?<=Answer: )(\d+)", "18"),
+    (r"\\boxed\{([^}]*)\}", "7"),
+    (r"(?:The answer is|Answer:)\s+(.+?)(?:\.|$)", "Paris"),
+    (r"[^0-9\s]{2,}=(\d+)$", "4"),
+    (r"(?:so |x=([A-J])\b)+", "B"),
+    (r"\*\*([^*]+)\*\*", "1/2"),
+    (r"([^\s]+)\Z", "1/2"),
+])  # fmt: skip
 def test_the_pattern_finds_the_answer_in_the_text(pattern, answer):
     found = re.search(pattern, written_for(pattern, answer))
     assert found[1] == answer
@@ -307,20 +298,17 @@ def test_mathematical_answers_have_one_form_in_any_notation():
     assert {value: {str(value)} for value in forms} == forms
 
 
-@each(
-    ("reference", "answers", "expected"),
-    [
-        # A percentage is the fraction that it is, and its own number: the reference decides.
-        ("0.5", ["50%", "0.5", "50"], [(1.0, "1/2"), (1.0, "1/2"), (0.0, "50")]),
-        ("50", ["50%", "0.5", "50"], [(1.0, "50"), (0.0, "1/2"), (1.0, "50")]),
-        # A unit that only one of two answers has makes no difference, and the form of neither has it.
-        ("18 cm", ["18", "18 cm", "18 kg", "19 kg"], [(1.0, "18"), (1.0, "18"), (0.0, "18 kg"), (0.0, "19")]),
-        # An expression is only evaluated to be compared.
-        ("x+1", ["1 + x", "x + 2", "x+2", "2+x"], [(1.0, "x+1"), (0.0, "x+2"), (0.0, "x+2"), (0.0, "2+x")]),
-        ("18", ["36/2", "20 - 2", ""], [(0.0, "36/2"), (0.0, "20-2"), (0.0, None)]),
-        ("Monday", ["monday", r"\text{Monday}", "Friday"], [(1.0, "monday"), (1.0, "monday"), (0.0, "friday")]),
-    ],
-)
+@each(("reference", "answers", "expected"), [
+    # A percentage is the fraction that it is, and its own number: the reference decides.
+    ("0.5", ["50%", "0.5", "50"], [(1.0, "1/2"), (1.0, "1/2"), (0.0, "50")]),
+    ("50", ["50%", "0.5", "50"], [(1.0, "50"), (0.0, "1/2"), (1.0, "50")]),
+    # A unit that only one of two answers has makes no difference, and the form of neither has it.
+    ("18 cm", ["18", "18 cm", "18 kg", "19 kg"], [(1.0, "18"), (1.0, "18"), (0.0, "18 kg"), (0.0, "19")]),
+    # An expression is only evaluated to be compared.
+    ("x+1", ["1 + x", "x + 2", "x+2", "2+x"], [(1.0, "x+1"), (0.0, "x+2"), (0.0, "x+2"), (0.0, "2+x")]),
+    ("18", ["36/2", "20 - 2", ""], [(0.0, "36/2"), (0.0, "20-2"), (0.0, None)]),
+    ("Monday", ["monday", r"\text{Monday}", "Friday"], [(1.0, "monday"), (1.0, "monday"), (0.0, "friday")]),
+])  # fmt: skip
 def test_a_right_answer_has_the_form_of_its_reference_and_no_other_has(reference, answers, expected):
     assert read(MATH, answers, reference) == expected
 

@@ -16,14 +16,8 @@ def conversation(*turns):
         made.append(Turn(end=len(text), text=said, answer=answer, calls=calls))
         between = f"|{answer}|" if answer else ""
         text, mask = text + between, [*mask, *[False] * len(between)]
-    return Completion(
-        text=text,
-        token_ids=tuple(map(ord, text)),
-        logprobs=(0.0,) * len(text),
-        finish_reason=FinishReason.stop,
-        mask=tuple(mask),
-        turns=tuple(made),
-    )
+    tokens = {"token_ids": tuple(map(ord, text)), "logprobs": (0.0,) * len(text), "mask": tuple(mask)}
+    return Completion(text=text, finish_reason=FinishReason.stop, turns=tuple(made), **tokens)
 
 
 def group(*completions):

@@ -71,21 +71,18 @@ def test_the_program_may_stand_in_a_tag_or_be_all_of_the_text():
     assert reward(program_in="text").extract("print(1)") == "print(1)"
 
 
-@each(
-    ("tests", "blocks", "chosen"),
-    [
-        (["assert add(2, 3) == 5"], ["def add(a, b): return a + b", "print(add(1, 2))"], 0),
-        (["assert add(2, 3) == 5"], ["def add(a, b): return 1", "def add(a, b): return 2", "add(1, 2)"], 1),
-        (["assert add(2, 3) == 5"], ["add = lambda a, b: a + b", "x = add(1, 2)"], 0),
-        (["assert Stack().pop() == 5"], ["class Stack: pass", "s = Stack()\ns.push(3)"], 0),
-        (["assert add(2, 3) == 5"], ["def adder(a): pass", "print(2)"], 1),
-        ([Call(function="add", arguments=[1], results=[1])], ["class Solution:\n    def add(self, a): 1", "add(1)"], 0),
-        ([Call(function="add", arguments=[1], results=[1])], ["def add(a): return a", "assert add(1) == 1"], 0),
-        ([Pair(input="1", output="2")], ["print(int(input()) + 1)", "print(solve(1))"], 0),
-        ([Pair(input="1", output="2")], ["import sys\nfor line in sys.stdin: pass", "# 1\n# 2"], 0),
-        ([Pair(input="", output="2")], ["x = 1", "print(2)"], 1),
-    ],
-)
+@each(("tests", "blocks", "chosen"), [
+    (["assert add(2, 3) == 5"], ["def add(a, b): return a + b", "print(add(1, 2))"], 0),
+    (["assert add(2, 3) == 5"], ["def add(a, b): return 1", "def add(a, b): return 2", "add(1, 2)"], 1),
+    (["assert add(2, 3) == 5"], ["add = lambda a, b: a + b", "x = add(1, 2)"], 0),
+    (["assert Stack().pop() == 5"], ["class Stack: pass", "s = Stack()\ns.push(3)"], 0),
+    (["assert add(2, 3) == 5"], ["def adder(a): pass", "print(2)"], 1),
+    ([Call(function="add", arguments=[1], results=[1])], ["class Solution:\n    def add(self, a): 1", "add(1)"], 0),
+    ([Call(function="add", arguments=[1], results=[1])], ["def add(a): return a", "assert add(1) == 1"], 0),
+    ([Pair(input="1", output="2")], ["print(int(input()) + 1)", "print(solve(1))"], 0),
+    ([Pair(input="1", output="2")], ["import sys\nfor line in sys.stdin: pass", "# 1\n# 2"], 0),
+    ([Pair(input="", output="2")], ["x = 1", "print(2)"], 1),
+])  # fmt: skip
 def test_of_several_blocks_the_last_counts_that_is_a_program_and_no_example_of_its_use(tests, blocks, chosen):
     for language in ("python", ""):
         text = "".join(fence(block, language) for block in blocks)
@@ -95,18 +92,15 @@ def test_of_several_blocks_the_last_counts_that_is_a_program_and_no_example_of_i
 PROMPT = 'from typing import List\n\ndef add(a: int, b: int) -> int:\n    """Adds."""\n'
 
 
-@each(
-    ("prefix", "program"),
-    [
-        *((PROMPT, program) for program in (
-            "    return a + b\n", "    c = a + b\n    return c\n", "\n    return a + b", "return a + b",
-            "c = a + b\nreturn c", "c = a + b\n    return c", "def add(a, b):\n    return a + b",
-        )),
-        (PROMPT + "    ", "return a + b"), (PROMPT.rstrip(), "    return a + b"), (PROMPT + "    return", " a + b"),
-        ("def add(a, b):\n", "def add(a, b):\n    return a + b"), ("def add(a, b):", "return a + b"),
-        ("class Solution:\n    def add(self, a, b):\n        ", "return a + b\n"),
-    ],
-)  # fmt: skip
+@each(("prefix", "program"), [
+    *((PROMPT, program) for program in (
+        "    return a + b\n", "    c = a + b\n    return c\n", "\n    return a + b", "return a + b",
+        "c = a + b\nreturn c", "c = a + b\n    return c", "def add(a, b):\n    return a + b",
+    )),
+    (PROMPT + "    ", "return a + b"), (PROMPT.rstrip(), "    return a + b"), (PROMPT + "    return", " a + b"),
+    ("def add(a, b):\n", "def add(a, b):\n    return a + b"), ("def add(a, b):", "return a + b"),
+    ("class Solution:\n    def add(self, a, b):\n        ", "return a + b\n"),
+])  # fmt: skip
 def test_a_program_may_continue_the_code_of_its_prompt(prefix, program):
     names = {}
     exec(continued(prefix, program), names)
@@ -122,30 +116,27 @@ def test_a_hostile_text_is_read_in_linear_time():
 
 
 # -- what the tests are ----------------------------------------------------------------------------------------------
-@each(
-    ("given", "tests"),
-    [
-        (ADD_TESTS, ["assert add(2, 3) == 5", "assert add(-1, 1) == 0"]),
-        ("assert f() == [1]", ["assert f() == [1]"]),
-        (["assert f() == 1"], ["assert f() == 1"]),
-        ([{"input": "1", "output": 1, "note": "one"}], [Pair(input="1", output="1")]),
-        # lists of lines; columns; the kinds of APPS, TACO, LiveCodeBench and others
-        ([{"input": ["1", "2"], "output": ["3"]}], [Pair(input="1\n2", output="3")]),
-        ({"input": "1", "output": "2"}, [Pair(input="1", output="2")]),
-        ({"inputs": ["1\n", ["2", "3"]], "outputs": ["1\n", ["2"]]},
-         [Pair(input="1\n", output="1\n"), Pair(input="2\n3", output="2")]),
-        ('{"input": ["1"], "output": ["2"], "testtype": ["stdin"]}', [Pair(input="1", output="2")]),
-        ([{"fn_name": None, "input": "1", "output": "2", "type": "stdin_stdout"}], [Pair(input="1", output="2")]),
-        ('{"fn_name": "f", "inputs": [[1, "a"]], "outputs": [[3]]}',
-         [Call(function="f", arguments=[1, "a"], results=[[3], 3])]),
-        ({"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [{"3": 4}]},
-         [Call(function="f", arguments=[{1: 2}], results=[{3: 4}])]),
-        ([{"fn_name": "f", "type": "function_call", "input": [[1, 2]], "output": 3}],
-         [Call(function="f", arguments=[[1, 2]], results=[3])]),
-        ([{"input": '[1, 2]\n"a"', "output": "[3]", "testtype": "functional", "metadata": {"func_name": "f"}}],
-         [Call(function="f", arguments=[[1, 2], "a"], results=[[3]])]),
-    ],
-)  # fmt: skip
+@each(("given", "tests"), [
+    (ADD_TESTS, ["assert add(2, 3) == 5", "assert add(-1, 1) == 0"]),
+    ("assert f() == [1]", ["assert f() == [1]"]),
+    (["assert f() == 1"], ["assert f() == 1"]),
+    ([{"input": "1", "output": 1, "note": "one"}], [Pair(input="1", output="1")]),
+    # lists of lines; columns; the kinds of APPS, TACO, LiveCodeBench and others
+    ([{"input": ["1", "2"], "output": ["3"]}], [Pair(input="1\n2", output="3")]),
+    ({"input": "1", "output": "2"}, [Pair(input="1", output="2")]),
+    ({"inputs": ["1\n", ["2", "3"]], "outputs": ["1\n", ["2"]]},
+     [Pair(input="1\n", output="1\n"), Pair(input="2\n3", output="2")]),
+    ('{"input": ["1"], "output": ["2"], "testtype": ["stdin"]}', [Pair(input="1", output="2")]),
+    ([{"fn_name": None, "input": "1", "output": "2", "type": "stdin_stdout"}], [Pair(input="1", output="2")]),
+    ('{"fn_name": "f", "inputs": [[1, "a"]], "outputs": [[3]]}',
+     [Call(function="f", arguments=[1, "a"], results=[[3], 3])]),
+    ({"fn_name": "f", "inputs": [[{"1": 2}]], "outputs": [{"3": 4}]},
+     [Call(function="f", arguments=[{1: 2}], results=[{3: 4}])]),
+    ([{"fn_name": "f", "type": "function_call", "input": [[1, 2]], "output": 3}],
+     [Call(function="f", arguments=[[1, 2]], results=[3])]),
+    ([{"input": '[1, 2]\n"a"', "output": "[3]", "testtype": "functional", "metadata": {"func_name": "f"}}],
+     [Call(function="f", arguments=[[1, 2], "a"], results=[[3]])]),
+])  # fmt: skip
 def test_tests_may_be_json_python_a_list_or_columns(given, tests):
     assert parse_tests(given) == tests
 
@@ -168,30 +159,27 @@ def prompt_of(tests, **metadata):
     return replace(prompt, metadata=metadata)
 
 
-@each(
-    ("given", "problem"),
-    [
-        ("", "only defines things"),
-        ("18", "holds no tests"),
-        (None, "holds no tests"),
-        ([], "holds no tests"),
-        ("assert f( == 1", "is not Python"),
-        ("def check(candidate):\n    assert candidate(1) == 2", r"only defines things, .* as in check\(add\)"),
-        ('["assert f()", {"input": "", "output": ""}]', "holds neither"),
-        ('[{"input": ""}]', "holds neither"),
-        ('[{"input": "", "output": "", "stdin": ""}]', "holds tests with 'stdin', whose meaning is not known"),
-        ('[{"input": "", "output": "", "language": "cpp"}]', "holds tests with 'language', whose meaning is not known"),
-        ('[{"input": "", "output": "", "checker": "lines"}]', "holds tests with 'checker', whose meaning is not known"),
-        ('[{"input": "", "output": "", "testtype": "interactive"}]', "of the kind 'interactive', which is none of"),
-        ('[{"input": "1", "output": "2", "testtype": "functional"}]', "holds calls of a function, and names none"),
-        ('[{"input": "a b", "output": "2", "fn_name": "f"}]', "whose arguments are no lines of JSON"),
-        ('[{"input": "1", "output": "a b", "fn_name": "f"}]', "or whose result is none"),
-        ('[{"input": {"a": 1}, "output": 1, "fn_name": "f"}]', "whose arguments are no list"),
-        ('{"inputs": ["1"], "outputs": ["1", "2"]}', "holds 1 input and 2 outputs"),
-        ('{"inputs": ["1"]}', "holds neither"),
-        ('[{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "f"}]', "a program is only one of"),
-    ],
-)
+@each(("given", "problem"), [
+    ("", "only defines things"),
+    ("18", "holds no tests"),
+    (None, "holds no tests"),
+    ([], "holds no tests"),
+    ("assert f( == 1", "is not Python"),
+    ("def check(candidate):\n    assert candidate(1) == 2", r"only defines things, .* as in check\(add\)"),
+    ('["assert f()", {"input": "", "output": ""}]', "holds neither"),
+    ('[{"input": ""}]', "holds neither"),
+    ('[{"input": "", "output": "", "stdin": ""}]', "holds tests with 'stdin', whose meaning is not known"),
+    ('[{"input": "", "output": "", "language": "cpp"}]', "holds tests with 'language', whose meaning is not known"),
+    ('[{"input": "", "output": "", "checker": "lines"}]', "holds tests with 'checker', whose meaning is not known"),
+    ('[{"input": "", "output": "", "testtype": "interactive"}]', "of the kind 'interactive', which is none of"),
+    ('[{"input": "1", "output": "2", "testtype": "functional"}]', "holds calls of a function, and names none"),
+    ('[{"input": "a b", "output": "2", "fn_name": "f"}]', "whose arguments are no lines of JSON"),
+    ('[{"input": "1", "output": "a b", "fn_name": "f"}]', "or whose result is none"),
+    ('[{"input": {"a": 1}, "output": 1, "fn_name": "f"}]', "whose arguments are no list"),
+    ('{"inputs": ["1"], "outputs": ["1", "2"]}', "holds 1 input and 2 outputs"),
+    ('{"inputs": ["1"]}', "holds neither"),
+    ('[{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "f"}]', "a program is only one of"),
+])  # fmt: skip
 def test_tests_that_no_program_could_fail_or_pass_are_refused(group, given, problem):
     whole = group([fence("x = 1")], id="p7")
     prompt = replace(whole.prompt, metadata={"tests": given})
@@ -199,13 +187,10 @@ def test_tests_that_no_program_could_fail_or_pass_are_refused(group, given, prob
         reward(tests_field="tests")(replace(whole, prompt=prompt))
 
 
-@pytest.mark.parametrize(
-    ("test", "problem"),
-    [
-        ("assert isclose(area(2), 12.566)", "have the program judge its own answer, by a helper .*; import the helper"),
-        ("assert sum([1, 2]) == 3", "use no name that a program could define; call the program there"),
-    ],
-)
+@pytest.mark.parametrize(("test", "problem"), [
+    ("assert isclose(area(2), 12.566)", "have the program judge its own answer, by a helper .*; import the helper"),
+    ("assert sum([1, 2]) == 3", "use no name that a program could define; call the program there"),
+])  # fmt: skip
 def test_tests_that_pay_for_nothing_are_refused_when_the_data_are_scanned(group, test, problem):
     prompts = [group([""], answer=test if i in (1, 2) else ADD_TESTS, id=f"p{i}").prompt for i in range(4)]
     with pytest.raises(UserError) as refused:
@@ -443,17 +428,14 @@ def test_setup_code_may_build_objects_of_the_program(group):
     assert reward(setup_field="setup")(replace(made, prompt=prompt)) == [1.0, 0.0]
 
 
-@each(
-    ("printed", "expected", "tolerance", "same"),
-    [
-        ("0.50", "0.5", 0.0, True), ("5.0", "5", 0.0, True), ("1e3", "1000", 0.0, True), ("1 2.0", "1  2", 0.0, True),
-        (" 1", "1", 0.0, True), ("nan", "nan", 0.0, True), ("a 0.50", "a 0.5", 0.0, False),
-        ("0.51", "0.5", 0.0, False), ("0.5000001", "0.5", 0.0, False), ("0.5000001", "0.5", 1e-6, True),
-        ("0.50001", "0.5", 1e-6, False), ("1000000.5", "1000000.0", 1e-6, True), ("1000001", "1000000", 1e-3, False),
-        ("4", "3", 1.0, False), ("inf", "1.0", 1.0, False), ("0.5 0.5", "0.5", 0.0, False), ("1_0", "10", 0.0, False),
-        ("1e9999", "2.0", 1e-6, False), ("9" * 401, "1.0", 1e-6, False),
-    ],
-)  # fmt: skip
+@each(("printed", "expected", "tolerance", "same"), [
+    ("0.50", "0.5", 0.0, True), ("5.0", "5", 0.0, True), ("1e3", "1000", 0.0, True), ("1 2.0", "1  2", 0.0, True),
+    (" 1", "1", 0.0, True), ("nan", "nan", 0.0, True), ("a 0.50", "a 0.5", 0.0, False),
+    ("0.51", "0.5", 0.0, False), ("0.5000001", "0.5", 0.0, False), ("0.5000001", "0.5", 1e-6, True),
+    ("0.50001", "0.5", 1e-6, False), ("1000000.5", "1000000.0", 1e-6, True), ("1000001", "1000000", 1e-3, False),
+    ("4", "3", 1.0, False), ("inf", "1.0", 1.0, False), ("0.5 0.5", "0.5", 0.0, False), ("1_0", "10", 0.0, False),
+    ("1e9999", "2.0", 1e-6, False), ("9" * 401, "1.0", 1e-6, False),
+])  # fmt: skip
 def test_numbers_that_are_printed_are_compared_by_value(printed, expected, tolerance, same):
     assert code.same_output(printed, expected, tolerance) is same
 

@@ -221,21 +221,18 @@ def test_the_token_is_never_told(server, make, monkeypatch, caplog):
     assert "tok-1234" not in caplog.text + repr(keys)
 
 
-@each(
-    ("text", "message"),
-    [
-        ("<html>", "its answer is not JSON, got '<html>'"),
-        ("[1.0]", """its answer is not {"scores": [...]}, got '[1.0]'"""),
-        ('{"score": 1}', """its answer is not {"scores": [...]}, got '{"score": 1}'"""),
-        ('{"scores": [1, 2]}', "it answered 2 scores for 1 completion, got "),
-        ('{"scores": [NaN]}', "it answered nan, which is not a finite number, got "),
-        ('{"scores": [1e999]}', "it answered inf, which is not a finite number, got "),
-        ('{"scores": [1%s]}' % ("0" * 400), "which is not a finite number, got "),
-        ('{"scores": ["1"]}', "it answered '1', which is not a finite number, got "),
-        ('{"scores": [true]}', "it answered True, which is not a finite number, got "),
-        ('{"scores": [null]}', "it answered None, which is not a finite number, got "),
-    ],
-)
+@each(("text", "message"), [
+    ("<html>", "its answer is not JSON, got '<html>'"),
+    ("[1.0]", """its answer is not {"scores": [...]}, got '[1.0]'"""),
+    ('{"score": 1}', """its answer is not {"scores": [...]}, got '{"score": 1}'"""),
+    ('{"scores": [1, 2]}', "it answered 2 scores for 1 completion, got "),
+    ('{"scores": [NaN]}', "it answered nan, which is not a finite number, got "),
+    ('{"scores": [1e999]}', "it answered inf, which is not a finite number, got "),
+    ('{"scores": [1%s]}' % ("0" * 400), "which is not a finite number, got "),
+    ('{"scores": ["1"]}', "it answered '1', which is not a finite number, got "),
+    ('{"scores": [true]}', "it answered True, which is not a finite number, got "),
+    ('{"scores": [null]}', "it answered None, which is not a finite number, got "),
+])  # fmt: skip
 def test_a_wrong_answer_is_told_as_it_came(server, make, text, message):
     server.answer = lambda body: Reply(text=text)
     told = str(failure(make(retries=0)))
@@ -243,14 +240,11 @@ def test_a_wrong_answer_is_told_as_it_came(server, make, text, message):
     assert len(told) < 500
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"url": "https://me:pass@host/score"}, "url: must not hold a user name or password"),
-        ({"token_variable": "ODD_TOKEN"}, "token_variable: holds no token in plain ASCII, got ODD_TOKEN; export"),
-        ({"headers": {"authorization": "Bearer tok-1234"}}, "headers: must not hold Authorization"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"url": "https://me:pass@host/score"}, "url: must not hold a user name or password"),
+    ({"token_variable": "ODD_TOKEN"}, "token_variable: holds no token in plain ASCII, got ODD_TOKEN; export"),
+    ({"headers": {"authorization": "Bearer tok-1234"}}, "headers: must not hold Authorization"),
+])  # fmt: skip
 def test_no_secret_is_in_a_refusal(make, monkeypatch, keys, message):
     monkeypatch.setenv("ODD_TOKEN", "tok-\n1234")
     with pytest.raises(UserError) as refusal:

@@ -116,26 +116,23 @@ def test_a_hostile_completion_stays_one_string_in_its_place(server, make, group,
     assert text not in server.bodies[-1]["messages"][0]["content"]
 
 
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (chat("I would say 7."), "the judge's reply is not JSON, got "),
-        (chat('I would say {"score": 7}.'), "the judge's reply is not JSON, got "),
-        (chat('<think>{"scores": [7]}</think>I am not sure.'), "the judge's reply is not JSON, got "),
-        (chat('<think>{"scores": [7]} or'), "the judge's reply is not JSON, got "),
-        (chat('{"scores": [7'), "the judge's reply is not JSON, got "),
-        (chat('{"scores": "7"}'), 'its answer is not {"scores": [...]}, got '),
-        (chat("[7]"), 'its answer is not {"scores": [...]}, got '),
-        (chat('```\n{"scores": [7, 7]}\n```'), "it answered 2 scores for 1 completion, got "),
-        (chat('{"scores": [7, 7]}'), "it answered 2 scores for 1 completion, got "),
-        (rated(11), "the judge rated 11, outside 1 .. 10, got "),
-        (rated(0.5), "the judge rated 0.5, outside 1 .. 10, got "),
-        (Reply(text='{"choices": []}'), "its answer is not a chat completion, got "),
-        (Reply(text='{"choices": [{"message": {"content": null}}]}'), "the judge's reply is not JSON, got "),
-        (Reply(text="[]"), "its answer is not a chat completion, got "),
-        (Reply(text="<html>"), "its answer is not JSON, got '<html>'"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "message"), [
+    (chat("I would say 7."), "the judge's reply is not JSON, got "),
+    (chat('I would say {"score": 7}.'), "the judge's reply is not JSON, got "),
+    (chat('<think>{"scores": [7]}</think>I am not sure.'), "the judge's reply is not JSON, got "),
+    (chat('<think>{"scores": [7]} or'), "the judge's reply is not JSON, got "),
+    (chat('{"scores": [7'), "the judge's reply is not JSON, got "),
+    (chat('{"scores": "7"}'), 'its answer is not {"scores": [...]}, got '),
+    (chat("[7]"), 'its answer is not {"scores": [...]}, got '),
+    (chat('```\n{"scores": [7, 7]}\n```'), "it answered 2 scores for 1 completion, got "),
+    (chat('{"scores": [7, 7]}'), "it answered 2 scores for 1 completion, got "),
+    (rated(11), "the judge rated 11, outside 1 .. 10, got "),
+    (rated(0.5), "the judge rated 0.5, outside 1 .. 10, got "),
+    (Reply(text='{"choices": []}'), "its answer is not a chat completion, got "),
+    (Reply(text='{"choices": [{"message": {"content": null}}]}'), "the judge's reply is not JSON, got "),
+    (Reply(text="[]"), "its answer is not a chat completion, got "),
+    (Reply(text="<html>"), "its answer is not JSON, got '<html>'"),
+])  # fmt: skip
 def test_a_reply_that_is_not_what_was_asked_for_is_asked_for_again_and_then_told(server, make, group, reply, message):
     server.script = [reply]
     # (3 - 1) / 9
@@ -147,24 +144,21 @@ def test_a_reply_that_is_not_what_was_asked_for_is_asked_for_again_and_then_told
     assert "(attempt 2 of 2)" in str(failed.value)
 
 
-@each(
-    "content",
-    [
-        '```json\n{"scores": [7]}\n```',
-        'Here it is:\n```\n{"scores": [7]}\n```\nIt is complete.',
-        '{"scores": [7]} as it is flawless',
-        'It is {good}. Rating: {"scores": [7]}',
-        '<think>Perhaps {"scores": [2]}?</think>{"scores": [7]}',
-        'Perhaps {"scores": [2]}?</think>\n\n{"scores": [7]}',
-        '[THINK]{"scores": [2]}[/THINK]```json\n{"scores": [7.0]}\n```',
-        '{"reason": "clear"}\n{"scores": [7]}',
-        '{"scores": [2]}, no, on reflection {"scores": [7]}',
-        '{"scores": [7]}\n{"number": 1}',
-        '{"reason": "it says \\"{}\\"", "scores": [7]}',
-        '{"reason": "a\nb", "scores": [7]}',
-        [{"type": "text", "text": '{"scores"'}, {"type": "text", "text": ": [7]}"}],
-    ],
-)
+@each("content", [
+    '```json\n{"scores": [7]}\n```',
+    'Here it is:\n```\n{"scores": [7]}\n```\nIt is complete.',
+    '{"scores": [7]} as it is flawless',
+    'It is {good}. Rating: {"scores": [7]}',
+    '<think>Perhaps {"scores": [2]}?</think>{"scores": [7]}',
+    'Perhaps {"scores": [2]}?</think>\n\n{"scores": [7]}',
+    '[THINK]{"scores": [2]}[/THINK]```json\n{"scores": [7.0]}\n```',
+    '{"reason": "clear"}\n{"scores": [7]}',
+    '{"scores": [2]}, no, on reflection {"scores": [7]}',
+    '{"scores": [7]}\n{"number": 1}',
+    '{"reason": "it says \\"{}\\"", "scores": [7]}',
+    '{"reason": "a\nb", "scores": [7]}',
+    [{"type": "text", "text": '{"scores"'}, {"type": "text", "text": ": [7]}"}],
+])  # fmt: skip
 def test_a_verdict_may_stand_in_a_fence_after_reasoning_and_in_prose(content):
     assert reply({"choices": [{"message": {"content": content}}]})["scores"] == [7]
 

@@ -5,13 +5,9 @@ from rlft.reward.workers.reward_spec import specs
 from rlft.reward.workers.scorer import Scorer
 
 LEARNED = {
-    "_target_": "rlft.reward.learned.Learned",
-    "weight": 1.0,
-    "path": "runs/rm",
-    "token_budget": 4096,
-    "center": 0.5,
+    "_target_": "rlft.reward.learned.Learned", "weight": 1.0, "path": "runs/rm", "token_budget": 4096, "center": 0.5,
     "scale": 2,
-}
+}  # fmt: skip
 
 
 def test_it_is_a_description_that_the_trainer_reads():

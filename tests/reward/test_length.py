@@ -42,11 +42,8 @@ def test_the_reward_of_a_length_is_that_of_its_mode(keys, texts, lengths, reward
 
 def test_what_is_right_is_decided_as_in_exact_match():
     # The shorter of two completions: a right one gets 0.5, a wrong one nothing.
-    for text, reference, right in (
-        ("1,000", "1000", True),
-        ("8 + 10", "18", False),
-        ("18</answer><answer>18", "18", False),
-    ):
+    answers = [("1,000", "1000", True), ("8 + 10", "18", False), ("18</answer><answer>18", "18", False)]
+    for text, reference, right in answers:
         made = sized_group([f"<answer>{text}</answer>", "no answer"], [10, 20], answer=reference)
         assert length()(made) == [0.5 * right, -0.5]
 

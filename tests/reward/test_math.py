@@ -26,14 +26,11 @@ def test_the_answer_in_its_place_is_compared(group):
     assert math_reward()(group([*texts, "18"])) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-@each(
-    "answer",
-    [
-        "9^{9^{9^{9}}}", "((9^9)^{9999})^{9999}", "(10^9)!", "9!!!!!", r"\binom{1000000000}{500000000}",
-        r"\sum_{i=1}^{1000000000} \sin(i)", r"\prod_{i=1}^{1000000000} i", r"\sin(9^{9^{9}})", "1e999999999",
-        "(" * 99 + "1" + ")" * 99, "x^" * 99 + "2", "9" * 5000, r"\frac{" * 30 + "1" + "}{2}" * 30,
-    ],
-)  # fmt: skip
+@each("answer", [
+    "9^{9^{9^{9}}}", "((9^9)^{9999})^{9999}", "(10^9)!", "9!!!!!", r"\binom{1000000000}{500000000}",
+    r"\sum_{i=1}^{1000000000} \sin(i)", r"\prod_{i=1}^{1000000000} i", r"\sin(9^{9^{9}})", "1e999999999",
+    "(" * 99 + "1" + ")" * 99, "x^" * 99 + "2", "9" * 5000, r"\frac{" * 30 + "1" + "}{2}" * 30,
+])  # fmt: skip
 def test_answers_that_would_take_for_ever_are_wrong_at_once(group, answer):
     reward = math_reward()
     reward.start()

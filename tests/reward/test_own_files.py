@@ -71,14 +71,11 @@ def test_rewards_of_files_and_packages_need_no_yaml(workplace):
     assert list(rewards) == ["close", "Mentions", "short", "exact_match"]  # the first is the main one
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "reward: [reward.py:close, exact_match]\nreward.close.tolerance: 0.25\n",
-        "defaults: [{override /reward: [reward.py:close, exact_match]}]\nreward: {close: {tolerance: 0.25}}\n",
-        "reward: []\nreward.close: {_target_: reward.py:close, weight: 1.0, tolerance: 0.25}\n",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "reward: [reward.py:close, exact_match]\nreward.close.tolerance: 0.25\n",
+    "defaults: [{override /reward: [reward.py:close, exact_match]}]\nreward: {close: {tolerance: 0.25}}\n",
+    "reward: []\nreward.close: {_target_: reward.py:close, weight: 1.0, tolerance: 0.25}\n",
+])  # fmt: skip
 def test_a_path_in_a_yaml_is_relative_to_it(text, workplace):
     Path("my qa/run.yaml").write_text(text)
     Path("reward.py").unlink()
@@ -87,24 +84,21 @@ def test_a_path_in_a_yaml_is_relative_to_it(text, workplace):
     assert specs(rewards)["close"].build()(Group(prompt=None, rollouts=(None,))) == [0.25]
 
 
-@pytest.mark.parametrize(
-    ("words", "refusal"),
-    [
-        ("[reward.py:closee]", "there is no closee in reward.py), got reward.py:closee; did you mean close? All: "),
-        ("[reward.py:WORDS]", "is not callable, got reward.py:WORDS"),
-        ("[reward.py]", "names no function in that file, got reward.py; write reward.py:<function>"),
-        ("[nothing.py:f]", "there is no such file, got nothing.py:f"),
-        ("[broken.py:f]", "cannot be imported (line 2, ModuleNotFoundError: No module named 'not_there_at_all')"),
-        ("[unfinished.py:f]", "invalid syntax (unfinished.py, line 2)"),
-        ("[reward.py:format,format]", "reward: has two rewards of the name format, got reward.py:format"),
-        ("'[reward.py:close,\"my qa/reward.py:close\"]'", "has two rewards of the name close"),
-        ("[not_there.rewards.f]", "cannot be imported (ModuleNotFoundError: No module named 'not_there')"),
-        ("[close]", "is not one of its choices, got close; "),
-        ("[close]", "for one of your own write file.py:function"),
-        ("[reward.py:close] reward.close.tolerence=1", "reward.close.tolerence: there is no such key, got 1; did"),
-        ("[reward.py:Mentions]", "reward.Mentions.word: is missing"),
-    ],
-)
+@pytest.mark.parametrize(("words", "refusal"), [
+    ("[reward.py:closee]", "there is no closee in reward.py), got reward.py:closee; did you mean close? All: "),
+    ("[reward.py:WORDS]", "is not callable, got reward.py:WORDS"),
+    ("[reward.py]", "names no function in that file, got reward.py; write reward.py:<function>"),
+    ("[nothing.py:f]", "there is no such file, got nothing.py:f"),
+    ("[broken.py:f]", "cannot be imported (line 2, ModuleNotFoundError: No module named 'not_there_at_all')"),
+    ("[unfinished.py:f]", "invalid syntax (unfinished.py, line 2)"),
+    ("[reward.py:format,format]", "reward: has two rewards of the name format, got reward.py:format"),
+    ("'[reward.py:close,\"my qa/reward.py:close\"]'", "has two rewards of the name close"),
+    ("[not_there.rewards.f]", "cannot be imported (ModuleNotFoundError: No module named 'not_there')"),
+    ("[close]", "is not one of its choices, got close; "),
+    ("[close]", "for one of your own write file.py:function"),
+    ("[reward.py:close] reward.close.tolerence=1", "reward.close.tolerence: there is no such key, got 1; did"),
+    ("[reward.py:Mentions]", "reward.Mentions.word: is missing"),
+])  # fmt: skip
 def test_a_wrong_reward_is_refused(words, refusal, workplace, capsys):
     assert cli.run(["train", *shlex.split(f"reward={words}")]) == 2
     assert refusal in capsys.readouterr().err

@@ -332,15 +332,13 @@ def test_unknown_fields_are_refused_by_name_wherever_they_stand():
 def test_fields_of_messages_of_another_role_and_what_contradicts_itself_are_refused():
     asked = {"role": "user", "content": "a"}
     for role in ("system", "developer", "user", "assistant", "tool"):
-        for field, value, owners in (
-            ("tool_calls", [CALLED], {"assistant"}),
-            ("reasoning_content", "hm", {"assistant"}),
-            ("reasoning", "hm", {"assistant"}),
-            ("thinking", "hm", {"assistant"}),
-            ("tool_call_id", "000000001", {"tool"}),
+        for field, value, owner in (
+            ("tool_calls", [CALLED], "assistant"),
+            *((field, "hm", "assistant") for field in ("reasoning_content", "reasoning", "thinking")),
+            ("tool_call_id", "000000001", "tool"),
         ):
             request = {"messages": [asked, {"role": role, "content": "b", field: value}]}
-            if role in owners:
+            if role == owner:
                 said(Chat, request)
             else:
                 assert refusal(Chat, request).param == f"messages.1.{field}"

@@ -28,7 +28,6 @@ CONFIGS = REPOSITORY / "configs" / "reward"
 LIMIT_S, WORK_S, PAUSE_S = 2.5, 0.8, 4.0
 """scoring.timeout, what a reward takes, and how long the job is stopped: beyond the pool's own second of grace, too."""
 
-MAIN = 'if __name__ == "__main__":'
 SCRIPT = """
 import json, signal, sys, time
 from reward_groups import make_group
@@ -48,18 +47,18 @@ def score(tasks):
         todo = [task for task in todo if task.key not in given]
     return [v if isinstance(v, list) else str(v) for _, v in sorted(given.items())]
 
-if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
-    scorer = Scorer(specs(order["rewards"]), order["workers"], order["limit_s"], 0.0)
+order = json.loads(sys.argv[1])
+scorer = Scorer(specs(order["rewards"]), order["workers"], order["limit_s"], 0.0)
 """
+"""It has no guard, `if __name__ == "__main__"`: a script needs none."""
 AS_A_RUN = """
-    for number in interrupt.ENDING:
-        signal.signal(number, interrupt.note_signal)  # as a run, which finishes its step
-    print(json.dumps(score(order["tasks"])))
+for number in interrupt.ENDING:
+    signal.signal(number, interrupt.note_signal)  # as a run, which finishes its step
+print(json.dumps(score(order["tasks"])))
 """
 WARM = """
-    score([["naughty", "fine", ""]] * 8)
-    print("up", flush=True)
+score([["naughty", "fine", ""]] * 8)
+print("up", flush=True)
 """
 
 
@@ -137,10 +136,9 @@ def begin(tmp_path):
 def parent(begin):
     """Starts the script with two warm workers, and what it does then."""
 
-    def start(body, guard=MAIN):
-        source = SCRIPT.replace(MAIN, guard) + WARM + f"    {body}\n"
+    def start(body):
         rewards = {"naughty": {"_target_": "naughty.naughty", "weight": 1.0}}
-        job = begin(rewards, source=source, workers=2, limit_s=60.0)
+        job = begin(rewards, source=f"{SCRIPT}{WARM}{body}\n", workers=2, limit_s=60.0)
         assert job.process.stdout is not None
         assert job.process.stdout.readline() == "up\n"
         return job
@@ -150,9 +148,6 @@ def parent(begin):
 
 def gone(processes):
     return not psutil.wait_procs(processes, timeout=60)[1]
-
-
-SCORED = "sys.stdin.readline(); print(score([['naughty', 'abc', '']]))"
 
 
 @pytest.mark.parametrize("order", [slow("fine"), slow("sleep"), "hang"], ids=["idle", "sleeping", "ignoring signals"])
@@ -173,16 +168,12 @@ def test_workers_end_with_a_parent_that_forgets_to_close(parent):
 
 
 def test_an_idle_worker_that_is_killed_is_replaced_without_blame(parent):
-    job = parent(SCORED)
+    job = parent("sys.stdin.readline()\nprint(score([['naughty', 'abc', '']]))")
     for worker in (workers := job.workers()):
         worker.kill()
     assert len(workers) == 2
     time.sleep(0.2)
     assert job.says("go on\n") == "[[3.0]]\n"
-
-
-def test_a_script_needs_no_main_guard(parent):
-    assert parent(SCORED, guard="if True:").says("go on\n") == "[[3.0]]\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="it has memory that processes share by a descriptor")
@@ -403,13 +394,10 @@ def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make, group):
         scorer([group(["a"])])
 
 
-@pytest.mark.parametrize(
-    ("number", "told"),
-    [
-        (signal.SIGKILL, "scorer-0 is replaced: scorer-0 was killed by SIGKILL"),
-        slow(signal.SIGSTOP, "scorer-0 is replaced: scorer-0 has not answered for 5 s (cluster.timeout); its log is "),
-    ],
-)
+@pytest.mark.parametrize(("number", "told"), [
+    (signal.SIGKILL, "scorer-0 is replaced: scorer-0 was killed by SIGKILL"),
+    slow(signal.SIGSTOP, "scorer-0 is replaced: scorer-0 has not answered for 5 s (cluster.timeout); its log is "),
+])  # fmt: skip
 def test_a_worker_that_is_lost_is_replaced_and_no_reward_is_to_blame(
     number, told, make, launcher, group, notes, tmp_path, monkeypatch
 ):

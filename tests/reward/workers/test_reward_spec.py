@@ -42,35 +42,32 @@ def without(key):
     return {k: v for k, v in FORMAT.items() if k != key}
 
 
-@each(
-    ("config", "message"),
-    [
-        (FORMAT | {"_target_": "no.such.Reward"}, "reward.r._target_: cannot be imported"),
-        (FORMAT | {"_target_": "rlft.reward.format.Fromat"}, "reward.r._target_: cannot be imported"),
-        (FORMAT | {"_target_": "format"}, "reward.r._target_: must be module.Name"),
-        (FORMAT | {"_target_": None}, "reward.r._target_: must be module.Name"),
-        ({"_target_": "naughty.number", "weight": 1}, "reward.r._target_: is not callable"),
-        ({"_target_": "naughty.NotAReward", "weight": 1}, "reward.r._target_: builds something that is not callable"),
-        (without("_target_"), "reward.r: has no _target_"),
-        (None, "reward.r: has no _target_"),
-        (without("weight"), "reward.r.weight: must be a finite number, got nothing"),
-        (FORMAT | {"weight": "much"}, "reward.r.weight: must be a finite number, got 'much'"),
-        (FORMAT | {"weight": float("nan")}, "reward.r.weight: must be a finite number"),
-        (FORMAT | {"on_error": "go on"}, "reward.r.on_error: must be a finite number"),
-        (FORMAT | {"mode": "lax"}, "reward.r.mode: is not one of its choices, got 'lax'; choose one of strict, soft"),
-        (FORMAT | {"moed": "soft"}, "reward.r.moed: there is no such key, got 'soft'; did you mean reward.r.mode?"),
-        (FORMAT | {"tags": 3}, "reward.r.tags: "),
-        (FORMAT | {"tags": []}, "reward.r.tags: must be different names"),
-        (without("tags"), "reward.r.tags: is missing"),
-        ({"_target_": "naughty.Bonus", "weight": 1, "bonus": "big"}, "reward.r.bonus: "),
-        ({"_target_": "naughty.scaled_length", "weight": 1}, "reward.r.scale: is missing"),
-        ({"_target_": "naughty.length", "weight": 1, "unit": "cm"}, "reward.r.unit: there is no such key"),
-        (
-            {"_target_": "naughty.Judge", "weight": 1, "taste": "good", "on_error": 0.0},
-            "reward.r.on_error: is for rewards that run in workers",
-        ),
-    ],
-)
+@each(("config", "message"), [
+    (FORMAT | {"_target_": "no.such.Reward"}, "reward.r._target_: cannot be imported"),
+    (FORMAT | {"_target_": "rlft.reward.format.Fromat"}, "reward.r._target_: cannot be imported"),
+    (FORMAT | {"_target_": "format"}, "reward.r._target_: must be module.Name"),
+    (FORMAT | {"_target_": None}, "reward.r._target_: must be module.Name"),
+    ({"_target_": "naughty.number", "weight": 1}, "reward.r._target_: is not callable"),
+    ({"_target_": "naughty.NotAReward", "weight": 1}, "reward.r._target_: builds something that is not callable"),
+    (without("_target_"), "reward.r: has no _target_"),
+    (None, "reward.r: has no _target_"),
+    (without("weight"), "reward.r.weight: must be a finite number, got nothing"),
+    (FORMAT | {"weight": "much"}, "reward.r.weight: must be a finite number, got 'much'"),
+    (FORMAT | {"weight": float("nan")}, "reward.r.weight: must be a finite number"),
+    (FORMAT | {"on_error": "go on"}, "reward.r.on_error: must be a finite number"),
+    (FORMAT | {"mode": "lax"}, "reward.r.mode: is not one of its choices, got 'lax'; choose one of strict, soft"),
+    (FORMAT | {"moed": "soft"}, "reward.r.moed: there is no such key, got 'soft'; did you mean reward.r.mode?"),
+    (FORMAT | {"tags": 3}, "reward.r.tags: "),
+    (FORMAT | {"tags": []}, "reward.r.tags: must be different names"),
+    (without("tags"), "reward.r.tags: is missing"),
+    ({"_target_": "naughty.Bonus", "weight": 1, "bonus": "big"}, "reward.r.bonus: "),
+    ({"_target_": "naughty.scaled_length", "weight": 1}, "reward.r.scale: is missing"),
+    ({"_target_": "naughty.length", "weight": 1, "unit": "cm"}, "reward.r.unit: there is no such key"),
+    (
+        {"_target_": "naughty.Judge", "weight": 1, "taste": "good", "on_error": 0.0},
+        "reward.r.on_error: is for rewards that run in workers",
+    ),
+])  # fmt: skip
 def test_a_wrong_reward_is_refused_by_its_key(config, message):
     with pytest.raises(UserError) as refusal:
         specs({"r": config})
@@ -156,24 +153,21 @@ def scores(rewards, workers=0, timeout=10.0):
         return scorer([group()]).by_reward["mine"][0].tolist()
 
 
-@each(
-    ("name", "keys", "expected"),
-    [
-        ("by_completions", {}, [1, 2, 6]),
-        ("by_prompts", {}, [1, 1, 1]),
-        ("by_answer", {}, [1, 1, 0]),  # None: does not apply
-        ("by_column", {}, [0, 1, 0]),
-        ("by_column", {"unit": ""}, [1, 0, 0]),
-        ("by_column", {"solution": ["twelve"] * 3, "unit": ""}, [0, 0, 1]),
-        ("by_ids", {}, [5, 6, 7]),
-        ("by_keywords", {}, [5, 5, 5]),
-        ("by_texts", {"completions": "texts"}, [1, 2, 6]),
-        ("by_waiting", {}, [1, 1, 1]),
-        ("by_waiting", {"completions": "texts"}, [1, 2, 6]),
-        ("Shorter", {"limit": 3}, [1, 1, 0]),
-        ("ours", {"limit": 2}, [1, 0, 0]),
-    ],
-)
+@each(("name", "keys", "expected"), [
+    ("by_completions", {}, [1, 2, 6]),
+    ("by_prompts", {}, [1, 1, 1]),
+    ("by_answer", {}, [1, 1, 0]),  # None: does not apply
+    ("by_column", {}, [0, 1, 0]),
+    ("by_column", {"unit": ""}, [1, 0, 0]),
+    ("by_column", {"solution": ["twelve"] * 3, "unit": ""}, [0, 0, 1]),
+    ("by_ids", {}, [5, 6, 7]),
+    ("by_keywords", {}, [5, 5, 5]),
+    ("by_texts", {"completions": "texts"}, [1, 2, 6]),
+    ("by_waiting", {}, [1, 1, 1]),
+    ("by_waiting", {"completions": "texts"}, [1, 2, 6]),
+    ("Shorter", {"limit": 3}, [1, 1, 0]),
+    ("ours", {"limit": 2}, [1, 0, 0]),
+])  # fmt: skip
 def test_each_form_scores_a_group(name, keys, expected):
     assert scores(spec(name, **keys)) == expected
 
@@ -184,17 +178,14 @@ def test_a_worker_process_scores_the_same_and_a_coroutine_has_the_time_limit_of_
         scores(spec("for_ever"), timeout=0.2)
 
 
-@each(
-    ("name", "keys", "refusal"),
-    [
-        ("by_state", {}, "reward.mine._target_: brought_from_trl.by_state cannot be called without trainer_state"),
-        ("by_completions", {"wieght": 1}, "reward.mine.wieght: there is no such key"),
-        ("by_column", {"unti": "m"}, "reward.mine.unti: there is no such key, got 'm'; did you mean reward.mine.unit?"),
-        ("by_completions", {"completions": "text"}, "reward.mine.completions: "),
-        ("ours", {"completions": "texts"}, "reward.mine.completions: there is no such key"),
-        ("Shorter", {}, "reward.mine.limit: is missing"),
-    ],
-)
+@each(("name", "keys", "refusal"), [
+    ("by_state", {}, "reward.mine._target_: brought_from_trl.by_state cannot be called without trainer_state"),
+    ("by_completions", {"wieght": 1}, "reward.mine.wieght: there is no such key"),
+    ("by_column", {"unti": "m"}, "reward.mine.unti: there is no such key, got 'm'; did you mean reward.mine.unit?"),
+    ("by_completions", {"completions": "text"}, "reward.mine.completions: "),
+    ("ours", {"completions": "texts"}, "reward.mine.completions: there is no such key"),
+    ("Shorter", {}, "reward.mine.limit: is missing"),
+])  # fmt: skip
 def test_mistakes_are_refused_before_the_run(name, keys, refusal):
     with pytest.raises(UserError) as refused:
         spec(name, **keys)
@@ -252,17 +243,14 @@ reward:
 """
 
 
-@each(
-    ("words", "weights"),
-    [
-        ((), {"exact_match": 1.0, "format": 0.2}),
-        (("reward=format",), {"format": 0.2}),
-        (("reward=[math,format]", "reward.format.weight=0.3"), {"math": 1.0, "format": 0.3}),
-        (("+recipe=mathematics",), {"math": 1.0, "format": 0.5}),
-        (("+recipe=mathematics", "reward=[mine,format]", "reward.format.weight=0.1"), {"mine": 2.0, "format": 0.1}),
-        (("reward=[exact_match,mine]", "reward.mine.bonus=4.0"), {"exact_match": 1.0, "mine": 2.0}),
-    ],
-)
+@each(("words", "weights"), [
+    ((), {"exact_match": 1.0, "format": 0.2}),
+    (("reward=format",), {"format": 0.2}),
+    (("reward=[math,format]", "reward.format.weight=0.3"), {"math": 1.0, "format": 0.3}),
+    (("+recipe=mathematics",), {"math": 1.0, "format": 0.5}),
+    (("+recipe=mathematics", "reward=[mine,format]", "reward.format.weight=0.1"), {"mine": 2.0, "format": 0.1}),
+    (("reward=[exact_match,mine]", "reward.mine.bonus=4.0"), {"exact_match": 1.0, "mine": 2.0}),
+])  # fmt: skip
 def test_the_command_line_goes_before_a_recipe_and_that_before_the_defaults(words, weights, tmp_path):
     for name, text in (("recipe/mathematics", RECIPE), ("reward/mine", MINE)):
         (tmp_path / f"{name}.yaml").parent.mkdir(exist_ok=True)

@@ -363,18 +363,15 @@ def test_a_reward_that_runs_in_the_trainer_needs_its_callable_and_each_callable_
 NAN = float("nan")
 
 
-@each(
-    ("returned", "message"),
-    [
-        ([[1.0, NAN], [1.0, 1.0]], "returned nan, not a finite number, on prompt 'p0', completion 2 of 2: 'b'; "),
-        ([[1.0, 1.0], ["1", 1.0]], "returned '1', not a finite number, on prompt 'p1', completion 1 of 2: 'c'; "),
-        ([[1.0, 1.0], [1.0]], "returned 1 score for 2 completions on prompt 'p1', its 2 completions as a whole; "),
-        ([[1.0, 1.0], 1.0], "returned float, not a list of 2 numbers on prompt 'p1'"),
-        ([[1.0, 1.0]], "returned scores of 1 group, not a list for each of 2 groups; "),
-        ([[1.0, 1.0]] * 3, "returned scores of 3 groups, not a list for each of 2 groups; "),
-        (None, "returned NoneType, not a list for each of 2 groups; "),
-    ],
-)
+@each(("returned", "message"), [
+    ([[1.0, NAN], [1.0, 1.0]], "returned nan, not a finite number, on prompt 'p0', completion 2 of 2: 'b'; "),
+    ([[1.0, 1.0], ["1", 1.0]], "returned '1', not a finite number, on prompt 'p1', completion 1 of 2: 'c'; "),
+    ([[1.0, 1.0], [1.0]], "returned 1 score for 2 completions on prompt 'p1', its 2 completions as a whole; "),
+    ([[1.0, 1.0], 1.0], "returned float, not a list of 2 numbers on prompt 'p1'"),
+    ([[1.0, 1.0]], "returned scores of 1 group, not a list for each of 2 groups; "),
+    ([[1.0, 1.0]] * 3, "returned scores of 3 groups, not a list for each of 2 groups; "),
+    (None, "returned NoneType, not a list for each of 2 groups; "),
+])  # fmt: skip
 def test_what_is_wrong_with_scores_of_the_trainer_stops_the_run(group, returned, message):
     score = Scorer(naughty(**JUDGE), 0, 5.0, 0.0, {"Judge": lambda groups: returned})
     with pytest.raises(RewardError) as stopped:

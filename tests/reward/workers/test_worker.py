@@ -20,20 +20,17 @@ def returning(values):
     return lambda group: values
 
 
-@each(
-    ("values", "scores"),
-    [
-        ([1, True], [1.0, 1.0]),
-        ((0.5, False), [0.5, 0.0]),
-        (np.ones(2, dtype=np.float32), [1.0, 1.0]),
-        ([np.float16(0.5), np.int64(2)], [0.5, 2.0]),
-        ([np.array(0.5), np.array([2.0])], [0.5, 2.0]),
-        (torch.tensor([1.0, 2.0]), [1.0, 2.0]),
-        ([torch.tensor(1), torch.tensor([2.0])], [1.0, 2.0]),
-        ((float(n) for n in range(2)), [0.0, 1.0]),
-        ([1e12, -1e12], [1e12, -1e12]),
-    ],
-)
+@each(("values", "scores"), [
+    ([1, True], [1.0, 1.0]),
+    ((0.5, False), [0.5, 0.0]),
+    (np.ones(2, dtype=np.float32), [1.0, 1.0]),
+    ([np.float16(0.5), np.int64(2)], [0.5, 2.0]),
+    ([np.array(0.5), np.array([2.0])], [0.5, 2.0]),
+    (torch.tensor([1.0, 2.0]), [1.0, 2.0]),
+    ([torch.tensor(1), torch.tensor([2.0])], [1.0, 2.0]),
+    ((float(n) for n in range(2)), [0.0, 1.0]),
+    ([1e12, -1e12], [1e12, -1e12]),
+])  # fmt: skip
 def test_numbers_of_every_kind_are_scores(group, values, scores):
     assert score(Loaded(reward=returning(values), scores_steps=False), group(["a", "b"]), 10.0, [0, 0]) == scores
 
