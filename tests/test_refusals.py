@@ -597,7 +597,7 @@ TABLE = [
     ("train model.path=/nowhere", "got /nowhere"),
     # Paths
     ("train model.path=./nowhere", "there is no such folder"),
-    ("train model.path=./mine", "there is no config.json in that folder"),
+    ("train model.path=./mine", "there is no config.json in that folder, got ./mine"),
     ("train model.path=embedded:big", "use embedded:tiny-arithmetic"),
     ("train lora.path=nowhere", "there is no such folder, got nowhere; point it at a PEFT adapter folder"),
     ("train lora.path=mine", "there is no adapter_config.json in that folder, got mine"),
@@ -1234,7 +1234,8 @@ HARDLY_MEANT = [
     ("algorithm=gspo algorithm.clip_high=0.2 epochs=2", "the paper's are clip_low=3e-4 clip_high=4e-4"),
     ("algorithm=ppo_penalty critic.kind=adapter",
      "have no effect, got 1.0, loss, adaptive, 0.01; they act with several updates a step (epochs or"),
-    ("algorithm=dapo", "algorithm.clip_high: has no effect, got 0.28; it acts with several updates a step (epochs or"),
+    ("algorithm=dapo",
+     "algorithm.clip_high: has no effect, got 0.28; it acts with several updates a step (epochs or minibatches"),
     ("algorithm.kl_gain=0.2", "algorithm.kl_gain: has no effect, got 0.2; it acts with algorithm.kl_coef above 0 and"),
     ("algorithm=gdpo reward.format.weight=0",
      "algorithm.reward_aggregation: normalises several rewards one by one, and there is one that counts, got"),

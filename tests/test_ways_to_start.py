@@ -206,7 +206,9 @@ SAVES = (
 )
 
 
-@pytest.mark.parametrize(("rlft", "code"), [("exit 2", 2), (SAVES, 130)], ids=["ends", "is told to stop"])
+@pytest.mark.parametrize(
+    ("rlft", "code"), [("exit 2", 2), ("exit 0", 0), (SAVES, 130)], ids=["fails", "ends", "is told to stop"]
+)
 def test_the_batch_script_ends_as_its_run_and_asks_for_another_place_after_a_signal(rlft, code, tmp_path):
     environment = {"PATH": programs(tmp_path, {**STUBS, "rlft": rlft}), "SLURM_JOB_ID": "7", "SLURM_NNODES": "4"}
     calls = tmp_path / "calls"

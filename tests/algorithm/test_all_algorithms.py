@@ -151,6 +151,8 @@ def test_a_missing_tensor_is_named(make, full_step, scale_of, name, keys, ask, l
     [
         ("grpo", {"kl_to": "old", "kl_in": "reward"}, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
         ("grpo", {"kl_to": "old", "kl_estimator": "k2"}, "kl_estimator", r".*, got k2; use .*=auto"),
+        ("grpo", {"kl_coef": 0.1, "kl_controller": "adaptive"}, "kl_target", r".*adaptive.*; set"),
+        ("grpo", {"kl_controller": "proportional", "kl_target": 0.1}, "kl_coef", r".*, got 0\.0; start"),
 
         ("cispo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=cispo.*, got 7\.0; use .*null"),
         ("sapo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=sapo.*, got 7\.0; use .*null"),
@@ -158,8 +160,14 @@ def test_a_missing_tensor_is_named(make, full_step, scale_of, name, keys, ask, l
         ("kimi", {"mismatch_low": 1.5}, "mismatch_low", r".*, got 1\.5 \.\. 2; use"),
         ("kimi", {"mismatch": "token_mask"}, "mismatch", ".* whole completion"),
         ("kimi", {"baseline": "soft", "tau": 0.0}, "tau", r".*, got 0\.0; use"),
+        ("grpo", {"credit_span": "turn"}, "credit_span",
+         r".*outcome has one score.*; use algorithm\.supervision=process"),
         ("grpo", {"mismatch_high": 0.9}, "mismatch_low", r".*, got 0\.5 \.\. 0\.9; use"),
         ("grpo_process", IN_REWARD, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
+        *(("gmpo", {"ratio": level}, "ratio", rf".*mean itself, got {level}; use algorithm\.ratio=token")
+          for level in ("sequence", "sequence_token")),
+        ("gdpo", BY_STEPS, "supervision", r".* whole completions, got process; use algorithm\.super"),
+        ("gdpo", IN_REWARD, "kl_in", r".* no one score .*, got reward; use algorithm\.kl_in=l"),
         ("opd", {"divergence": "forward"}, "divergence", ".*only the reverse KL can be estimated"),
         ("opd", {"teacher_in": "loss", "divergence": "jensen_shannon", "jsd_beta": 0.0}, "jsd_beta",
          ".*the divergence is 0 there"),

@@ -290,6 +290,17 @@ def test_the_main_job_is_planned_on_a_laptop_without_vllm_or_a_gpu(no_weights, l
     assert capsys.readouterr().err.startswith(refused)
 
 
+def test_a_model_of_the_hub_without_a_network_says_what_to_do(no_weights, capsys, monkeypatch):
+    monkeypatch.setattr("rlft.model.network_files.hub_answers", lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("HF_HUB_CACHE", str(no_weights / "cache"))
+    assert cli.run(["plan", "+recipe=grpo_gsm8k", "model.device=cuda", "device_memory=24GiB"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("rlft: model.path: the model cannot be read (")
+    remedy = "connect to the network, or use local copies: model.path=<folder>, and for the data data.path=<folder or"
+    assert f", got Qwen/Qwen2.5-0.5B-Instruct; {remedy}" in told
+
+
 def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(
     no_weights, capsys, monkeypatch
 ):

@@ -141,9 +141,7 @@ def test_every_use_of_a_run_names_what_differs_in_its_base(cases, place, capsys,
         assert line.startswith(f"rlft: {key_of(use)}: "), (use, line)
         if key_of(use) == "model.path" and use not in ("resume", "fork"):
             assert " is not the base this run was trained on: it has other " in line, (use, line)
-            assert "; leave it as it was, or, if the base has moved, write model.path=<its new folder>" in line, (
-                use,
-                line,
-            )
+            remedy = "leave it as it was, or, if the base has moved, write model.path=<its new folder>"
+            assert f"), got base; {remedy}" in line, (use, line)
         assert [part for part in CHANGES if f" {PARTS[part]} (" in line] == [change], (use, line)
         assert not (folder / "out").exists()

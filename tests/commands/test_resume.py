@@ -66,8 +66,8 @@ REFUSALS: list[tuple[Callable[[Path], None], str, str, tuple[str, ...]]] = [
     # Of a schedule that ends, more steps would have given other learning rates.
     (scheduled, "resume run steps=9", "resume: the config differs from the run's (steps: 5 -> 9), got run; ",
      ("or start a new run from its newest checkpoint: rlft resume run/checkpoints/step_000004 steps=9",)),
-    (scheduled, "resume run steps=9 trainer.lr=0.5", "resume: the config differs from the run's (steps: 5 -> 9; ",
-     ("; trainer.lr: ", "or start a new run\n")),
+    (scheduled, "resume run steps=9 trainer.lr=0.5",
+     "resume: the config differs from the run's (steps: 5 -> 9; trainer.lr: ", ("or start a new run\n",)),
     (damaged_everywhere, "resume run", "resume: every checkpoint of this run is damaged, got run/",
      ("checkpoint step_000004 is damaged (optimizer.safetensors does not match",)),
     (damaged_everywhere, "resume run steps=9", "resume: every checkpoint of this run is damaged, got run/", ()),

@@ -69,15 +69,18 @@ def test_a_choice_of_a_group_is_recognised(group, capsys):
     ("words", "meant"),
     [
         ("train trainer.optimizer=adam", "adamw"),
+        ("train model.dtype=float61", "float16"),
         ("train model.dtype=fp16", "float16"),
         ("train model.device=gpu", "cuda"),
         ("train model.device=cdua:0", "cuda"),
         ("train generation.engine=vlm", "vllm"),
         ("train model.path=embedded:tiny-arithmatic", "embedded:tiny-arithmetic"),
         ("train snapshot.reference=bsae", "base"),
+        ("runs {folder} status=kiled", "killed"),
         ("runs {folder} sort=lost", "loss"),
         ("diff {folder} {folder} at=comon", "common"),
         ("trian", "rlft train"),
+        ("algorithms gpro", "grpo"),
         ("models llamma", "llama"),
     ],
 )

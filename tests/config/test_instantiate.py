@@ -9,7 +9,7 @@ import pytest
 from annotated_types import Gt
 from in_one_test import each
 
-from rlft.config.bounds import Fraction, PositiveInt
+from rlft.config.bounds import Decay, Fraction, NonNegativeInt, PositiveInt
 from rlft.config.instantiate import convert, from_mapping, instantiate, locate
 from rlft.types import UserError
 
@@ -60,6 +60,9 @@ def test_a_value_becomes_its_fields_type(hint, value, expected):
         (int, 3.0, "must be a whole number, got 3.0; write 3"),
         (int, True, "must be a whole number, got true"),
         (int, None, "must be a whole number, got null"),
+        (PositiveInt, 0, "must be greater than 0, got 0"),
+        (NonNegativeInt, -1, "must be greater than or equal to 0, got -1"),
+        (Decay, 1.0, "must be less than 1, got 1.0"),
         (Annotated[float, Gt(0)], float("nan"), "got nan"),
         (float, float("inf"), "must be finite, got inf"),
         (float, "0.1", "must be a number, got '0.1'"),

@@ -1,9 +1,14 @@
 """What is known of keys is looked up where they are defined."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
+import pytest
+
+import rlft
 from rlft.config import command as commands
+from rlft.config.catalog import config_folder
 from rlft.config.instantiate import from_mapping
 from rlft.config.keys import Key, flatten, keys_of, known
 
@@ -50,6 +55,21 @@ def test_a_run_of_each_kind_can_be_named_where_its_role_can_be_used():
         "dpo": {**model, **policy, "snapshot.reference": ("policy",)},
         "sample": {**model, "adapter": ("policy",)},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "files"),
+    [
+        ("accuracy_drop", ("configs/train.yaml", "rlft/config/schema.py", "rlft/logger/alarms.py")),
+        ("capacity", ("configs/train.yaml", "rlft/config/model.py", "rlft/trainer/reward_training.py")),
+        ("teacher_dtype", ("configs/train.yaml", "rlft/config/model.py", "rlft/plan/roles.py")),
+    ],
+)
+def test_a_key_stands_in_its_yaml_in_its_section_and_where_it_is_used(key, files):
+    package, configs = Path(rlft.__file__).parent, config_folder()
+    found = [f"rlft/{f.relative_to(package)}" for f in package.rglob("*.py") if key in f.read_text()]
+    found += [f"configs/{f.relative_to(configs)}" for f in configs.rglob("*.yaml") if f"{key}:" in f.read_text()]
+    assert sorted(found) == sorted(files)
 
 
 def test_an_empty_section_is_a_value():

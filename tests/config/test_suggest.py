@@ -67,6 +67,20 @@ def test_the_command_line_names_the_key_that_a_peers_name_means(name, capsys):
 
 # What is not in the table of refusals (tests/test_refusals.py), and not the first suggestion of a peer's name alone.
 SAID = [
+    ("train lr=1e-5", "lr", "did you mean trainer.lr?"),
+    ("reward try lr=1", "lr", "did you mean trainer.lr?"),
+    ("serve model.path=m prot=1", "prot", "did you mean serve.port?"),
+    ("train --lr 1e-5", "command line", "got --lr; keys have no dashes; did you mean trainer.lr=1e-5?"),
+    ("train temperature=0.7", "temperature", "did you mean generation.temperature?"),
+    ("train num_generations=8", "num_generations", "did you mean group_size?"),
+    ("train rollout.n=8", "rollout.n", "did you mean group_size?"),
+    ("train data.train_batch_size=8", "data.train_batch_size", "did you mean prompts_per_step (a step has"),
+    ("train trainer.foo=1", "trainer.foo", "there is no such key, got 1; `rlft train --cfg job` shows every key"),
+    ("dpo rpo_alpha=1", "rpo_alpha", "did you mean loss.sft_coef?"),
+    ("train gae_lambda=0.9", "gae_lambda", "did you mean algorithm.lam?"),
+    ("train n_grpo_steps=3", "n_grpo_steps", "did you mean steps?"),
+    ("train n_train_steps_per_rollout_batch=2", "n_train_steps_per_rollout_batch", "did you mean epochs (minibatches"),
+    ("rm temperature=0.1", "temperature", "there is no such key, got 0.1; `rlft rm --cfg job` shows every key"),
     ("plan device_mem=1GiB", "device_mem", "did you mean device_memory?"),
     ("chat model.path=m rwa=true", "rwa", "did you mean raw?"),
     ("chat model.path=m temperature=0", "temperature", "did you mean generation.temperature?"),

@@ -98,6 +98,13 @@ def test_a_question_is_held_out_here_as_it_is_among_prompts(make_data, make_demo
         assert found
 
 
+def test_questions_of_the_held_out_file_are_not_learned(learned, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = learned({"prompt": " held  out", "completion": "x"}, {"prompt": "1?", "completion": "1"})
+    assert [d.prompt.id for d in found] == ["mine.jsonl:2"]
+    assert "1 training question is also held out" in caplog.text
+
+
 # -- what rlft sample wrote --------------------------------------------------------------------------------------------
 def test_sampled_tokens_are_learned_as_they_were_sampled(learned, sample):
     found = learned(sample("p", "ab"), sample("p", "c", cut=True), sample("q", "d"), prompt_template="not: {question}")
@@ -133,6 +140,14 @@ def test_a_hub_set_without_a_held_out_split_is_split_by_hash(make_demonstrations
     # Binomial(200, 0.1): 20 +- 4.2; four standard deviations.
     assert abs(len(held_out) - 20) < 17
     assert sorted(d.prompt.id for d in [*train, *held_out]) == sorted(f"train:{i}" for i in range(200))
+
+
+def test_a_hub_set_with_a_held_out_split_uses_it(make_demonstrations, write, tmp_path):
+    for name, count in (("sft", 3), ("test", 1)):
+        write(tmp_path / f"{name}.jsonl", *({"messages": [user(f"{i}?"), says("x")]} for i in range(count)))
+    data = make_demonstrations("hub", path=str(tmp_path), train_split="sft", held_out_split="test")
+    assert [d.prompt.id for d in data.load(Split.held_out)] == ["test.jsonl:1"]
+    assert [d.prompt.id for d in data.load(Split.train)] == ["sft.jsonl:2", "sft.jsonl:3"]  # 0? is held out
 
 
 # -- tools, thoughts and other fields ----------------------------------------------------------------------------------

@@ -24,9 +24,10 @@ from rlft.data.files import files_at
 from rlft.data.prompts import permutation, prompts_for_step, tokenizer_fingerprint
 from rlft.loop.metrics import text_loss
 from rlft.model.backbone import ends_of
-from rlft.model.forward import choose
+from rlft.model.forward import Forward, choose
+from rlft.model.packing import micro_batches
 from rlft.tokens.text import RunTokenizer, rendered, turn_ends
-from rlft.types import Demonstration, Prompt, Ranking, Split, UserError
+from rlft.types import Batch, Demonstration, Outputs, Prompt, Ranking, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 PROMPTS = PromptsConfig(max_tokens=64, over_limit="drop", style="chat")
@@ -268,10 +269,14 @@ def test_turns_that_a_template_refuses_or_drops_a_part_of_are_learned_as_texts()
     assert note is not None
     assert "it refuses them (not this)" in note
     tokenizer = shaped_tokenizer("a prompt that opens thinking")
-    [turn], note = turns_of([(ASKED, "2 + 3</think>5")], tokenizer, "chat", "demonstrations")
-    assert tokenizer.decode(list(turn)) == "2 + 3</think>5<|end_of_sentence|>"
-    assert note is not None
-    assert "it drops a part of their text" in note
+    for said in ("<think>\n2 + 3</think>5", "2 + 3</think>5"):
+        [turn], note = turns_of([(ASKED, said)], tokenizer, "chat", "demonstrations")
+        assert tokenizer.decode(list(turn)) == "2 + 3</think>5<|end_of_sentence|>"
+        assert note is not None
+        drops = "1 of 1 demonstrations are not learned as the chat template writes them: it drops a part of their text"
+        assert note.startswith(drops)
+    [turn], note = turns_of([(ASKED, "2 + 3</think>5")], tokenizer, "raw", "demonstrations")
+    assert (tokenizer.decode(list(turn)), note) == ("2 + 3</think>5<|endoftext|>", None)
 
 
 def test_a_models_ends_are_those_of_its_files(tmp_path, tiny_path):
@@ -516,6 +521,50 @@ def test_an_update_that_a_step_does_not_have_is_refused(ten):
     for update in (-1, 3):
         with pytest.raises(ValueError, match="a step has 3 updates"):
             ten.batch(5, 0, update)
+
+
+class Known:
+    """A forward whose log-prob of token t in row b is -token / 10, the worse the higher; notes how it was called."""
+
+    def __init__(self) -> None:
+        self.temperatures: list[float] = []
+        self.sizes: list[int] = []
+
+    def __call__(self, batch: Batch, temperature: float, layout: str) -> Outputs:
+        assert layout == "its layout"
+        assert not torch.is_grad_enabled()
+        self.temperatures.append(temperature)
+        self.sizes.append(len(batch.rewards))
+        return Outputs(logprobs=(-batch.token_ids.float() / 10).where(batch.loss_mask, 0.0))
+
+    def micro_batches(self, batch: Batch, chosen: torch.Tensor, token_budget: int) -> list[torch.Tensor]:
+        return micro_batches(batch, chosen, token_budget)
+
+    parts = Forward.parts
+
+    def placed(self, batches: list[Batch]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(batch=self.on_device(batch), layout="its layout") for batch in batches]
+
+    def on_device(self, batch: Batch) -> Batch:
+        return batch
+
+
+@pytest.mark.parametrize(("token_budget", "sizes"), [(100, [3]), (6, [2, 1]), (1, [1, 1, 1])])
+def test_the_loss_is_the_mean_over_tokens_however_the_texts_are_split(make_batch, token_budget, sizes):
+    batch = make_batch([(0, [9], [1, 2]), (1, [9], [10, 20]), (2, [9], [30])])
+    roles = SimpleNamespace(forward=Known())
+    # (0.1 + 0.2 + 1 + 2 + 3) / 5 = 1.26; a mean over texts would be (0.15 + 1.5 + 3) / 3 = 1.55. Exact in float32 to
+    # 1e-7 relative.
+    assert text_loss(roles, batch, token_budget) == pytest.approx(1.26, rel=1e-7)
+    assert roles.forward.sizes == sizes
+    assert set(roles.forward.temperatures) == {1.0}
+
+
+def test_each_micro_batch_goes_to_the_device(make_batch):
+    roles = SimpleNamespace(forward=Known())
+    roles.forward.on_device = lambda batch: replace(batch, token_ids=batch.token_ids * 2)
+    batch = make_batch([(0, [9], [1, 2]), (1, [9], [3])])
+    assert text_loss(roles, batch, 3) == pytest.approx(0.4, rel=1e-7)  # 2 * (0.1 + 0.2 + 0.3) / 3
 
 
 def test_the_loss_is_that_of_each_text_by_itself(backbone):

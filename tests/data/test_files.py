@@ -165,8 +165,10 @@ def test_preferences_demonstrations_and_texts_are_read_from_the_same_files(maker
         rankings = [makers["preferences"]("jsonl", **keys).load(split).rankings for split in Split]
         texts = load_texts(str(tmp_path / name), "prompt", None)
         assert sum(map(len, demonstrations)) == sum(map(len, rankings)) == len(texts) == 40
-    (tmp_path / "nested.parquet").write_bytes(as_parquet([{"meta": {"text": "one"}}]))
-    assert [text.text for text in load_texts(str(tmp_path / "nested.parquet"), "meta.text", None)] == ["one"]
+    nested = [{"meta": {"text": "one"}}, {"meta": {"text": "two"}}]
+    for name in ("array.json", "a.parquet"):
+        (tmp_path / name).write_bytes(KINDS[name](nested))
+        assert [text.text for text in load_texts(str(tmp_path / name), "meta.text", None)] == ["one", "two"]
 
 
 # -- the first rows ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import pyarrow.parquet
 import pytest
 
 import rlft
+from rlft.config.compose import compose
+from rlft.config.instantiate import instantiate
 from rlft.data.files import files_of_split
 from rlft.data.hub import HubTable, local_path
 from rlft.system.hub import PROBE_SECONDS
@@ -90,6 +92,12 @@ def test_a_folder_without_the_files_is_refused(make_data, gsm8k_mini, tmp_path):
     assert "data.held_out_split=null holds out a part of the split train" in str(refusal.value)
     kept = make_data("gsm8k", path=str(tmp_path), held_out_split=None)
     assert len(kept.load(Split.train)) + len(kept.load(Split.held_out)) == 24
+
+
+def test_a_local_line_without_a_final_answer_is_named(make_data, write, tmp_path):
+    file = write(tmp_path / "mine.jsonl", {"question": "1?", "answer": "#### 1"}, {"question": "2?", "answer": "2"})
+    with pytest.raises(UserError, match=r"mine\.jsonl:2: the answer has no match of data\.answer_pattern"):
+        make_data("gsm8k", path=str(file)).load(Split.train)
 
 
 def test_gsm8k_answers(make_data, write, tmp_path):
@@ -180,3 +188,12 @@ def test_hub_rows_are_read_and_bad_ones_named_by_split_and_row(make_data, make_d
     hub_sets["train"] = []
     with pytest.raises(UserError, match="holds no data, got openai/gsm8k, train"):
         data.load(Split.train)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and no more", b"\x00" * 100], ids=["empty", "cut", "zeros"])
+def test_a_damaged_parquet_file_is_refused_by_its_name(content, tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.parquet").write_bytes(content)
+    words = ["data=gsm8k", f"data.path={tmp_path}", "data.subset=null"]
+    with pytest.raises(UserError, match=r"data\.path: cannot be read \(.*, got .*\.parquet; "):
+        instantiate(compose(words)["data"], "data").load(Split.train)

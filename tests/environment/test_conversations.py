@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from in_one_test import each
 
 from rlft.batch import fault
 from rlft.environment.conversations import Transcript
@@ -13,7 +14,7 @@ from rlft.environment.game import Game
 from rlft.environment.tool_class import ToolClass
 from rlft.environment.tools import Tools
 from rlft.generation.scripted import ScriptedGenerator
-from rlft.types import Completion, EnvironmentFailure, FinishReason, Prompt, Rollout, Sampling
+from rlft.types import Branch, Completion, EnvironmentFailure, FinishReason, Prompt, Rollout, Sampling
 from tests.helpers.family_tokenizers import family_tokenizer
 
 LIMITS = {
@@ -299,6 +300,39 @@ def rollout_of(transcript, prompt):
     completion = Completion(text="", finish_reason=FinishReason.stop, **parts)
     asked = Prompt(id="p", messages=(), answer="", token_ids=tuple(prompt))
     return Rollout(prompt=asked, completion=completion, policy_version=0)
+
+
+# What the policy says (negative) and the contexts that it reads, then the tokens and branches that are left.
+TRANSCRIPTS = {
+    "what goes on": ([1, 2], [[-10, -11], [1, 2, 10, 11, 3, 4], [-12]], [-10, -11, 3, 4, -12], []),
+    # 11 is dropped: shared are 1, 2 and 10, the completion's token 0.
+    "history written anew": (
+        [1, 2], [[-10, -11, -12], [1, 2, 10, 12, 3], [-13]], [-10, -11, -12, 12, 3, -13], [(3, 0)]),
+    # Shared is the prompt's first token, which is -3.
+    "a branch inside the prompt": ([1, 2, 3], [[-10], [1, 5]], [-10, 5], [(1, -3)]),
+    # 20 is the completion's token 2.
+    "a branch from a branch": (
+        [1], [[-10, -11], [1, 20, 21], [-12], [1, 20, 30]], [-10, -11, 20, 21, -12, 30], [(2, -1), (5, 2)]),
+    "the same request again": ([1, 2], [[-10], [1, 2], [-11]], [-10, -11], [(1, -1)]),
+    "an empty branch": ([1, 2], [[-10], [1, 2], [1]], [-10], [(1, -2)]),
+}  # fmt: skip
+
+
+@each(("prompt", "told", "tokens", "branches"), TRANSCRIPTS.values())
+def test_only_what_a_context_changes_is_added(prompt, told, tokens, branches):
+    transcript, context = Transcript(prompt), prompt
+    for ids in told:
+        if ids[0] < 0:
+            transcript.add([-i for i in ids], [i / 10 for i in ids])
+            context = [*context, *(-i for i in ids)]
+        else:
+            transcript.set_context(ids)
+            context = ids
+    assert transcript.token_ids == [abs(i) for i in tokens]
+    assert transcript.mask == [i < 0 for i in tokens]
+    assert transcript.logprobs == [min(i, 0) / 10 for i in tokens]
+    assert transcript.branches == [Branch(start=start, after=after) for start, after in branches]
+    assert transcript.context == context
 
 
 def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first():

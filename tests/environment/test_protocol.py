@@ -5,8 +5,10 @@ import itertools
 import random
 
 import pytest
+from in_one_test import each
 
 from rlft.environment.protocol import Checker, Malformed
+from rlft.environment.tools import schema_of
 from rlft.types import UserError
 
 WRONG = {
@@ -146,3 +148,26 @@ def test_what_a_schema_cannot_be_checked_for_is_told_as_malformed():
         checker_of({"$ref": "#/$defs/x"}, **{"$defs": {"x": {"$ref": "#/$defs/x"}}}).checked("f", {"a": 1})
     with pytest.raises(Malformed, match="nested too deep or too large"):
         checker_of({"type": "integer", "multipleOf": 0.5}).checked("f", {"a": 10**400})
+
+
+def add(a: int, b: int, how: str | None = None, *rest: int) -> str:
+    """Adds.
+
+    Args:
+        a: one
+        b: other
+        how: how
+        rest: more
+    """
+    return f"{a + b} {rest} {how}"
+
+
+@each(("arguments", "passes"), [({"a": 1, "b": 2}, 1), ({"a": 1.0, "b": 2}, 2), ({"a": 1, "b": 2.0, "how": None}, 2)])
+def test_whole_numbers_become_int_in_a_second_pass_only_if_there_are_any(arguments, passes, monkeypatch):
+    checker, read = Checker([schema_of(add, "environment.tools", "mine")]), []
+    with monkeypatch.context() as patched:
+        patched.setattr("jsonschema.validators.extend", None)  # a class of validators is not made for each call
+        patched.setattr("jsonschema._keywords.find_additional_properties", lambda *_: read.append(1) or iter(()))
+        made = checker.checked("add", arguments)
+    assert repr(made) == repr({**arguments, "a": 1, "b": 2})
+    assert len(read) == passes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from in_one_test import each
 
@@ -86,11 +88,14 @@ def test_a_malformed_call_is_answered_with_the_error(converse):
         "<tool_call>\n{'name': 'add'}\n</tool_call>": "not valid JSON",
         call("subtract", a=1, b=2): "Error: there is no tool 'subtract'; the tools are add",
         call("add", a=1): "Error: add: 'b' is a required property",
+        call("add", a=1, b=2, c=3): "Error: add: Additional properties are not allowed ('c' was unexpected)",
+        '<tool_call>\n{"name": "add", "arguments": [1, 2]}\n</tool_call>': "no JSON object",
+        '<tool_call>\n{"arguments": {}}\n</tool_call>': "names no tool",
     }
     conversations = converse({"*": [[*wrong, "done"]]}, tools("conversation_tools.add"))
-    completion = one(conversations.sample([prompt()], 1, [0], SAMPLING))
+    completion = one(conversations.sample([prompt()], 1, [0], replace(SAMPLING, max_tokens=3000)))
     assert len(completion.turns) == len(wrong) + 1
     for turn, problem in zip(completion.turns, wrong.values(), strict=False):
         assert ([c.cause for c in turn.calls], problem in turn.answer) == (["malformed"], True), turn
-        assert problem == "not valid JSON" or [c.answer for c in turn.calls] == [problem]
+        assert not problem.startswith("Error") or [c.answer for c in turn.calls] == [problem]
     assert completion.turns[-1].text == "done"

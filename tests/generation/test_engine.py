@@ -74,6 +74,8 @@ from rlft.types import Completion, FinishReason, ToolCall, Turn, UserError
 class Canned(Engine):
     title: ClassVar[str] = "the canned engine"
     rewards_turns: ClassVar[bool] = True
+    serves_dora: ClassVar[bool] = False
+    serves_head: ClassVar[bool] = False
     largest_rank: ClassVar[int | None] = 16
     may_change: ClassVar[tuple[str, ...]] = ("megabytes", "fails_at", "runs_out")
     grows: ClassVar[Mapping[str, tuple[str, str]]] = {"sample": ("its cans", "megabytes")}
@@ -264,6 +266,11 @@ def test_it_is_closed_once_whatever_ends_the_run(words, events, code, said, trai
         (".megabytes=0", ".megabytes: must be greater than 0, got 0; "),
         ("~.texts", ".texts: is missing; "),
         (".texts=[]", ".texts: is empty; give some"),
+        ("lora.use_dora=true", "lora.use_dora: the canned engine serves no DoRA adapters, got true; "),
+        ("lora.target_modules=lm_head|.*proj",
+         "lora.target_modules: the canned engine serves no adapters of lm_head, got lm_head; leave it out, or use "),
+        ("generation.engine=uncanned",
+         "generation.engine: is not an engine, got uncanned; choose one of auto, transformers, "),
         ("lora.rank=17", "lora.rank: the canned engine takes adapters up to rank 16, got 17; "),
         ("+.needs=no_such_library",
          "generation.engine: no_such_library is not installed, got canned; pip install no_such_library"),

@@ -99,3 +99,11 @@ def test_a_database_that_is_gone_stops_nothing(storage, start, make_run, make_st
         logger.step(make_step(step))
     logger.finish("finished")
     assert path.is_dir()
+
+
+def test_a_project_that_trackio_refuses_is_told_and_stops_nothing(make_run, make_step, capsys):
+    logger = Trackio(project="registry-mine", seconds=300.0)
+    logger.start(make_run())
+    logger.step(make_step(1))
+    logger.finish("finished")
+    assert capsys.readouterr().err.startswith("trackio: could not start (ValueError: ")

@@ -97,6 +97,51 @@ def test_online_that_does_not_work_goes_on_offline(make_run, monkeypatch, capsys
     assert offline == "wandb: offline, online did not work; upload with `wandb sync x/wandb/offline-run`"
 
 
+def test_wandb_that_cannot_start_at_all_lets_the_run_go_on(make_run, make_step, monkeypatch, capsys):
+    import wandb
+
+    def init(**keys):
+        raise wandb.Error("broken")
+
+    monkeypatch.setattr(wandb, "init", init)
+    logger = Wandb(mode="offline", **KEYS)
+    logger.start(make_run())
+    logger.step(make_step(1))
+    logger.finish("finished")
+    told = f"wandb: could not start (Error: broken); going on without it. What to do: {logger.remedy}\n"
+    assert capsys.readouterr().err == told
+
+
+class Service:
+    """Stands in for a run whose service is gone."""
+
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def log(self, metrics, step):
+        self.calls += 1
+        raise self.error
+
+    def finish(self, exit_code):
+        raise self.error
+
+
+def test_a_failing_service_is_told_once_and_stops_nothing(make_step, capsys):
+    import wandb
+
+    for error in (wandb.Error("service down"), ConnectionResetError("Connection lost")):
+        logger = Wandb(mode="offline", **KEYS)
+        logger.run = service = Service(error)
+        for step in (1, 2, 3):
+            logger.step(make_step(step))
+        logger.finish("finished")
+        assert service.calls == 1
+        assert capsys.readouterr().err.count("wandb: stopped logging at step 1") == 1
+    logger.run = Service(error)
+    logger.finish("finished")
+    assert "could not close the run" in capsys.readouterr().err
+
+
 @each(
     "url",
     ["wandb.corp.example", "corp", "ftp://corp", "http://", "https://[", "://", "https://corp.example:port", "a b"],

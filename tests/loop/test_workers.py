@@ -29,7 +29,7 @@ from rlft.model.full_weights import WholeModel
 from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.placement import Placement, place
 from rlft.system.process.worker import WorkerSpec
-from rlft.types import Adapter
+from rlft.types import Adapter, UserError
 
 GPU_KEYS = ("model.device=cuda:1", "generation=transformers", "cluster.engines=2", "cluster.ranks=3")
 
@@ -322,6 +322,9 @@ def test_several_gpus_are_tensor_parallelism_of_vllm(config):
     assert engine.with_gpus(1) is engine
     options = engine.with_gpus(4).options  # type: ignore[attr-defined]
     assert (options["tensor_parallel_size"], options["distributed_executor_backend"]) == (4, "mp")
+    for name in ("transformers", "scripted"):
+        with pytest.raises(UserError, match=r"^cluster\.gpus_per_engine: .* computes on one GPU, got 4"):
+            config.generation.named(name).with_gpus(4)
 
 
 def test_a_process_whose_engine_is_dead_ends(monkeypatch, capsys):

@@ -91,6 +91,14 @@ def test_a_place_gives_one_answer_or_none(place, text, only, last):
     ("hashes", "<thinking>\n#### 18\n</thinking>", None, "18"),
     ("pattern", "◁think▷Answer: 17◁/think▷Answer: 18", "18", "18"),
     ("text", "<think>9 + 9</think> 18", "18", "<think>9 + 9</think> 18"),
+    ("tag", "<think>so <answer>18</answer></think>", None, "18"),
+    ("tag", "<think>so <answer>18</answer>", None, "18"),
+    ("tag", "so <answer>18</answer></think>", None, "18"),
+    ("boxed", r"<think>\boxed{17}, no, \boxed{18}</think>It is \boxed{18}.", "18", "18"),
+    ("boxed", r"[THINK]\boxed{18}[/THINK]It is 18.", None, "18"),
+    ("hashes", "<reasoning>\n#### 17\n</reasoning>\n#### 18", "18", "18"),
+    ("pattern", "<seed:think>Answer: 18</seed:think>", None, "18"),
+    ("text", "<think>18", None, "<think>18"),
 ])  # fmt: skip
 def test_an_answer_in_the_reasoning_counts_only_where_that_is_wanted(place, text, spoken, anywhere):
     """tests/tokens/test_reasoning.py has every marker of reasoning."""

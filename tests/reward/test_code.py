@@ -235,6 +235,11 @@ def test_metadata_can_hold_the_tests(group):
     assert reward(tests_field="cases")(replace(whole, prompt=prompt)) == [1.0]
 
 
+def test_bad_tests_stop_the_run_with_the_prompts_name(group):
+    with pytest.raises(RewardError, match="the answer of prompt 'p7' holds no tests"):
+        Scorer(specs({"code": KEYS}), 0, 30.0, "stop")([group([fence("x = 1")], answer="18", id="p7")])
+
+
 def test_examples_of_every_kind_are_passed_by_right_programs_only(group):
     lines = (Path(__file__).parent / "code_mini.jsonl").read_text().splitlines()
     answers = [json.loads(line)["answer"] for line in lines]
@@ -298,6 +303,15 @@ sys.modules["__main__"].pack = lambda value, keep: True
 sys.modules["__main__"].FAILED = "passed"
 def add(a, b): return None
 """
+KILL_THE_OTHERS = """
+import os, signal
+for pid in list(range(1, 200)) + [os.getppid(), -1]:
+    try:
+        if pid != os.getpid(): os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
+def add(a, b): return 6
+"""
 ASSERT_VERDICTS = [
     ("def add(a, b): return a + b", True, "right"),
     ("add = lambda a, b: a + b", True, "a lambda"),
@@ -330,6 +344,7 @@ ASSERT_VERDICTS = [
     (PATCH_EVERYTHING, False, "patches what it shares with the tests' side"),
     ("import sys\nsys.settrace(lambda *a: None)\nsys.excepthook = print", False, "hooks"),
     (HUNT_FOR_THE_TESTS, False, "looks for the tests in files, memory and frames"),
+    (KILL_THE_OTHERS, False, "kills whatever it can"),
     ("import os\nif os.fork(): os._exit(0)\ndef add(a, b): return a + b", False, "goes on in a child only"),
     ("import os\ndef add(a, b):\n    if os.fork(): os._exit(0)\n    return a + b", False, "answers in a child only"),
     ("def add(a, b): return __import__('itertools').count()", False, "everything in turn"),
@@ -337,6 +352,7 @@ ASSERT_VERDICTS = [
     ("def add(a, b): return 'x' * 10**9", False, "an answer too large"),
     ("class N(int):\n    def __eq__(self, o): return True\n    __hash__ = int.__hash__\n    __module__ = 'builtins'\n"
      "def add(a, b): return N(7)", False, "a number that equals everything"),
+    ("def add(a, b): raise StopIteration", False, "ends the tests' loops"),
     ("raise AssertionError", False, "raises at once"),
     ("", False, "nothing"),
 ]  # fmt: skip
@@ -365,6 +381,31 @@ VERDICTS = [*((ADD_TESTS, *case) for case in ASSERT_VERDICTS), *((DOUBLE_TESTS, 
 def test_verdicts(group, tests, program, score, why):
     seconds = 0.5 if "never" in why else 2.0  # they are wrong however little time they have
     assert scores(group, [program], tests, score="fraction", cpu_seconds=1, seconds=seconds) == [float(score)]
+
+
+HELPERS = """
+class math:
+    isclose = staticmethod(lambda *a, **k: True)
+class Chameleon:
+    def __ne__(self, other): return True
+    def __bool__(self): return False
+    def __len__(self): return 3
+def area(r): return Chameleon()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "right"),
+    [
+        ("assert math.isclose(area(2), 12.566, rel_tol=1e-4)",
+         "import math\ndef area(r): return math.pi * r**2 + 2e-10"),
+        ("assert area(2) != 5", "def area(r): return 4"),
+        ("assert not area(2)", "def area(r): return []"),
+        ("assert len(area(2)) == 3", "def area(r): return [1, 2, 3]"),
+    ],
+)  # fmt: skip
+def test_nothing_is_paid_for_helpers_and_operators_of_the_programs(group, test, right):
+    assert scores(group, [HELPERS, right], test) == [0.0, 1.0]
 
 
 TWO_SUM = """class Solution:

@@ -39,6 +39,11 @@ def test_verdicts_on_numbers(group, right, why, pairs):
         assert scores == [float(right)], (why, answer, reference)
 
 
+def test_an_answer_given_twice_or_outside_its_place_is_none(group):
+    texts = ["<answer>18</answer>", "<answer>18</answer>" * 2, "<answer>8 + 10? 18</answer>", "<think>18</think>", ""]
+    assert exact_match()(group(texts)) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_numbers_are_text_where_they_are_not_compared_by_value(group):
     texts = ["<answer>18</answer>", "<answer>18.0</answer>"]
     assert exact_match(numeric=False)(group(texts)) == [1.0, 0.0]

@@ -151,11 +151,11 @@ AROUND_A_NUMBER = [
     r"\color{red}{18}", r"\textcolor{blue}{18}", r"\displaystyle 18", r"\(18\)", r"\[18\]", r"$18$.", r"\boxed{18}.",
     "18.", "**18**", "{18}", "+18", "18.0", r"\$18", "$18", r"\$18.00", "x=18", r"1.8\times10^1", r"1.8 \cdot 10^{1}",
     r"180\times10^{-1}", "*18*", "__18__", "`18`", "**`18`**", "18\\ ", "= 18", r"\therefore 18", "≈18", r"\approx 18",
-    "１８", "١٨",
+    "１８", "١٨", "18 cm",
 ]  # fmt: skip
 # Answers that hold the number 18, or come to it, and say another thing.
 NOT_EIGHTEEN = [
-    "18_9", "18_{20}", r"18 \text{ or 19}", r"18\text{ and }19", r"18 \text{ or } 19", "18 or 19", "18, 19",
+    "18_9", "18_{20}", r"18 \text{ or 19}", r"18\text{ and }19", r"18 \text{ or } 19", "18 or 19", "17 or 18", "18, 19",
     r"18\text{ thousand}", "18 thousand", r"18\text{ million}", r"18\text{ dozen}", r"18\text{ squared}", "18x", "18i",
     r"18\pi", r"18\pm1", r"18\frac{1}{2}", "18!", "18^2", "18:1", "18/1", "x>18", r"\neq 18", r"\text{not }18",
     "not 18", "18-", "|18|", "--18", r"18\times10^1", r"1.8\times10^2", r"18^{\circ}15'", "18 = 19", "19 = 18",

@@ -15,7 +15,7 @@ from rlft.logger.loggers import Loggers
 from rlft.loop.parts import largest_of
 from rlft.runs.lines import StepRecord
 from rlft.system import memory
-from rlft.system.memory import GROWS, Doing, OutOfMemoryError, explained, gc_frozen
+from rlft.system.memory import GROWS, Doing, OutOfMemoryError, explained, gc_frozen, keep_blocks
 
 # What glibc was told before torch is imported, and what is printed: page faults, or kB that the resident set has grown.
 BEGIN = """
@@ -205,3 +205,8 @@ with explained(Doing(current="merge"), None):
 def test_torchs_own_error_on_a_cpu_is_known():
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
     assert "OutOfMemoryError: memory ran out in merge, 1073741824 bytes more were wanted" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "linux", reason="there it is")
+def test_there_is_no_such_setting_elsewhere_and_it_says_so():
+    assert not keep_blocks(4096)

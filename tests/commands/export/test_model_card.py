@@ -179,3 +179,11 @@ def test_the_python_of_the_card_runs(policy_run, tiny_path, monkeypatch, capsys,
     torch.manual_seed(0)
     exec(by_transformers, {})
     assert capsys.readouterr().out.strip(), "it answers"
+
+
+def test_an_rslora_run_says_so_in_its_card(policy_run, tmp_path):
+    place = policy_run()
+    [config] = place.run.glob("checkpoints/*/policy/adapter_config.json")
+    asked = prepare(place, str(tmp_path / "mine"), "adapter", None, print)
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_rslora": True}))
+    assert "## GGUF\n\nNot as an adapter: llama.cpp scales" in (export(asked, print) / "README.md").read_text()

@@ -408,6 +408,16 @@ def test_so_many_jobs_run_at_a_time_each_with_its_words_on_a_gpu_of_its_own(tmp_
     assert sum("is finished" in line for line in said) == 5
 
 
+def test_a_disk_that_is_full_begins_no_further_job(tmp_path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "status.json").write_text(json.dumps({"status": "stopped", "error": "DiskError"}))
+    (tmp_path / "job-0.log").write_text("rlft: stopped: the disk is full\n")
+    launcher = FakeLauncher(tmp_path, 1, "stuck")
+    with pytest.raises(JobsFailedError, match="job 0: the disk is full"):
+        Jobs(5, tmp_path).do(side_by_side(launcher, timeout=0.05)[0])
+    assert len(launcher.workers) == 2
+
+
 def test_a_cluster_that_is_joined_gives_each_job_a_gpu(tmp_path):
     launcher = FakeLauncher(tmp_path)
     Jobs(2, tmp_path).do(side_by_side(launcher, kind="ray", address="auto")[0])

@@ -57,6 +57,12 @@ def test_a_studys_title_names_no_best_trial_where_none_has_a_value(tmp_path, cap
     assert capsys.readouterr().out.splitlines()[0] == "sweep of 1 trial"
 
 
+def test_what_the_table_says_of_a_trial():
+    row = Trial(number=3, params={}, state="pruned", value=0.2, why="median at step 4")
+    assert page.state_of(row) == "pruned: median at step 4"
+    assert page.state_of(Trial(number=0, params={}, state="complete", value=0.5)) == ""
+
+
 HEADERS = ["job", "keys", "before", "accuracy", "reward", "seconds"]
 
 

@@ -41,9 +41,12 @@ def test_each_value_and_each_end_is_a_corner_once():
 
 
 def test_runs_are_named_by_whole_keys_and_numbers_of_four_digits():
-    words = ["+recipe=grpo_arithmetic", "trainer.lr=interval(1e-5,1e-2)", "lora.rank=4,8"]
-    params = {"trainer.lr": 0.000123456, "lora.rank": "4"}
-    assert read_space(words, "train", is_study=True).name(params) == "trainer.lr=0.0001235, lora.rank=4"
+    words = ["+recipe=grpo_arithmetic", "trainer.lr=interval(1e-5,1e-2)", "lora.rank=4,8", "algorithm=grpo,gspo"]
+    params = {"trainer.lr": 0.000123456, "lora.rank": "4", "algorithm": "grpo"}
+    named = read_space(words, "train", is_study=True).name(params)
+    assert named == "trainer.lr=0.0001235, lora.rank=4, algorithm=grpo"
+    grid = read_space(["+recipe=grpo_arithmetic", "trainer.lr=1e-3,1e-4", "lora.rank=8,16"], "train", is_study=False)
+    assert [grid.name(params) for params in grid.combinations()][3] == "trainer.lr=0.0001, lora.rank=16"
     fixed = read_space(["+recipe=grpo_arithmetic", "steps=4", "hydra.sweep.dir=swept"], "train", is_study=False)
     assert fixed.name({}) == "recipe=grpo_arithmetic, steps=4"
 

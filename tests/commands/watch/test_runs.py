@@ -181,4 +181,9 @@ def test_steps_are_the_runs_own_even_where_its_config_gives_epochs(tmp_path, cap
 def test_a_sampling_is_as_far_as_its_prompts(capsys):
     rows = {row["command"]: row for row in listed(capsys, str(Path(__file__).parents[2] / "runs" / "recorded"))}
     assert rows.keys() == {"train", "sft", "rm", "dpo", "sample"}
-    assert rows["sample"]["step"] == rows["sample"]["steps"] > 1
+    assert rows["sample"]["step"] == rows["sample"]["steps"] == 2
+
+
+def test_a_living_run_is_running(made, capsys):
+    with run_folder.held(made / "first" / "b"):
+        assert names(listed(capsys, str(made), "status=running"), made) == ["first/b"]

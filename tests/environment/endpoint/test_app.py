@@ -281,6 +281,8 @@ REFUSED = [
     (CHAT, {"messages": ASKED, "temperature": -1}, 400, "temperature: input should be greater"),
     (CHAT, {"messages": ASKED, "n": 2, "stream": True}, 400, "stream: one answer is streamed"),
     (CHAT, {"messages": ASKED, "frequency_penalty": 1}, 400, "frequency_penalty: is not supported"),
+    (CHAT, {"messages": ASKED, "n": 0}, 400, "n: input should be greater"),
+    (CHAT, {"messages": ASKED, "response_format": {"type": "json_object"}}, 400, "response_format"),
     (CHAT, {"messages": ASKED, "tools": [{"type": "web"}]}, 400, "tools.0.type: input should be 'function'"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "only text"),
     (CHAT, {"messages": ASKED, "model": "gpt"}, 404, "there is no model 'gpt'; there is 'policy'"),
@@ -292,6 +294,7 @@ REFUSED = [
     ("/inference/v1/generate", {"token_ids": [10**6]}, 400, "token_ids: the model has no token 1000000"),
     ("/inference/v1/generate", {"token_ids": [-1]}, 400, "token_ids: the model has no token -1"),
     ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids: list should have at least 1 item"),
+    ("/inference/v1/generate", {"token_ids": [1], "stream": True}, 400, "stream: is not supported here; leave it out"),
     ("/tokenize", {}, 400, "prompt: is missing; send a text, or messages"),
     ("/v1/completion", {"prompt": "a"}, 404, "there is no such path here: POST /v1/completion"),
     (COMPLETIONS, {}, 400, "prompt"),
@@ -303,6 +306,7 @@ REFUSED = [
     (COMPLETIONS, {"prompt": "a", "max_tokens": 3000}, 400, "raise generation.max_tokens"),
     (COMPLETIONS, {"prompt": "a", "logprobs": 2}, 400, "logprobs: input should be less"),
     (COMPLETIONS, {"prompt": "a", "stream": True}, 400, "stream: is not supported here; leave it out"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix: is not supported"),
     (COMPLETIONS, {"prompt": "1 2", "echo": True, "logprobs": 1, "max_tokens": 0}, 400,
      "echo: with logprobs it needs an engine that gives the most likely tokens of a prompt; serve with"),
 ]  # fmt: skip
@@ -335,6 +339,32 @@ def test_what_stands_outside_of_a_body_is_refused(serve):
         assert (packed.status_code, "send it uncompressed" in packed.text) == (415, True)
         wrong = httpx2.get(f"{served.url}{path}", headers={"authorization": f"Bearer {KEY}"}, timeout=30)
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+
+
+def test_fields_that_ask_for_what_is_not_done_are_refused_by_openais_client(serve):
+    """And those that ask for nothing are served; all of them are in test_bodies.py."""
+    client = serve(Recorder("five")).client()
+    for more in (
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},  # which this template does not read
+        {"extra_body": {"min_tokens": 5}},
+        {"extra_body": {"ignore_eos": True}},
+        {"extra_body": {"bad_words": ["five"]}},
+        {"extra_body": {"guided_choice": ["six"]}},
+        {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}},
+        {"reasoning_effort": "low"},
+        {"frequency_penalty": 0.5},
+        {"parallel_tool_calls": False},
+        {"store": True},
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="policy", messages=ASKED, **more)
+        [field] = {str(refused.value.param).partition(".")[0]} & {*more, *more.get("extra_body", {})}
+        assert str(refused.value).count(field)
+    neutral = {"n": None, "stop": None, "max_tokens": None, "temperature": None, "tools": None, "tool_choice": None}
+    plain = {"frequency_penalty": 0, "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
+    extra = {"min_tokens": 0, "ignore_eos": False, "bad_words": [], "repetition_penalty": 1.0, "best_of": 1}
+    reply = client.chat.completions.create(model="policy", messages=ASKED, **neutral, **plain, extra_body=extra)
+    assert reply.choices[0].message.content == "five"
 
 
 def test_an_engine_that_fails_is_told_and_the_server_goes_on(serve):

@@ -155,6 +155,7 @@ FAULTS = [  # (reward, what the completion makes it do, what the message says)
     ("naughty", "segfault", "took its worker process with it, which was killed by SIGSEGV,"),
     ("stepwise", "late", "returned an end of 5 for step 2, outside 1 .. 4 (the characters of the text),"),
     ("stepwise", "raise", "raised ValueError: no such unit (naughty.py, line "),
+    ("stepwise", "sleep", LATE),
     ("stepwise", "die", "took its worker process with it, which ended with exit code 0,"),
     ("unsaid", "steps", "returned StepScores(values=(1.0,), ends=(1,)), not a finite number,"),
 ]
@@ -172,6 +173,7 @@ def test_a_fault_stops_the_run_with_reward_prompt_and_completion(scorer, group, 
     told = str(stopped.value)
     assert told.startswith(f"reward.{reward}: {message}")
     assert f"on prompt 'gsm8k-17', completion {len(texts) // 2 + 1} of {len(texts)}: '{order}'; " in told
+    assert "'; fix" in told.replace("raise scoring.timeout, ", "")
     assert "scoring.on_error" in told
     if reward != "unsaid":  # the next call works: a worker that was killed has been replaced
         assert score([group(["fine"])]).by_reward[reward].tolist() == [[4.0]]
@@ -304,6 +306,14 @@ def test_ends_of_steps_are_offsets_into_the_completions_own_text(scorer, group):
     # Five characters with a value of 1 each: those of the tail and "a" count for the first one.
     assert full == StepScores(values=(4.0, 1.0), ends=(1, 2))
     assert empty == NONE
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_format_is_read_together_with_what_the_prompt_has_begun(group, workers):
+    keys = {"_target_": "rlft.reward.format.Format", "weight": 1.0, "mode": "strict", "tags": ["think", "answer"]}
+    made = begun(group, "<think>\n", ["so</think><answer>5</answer>", "<think>so</think><answer>5</answer>", "5"])
+    with closing(Scorer(specs({"format": {**keys, "pattern": None}}), workers, 10.0, "stop")) as score:
+        assert score([made]).total.tolist() == [[1.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
