@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -27,6 +28,7 @@ from rlft.logger.tables import Column, WordTable
 from rlft.plan import prediction
 from rlft.plan.cards import CARDS, read_card
 from rlft.plan.rewards.tester import RewardTrial
+from rlft.system.machine import host_rates
 from rlft.system.terminal import CheckRow, Status, pip_install
 
 PROBLEMS = Path(__file__).parents[1] / "data" / "gsm8k_mini"
@@ -35,11 +37,18 @@ TASK = ("generation=transformers", *SIZES, "model.device=cpu")
 ON_A_GPU = ("+recipe=grpo_arithmetic", *SIZES, "model.device=cuda")
 
 
+@pytest.fixture(scope="module")
+def rates():
+    """What this machine does in a second, which every plan measures anew: measured once."""
+    return cache(host_rates)
+
+
 @pytest.fixture
-def no_weights(tmp_path, monkeypatch):
+def no_weights(tmp_path, monkeypatch, rates):
     """An empty folder to run in, on a machine without a GPU, where nothing loads weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("rlft.plan.duration.host_rates", rates)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were loaded"))
     return tmp_path
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_one_test import each
 from slow_cases import slow
 
 from rlft import cli
@@ -283,21 +284,31 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_damaged_samples_are_refused_before_weights_are_loaded(number, tmp_path, monkeypatch, capsys):
-    name, change, said = REFUSED[number]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    run = tmp_path / "runs" / "sampled"
-    run.mkdir(parents=True)
+@pytest.fixture(scope="module")
+def half_sampled(tmp_path_factory):
+    """A run of `rlft sample` that was stopped after its first step."""
+    run = tmp_path_factory.mktemp("half") / "sampled"
+    run.mkdir()
     plain = compose(SAMPLED, command="sample")
     run_folder.write_config(run, plain, resolve(plain).plan().fingerprints)
     (run / "samples.jsonl").write_bytes(encode({"reward": 1.0}) * 3)
     size = (run / "samples.jsonl").stat().st_size
     done = {"step": 1, "bytes": size, "sampled": 4, "kept": 3, "prompts_kept": 2, "rewards": {"exact_match": 3.0}}
     (run / "progress.json").write_text(json.dumps(done))
-    damage(run / name, change)
+    return run
+
+
+@each(("name", "change", "said"), REFUSED)
+def test_damaged_samples_are_refused_before_weights_are_loaded(
+    name, change, said, half_sampled, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("rlft.model.backbone.load_backbone", lambda *args: pytest.fail("weights were loaded"))
+    shutil.rmtree("runs", ignore_errors=True)
+    shutil.copytree(half_sampled, "runs/sampled")
+    damage(Path("runs/sampled") / name, change)
+    capsys.readouterr()
     assert cli.run(["resume", "runs/sampled"]) == 2
     assert cli.run(["runs", "--json"]) == 0
     told = capsys.readouterr()
