@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slow_cases import slow
+from slow_cases import slow_but
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlft import cli
@@ -19,12 +19,11 @@ WORDS = (
     "eval.every=1", "eval.num_prompts=4", "eval.num_samples=2", "scoring.workers=0", "checkpoint.every=1",
     "alarms.patience=1", "alarms.equal_groups=0.01", "alarms.constant_reward=1", "console=null",
 )  # fmt: skip
+WANDB = ("logger=wandb", "logger.wandb.mode=offline")
 TRACKERS = {
-    "wandb": ("logger=wandb", "logger.wandb.mode=offline"),
+    "together": ("--config-dir", "mine", "logger=[wandb,tensorboard,raising]", "logger.wandb.mode=offline"),
     "mlflow": ("logger=mlflow",),
-    "tensorboard": ("logger=tensorboard",),
     "trackio": ("logger=trackio",),
-    "raising": ("--config-dir", "mine", "logger=raising"),
 }
 RAISING = "class Raising:\n" + "".join(
     f"    def {method}(self, argument):\n        raise OSError('{method}')\n"
@@ -63,19 +62,22 @@ def content(folder, names):
     return files
 
 
-@pytest.mark.parametrize("tracker", ["wandb", *map(slow, ("mlflow", "trackio")), "tensorboard", "raising"])
-def test_a_tracker_changes_no_file_of_a_run_not_even_by_its_errors(tracker, train, alone, capfd):
-    folder = train(tracker, *TRACKERS[tracker])
+@pytest.mark.parametrize("name", slow_but("together", TRACKERS))
+def test_trackers_change_no_file_of_a_run_not_even_by_their_errors(name, train, alone, capfd):
+    folder = train(name, *TRACKERS[name])
     names = [str(file.relative_to(alone)) for file in alone.rglob("*") if file.is_file() and file.name != "config.yaml"]
     assert {"metrics.jsonl", "eval.jsonl", "alarms.jsonl", "rollouts/step_000001.jsonl"} <= {*names}
     assert content(folder, names) == content(alone, names)
     told = "logger.raising: start failed (OSError: start); the run continues without it"
-    assert capfd.readouterr().err.splitlines().count(told) == (tracker == "raising")
+    assert capfd.readouterr().err.splitlines().count(told) == (name == "together")
+    if name == "together":
+        assert list(folder.glob("wandb/offline-run-*/run-*.wandb")), "it is tracked meanwhile"
+        assert list(folder.glob("tensorboard/*tfevents*"))
 
 
 @pytest.mark.slow
 def test_what_reads_a_run_needs_no_logger(train, alone, capfd, monkeypatch):
-    tracked = train("read", *TRACKERS["wandb"])
+    tracked = train("read", *WANDB)
     monkeypatch.chdir(alone.parents[1])
 
     def said(*words: str) -> str:
@@ -107,7 +109,7 @@ def test_what_reads_a_run_needs_no_logger(train, alone, capfd, monkeypatch):
 @pytest.mark.slow
 def test_a_sweep_with_a_tracker_has_its_table(alone, capfd, monkeypatch):
     monkeypatch.chdir(alone.parents[1])
-    words = ["trainer.lr=0.01,0.001", *TRACKERS["wandb"], "hydra.sweep.dir=sweep"]
+    words = ["trainer.lr=0.01,0.001", *WANDB, "hydra.sweep.dir=sweep"]
     assert cli.run(["train", "-m", *WORDS, *words]) == 0
     assert "sweep of 2 jobs, best held-out accuracy first" in capfd.readouterr().out
     rows = list(csv.DictReader(Path("sweep", "sweep.csv").read_text().splitlines()))
