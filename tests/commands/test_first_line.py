@@ -1,11 +1,10 @@
 """What is said, and what is refused, before torch is imported, which takes seconds."""
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 SCRIPT = """
 import json, shlex, sys
@@ -20,7 +19,6 @@ forbid("torch", "transformers")
 import rlft.commands.doctor.command
 from rlft import cli
 rlft.commands.doctor.command.run_checks = child
-told = []
 for typed in json.loads(sys.stdin.read()):
     path, written = list(sys.path), StringIO()
     with redirect_stderr(written), redirect_stdout(written):
@@ -29,8 +27,7 @@ for typed in json.loads(sys.stdin.read()):
         except Imported as wanted:
             code = f"imports {wanted}"
     sys.path[:] = path
-    told.append([code, written.getvalue()])
-print(json.dumps(told))
+    print(json.dumps([code, written.getvalue()]))
 """
 RUN = "run=" + str(Path(__file__).parents[1] / "runs" / "recorded" / "train")
 LONG = [
@@ -47,14 +44,13 @@ LONG = [
 ]
 
 
-def told_of(lines, folder):
-    """[exit code or what was imported first, everything printed until then] of each command."""
-    command, tests = [sys.executable, "-c", SCRIPT], Path(__file__).parents[1]
+def told_of(lines, folder, script=SCRIPT):
+    """[exit code or what was imported first, everything printed until then] of each command; what the script says."""
+    tests = Path(__file__).parents[1]
     environment = {"PYTHONPATH": f"{tests.parent}:{tests / 'helpers'}"}
-    done = subprocess.run(
-        command, input=json.dumps(lines), env=environment, cwd=folder, capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout)
+    how = {"env": environment, "cwd": folder, "capture_output": True, "text": True, "check": True}
+    done = subprocess.run([sys.executable, "-c", script], input=json.dumps(lines), **how)
+    return [json.loads(told) for told in done.stdout.splitlines()]
 
 
 def test_what_takes_long_says_what_it_does_before_torch_is_imported(tmp_path):
@@ -84,7 +80,11 @@ def print_modules(text, stream):
     os._exit(0)
 
 terminal._print = print_modules
-cli.run(shlex.split(sys.argv[1]))
+for line in json.loads(sys.stdin.read()):
+    if os.fork() == 0:
+        cli.run(shlex.split(line))
+        os._exit(1)
+    os.wait()
 """
 LIBRARIES = {  # the packages outside Python that may be imported before the first line
     "hydra", "omegaconf", "antlr4", "yaml", "packaging", "pydantic", "pydantic_core", "psutil",
@@ -94,17 +94,14 @@ SLOW = {"asyncio", "concurrent.futures.process", "http.client", "multiprocessing
 """Modules of Python whose import takes 10 ms and more."""
 
 
-@pytest.mark.parametrize("line", [*LONG[:1], *LONG[2:5], "chat model.path=embedded:tiny-arithmetic"])
-def test_little_is_imported_before_the_first_line(line, tmp_path):
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", BEFORE, line]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
-    said, modules = json.loads(done.stdout)
-    assert said.startswith("rlft ")
-    packages = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
-    assert {name for name in packages if not name.startswith(("_", "rlft"))} <= LIBRARIES
-    assert not SLOW & {*modules}
-    assert len(modules) < 590, "549 of rlft train when this was written"
+def test_little_is_imported_before_the_first_line(tmp_path):
+    lines = [*LONG[:1], *LONG[2:5], "chat model.path=embedded:tiny-arithmetic"]
+    for line, (said, modules) in zip(lines, told_of(lines, tmp_path, BEFORE), strict=True):
+        assert said.startswith("rlft "), line
+        packages = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
+        assert {name for name in packages if not name.startswith(("_", "rlft"))} <= LIBRARIES, line
+        assert not SLOW & {*modules}, line
+        assert len(modules) < 590, f"{line}: 549 of rlft train when this was written"
 
 
 ROW = {"question": "1 + 1?", "answer": "2", "completion": "2", "chosen": "2", "rejected": "3"}
@@ -124,23 +121,19 @@ WRONG = {  # {what is wrong: (rows of the file, words, what is said)}
 }
 
 
-@pytest.mark.parametrize("choice", ["jsonl", "hub"])
-def test_wrong_data_are_refused_before_torch_is_imported(choice, tmp_path):
+def test_wrong_data_are_refused_before_torch_is_imported(tmp_path):
     lines, expected = [], []
     for number, (rows, words, said) in enumerate(WRONG.values()):
         (folder := tmp_path / str(number)).mkdir()
         (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        for section, commands in SECTIONS.items():
+        for choice, (section, commands) in itertools.product(("jsonl", "hub"), SECTIONS.items()):
             path = f"{section}={choice} {section}.path={folder / 'mine.jsonl'}"
             lines += [f"{command} {path} {' '.join(words).format(section=section)}" for command in commands]
             expected += [f"rlft: {section}.{said.format(folder=folder)}"] * len(commands)
-    for line, (code, told), start in zip(lines, told_of(lines, tmp_path), expected, strict=True):
-        assert (code, str(told)[: len(start)], str(told).count("\n")) == (2, start, 1), (line, told)
-
-
-def test_a_wrong_field_of_pretraining_text_is_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "texts.jsonl").write_text(json.dumps(ROW) + "\n")
-    line = "train +recipe=ppo_ptx_arithmetic pretrain.path=texts.jsonl pretrain.field=x pretrain.given_field=null"
-    [[code, told]] = told_of([line], tmp_path)
-    assert code == 2
-    assert "there is no field 'x'" in str(told)
+    field = "train +recipe=ppo_ptx_arithmetic pretrain.path=texts.jsonl pretrain.field=x pretrain.given_field=null"
+    *told_of_lines, [code_of_field, told_of_field] = told_of([*lines, field], tmp_path)
+    for line, (code, told), start in zip(lines, told_of_lines, expected, strict=True):
+        assert (code, str(told)[: len(start)], str(told).count("\n")) == (2, start, 1), (line, told)
+    assert code_of_field == 2
+    assert "there is no field 'x'" in str(told_of_field)
