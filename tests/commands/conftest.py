@@ -1,14 +1,13 @@
 """A browser for the pages that commands make or serve, and a folder to type words in."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from base_read_once import base_read_once
 
 from rlft import cli
 
-if TYPE_CHECKING:
-    pass
+__all__ = ["base_read_once"]
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from base_read_once import base_read_once
 
 from rlft.logger.interface import RunInfo
 from rlft.runs.lines import StepRecord
 from rlft.system import interrupt
 from rlft.types import Completion, Evaluation, FinishReason, Group, Prompt, Rollout
+
+__all__ = ["base_read_once"]
 
 
 def rollout(name, text, version=0):
