@@ -8,10 +8,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pexpect
 import pytest
@@ -19,18 +17,16 @@ import torch
 
 import rlft
 from rlft.commands import chat
-from rlft.commands.chat import COMMANDS, Talk, Terminal, open_talk
+from rlft.commands.chat import COMMANDS, Terminal, open_talk
 from rlft.config.compose import compose
 from rlft.generation.transformers import TransformersGenerator
 from rlft.logger.console import open_terminal
 from rlft.runs import checkpoint, run_folder
-from rlft.runs.find import NamedRun, find
+from rlft.runs.find import find
 from rlft.runs.lines import silent
 from rlft.system.interrupt import Terminated
 from rlft.system.text import visible
 from rlft.types import Completion, FinishReason, Group, Rollout, Sampling, UserError
-
-OpenChat = Callable[..., Talk]
 
 QUESTION, ANSWER = "What is 47 + 85?", "132"
 BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.max_tokens=32", "scoring.workers=0"]
@@ -39,9 +35,9 @@ BARE = ["model.path=embedded:tiny-arithmetic", "model.device=cpu", "generation.m
 @pytest.fixture
 def open_chat():
     """Opens conversations, by a run's place or a bare model's config; the one before is closed."""
-    opened: list[Any] = []
+    opened = []
 
-    def open_it(place: NamedRun | None = None, raw: bool = False, plain: Mapping[str, Any] | None = None) -> Talk:
+    def open_it(place=None, raw=False, plain=None):
         while opened:
             opened.pop().__exit__(None, None, None)
         config = plain or (compose(BARE) if place is None else place.config)
@@ -57,7 +53,7 @@ def open_chat():
 def typed(monkeypatch, capsys):
     """Types these lines into a pipe; returns what is printed, as lines."""
 
-    def talk(*lines: str, place: NamedRun | None = None, plain: Mapping[str, Any] | None = None) -> list[str]:
+    def talk(*lines, place=None, plain=None):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         capsys.readouterr()
         config = plain or (compose(BARE) if place is None else place.config)
@@ -149,7 +145,7 @@ def test_the_conversation_is_asked_with_the_runs_prompt_and_its_history(open_cha
         {"role": "user", "content": "Q: two"},
     )
     tokenizer = talk.tokenizer
-    messages: list[Any] = list(second.prompt.messages)
+    messages = list(second.prompt.messages)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert list(second.prompt.token_ids) == expected
     talk = open_chat(plain=plain, raw=True)
@@ -189,14 +185,11 @@ def test_raw_is_true_or_false():
         chat.read_raw("yes")
 
 
-Asked = list[tuple[tuple[str, ...], float]]
-
-
 def always_says(patch, text, finish=FinishReason.stop):
     """Has every answer be this text, a token of one byte each; (messages, temperature) of each question from now on."""
-    asked: Asked = []
+    asked = []
 
-    def sample(self: Any, prompts: Any, n: int, seeds: Any, sampling: Sampling) -> list[Group]:
+    def sample(self, prompts, n, seeds, sampling):
         ids = tuple(self.tokenizer(text)["input_ids"])
         said = Completion(text=text, token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason=finish)
         asked.extend((tuple(m["content"] for m in prompt.messages), sampling.temperature) for prompt in prompts)
@@ -267,7 +260,7 @@ def press(terminal, monkeypatch, *presses):
     read = iter(presses)
     count = 0
 
-    def answer(prompt: str) -> str:
+    def answer(prompt):
         nonlocal count
         count += 1
         what = next(read)
@@ -338,7 +331,7 @@ def test_a_learned_reward_scores_as_the_run_trained_it(make_roles, save_run, ope
 
     restore = talk.roles.restore
 
-    def interrupted(*saved: Any) -> None:
+    def interrupted(*saved):
         signal.raise_signal(signal.SIGINT)
         restore(*saved)
 

@@ -25,7 +25,7 @@ def completions(tmp_path, monkeypatch):
     """Evaluates with these words; (prompt id, text) of every completion."""
     numbers = count()
 
-    def evaluate(*words: str) -> list[tuple[str, str]]:
+    def evaluate(*words):
         folder = tmp_path / str(next(numbers))  # one for each: the files are named by the second
         folder.mkdir()
         monkeypatch.chdir(folder)

@@ -8,7 +8,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -58,7 +57,7 @@ NOT_WRITTEN = "hydra.run.dir: cannot be written"
 def test_what_a_run_cannot_do_in_its_folder_is_known_before_it_begins(
     place, code, line, exit_code, tmp_path, monkeypatch, capsys
 ):
-    def refuse(*args: object, **keywords: object) -> None:
+    def refuse(*args, **keywords):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.chdir(tmp_path)
@@ -83,7 +82,7 @@ ROWS = {  # {command: rows that the config decides, that the plan adds, and that
 
 @pytest.mark.parametrize("command", ["train", *map(slow, ("sft", "rm", "dpo"))])
 def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(command, tmp_path, monkeypatch, capsys):
-    def shown(*words: str) -> list[str]:
+    def shown(*words):
         """The names of all rows up to the first note, evaluation or step."""
         recipe, more = ("grpo", SMALL) if command == "train" else (command, [])
         cli.run([command, f"+recipe={recipe}_arithmetic", *SHORT, *more, *words])
@@ -92,7 +91,7 @@ def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(comman
         table = itertools.takewhile(lambda line: not line.startswith(("note: ", "step ")), lines)
         return [line[:18].rstrip() for line in table if line[:1].strip()]
 
-    def refuse(*args: object, **keywords: object) -> None:
+    def refuse(*args, **keywords):
         raise ValueError("the weights cannot be read")
 
     of_config, of_plan, of_model = ROWS[command]
@@ -116,7 +115,7 @@ def test_what_was_measured_is_in_the_config_that_other_processes_get(tmp_path, m
     words = ["+recipe=grpo_arithmetic", "generation=transformers", "generation.transformers.weights=fastest"]
     resolved, handed_on = resolve(compose([*words, "data.size=64"])), []
 
-    def run(plan: Any, *_: object) -> Any:
+    def run(plan, *_):
         handed_on.append(pickle.loads(pickle.dumps(plan.config)))
         raise KeyboardInterrupt
 

@@ -3,10 +3,8 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,9 +21,6 @@ NAMES = catalog.choices("algorithm")
 FOLDER = catalog.config_folder() / "algorithm"
 DOCS = Path(__file__).parents[2] / "docs" / "explanation"
 
-Shown = Callable[..., str]
-Pages = dict[str, tuple[dict[str, Any], str]]
-
 
 def keys_of(algorithm):
     return {field.name: getattr(algorithm, field.name) for field in fields(algorithm)}
@@ -36,7 +31,7 @@ def shown(capsys, monkeypatch):
     """What the command prints for these words, in lines of 120 columns."""
     monkeypatch.setenv("COLUMNS", "120")
 
-    def show(*words: str) -> str:
+    def show(*words):
         code = cli.run(["algorithms", *words])
         printed = capsys.readouterr()
         assert code == 0, printed.err

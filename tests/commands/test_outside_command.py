@@ -4,13 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from packages import install
 from run_folders import check_same, learned, metrics
-from run_processes import Ended
 
 import rlft
 
@@ -19,8 +17,6 @@ MOST_LINES = 80
 """Of the module, blank ones apart: the measure of what a command asks for."""
 TINY = ("parrot", "text.path=texts.jsonl", "lora.rank=2", "trainer.lr=0.01", "model.device=cpu")
 EVERY = ("checkpoint.every=1", "checkpoint.keep=9")
-
-Rlft = Callable[..., Ended]
 
 
 def block(name):

@@ -347,7 +347,7 @@ def test_a_run_without_checkpointing_is_compared_with_the_kind_that_it_has(no_we
 def test_an_evaluation_that_decodes_more_than_a_step_is_what_is_planned(no_weights, capsys):
     words = ["+recipe=grpo_arithmetic", *TASK, "prompts_per_step=2", "group_size=8"]
 
-    def keys_and_values(*more: str) -> int:
+    def keys_and_values(*more):
         return parts_of(planned(capsys, *words, *more))["keys and values"]
 
     config = AutoConfig.from_pretrained(Path(rlft.__file__).parent / "assets" / "tiny-arithmetic")

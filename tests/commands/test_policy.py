@@ -1,9 +1,7 @@
 """Every command that goes on from a run refuses a base that is not the run's, by what differs, before weights load."""
 
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from rlft.runs.fingerprints import PARTS
 SMALL = ("lora.rank=4", "lora.alpha=8", "model.device=cpu", "scoring.workers=0", "generation=transformers", "steps=3",
          "model.date=2026-11-25", "eval.every=0",
          "data.size=16", "data.held_out_size=4", "prompts_per_step=4", "group_size=4")  # fmt: skip
-LORA = "lora.rank=4 lora.alpha=8 lora.path"
 USES = {
     "resume": "resume run steps=4",
     "fork": "resume run/checkpoints/step_000002 hydra.run.dir=fork",
@@ -48,7 +45,7 @@ def a_tensor(base):
 
 
 def edited(file, old, new):
-    def edit(base: Path) -> None:
+    def edit(base):
         text = (base / file).read_text()
         assert old in text
         (base / file).write_text(text.replace(old, new))
@@ -56,7 +53,7 @@ def edited(file, old, new):
     return edit
 
 
-CHANGES: Mapping[str, Callable[[Path], None]] = {
+CHANGES = {
     "weights": a_tensor,
     "template": edited("chat_template.jinja", "<|im_start|>", "<|im_start|> "),
     "ends": edited("generation_config.json", '"eos_token_id": 2', '"eos_token_id": [2, 1]'),
@@ -95,7 +92,7 @@ def place(begun, tmp_path, make_roles, monkeypatch):
         checkpoint.save(Path("run/checkpoints"), saved, keep=1)
         shutil.move("run", begun / "run")
 
-    def fresh() -> Path:
+    def fresh():
         for name in ("base", "run", "out", "fork", "new", "samples"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)
         for name in ("base", "run"):
@@ -109,7 +106,7 @@ def place(begun, tmp_path, make_roles, monkeypatch):
 def unloaded(monkeypatch):
     """Nothing loads weights."""
 
-    def fail(*arguments: Any, **options: Any) -> None:
+    def fail(*arguments, **options):
         raise AssertionError("weights are loaded")
 
     monkeypatch.setattr("rlft.model.backbone.load_model", fail)

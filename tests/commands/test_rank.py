@@ -14,16 +14,13 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 from audited_runs import lines_of
 from in_one_test import each
-from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -38,15 +35,12 @@ from rlft.system import disk, files
 from rlft.system.disk import DiskError
 from rlft.types import Split, UserError
 
-Served = Callable[..., RankServer]
-Ranked = Callable[..., Rankings]
-
 
 @pytest.fixture
 def write_samples(tmp_path):
     """Writes lines of `rlft sample`: of each prompt these answers, sampled by two models in turn."""
 
-    def write(prompts: int = 6, answers: tuple[str, ...] = ("red", "green", "blue"), name: str = "samples") -> Path:
+    def write(prompts=6, answers=("red", "green", "blue"), name="samples"):
         usual = {"answer": "", "token_ids": [1, 2], "finish_reason": "stop", "rewards": {}, "reward": 0.5}
         usual["tokenizer"] = "0" * 12
         system, file = {"role": "system", "content": "Be brief."}, tmp_path / f"{name}.jsonl"
@@ -64,7 +58,7 @@ def write_samples(tmp_path):
 def rank(tmp_path, write_samples):
     """Begins or goes on with anna's rankings of so many prompts, with these answers."""
 
-    def ranked(*samples: Any, out: str = "out.jsonl") -> Rankings:
+    def ranked(*samples, out="out.jsonl"):
         return Rankings(tmp_path / out, questions_of([str(write_samples(*samples))], "anna", 0))
 
     return ranked
@@ -75,7 +69,7 @@ def serve(rank):
     """Serves the page that ranks so many prompts."""
     with ExitStack() as stack:
 
-        def started(*samples: Any, out: str = "out.jsonl") -> RankServer:
+        def started(*samples, out="out.jsonl"):
             server = RankServer(rank(*(samples or (2,)), out=out))
             Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
             stack.callback(server.server_close)
@@ -107,7 +101,7 @@ def test_seed_and_ranker_give_the_order_and_equal_answers_are_shown_once(write_s
 def test_any_course_of_rankings_is_on_disk_after_each_step_and_continues_in_a_new_process(
     tmp_path, write_samples, monkeypatch
 ):
-    flushed: list[int] = []
+    flushed = []
     monkeypatch.setattr(files.os, "fsync", lambda handle: flushed.append(handle))
     questions = questions_of([str(write_samples(40, ("a", "b", "c")))], "anna", 0)
     file, rng, expected = tmp_path / "new" / "out.jsonl", random.Random(0), []
@@ -143,7 +137,7 @@ def test_a_full_disk_leaves_the_file_and_the_question_as_they_were(rank, monkeyp
     rankings.add([0, 1, 2])
     before = rankings.shown(), rankings.file.read_bytes()
 
-    def full(handle: int) -> None:
+    def full(handle):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "fsync", full)
@@ -272,7 +266,7 @@ def test_the_page_ranks_skips_and_undoes(serve):
     ],
 )
 def test_an_unexpected_error_is_said_and_a_closed_browser_is_not(error, said, serve, monkeypatch, capsys):
-    def fail(request: object) -> tuple[int, str]:
+    def fail(request):
         raise error
 
     server = serve(out=f"{type(error).__name__}.jsonl")
@@ -305,7 +299,7 @@ def test_what_is_no_ranking_of_the_next_prompt_changes_nothing(request_, serve):
     assert server.rankings.file.read_bytes() == b""
 
 
-FOREIGN: list[Mapping[str, Any]] = [
+FOREIGN = [
     {"path": "/"},
     {"path": "/wrong/"},
     {"headers": {"Host": "evil.example"}},
@@ -348,7 +342,7 @@ def test_it_listens_on_this_machine_alone_and_limits_bodies(serve, monkeypatch):
     with socket.create_connection(server.server_address[:2]):  # says nothing, and holds nobody up
         assert ask(server, {})[0] == 200
 
-    def fails(scores: object) -> None:
+    def fails(scores):
         raise DiskError(28, server.rankings.file)
 
     monkeypatch.setattr(server.rankings, "add", fails)
@@ -430,15 +424,15 @@ def test_a_mistake_is_refused(words, refusal, tmp_path, write_samples, monkeypat
 
 # -- agreement ---------------------------------------------------------------------------------------------------------
 def ranking(ranker, prompt, scores, *, skipped=False):
-    row: dict[str, object] = {"ranker": ranker, "prompt_id": prompt, "messages": [{"role": "user", "content": prompt}]}
+    row = {"ranker": ranker, "prompt_id": prompt, "messages": [{"role": "user", "content": prompt}]}
     return row | {"completions": [*scores], "scores": [*scores.values()], "skipped": skipped}
 
 
 def test_agreement_is_that_of_all_pairs_in_both_orders():
     rng = random.Random(0)
     for _ in range(200):
-        rows: list[list[dict[str, object]]] = [[], []]
-        verdicts: list[tuple[bool, ...]] = []
+        rows = [[], []]
+        verdicts = []
         for p in range(rng.randint(1, 5)):
             texts = [*"abcd"[: rng.randint(2, 4)]]
             scores = [{text: rng.randint(0, 2) for text in rng.sample(texts, len(texts))} for _ in rows]
@@ -491,7 +485,7 @@ LONG = (
 class Page:
     """The page in the browser, and what a person sees and types there."""
 
-    def __init__(self, driver: webdriver.Chrome, server: RankServer, width: int = 1400, theme: str = "light") -> None:
+    def __init__(self, driver, server, width=1400, theme="light"):
         self.driver, self.server = driver, server
         size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -501,20 +495,20 @@ class Page:
         driver.get(server.url)
         self.wait(lambda: driver.execute_script("return document.documentElement.dataset.ready") == "true")
 
-    def wait(self, happens: Callable[[], Any]) -> None:
+    def wait(self, happens):
         WebDriverWait(self.driver, 10).until(lambda _: happens())
 
-    def press(self, keys: str) -> None:
+    def press(self, keys):
         ActionChains(self.driver).send_keys(keys).perform()
 
-    def text(self, selector: str) -> str:
+    def text(self, selector):
         found = self.driver.find_elements(By.CSS_SELECTOR, selector)
         return "\n".join(each.text for each in found if each.is_displayed())
 
-    def answers(self) -> list[str]:
+    def answers(self):
         return [str(each.text) for each in self.driver.find_elements(By.CSS_SELECTOR, ".card .text")]
 
-    def judged(self, keys: str) -> tuple[list[str], list[int], bool]:
+    def judged(self, keys):
         """(answers, their scores, whether they were skipped) of the ranking that these keys add."""
         shown, number = self.answers(), len(self.server.rankings.done)
         self.press(keys)
@@ -523,7 +517,7 @@ class Page:
         assert shown == row["completions"]
         return shown, row["scores"], row["skipped"]
 
-    def shot(self, name: str) -> None:
+    def shot(self, name):
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         assert self.driver.save_screenshot(str(SCREENSHOTS / f"rank_{name}.png"))
 

@@ -2,7 +2,6 @@
 
 import io
 import sys
-from typing import Any
 
 import pytest
 from slow_cases import slow
@@ -24,12 +23,12 @@ def counts(monkeypatch, tmp_path):
     counted = {"configs": 0, "sections": 0, "plans": 0}
     from_mapping, plan = instantiate.from_mapping, Resolved.plan
 
-    def typed(cls: Any, values: Any, prefix: str, command: str = "train") -> Any:
+    def typed(cls, values, prefix, command="train"):
         counted["configs"] += issubclass(cls, Root)
         counted["sections"] += cls is GenerationConfig
         return from_mapping(cls, values, prefix, command)
 
-    def planned(self: Resolved, **how: Any) -> Any:
+    def planned(self, **how):
         counted["plans"] += 1
         return plan(self, **how)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,7 @@ def flip_a_bit(file):
 FROM = "run/checkpoints/step_000003"
 FORK = f"resume {FROM} hydra.run.dir=fork"
 CHANGES = "seed=3 trainer.lr=0.5 group_size=8 reward.format.weight=0.7 lora.target_modules=[q_proj]"
-REFUSALS: list[tuple[Callable[[Path], None], str, str, tuple[str, ...]]] = [
+REFUSALS = [
     (as_it_is, " ".join(tiny("hydra.run.dir=run")), "hydra.run.dir: there is a run in that folder",
      ("continue it with `rlft resume run`",)),
     (finished, "resume run", "resume: the run is finished", ("rlft resume run steps=10",)),

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from functools import partial
-from typing import Any
 
 import pytest
 from in_one_test import each
@@ -65,7 +64,7 @@ def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(tmp_path, monkeyp
     words = [*WORDS, "--config-dir", str(tmp_path), "reward=[exact_match,mine,learned]", "--json"]
     words += ["reward_model.refresh_every=10", "reward_model.labels=exact_match"]
     assert cli.run(words) == 1
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in found["rows"]}
     assert not found["sound"]
     assert rows["learned"]["status"] == rows["weights"]["status"] == "skipped"
@@ -95,7 +94,7 @@ class Loud:
 
 
 def test_more_rows_than_the_data_have_are_all_of_them_and_servers_are_asked_once(monkeypatch):
-    asked: list[str] = []
+    asked = []
     monkeypatch.setattr(references, "check_servers", lambda rewards, prompt: asked.append(prompt.id))
     words = ["+recipe=grpo_arithmetic", "data.size=5", "data.held_out_size=2", "reward=exact_match"]
     resolved = resolve(compose(words))
@@ -135,7 +134,7 @@ def test_the_rewards_of_a_recipe_have_no_fault(recipe, monkeypatch):
     in_process = partial(tester.RewardTester, is_isolated=False)
     monkeypatch.setattr(tester, "RewardTester", in_process)
     resolved = resolve(compose([f"+recipe={recipe}"]), "train")
-    config: Any = resolved.config
+    config = resolved.config
     _, tried = reward.try_rewards(resolved, reward.specs_of(config), 1)
     wrong = [row for row in verdicts_on(tried, config.completions_per_step, 2) if row.status is Status.wrong]
     assert wrong == []

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 import yaml
@@ -158,7 +157,7 @@ class StoppedError(BaseException):
 def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(step, sampled, tmp_path, monkeypatch):
     folder, write = tmp_path / "run", sample.write_atomically
 
-    def write_or_die(file: Path, text: str) -> None:
+    def write_or_die(file, text):
         if json.loads(text)["step"] == step:
             raise StoppedError
         write(file, text)

@@ -71,7 +71,7 @@ def test_every_command_is_offered():
 def test_a_list_is_kept_until_configs_or_version_change(typed_in, monkeypatch):
     calls = []
 
-    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run(words, **_):
         calls.append(words)
         return subprocess.CompletedProcess(words, 0, json.dumps(made()))
 

@@ -47,10 +47,10 @@ def test_only_what_the_file_suffices_for_is_suggested(tmp_path):
     ],
 )
 def test_what_follows_a_run_fits_what_it_has_learned(monkeypatch, learned, data, expected):
-    said: list[tuple[str, str]] = []
+    said = []
     monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))
     config = SimpleNamespace(lora=None, name="sft")
-    plan: Any = SimpleNamespace(config=config, plain={"demonstrations": learned}, scored_prompts=data)
+    plan = SimpleNamespace(config=config, plain={"demonstrations": learned}, scored_prompts=data)
     print_policy_page(plan, Path("runs/sft/x"))
     assert [command.split()[1] for _, command in said] == expected
     assert any("arithmetic" in command for _, command in said) is learned["path"].startswith("embedded:")
@@ -74,7 +74,7 @@ def test_both_splits_have_a_question(number):
     ],
 )
 def test_what_follows_a_training_is_of_that_run(monkeypatch, words, last):
-    said: list[tuple[str, str]] = []
+    said = []
     monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))
     plain = compose(["+recipe=grpo_arithmetic", *words])
     prompts = SimpleNamespace(prompts=[SimpleNamespace(images=())])

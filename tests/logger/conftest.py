@@ -1,7 +1,5 @@
 """Runs, steps and evaluations made up for the loggers' tests."""
 
-from pathlib import Path
-
 import pytest
 from base_read_once import base_read_once
 
@@ -21,7 +19,7 @@ def rollout(name, text, version=0):
 
 @pytest.fixture
 def make_run(tmp_path):
-    def make(step: int = 0, steps: int = 6, folder: Path = tmp_path / "run") -> RunInfo:
+    def make(step=0, steps=6, folder=tmp_path / "run"):
         sizes = [("prompts per step", "2", "prompts sampled in a step"), ("engine", "scripted", "as asked")]
         return RunInfo(folder=folder, name="tiny", config={"seed": 0}, step=step, steps=steps, sizes=sizes)
 
@@ -32,7 +30,7 @@ def make_run(tmp_path):
 def make_step():
     """A step of one prompt with two completions; `text` is the first one's. Keywords are metrics, `__` for `/`."""
 
-    def make(step: int, text: str = "2", rewards: tuple[float, ...] = (0.0, 1.0), **metrics: float) -> StepRecord:
+    def make(step, text="2", rewards=(0.0, 1.0), **metrics):
         rollouts = tuple(rollout("1+2", t, step - 1) for t in (text, *["3"] * (len(rewards) - 1)))
         return StepRecord(
             step=step,
@@ -48,7 +46,7 @@ def make_step():
 
 @pytest.fixture
 def make_evaluation():
-    def make(step: int, accuracy: float = 0.5, texts: tuple[str, ...] = ("3", "4")) -> Evaluation:
+    def make(step, accuracy=0.5, texts=("3", "4")):
         examples = tuple(rollout(f"1+2+{i}*0", text, step) for i, text in enumerate(texts))
         scores = tuple(float(text.endswith("3")) for text in texts)
         return Evaluation(

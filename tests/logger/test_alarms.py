@@ -2,7 +2,6 @@
 
 import json
 import math
-from typing import Any
 
 import pytest
 from audited_runs import lines_of
@@ -51,7 +50,7 @@ def after(step, value, before):
 
 # (changes, where it is told first, and again 50 steps later, its name, words). Patience is 5: it is raised in the fifth
 # step in a row.
-CASES: list[tuple[dict[str, Any], list[int], str, str]] = [
+CASES = [
     ({"kl__reference": after(10, 0.6, 0.1)}, [15, 65], "kl", "Raise algorithm.kl_coef"),
     ({"sampler__kl": after(10, 0.2, 0.01)}, [15, 65], "sampler_kl", "is 0.2 nats per token"),
     ({"sampler__effective_sample_size": after(10, 0.2, 0.9)}, [15, 65], "effective_samples", "worth 20% of as many"),

@@ -124,8 +124,7 @@ def test_a_pipe_gets_plain_lines_with_the_table_first():
     steps = [line for line in lines if re.match(r"step \d/4", line)]
     assert len(steps) == 4
     assert re.fullmatch(
-        r"step 4/4  reward 1\.000  length 41  2,000 tokens/s  0\.50 s/step  elapsed 0:0\d  ETA 0:00",
-        steps[-1],
+        r"step 4/4  reward 1\.000  length 41  2,000 tokens/s  0\.50 s/step  elapsed 0:0\d  ETA 0:00", steps[-1]
     )
     assert "step 4: held-out accuracy 0.500 ± 0.020 (step 2: 0.250)" in lines
     assert [line for line in lines if "accuracy" in line] == [line for line in lines if ": held-out accuracy" in line]

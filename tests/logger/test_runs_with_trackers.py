@@ -4,7 +4,6 @@ import csv
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from slow_cases import slow_but
@@ -39,7 +38,7 @@ def train(tmp_path_factory):
     (place / "raises.py").write_text(RAISING)
     (place / "mine" / "logger" / "raising.yaml").write_text("raising:\n  _target_: raises.Raising\n")
 
-    def train(name: str, *words: str) -> Path:
+    def train(name, *words):
         with pytest.MonkeyPatch.context() as patched:
             patched.chdir(place)
             assert cli.run(["train", *WORDS, *words, f"hydra.run.dir=runs/{name}"]) == 0
@@ -55,7 +54,7 @@ def alone(train):
 
 def content(folder, names):
     """What is in these files, without times and digests of them."""
-    files: dict[str, Any] = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
     for name in ("metrics.jsonl", "chain.jsonl"):
         lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
         files[name] = [{**line["sha256"], "config": None} if "sha256" in line else metrics_part(line) for line in lines]
@@ -80,7 +79,7 @@ def test_what_reads_a_run_needs_no_logger(train, alone, capfd, monkeypatch):
     tracked = train("read", *WANDB)
     monkeypatch.chdir(alone.parents[1])
 
-    def said(*words: str) -> str:
+    def said(*words):
         assert cli.run(list(words)) == 0, (words, capfd.readouterr().err)
         return capfd.readouterr().out
 

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,11 +10,7 @@ from rlft.runs.chain import CHAIN, Chain
 from rlft.system.files import digest_of_each, digest_of_tensors
 
 TENSORS = {"adapters/policy": {"b": torch.arange(5.0), "a": torch.ones(2, 3)}, "optimizer": {"a": torch.zeros(4)}}
-WAITS: dict[str, Callable[[Chain], None]] = {
-    "seal": lambda chain: chain.seal(2),
-    "flush": Chain.flush,
-    "close": Chain.close,
-}
+WAITS = {"seal": lambda chain: chain.seal(2), "flush": Chain.flush, "close": Chain.close}
 
 
 def begun(folder):

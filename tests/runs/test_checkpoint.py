@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def values(tensors):
 
 def newest(root, *said):
     """The newest checkpoint that can be read, of which this is said."""
-    told: list[str] = []
+    told = []
     loaded = checkpoint.load_newest(root, told.append)
     assert loaded is not None
     assert told == [*said]
@@ -141,13 +140,10 @@ def test_only_json_safetensors_and_a_manifest_that_sha256sum_checks_are_written(
     assert {*listed} == files.keys() - {"MANIFEST"}
 
 
-Change = Callable[[Path], object]
-
-
 def flipped(name):
     """Changes the last byte of this file of a checkpoint."""
 
-    def change(folder: Path) -> None:
+    def change(folder):
         raw = (folder / name).read_bytes()
         (folder / name).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
 
@@ -179,7 +175,7 @@ def cut_between_lines_and_lost(folder):
 
 
 UNLIKE = "does not match its checksum"
-DAMAGES: dict[str, tuple[Change, str]] = {
+DAMAGES = {
     "a byte": (flipped("optimizer.safetensors"), f"optimizer.safetensors {UNLIKE}"),
     "a byte of a head": (flipped("critic/head.safetensors"), f"critic/head.safetensors {UNLIKE}"),
     "a cut file": (cut("reward/adapter_model.safetensors", 0.99), f"reward/adapter_model.safetensors {UNLIKE}"),
@@ -212,7 +208,7 @@ def test_when_all_are_damaged_the_run_is_refused_and_when_there_is_none_there_is
     assert checkpoint.load_newest(tmp_path / "nowhere", pytest.fail) is None
     for step in (2, 4):
         flip_a_byte(checkpoint.save(tmp_path, made(step), keep=2))
-    said: list[str] = []
+    said = []
     with pytest.raises(UserError, match="resume: every checkpoint of this run is damaged"):
         checkpoint.load_newest(tmp_path, said.append)
     assert len(said) == 2
@@ -260,11 +256,11 @@ def test_a_save_that_fails_leaves_the_ones_before_as_they_were(broken, tmp_path,
 
 def test_everything_is_on_disk_before_the_checkpoint_gets_its_name(tmp_path, monkeypatch):
     """A power cut after the rename must not find empty files behind it."""
-    flushed: list[Path] = []
+    flushed = []
     monkeypatch.setattr("rlft.system.files.flush", flushed.append)
     rename = Path.rename
 
-    def renamed(self: Path, target: Path) -> Path:
+    def renamed(self, target):
         everything = {self, *self.rglob("*")}
         assert everything <= set(flushed)
         flushed.clear()

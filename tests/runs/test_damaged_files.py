@@ -5,9 +5,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,9 +27,6 @@ FILES = [
 ]  # fmt: skip
 
 
-Change = Callable[[bytes], bytes]
-
-
 def without_its_end(content):
     """Cut where a line ends: what is left is YAML."""
     lines = content.splitlines(keepends=True)
@@ -44,7 +39,7 @@ def with_values(**values):
     return lambda content: json.dumps({k: v for k, v in changed(content).items() if v is not None}).encode()
 
 
-DAMAGES: dict[str, Change | None] = {
+DAMAGES = {
     "cut": lambda content: content[: len(content) // 2],
     "empty": lambda _: b"",
     "garbage": lambda _: bytes(range(256)) * 4,
@@ -83,16 +78,13 @@ def make_run(place):
     checkpoint.save(place / "checkpoints", saved, keep=1)
 
 
-Parsed = tuple[Any, Exception | None]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def parsed_once():
     """Python's YAML parser takes a third of a second to give deep nesting up, and every command reads the same text."""
-    seen: dict[bytes, Parsed] = {}
+    seen = {}
     parse = run_folder._load
 
-    def load(content: bytes) -> Any:
+    def load(content):
         if content not in seen:
             try:
                 seen[content] = parse(content), None
@@ -209,10 +201,10 @@ def test_a_config_cut_at_any_line_is_refused_or_that_of_the_run(workplace):
 def test_a_file_that_may_not_be_read_is_named(workplace, monkeypatch, capsys):
     opened = Path.open
 
-    def refuse(self: Path, *args: object, **keys: object) -> object:
+    def refuse(self, *args, **keys):
         if "hurt" in self.parts and self.name in refused:
             raise PermissionError(13, "Permission denied", str(self))
-        return opened(self, *args, **keys)  # type: ignore[arg-type]
+        return opened(self, *args, **keys)
 
     monkeypatch.setattr(Path, "open", refuse)
     for name in ("config.yaml", "eval.jsonl", "status.json", "MANIFEST", "step_000002.jsonl", "metrics.jsonl"):

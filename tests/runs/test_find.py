@@ -1,10 +1,8 @@
 """Runs and checkpoints by name, and notes about a run whose libraries or config.yaml have changed."""
 
 import os
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +17,13 @@ from rlft.runs.find import adapter_references, changes_since, folder_of, named_f
 from rlft.runs.fork import FORKED_FROM
 from rlft.types import UserError
 
-MakeRun = Callable[..., Path]
-
 
 @pytest.fixture
 def make_run(tmp_path, monkeypatch):
     """Makes a run's folder in a working directory of the test's own, and sets how long ago it was worked in."""
     monkeypatch.chdir(tmp_path)
 
-    def make(folder: str, *, age: float, metrics: bool = True) -> Path:
+    def make(folder, *, age, metrics=True):
         run = Path(folder)
         run.mkdir(parents=True)
         config = {"command": "train", "name": run.parent.name, "lora": {"rank": 2}}
@@ -50,7 +46,7 @@ def three(make_run):
 
 def said(name):
     """What `one_run` takes, and what it says."""
-    lines: list[str] = []
+    lines = []
     return one_run(name, "run", lines.append), lines
 
 
@@ -240,7 +236,7 @@ def test_a_reward_model_goes_on_from_a_reward_model_or_begins_as_a_policy(run, t
 
 
 @cache
-def composed() -> dict[str, Any]:
+def composed():
     return compose([])
 
 

@@ -1,8 +1,6 @@
 """Forks of supervised runs, and which keys a checkpoint fits; forks of `rlft train` are seen in whole runs."""
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +10,7 @@ from rlft import cli
 from rlft.config.compose import changed, compose
 from rlft.runs import checkpoint, fork as forks, run_folder
 from rlft.runs.checkpoint import Checkpoint
-from rlft.runs.fork import Fork, open_fork
+from rlft.runs.fork import open_fork
 from rlft.types import UserError
 
 COMMON = ("model.device=cpu", "lora.rank=2", "max_completion_tokens=64", "prompts.max_tokens=64", "steps=3")
@@ -42,14 +40,11 @@ def test_a_fork_of_a_supervised_run_does_what_the_run_did(words, tmp_path):
         assert cli.run([command, *places, *out]) == 0
 
 
-MakeFork = Callable[..., tuple[Fork, dict[str, Any]]]
-
-
 @pytest.fixture
 def make_fork(tmp_path):
     """Makes a run with a checkpoint of step 4, and gives its fork with the config that these changes make."""
 
-    def make(*changes: str, begun_with: tuple[str, ...] = (), state: dict[str, Any] | None = None) -> Any:
+    def make(*changes, begun_with=(), state=None):
         run = tmp_path / f"run {len(list(tmp_path.iterdir()))}"
         run.mkdir()
         plain = compose(["+recipe=grpo_arithmetic", *begun_with])

@@ -7,7 +7,7 @@ import pytest
 from in_one_test import each
 
 from rlft.runs import lines
-from rlft.runs.lines import DamagedLines, complete_lines, encode, lost_text, read_lines
+from rlft.runs.lines import complete_lines, encode, lost_text, read_lines
 
 
 @each("nasty", ["\u2028", "\x85", "\u202e", "\ud800", "\x1b[2J", "\x00", "\n"])
@@ -63,7 +63,7 @@ def lines_of(*steps):
 
 
 def undamaged(raw):
-    lost: list[DamagedLines] = []
+    lost = []
     steps = [line["step"] for _, line in complete_lines(raw, lost)]
     return steps, lost_text(Path("metrics.jsonl"), lost) if lost else ""
 

@@ -171,7 +171,7 @@ def without_newer(rng, cls, values):
 
 def test_components_and_engines_of_a_recorded_run_have_their_newer_keys(monkeypatch):
     made_up = types.ModuleType("rlft.made_up")
-    made_up.Reward = dataclasses.make_dataclass(  # type: ignore[attr-defined]
+    made_up.Reward = dataclasses.make_dataclass(
         "Reward", [("old", int), ("new", Annotated[bool | None, Key(before=None)])], kw_only=True
     )
     monkeypatch.setitem(sys.modules, made_up.__name__, made_up)

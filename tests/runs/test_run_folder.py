@@ -162,7 +162,7 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
     @functools.cache
-    def run(command: str) -> Path:
+    def run(command):
         assert run_in(str(folder / command), *COMMANDS[command]) == 0
         return folder / command
 

@@ -81,7 +81,7 @@ def test_a_full_disk_has_room_for_why_it_stopped(tmp_path, monkeypatch):
     """The file is as large as it has to be before the disk is full, and is written in place."""
     reason = "the disk is full: " + "x" * 800
 
-    def full(*args: object) -> int:
+    def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     size = 0
@@ -99,7 +99,7 @@ def test_a_full_disk_has_room_for_why_it_stopped(tmp_path, monkeypatch):
 def test_without_locks_a_run_goes_on_and_says_what_cannot_be_known(tmp_path, monkeypatch, capsys):
     for code in UNSUPPORTED:
 
-        def refuse(*args: object, code: int = code) -> None:
+        def refuse(*args, code=code):
             raise OSError(code, "No locks available")
 
         monkeypatch.setattr("fcntl.flock", refuse)

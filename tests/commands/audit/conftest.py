@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from audited_runs import WORDS
@@ -26,7 +25,7 @@ def honest(tmp_path_factory, tiny_path):
 def copies(honest, tmp_path):
     """Gives a new copy of the run at each call, with data and base beside it: a moved run uses those."""
 
-    def copy() -> Path:
+    def copy():
         place = tmp_path / "copy"
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(honest.parent, place)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 
 import pytest
 from audited_runs import WORDS, audited, edited, key_set, lines_of, noisy, saved, wrong
@@ -82,7 +81,7 @@ def test_an_export_carries_the_chain_and_its_card_cites_it(honest, tmp_path, cap
     assert cli.run(["audit", str(out)]) == 0
     capsys.readouterr()
 
-    def found(change: Callable[[], object]) -> str:
+    def found(change):
         kept = {file: file.read_bytes() for file in out.iterdir()}
         change()
         assert cli.run(["audit", str(out)]) == 1

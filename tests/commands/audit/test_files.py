@@ -1,8 +1,6 @@
 """What is changed in the files of a run is found by its chain, and named by file and step."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 from audited_runs import (
     STEPS,
@@ -32,7 +30,7 @@ R2, C3 = "rollouts/step_000002.jsonl", "checkpoints/step_000003"
 M, E, C, A = "metrics.jsonl", "eval.jsonl", "chain.jsonl", "alarms.jsonl"
 NOBODYS = "0" * 64
 
-PLAIN: dict[str, tuple[Callable[[Path], None], str]] = {
+PLAIN = {
     "a reward edited": (edited(R2, 1, nested("rewards", "exact_match", 0.5)), f"{R2}: step 2"),
     "a total reward edited": (edited(R2, 1, key_set(reward=0.5)), f"{R2}: step 2"),
     "an advantage edited": (edited(R2, 1, key_set(advantage=0.5)), f"{R2}: step 2"),

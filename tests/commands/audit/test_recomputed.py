@@ -7,9 +7,6 @@ import itertools
 import json
 import shlex
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -76,7 +73,7 @@ def flipped(folder):
     file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
 
 
-FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
+FORGED = {
     "a reward": (edited(R2, 5, nested("rewards", "exact_match", 0.25)), f"{R2}: step 2, prompt "),
     "a total": (edited(R2, 5, key_set(reward=0.25)), "total reward is 0.25, its parts give "),
     "an advantage": (edited(R2, 5, key_set(advantage=0.25)), "completion 1: advantage is 0.25, recomputed "),
@@ -90,7 +87,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "the seed": (lambda folder: config_edited(folder, seed=5), "its prompts are not those that data and seed give"),
 }
 """{what was changed, and the chain with it: (how, what the finding holds)}."""
-INPUTS: dict[str, tuple[Callable[[Path], None], str]] = {
+INPUTS = {
     "data in another order": (reversed_data, "training data: data.path has the fingerprint"),
     "an answer in the data": (edited("../data.jsonl", 3, key_set(answer="0")), "data.path has the fingerprint"),
     "a bit of the base": (flipped, "base: model.path has other weights ("),
@@ -158,7 +155,7 @@ def test_without_completions_on_disk_rewards_are_left_open(copies):
 ADAPTER = "policy/adapter_model.safetensors"
 
 
-REPLAYED: dict[str, tuple[Callable[[Path], None], str]] = {
+REPLAYED = {
     "an adapter": (resealed(lambda folder: noisy(folder / ADAPTER)), "replay: step 3: adapters/policy differ"),
     "moments": (resealed(lambda folder: noisy(folder / "optimizer.safetensors")), "replay: step 3: optimizer differ"),
     "a learning rate": (
@@ -185,7 +182,7 @@ def test_an_engine_that_was_stale_is_found(honest, tmp_path, monkeypatch):
     """The engine keeps version 0 in step 2, and nothing in the run looks."""
     load = TransformersGenerator.load
 
-    def stale(self: Any, adapter: Any) -> None:
+    def stale(self, adapter):
         if adapter.version == 1:
             self.version = 1
         else:

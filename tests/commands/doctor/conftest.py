@@ -1,7 +1,5 @@
 """A trial of the embedded model."""
 
-from typing import Any
-
 import pytest
 
 from rlft.commands.doctor import command as doctor
@@ -15,7 +13,7 @@ from rlft.config.keys import with_values
 def tiny_trial(tmp_path):
     """Builds a trial of the embedded model with four prompts of eight letters."""
 
-    def make(**keys: Any) -> MachineTrial:
+    def make(**keys):
         sizes = {"prompts_per_step": 2, "group_size": 2, "prompts.max_tokens": 8, "generation.max_tokens": 8}
         values = {**sizes, "model.device": "cpu", "generation.engine": "transformers", "lora.rank": 4, **keys}
         plain = with_values(compose(doctor.OWN), values)

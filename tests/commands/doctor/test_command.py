@@ -7,7 +7,7 @@ from run_processes import happens, marked, start_fresh
 
 from rlft import cli
 from rlft.commands.doctor import command as doctor
-from rlft.commands.doctor.command import CHECKS, Check, Settings, run_checks
+from rlft.commands.doctor.command import CHECKS, Check, run_checks
 from rlft.config.compose import compose
 from rlft.generation.sending import PREFIX, memory_folder
 from rlft.system.process.child import function_of
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path):
 
 
 def test_a_recipes_model_adapter_and_engine_are_tried_and_nothing_else_of_it(monkeypatch):
-    taken: list[Settings] = []
+    taken = []
     monkeypatch.setattr(doctor, "report", lambda settings, *, as_json: taken.append(settings) or 0)
     words = ["+recipe=ppo_gsm8k", "generation.vllm.sleep=true", "group_size=2", "lora.path=null", "model.dtype=float16"]
     assert cli.run(["doctor", *words]) == 0
@@ -95,7 +95,7 @@ def test_what_hangs_dies_or_raises_is_a_row_and_the_others_still_run(tmp_path):
     names = ["ready", "raises", "ready", "refuses", "hangs", "ready", "dies", "waits_for_another", "ready"]
     checks = [check(name, limit_s=1.0 if name == "hangs" else 60.0) for name in names]
     checks += [check("ready", fresh=True), check("ready")]
-    begun: list[str] = []
+    begun = []
     abandoned = memory_folder() / f"{PREFIX}0-doctor"  # the adapters of an engine that was killed
     abandoned.mkdir()
     rows = list(run_checks(checks, "doctor_checks:opened", None, tmp_path, begun.append))

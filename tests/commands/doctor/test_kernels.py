@@ -1,19 +1,13 @@
 """What `rlft doctor` says of kernels that agree with plain ones, are off, or are not there."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from slow_cases import slow
-from torch import Tensor
 
 from rlft.commands.doctor import kernels
-from rlft.commands.doctor.trial import MachineTrial
 from rlft.system.terminal import Status
-
-MakeTrial = Callable[..., MachineTrial]
 
 
 def test_kernels_that_agree_with_plain_ones_are_within_float32s_rounding(tiny_trial):
@@ -56,7 +50,7 @@ def test_kernels_that_are_off_are_wrong(scale, shift, dtype, tiny_trial, monkeyp
 
     head, calls = forward.head_logprobs, []
 
-    def off(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+    def off(*arguments):
         logprobs, entropy = head(*arguments)
         calls.append(1)
         return (logprobs if len(calls) == 1 else logprobs * scale + shift), entropy
@@ -85,7 +79,7 @@ def test_kernels_are_skipped_where_there_are_none_to_compare(tiny_trial):
 def test_kernels_that_a_model_has_lost_are_wrong(tiny_trial, monkeypatch):
     made = kernels.measured_pass
 
-    def plain(trial: MachineTrial, choice: Any, batch: Any) -> Any:
+    def plain(trial, choice, batch):
         return made(trial, kernels.KernelChoice.plain, batch)
 
     monkeypatch.setattr(kernels, "measured_pass", plain)
@@ -101,7 +95,7 @@ def test_the_bound_of_16_bits_is_wider_by_their_rounding():
 BOUNDS = kernels.Differences(logprobs=1e-3, mean=1e-3, gradients=1e-3)
 
 
-LAID: dict[str, Any] = {"reason": "", "is_packed": True}
+LAID = {"reason": "", "is_packed": True}
 
 
 def test_a_nan_of_a_kernel_is_a_difference():

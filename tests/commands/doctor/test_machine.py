@@ -38,7 +38,7 @@ def test_versions_that_fit_are_ok_with_their_ranges():
 
 
 def test_rlft_in_a_folder_that_is_not_installed_has_one_row_about_versions(monkeypatch):
-    def absent(name: str) -> None:
+    def absent(name):
         raise libraries.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(libraries.metadata, "version", absent)

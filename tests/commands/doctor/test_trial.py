@@ -1,14 +1,11 @@
 """What `rlft doctor` says of a small run: whether the engine follows, how far log-probs are apart, speed and memory."""
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from in_one_test import each
-from torch import Tensor
 
 from rlft.commands.doctor import command as doctor, trial
 from rlft.commands.doctor.command import Settings
@@ -45,19 +42,19 @@ SEQUENCES = [[1, 2, 3], [4, 5]]
 class Logits:
     """Log-probs that an adapter's B moves: those of token t by the sum of B times t / 10."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.held = {name: torch.zeros(2, 2) for name in NAMES}
 
-    def weights(self, role: str) -> dict[str, Tensor]:
+    def weights(self, role):
         return dict(self.held)
 
-    def restore_role(self, role: str, weights: Mapping[str, Tensor]) -> None:
+    def restore_role(self, role, weights):
         self.held = dict(weights)
 
-    def publish(self, version: int) -> Adapter:
+    def publish(self, version):
         return Adapter(version=version, weights=dict(self.held), config={})
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences):
         moved = self.held[NAMES[1]].sum().item()
         return [[-1.0 + moved * token / 10 for token in ids[1:]] for ids in sequences]
 
@@ -65,19 +62,19 @@ class Logits:
 class Follower(Logits, Generator):
     """An engine that loads each adapter, but those whose numbers (of the load) are in `ignores`."""
 
-    def __init__(self, *ignores: int, off: float = 0.0) -> None:
+    def __init__(self, *ignores, off=0.0):
         super().__init__()
         self.ignores, self.off, self.loads = ignores, off, 0
 
-    def load(self, adapter: Adapter) -> None:
+    def load(self, adapter):
         self.loads += 1
         if self.loads not in self.ignores:
             self.held = dict(adapter.weights)
 
-    def sample(self, *_: Any) -> Any:
+    def sample(self, *_):
         raise NotImplementedError
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences):
         return [[value + self.off for value in row] for row in super().score(sequences)]
 
 
@@ -85,7 +82,7 @@ def swap(engine, trainer=None, threshold=1e-3):
     trainer, freshness = trainer or Logits(), Freshness(SEQUENCES, threshold, 7)
     before = trainer.weights("policy")
 
-    def publish(version: int) -> None:
+    def publish(version):
         engine.load(trainer.publish(version))
         freshness.check(version, engine, trainer)
 
@@ -113,7 +110,7 @@ def test_a_stale_engine_is_found_with_the_wide_threshold_of_16_bits_too():
 
 def test_an_adapter_without_effect_in_the_trainer_is_told():
     class Fixed(Logits):
-        def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        def score(self, sequences):
             return [[-1.0 for _ in ids[1:]] for ids in sequences]
 
     with pytest.raises(RuntimeError, match="the adapter has no effect in the trainer"):

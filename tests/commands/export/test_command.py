@@ -9,11 +9,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -188,7 +185,7 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(policy_run, tiny_
 
 
 def test_a_dtype_too_small_for_a_weight_is_refused():
-    layer: Any = torch.nn.Linear(1, 1)
+    layer = torch.nn.Linear(1, 1)
     layer.weight.data.fill_(1e5)  # float16 ends at 65504
     dtypes = dict.fromkeys(("weight", "bias"), torch.float32)
     with pytest.raises(UserError, match=r"^dtype: cannot hold the numbers of weight, got torch.float16; use dtype=bfl"):
@@ -215,7 +212,7 @@ def test_the_generation_config_is_the_bases_own(policy_run, tiny_path, tmp_path,
 # -- what is refused -------------------------------------------------------------------------------------------------
 def refusal(place, *words):
     with pytest.raises(UserError) as raised:
-        export(prepare(place, *words, silent), silent)  # type: ignore[arg-type]
+        export(prepare(place, *words, silent), silent)
     return str(raised.value)
 
 
@@ -254,7 +251,7 @@ def test_damaged_checkpoints_are_passed_over_or_refused(trained, tmp_path):
     shutil.copytree(trained, run)
     older, newer = checkpoint.finished(run_folder.checkpoints(run))
     (newer / "policy" / "adapter_model.safetensors").write_bytes(b"torn")
-    said: list[str] = []
+    said = []
     asked = prepare(find(run), str(tmp_path / "out"), None, None, said.append)
     assert asked.checkpoint == older
     problem = "policy/adapter_model.safetensors does not match its checksum"
@@ -281,7 +278,7 @@ def test_a_merge_that_would_change_what_the_policy_says_is_refused(save_run, tin
     # The embedding's matrix is the LM head's too: merged, the adapter of the one would also change the other.
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["embed_tokens"], task_type="CAUSAL_LM"))
-    own: Any = {"save_embedding_layers": False}
+    own = {"save_embedding_layers": False}
     weights = {name: torch.randn_like(t) * 0.3 for name, t in get_peft_model_state_dict(model, **own).items()}
     config = {k: sorted(v) if isinstance(v, set) else v for k, v in model.peft_config["default"].to_dict().items()}
     place = save_run(adapters={"policy": weights}, config=config)
@@ -366,20 +363,20 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.account: dict[str, Any] | None = {"name": "me", "auth": {"accessToken": {"role": "write"}}}
-        self.repositories: dict[str, bool] = {}
-        self.files: dict[str, dict[str, bytes]] = {}
-        self.wrong: dict[str, int] = {}
-        self.asked: list[str] = []
+        self.account = {"name": "me", "auth": {"accessToken": {"role": "write"}}}
+        self.repositories = {}
+        self.files = {}
+        self.wrong = {}
+        self.asked = []
         self.seconds = 0.0
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         """A client that left is no error."""
 
-    def answer(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
+    def answer(self, method, path, body):
         """(status, fields)."""
         self.asked.append(f"{method} {path}")
         time.sleep(self.seconds)
@@ -408,7 +405,7 @@ class Hub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
+    def do_GET(self):
         assert isinstance(self.server, Hub)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -429,7 +426,7 @@ class Handler(BaseHTTPRequestHandler):
 
     do_POST = do_HEAD = do_GET
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format, *args):
         """Nothing."""
 
 
@@ -452,15 +449,12 @@ def hub(monkeypatch):
     huggingface_hub.close_session()
 
 
-Pushed = Callable[..., tuple[int, str, str, Path]]
-
-
 @pytest.fixture
 def pushed(policy_run, tmp_path, capsys):
     """Exports a run's adapter to `out` and pushes it, with further words: (exit code, output, errors, the folder)."""
     run = policy_run().run
 
-    def push(*words: str, out: str = "out") -> tuple[int, str, str, Path]:
+    def push(*words, out="out"):
         capsys.readouterr()
         code = cli.run(["export", f"run={run}", f"out={tmp_path / out}", "as=adapter", f"push={ID}", *words])
         return code, *capsys.readouterr(), tmp_path / out

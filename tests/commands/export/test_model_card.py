@@ -6,7 +6,6 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -52,7 +51,7 @@ def card_of(place, base, **kind):
     file.write_text(json.dumps({**json.loads(file.read_text()), **kind}))
     source = replace(place, config={**place.config, "model": {**place.config["model"], "path": base}})
     ends = TurnEnds(ids=(), names={})
-    of_text: Any = {"has_template": True, "loader": "AutoModelForCausalLM", "dtype": "float32", "chain": None}
+    of_text = {"has_template": True, "loader": "AutoModelForCausalLM", "dtype": "float32", "chain": None}
     return Card(request=replace(asked, source=source), ends=ends, eos=None, names_ends=True, **of_text).text()
 
 

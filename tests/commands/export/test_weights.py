@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import model_folders
 import pytest
@@ -20,9 +18,6 @@ from rlft.model.backbone import read_backbone
 from rlft.model.full_weights import WholeModel
 from rlft.model.text_model import names_of
 from rlft.runs import checkpoint, run_folder
-from rlft.runs.find import NamedRun
-
-SaveRun = Callable[..., NamedRun]
 
 IDS = [10 + (7 * i) % 90 for i in range(12)]
 CPU = torch.device("cpu")
@@ -44,12 +39,12 @@ def tensors_of(folder):
 
 
 def exported(place, out, kind):
-    said: list[str] = []
+    said = []
     return export(prepare(place, str(out), kind, None, said.append), said.append), said
 
 
 def scored(folder, adapter=None):
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model = model if adapter is None else PeftModel.from_pretrained(model, str(adapter))
     with torch.no_grad():
         return score_sequences(model.eval(), [IDS], CPU)[0]

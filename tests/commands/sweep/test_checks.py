@@ -3,7 +3,6 @@
 import json
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -198,7 +197,7 @@ def job(**cluster):
 
 def test_what_cannot_differ_between_jobs_is_refused():
     assert cluster_of([job(jobs=3), job(jobs=3)]) == job(jobs=3).config.cluster
-    without: Any = SimpleNamespace(plain={"command": "sft"}, config=None)
+    without = SimpleNamespace(plain={"command": "sft"}, config=None)
     assert cluster_of([without]) is None
     with pytest.raises(UserError, match=r"cluster\.jobs: is one for all jobs of a sweep, got 1, 2"):
         cluster_of([job(jobs=1), job(jobs=2)])

@@ -6,14 +6,13 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_studies import STEPS, FakeRuns, accuracy, do_all
 from slow_cases import slow
 
 from rlft.commands.sweep import checks, command, page, space
-from rlft.commands.sweep.study import Study, TrialRun, Trials
+from rlft.commands.sweep.study import Trials
 from rlft.commands.watch.report import sweep_of
 from rlft.config.overrides import parse
 from rlft.system.disk import DiskError
@@ -34,7 +33,7 @@ class Begin:
 
     runs: FakeRuns
 
-    def __call__(self, *more: str, again: str | None = None) -> FakeRuns:
+    def __call__(self, *more, again=None):
         self.runs.ran.clear()
         if again is None:
             words = {word.partition("=")[0]: word for word in (*SMALL, *more)}  # of two words of a key the later one
@@ -48,7 +47,7 @@ class Begin:
 def begin(tmp_path, monkeypatch):
     runs = FakeRuns()
 
-    def made_up(study: Study, *others: Any) -> None:
+    def made_up(study, *others):
         do_all(study, runs)
 
     monkeypatch.setattr(command, "drive", made_up)
@@ -105,7 +104,7 @@ class Killed(BaseException):
 
 
 def test_the_report_of_a_killed_sweep_has_the_trials_so_far(begin, monkeypatch):
-    def before(run: TrialRun, step: int) -> None:
+    def before(run, step):
         if (run.trial.number, step) == (2, 5):
             raise Killed
 
@@ -120,10 +119,10 @@ def test_the_report_of_a_killed_sweep_has_the_trials_so_far(begin, monkeypatch):
 
 
 def test_what_goes_wrong_with_the_picture_does_not_hide_why_the_sweep_ended(begin, monkeypatch, capsys):
-    def broken(*_: Any, **__: Any) -> None:
+    def broken(*_, **__):
         raise ValueError("no font")
 
-    def before(run: TrialRun, step: int) -> None:
+    def before(run, step):
         raise OSError(errno.ENOSPC, "the disk is full")  # of a trial's own errors a sweep does not end
 
     monkeypatch.setattr(Trials, "picture", broken)

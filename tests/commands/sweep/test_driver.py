@@ -5,10 +5,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -33,7 +31,6 @@ from rlft.commands.sweep.driver import (
     SideBySide,
     threads_of_a_job,
 )
-from rlft.commands.sweep.study import Study
 from rlft.config.keys import flatten
 from rlft.config.overrides import parse
 from rlft.config.schema import ConsoleConfig
@@ -48,7 +45,7 @@ from rlft.runs.run_folder import read
 from rlft.system.disk import DiskError
 from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.system.process.launcher import LocalProcesses
-from rlft.system.process.worker import WorkerError, WorkerSpec
+from rlft.system.process.worker import WorkerError
 from rlft.types import UserError
 
 INTERRUPTED = Ending(How.interrupted)
@@ -57,27 +54,27 @@ INTERRUPTED = Ending(How.interrupted)
 class FakePlace:
     """Processes that evaluate once at each look, and end after their last step. fails: {job: its ending}."""
 
-    def __init__(self, study: Study, fails: dict[int, Ending]) -> None:
+    def __init__(self, study, fails):
         self.study, self.fails = study, fails
-        self.running: dict[int, tuple[Any, int]] = {}
-        self.endings: dict[int, Ending] = {}
-        self.started: list[int] = []
-        self.stopped: list[int] = []
+        self.running = {}
+        self.endings = {}
+        self.started = []
+        self.stopped = []
         self.most, self.interrupted = 0, False
 
-    def start(self, run: Any, is_pruned: Callable[[], bool]) -> None:
+    def start(self, run, is_pruned):
         self.started.append(run.number)
         self.running[run.number] = (run, 0)
         self.most = max(self.most, len(self.running))
 
-    def ending(self, run: Run) -> Ending | None:
+    def ending(self, run):
         return self.endings.get(run.number)
 
-    def stop(self, run: Run) -> None:
+    def stop(self, run):
         if run.number in self.running and run.number not in self.stopped:
             self.stopped.append(run.number)
 
-    def wait(self) -> None:
+    def wait(self):
         for number, (run, step) in list(self.running.items()):
             if number in self.stopped:
                 self.endings[number] = INTERRUPTED
@@ -174,7 +171,7 @@ def test_only_a_signal_and_a_disk_stop_a_sweep_and_leave_the_trial_to_go_on(name
 def test_a_refusal_that_every_trial_would_meet_ends_the_study_and_is_no_trials_failure(tmp_path, monkeypatch):
     gone = UserError("model.path", "does not exist", got="base", remedy="put it back")
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise gone
 
     monkeypatch.setattr(studies, "check_possible", refuse)
@@ -192,7 +189,7 @@ def test_an_interruption_begins_nothing_more_and_leaves_trials_to_go_on(tmp_path
     driver, place = concurrently(study)
     wait = place.wait
 
-    def signalled() -> None:
+    def signalled():
         wait()
         if len(place.started) == 2 and place.running.get(0, (None, 0))[1] == 4:
             place.interrupted = True
@@ -250,13 +247,13 @@ def test_a_run_that_is_refused_says_for_what(tmp_path):
 class Broken:
     """Raises an error where engines would be started or used."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error):
         self._error, self.closed = error, 0
 
-    def close(self) -> None:
+    def close(self):
         self.closed += 1
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise self._error
 
 
@@ -303,7 +300,7 @@ def test_jobs_record_the_same_values_whether_they_were_planned_before(tmp_path, 
 
 
 def test_the_start_up_table_is_printed_once_in_a_sweep_then_only_rows_that_differ(capsys):
-    def printed(rank: int) -> str:
+    def printed(rank):
         rows = [("model", "tiny", "on cpu"), ("trainable", str(rank), "LoRA")]
         console = Console(ConsoleConfig(live=False, plain_seconds=0.0))
         show_rows([("data", "mine", "here")], "run in 0")
@@ -320,12 +317,12 @@ def test_the_start_up_table_is_printed_once_in_a_sweep_then_only_rows_that_diffe
 class FakeWorker:
     """A worker whose job ends with `code` after it was asked so often; `silent` never answers, `stuck` never ends."""
 
-    def __init__(self, spec: WorkerSpec, folder: Path, code: Any) -> None:
+    def __init__(self, spec, folder, code):
         self.name, self.log, self.spec = spec.name, folder / f"{spec.name}.log", spec
         self.code, self.looks, self.is_alive, self.signals = code, 2, True, []
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def call(self, method, *args):
+        future = Future()
         self.looks -= 1
         if method == "send":
             self.signals += args
@@ -336,17 +333,17 @@ class FakeWorker:
             future.set_result(self.code if self.looks < 0 and self.code != "stuck" else None)
         return future
 
-    def kill(self) -> None:
+    def kill(self):
         self.is_alive = False
 
 
 class FakeLauncher:
-    def __init__(self, folder: Path, *codes: Any) -> None:
+    def __init__(self, folder, *codes):
         self.folder, self.codes = folder, list(codes)
-        self.workers: list[FakeWorker] = []
+        self.workers = []
         self.most_alive = 0
 
-    def start(self, spec: WorkerSpec) -> FakeWorker:
+    def start(self, spec):
         self.workers.append(FakeWorker(spec, self.folder, self.codes.pop(0) if self.codes else 0))
         self.most_alive = max(self.most_alive, sum(worker.is_alive for worker in self.workers))
         return self.workers[-1]
@@ -359,7 +356,7 @@ def _quick(monkeypatch):
 
 def side_by_side(launcher, **keys):
     """The place, and what it says."""
-    said: list[str] = []
+    said = []
     gpus = keys.pop("gpus", ())
     config = ClusterConfig(**{"jobs": 2, "timeout": 5.0, **keys})
     on_gpus = bool(gpus) or config.address is not None
@@ -374,22 +371,22 @@ def words(run):
 class Jobs:
     """So many jobs of a plain sweep, see `command.Grid`."""
 
-    def __init__(self, number: int, folder: Path) -> None:
+    def __init__(self, number, folder):
         self.runs = [
             Run(number=i, name=f"seed={i}", words=[f"seed={i}"], folder=folder / str(i)) for i in range(number)
         ]
         self.grid = Grid.__new__(Grid)
         self.grid._waiting, self.grid._failed = list(self.runs), {}
 
-    def do(self, place: SideBySide) -> None:
+    def do(self, place):
         Driver(self.grid, place, 2, lambda: place._interrupt.requested).run()
         self.grid.conclude()
 
-    def start(self, place: SideBySide) -> None:
+    def start(self, place):
         for run in self.runs:
             place.start(run, lambda: False)
 
-    def is_over(self, place: SideBySide, number: int) -> bool:
+    def is_over(self, place, number):
         place.wait()
         return place.ending(self.runs[number]) is not None
 

@@ -5,7 +5,6 @@ import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from audited_runs import write
@@ -74,7 +73,7 @@ def space_of(*words):
 def finished(tmp_path):
     """Writes what a job leaves in its folder: an evaluation before and after, and the last step's metrics."""
 
-    def finish(number: int, accuracy: float, sweep: Path = tmp_path) -> None:
+    def finish(number, accuracy, sweep=tmp_path):
         folder = sweep / str(number)
         folder.mkdir()
         evaluations = [{"step": step, "accuracy": accuracy * step / 4, "accuracy_se": 0.0625} for step in (0, 4)]
@@ -86,7 +85,7 @@ def finished(tmp_path):
 
 
 def printed(tmp_path, space, capsys):
-    configs: list[Any] = [SimpleNamespace(plain={}) for _ in space.combinations()]
+    configs = [SimpleNamespace(plain={}) for _ in space.combinations()]
     checked = Checked(
         command="train", parsed=parse(["-m"]), space=space, configs=configs, cluster=None, on_gpus=False, plans={}
     )
@@ -188,7 +187,7 @@ def test_only_finished_jobs_are_ranked_and_the_others_say_why_they_are_not(tmp_p
 
 
 def test_a_difference_below_two_standard_errors_is_called_noise():
-    def told(*values: list[float]) -> str:
+    def told(*values):
         results = [page.Result(name="", values=v, folder=Path(), evaluation_error=0.1) for v in values]
         return page.noise(results)
 

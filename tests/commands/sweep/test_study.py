@@ -7,9 +7,6 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
@@ -36,7 +33,7 @@ from slow_cases import slow
 from rlft.commands.sweep import page, study as studies
 from rlft.commands.sweep.driver import Ending, How
 from rlft.commands.sweep.space import Choice, Interval, Space
-from rlft.commands.sweep.study import JOURNAL, Journal, TrialRun, pruner
+from rlft.commands.sweep.study import JOURNAL, Journal, pruner
 from rlft.loop.driver import BrokenRunError
 from rlft.runs import run_status
 from rlft.system.disk import DiskError
@@ -131,7 +128,7 @@ LAST = {"lora.rank": "16", "algorithm": "gspo"}
 
 
 def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(tmp_path):
-    def cut(run: TrialRun, is_pruned: Callable[[], bool]) -> None:
+    def cut(run, is_pruned):
         runs(run, is_pruned)
         if run.trial.number == 1:
             write(run.folder, [line(0, 0.1), line(STEPS - 1, 0.9)])
@@ -147,7 +144,7 @@ def test_a_trial_whose_last_step_was_not_evaluated_fails_and_says_in_which_file(
 def crash(study, at=5, error=None):
     """Resumes a study whose trial 1 crashes before this step."""
 
-    def before(run: TrialRun, step: int) -> None:
+    def before(run, step):
         if (run.trial.number, step) == (1, at):
             raise error or Killed
 
@@ -203,11 +200,11 @@ def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path):
 
 def test_every_trial_that_begins_or_ends_is_told_at_once(tmp_path, monkeypatch):
     """Trial 1 cannot be done and fails, the others go on."""
-    told: list[list[str]] = []
+    told = []
     study = make_study(tmp_path, keys(trials=6, startup=6))
     monkeypatch.setattr(studies.Page, "write_table", lambda page, trials: told.append(states(study)))
 
-    def before(run: TrialRun, step: int) -> None:
+    def before(run, step):
         if run.trial.number == 1:
             raise BrokenRunError("the loss is not finite")
 
@@ -246,7 +243,7 @@ def test_a_study_that_is_killed_at_any_moment_goes_on_to_the_same_end(case, tmp_
     moments = itertools.cycle(itertools.product((1, 2, 3, 6), ("before", "after")))
     moment = next(moments)
 
-    def writing(journal: Journal) -> None:
+    def writing(journal):
         nonlocal kept
         kept += 1
         if (kept, "before") == moment:
@@ -332,7 +329,7 @@ def test_no_combination_is_tried_twice_where_there_are_trials_for_all(trials, to
 
 
 def test_a_trial_of_an_older_study_that_has_the_result_of_another_is_no_setting_of_its_own(tmp_path, monkeypatch):
-    settings: list[Path] = []
+    settings = []
     monkeypatch.setattr(page, "print_best", lambda results, _: settings.extend(result.folder for result in results))
     config = keys(sampler="random", trials=3)
     trials = make_trials(tmp_path, config, Space(fixed=(), varied=(RATE, RANK)))
@@ -400,7 +397,7 @@ def test_a_signal_in_a_change_comes_behind_it(tmp_path, monkeypatch):
     trials = make_trials(tmp_path, keys(), SPACE)
     ask = trials._study.ask
 
-    def interrupted_ask(distributions: Any) -> optuna.Trial:
+    def interrupted_ask(distributions):
         os.kill(os.getpid(), signal.SIGINT)
         return ask(distributions)
 
@@ -421,7 +418,7 @@ def test_the_journal_holds_what_was_kept_last_and_optunas_own_reader_reads_it(tm
     before = (tmp_path / JOURNAL).read_bytes()
     journal = Journal(tmp_path / JOURNAL)
 
-    def interrupted() -> None:
+    def interrupted():
         with journal.transaction():
             journal.append_logs([{"op_code": 4, "worker_id": "x", "study_id": 0}])
             raise KeyboardInterrupt

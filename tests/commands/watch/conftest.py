@@ -5,9 +5,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -46,27 +44,17 @@ def make_run(tmp_path):
     1 is asked again in the third last step.
     """
 
-    def completion_line(step: int, group: int, index: int, text: str, steps: int, tokens: bool) -> dict[str, Any]:
+    def completion_line(step, group, index, text, steps, tokens):
         again = group == 0 and step in (1, steps - 2)
         values = {name: [-0.123] for name in ("old", "after", "reference", "entropy", "advantage")}
-        line: dict[str, Any] = {"step": step, "prompt_id": "again" if again else f"p{step}.{group}", "index": index}
+        line = {"step": step, "prompt_id": "again" if again else f"p{step}.{group}", "index": index}
         line |= {"prompt": [{"role": "user", "content": f"question {step}.{group}"}], "answer": "7", "completion": text}
         line |= {"token_ids": [5], "logprobs": [-0.1], "rewards": {"exact_match": float(index), "format": 1.0 - index}}
         line |= {"reward": float(index), "advantage": 2.0 * index - 1, "policy_version": step - 1}
         line |= {"finish_reason": "length" if group == 1 else "stop"}
         return line | ({"tokens": {"text": [text], **values}} if tokens else {})
 
-    def make(
-        name: str,
-        *,
-        steps: int = 3,
-        groups: int = 4,
-        seed: int = 0,
-        lr: float = 0.01,
-        completion: str = "it is 7",
-        marks: Mapping[int, str] | None = None,
-        tokens_in: int | None = None,
-    ) -> Path:
+    def make(name, *, steps=3, groups=4, seed=0, lr=0.01, completion="it is 7", marks=None, tokens_in=None):
         folder = tmp_path / "made" / name
         (folder / "rollouts").mkdir(parents=True)
         group_name = "other" if name == "other" else "made"

@@ -8,7 +8,6 @@ import math
 import tracemalloc
 from io import BytesIO
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -142,7 +141,7 @@ def test_a_step_of_many_completions_is_read_without_holding_them(tmp_path):
     assert peak < 18 * 4 * 20_000 + 1_000_000 < file.stat().st_size / 8
 
 
-SHAPES: dict[str, Any] = {"most": 9, "size": 12, "held_out_size": 4, "seed": 1}
+SHAPES = {"most": 9, "size": 12, "held_out_size": 4, "seed": 1}
 
 
 def decoded(url):

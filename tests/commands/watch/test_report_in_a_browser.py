@@ -9,16 +9,12 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from audited_runs import lines_of, write
-from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select
 
 from rlft import cli
@@ -34,7 +30,7 @@ SCREENSHOTS = Path(__file__).parents[3] / "build" / "screenshots"
 class Page:
     """A report in the browser."""
 
-    def __init__(self, driver: webdriver.Chrome, file: Path) -> None:
+    def __init__(self, driver, file):
         self.driver = driver
         driver.get(file.resolve().as_uri())
         deadline = time.monotonic() + 30
@@ -42,22 +38,22 @@ class Page:
             assert time.monotonic() < deadline, driver.get_log("browser")
             time.sleep(0.02)
 
-    def find(self, selector: str) -> WebElement:
+    def find(self, selector):
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
-    def all(self, selector: str) -> list[WebElement]:
+    def all(self, selector):
         return self.driver.find_elements(By.CSS_SELECTOR, selector)
 
-    def select(self, name: str, value: str) -> None:
+    def select(self, name, value):
         Select(self.find(f"#{name}")).select_by_value(value)
 
-    def press(self, keys: str) -> None:
+    def press(self, keys):
         self.find("body").send_keys(keys)
 
-    def texts(self, selector: str) -> list[str]:
+    def texts(self, selector):
         return [str(e.get_property("textContent")) for e in self.all(selector)]
 
-    def pixels(self, *colour: int) -> int:
+    def pixels(self, *colour):
         """How many of the first chart have this colour; edges, which are mixed with another, are left out."""
         return self.driver.execute_script(
             "const c = document.querySelector('.chart canvas'), near = (x, y) => Math.abs(x - y) < 3;"
@@ -69,16 +65,13 @@ class Page:
             *colour,
         )
 
-    def colours(self, inside: str = "#runs") -> list[str]:
+    def colours(self, inside="#runs"):
         """Of the marks of runs, in turn."""
         return [mark.value_of_css_property("background-color") for mark in self.all(f"{inside} .swatch")]
 
-    def shot(self, name: str) -> None:
+    def shot(self, name):
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         assert self.driver.save_screenshot(str(SCREENSHOTS / f"{name}.png"))
-
-
-Opened = Callable[..., Page]
 
 
 @pytest.fixture
@@ -180,7 +173,7 @@ def test_constant_charts_are_folded_into_a_line_and_a_loss_of_zero_is_explained(
     file = run / "metrics.jsonl"
     lines = lines_of(file)
 
-    def shown(loss: float, **config: str) -> tuple[list[str], str, bool]:
+    def shown(loss, **config):
         numbers = {"kl/reference": 0.0, "ratio/clip_low_fraction": 0.25, "ratio/clip_high_fraction": 0.0}
         rows = [
             line | numbers | {"loss/total": loss * (-1) ** i, "policy/grad_norm": 1.0 + i}
@@ -326,12 +319,12 @@ def rows_of(run):
 def test_filters_leave_the_groups_they_name(opened, looked_at):
     page = opened(looked_at)
     page.press("2")
-    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    groups = {}
     for row in rows_of(looked_at):
         groups.setdefault((row["step"], row["prompt_id"]), []).append(row)
     rewards = [[row["reward"] for row in group] for group in groups.values()]
 
-    def listed(name: str) -> int:
+    def listed(name):
         page.select("filter", name)
         found = page.texts("#groups li")
         return 0 if found == ["no such completion"] else len(found)

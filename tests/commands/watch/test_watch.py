@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -38,8 +37,8 @@ def test_it_follows_until_the_run_ends(going_on, capsys):
     folder, lines, end = going_on
     file = folder / "metrics.jsonl"
 
-    def write(text: str) -> Callable[[], object]:
-        def act() -> None:
+    def write(text):
+        def act():
             with file.open("a") as out:
                 out.write(text)
 
