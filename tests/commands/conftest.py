@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from base_read_once import base_read_once
+from ran_commands import ran
 
 from rlft import cli
 
-__all__ = ["base_read_once"]
+__all__ = ["base_read_once", "ran"]
 
 
 @pytest.fixture(scope="module")

@@ -38,10 +38,9 @@ SHELLS = {
 
 
 @each("shell", completion.SHELLS)
-def test_a_shell_completes_lines_as_they_are_typed(shell, typed_in, monkeypatch, capsys):
+def test_a_shell_completes_lines_as_they_are_typed(shell, typed_in, monkeypatch, ran, capsys):
     capsys.readouterr()
-    assert cli.run(["completion", shell]) == 0
-    script = capsys.readouterr().out
+    script = ran(["completion", shell]).out
     assert f"{sys.executable} -I -S {tab.__file__} {shell} " in script
     (typed_in / "rlft.sh").write_text(script)
     done = subprocess.CompletedProcess([], 0, json.dumps(listed()))
@@ -64,6 +63,5 @@ def test_a_shell_completes_lines_as_they_are_typed(shell, typed_in, monkeypatch,
 
 
 @each("words", [[*name, option] for name in ([], ["train"], ["eval"], ["runs"]) for option in cli.OF_SHELLS])
-def test_completion_of_other_programs_is_refused(words, capsys):
-    assert cli.run([*words, "install=bash"]) == 2
-    assert "rlft completion bash" in capsys.readouterr().err
+def test_completion_of_other_programs_is_refused(words, ran):
+    assert "rlft completion bash" in ran([*words, "install=bash"], ends=2).err

@@ -28,9 +28,8 @@ def commands_of(printed):
 
 
 @pytest.mark.parametrize("more", [["steps=1"], slow([])], ids=["a step", "whole"])
-def test_the_three_commands_run_as_printed_and_the_reward_rises(more, capsys):
-    assert cli.run(["init", "my qa"]) == 0
-    commands = commands_of(capsys.readouterr().out)
+def test_the_three_commands_run_as_printed_and_the_reward_rises(more, ran, capsys):
+    commands = commands_of(ran(["init", "my qa"]).out)
     assert commands == [["reward", "try", "my qa/run.yaml"], ["plan", "my qa/run.yaml"], ["train", "my qa/run.yaml"]]
     for words in commands:
         assert cli.run([*words, *(more if words[0] == "train" else [])]) == 0, capsys.readouterr()
@@ -80,14 +79,12 @@ REFUSED = [
 
 
 @each(("typed", "fragment"), REFUSED)
-def test_what_is_refused_writes_nothing(typed, fragment, capsys):
+def test_what_is_refused_writes_nothing(typed, fragment, ran):
     Path("full").mkdir(exist_ok=True)
     Path("full/.kept").touch()
     Path("file").touch()
-    assert cli.run(["init", *typed.split()]) == 2
-    told = capsys.readouterr().err
+    told = ran(["init", *typed.split()], ends=2).err
     assert told.startswith(("rlft: init: ", "rlft: translate: "))
     assert fragment in told
     assert {str(path) for path in Path().rglob("*")} == {"full", "full/.kept", "file"}
-    assert cli.run(["init", "file/qa"]) == 1, "it cannot be made"
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(ran(["init", "file/qa"], ends=1).err.splitlines()) == 1, "it cannot be made"

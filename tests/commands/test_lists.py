@@ -189,11 +189,10 @@ def test_a_class_that_states_no_loss_is_said_to_state_none(mine, shown):
     sys.modules.pop("mine_of_a_test", None)
 
 
-def test_a_file_of_the_users_that_cannot_be_read_is_named(mine, capsys):
+def test_a_file_of_the_users_that_cannot_be_read_is_named(mine, ran):
     for content, said in ((b"a: [1\nb: 2\n", "line 2 is not YAML "), (b"a: \xff\n", "cannot be read as UTF-8 text")):
         (mine / "algorithm" / "wider.yaml").write_bytes(content)
-        assert cli.run(["algorithms", "--config-dir", str(mine)]) == 2
-        out, err = capsys.readouterr()
+        out, err = ran(["algorithms", "--config-dir", str(mine)], ends=2)
         assert out == ""
         assert re.match(rf"rlft: \S+wider\.yaml: {said}", err)
 
@@ -226,9 +225,8 @@ def test_every_key_of_a_composed_config_is_listed_with_a_meaning(command):
         ("algorithm", ["a group; its choices: a2c, "]),
     ],
 )
-def test_a_pattern_chooses_keys_by_path_or_text(pattern, lines, capsys, monkeypatch):
+def test_a_pattern_chooses_keys_by_path_or_text(pattern, lines, ran, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.run(["keys", pattern]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["keys", pattern]).out
     assert max(map(len, printed.splitlines())) <= 80
     assert [line for line in lines if line not in printed] == []

@@ -65,7 +65,7 @@ def parts_of(found):
     return {part["part"]: part["bytes"] for part in found["memory"]["as_planned"]}
 
 
-def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(no_weights, capsys):
+def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(no_weights, ran, capsys):
     words = ("+recipe=grpo_arithmetic", *TASK, "steps=10", "checkpoint.every=3")
     found = planned(capsys, *words, "eval.every=4", "price=2.5EUR/h")
     # Evaluated at 0, 4, 8 and 10, saved at 3, 6, 9 and 10.
@@ -78,15 +78,14 @@ def test_it_says_how_often_a_run_evaluates_and_saves_and_what_an_hour_costs(no_w
     assert 0 < estimated["run"]["low"] < estimated["run"]["seconds"] < estimated["run"]["high"]
     assert estimated["run"]["seconds"] == pytest.approx(seconds)
     assert estimated["completion_tokens"] == [12, 48]
-    assert cli.run(["plan", *words, "eval.every=0", "price=$3/h"]) == 0
-    page = " ".join(capsys.readouterr().out.split())
+    page = " ".join(ran(["plan", *words, "eval.every=0", "price=$3/h"]).out.split())
     assert "steps 10 evaluations 0 none checkpoints 4 of the last step as well a step " in page
     assert "an estimate for this CPU, as fast as it is now: " in page
     assert "after 5 steps rlft watch says it from what they took price " in page
     assert "$ at 3.00 $/h, without the start" in page
 
 
-def test_a_card_that_is_named_has_an_estimate_and_its_memory(no_weights, capsys):
+def test_a_card_that_is_named_has_an_estimate_and_its_memory(no_weights, ran, capsys):
     unnamed = planned(capsys, *ON_A_GPU, "device_memory=24GiB")["duration"]
     assert unnamed == {"no_estimate": "unknown card: the GPU is not here; name it as card=4090"}
     there = planned(capsys, *ON_A_GPU[:-1], "card=rtx 4090", "price=2.5/h")  # it needs no model.device
@@ -101,8 +100,7 @@ def test_a_card_that_is_named_has_an_estimate_and_its_memory(no_weights, capsys)
         ((*on_cpu, "price=3"), "price: must be an amount per hour, got 3; write it as 2.5/h or 2.5EUR/h"),
         (ON_A_GPU, "model.device: this machine has no such GPU, so its memory cannot be read"),
     ):
-        assert cli.run(["plan", *words]) == 2
-        said = capsys.readouterr().err
+        said = ran(["plan", *words], ends=2).err
         assert f"rlft: {told}" in said if "H100" in told else said.startswith(f"rlft: {told}")
         assert "price" not in told or said == f"rlft: {told}\n"
     assert said.endswith(", got cuda; name it as card=4090, or its memory as device_memory=24GiB\n")
@@ -134,9 +132,8 @@ def test_every_kind_of_run_is_planned_and_leaves_nothing(recipe, parameters, dat
     assert list(no_weights.iterdir()) == []
 
 
-def test_the_page_says_it_in_words(no_weights, capsys):
-    assert cli.run(["plan", "+recipe=grpo_arithmetic", *TASK]) == 0
-    page = capsys.readouterr().out
+def test_the_page_says_it_in_words(no_weights, ran):
+    page = ran(["plan", "+recipe=grpo_arithmetic", *TASK]).out
     for told in (
         "Parameters", "policy (learns)", "Memory on cpu", "(this run)", "activations", "token_budget",
         "(this machine has free)", "train prompts: 200, by tokens", "What the rewards say, before their weights",
@@ -147,7 +144,7 @@ def test_the_page_says_it_in_words(no_weights, capsys):
     assert "\x1b" not in page
 
 
-def test_a_run_that_samples_alone_has_no_part_of_training(no_weights, capsys):
+def test_a_run_that_samples_alone_has_no_part_of_training(no_weights, ran, capsys):
     words = ("sample", "data.size=200", "prompts_per_step=8", "n=4", "generation.max_tokens=64")
     here, gpu = ("generation=transformers", "model.device=cpu"), ("model.device=cuda", "device_memory=24GiB")
     found = planned(capsys, *words, *here, "num_prompts=24")
@@ -164,27 +161,25 @@ def test_a_run_that_samples_alone_has_no_part_of_training(no_weights, capsys):
     assert one_step["duration"]["run"]["seconds"] < found["duration"]["step"]["seconds"]
     assert parts_of(one_step)["keys and values"] == pytest.approx(3 / 8 * parts_of(found)["keys and values"], rel=1e-3)
     assert parts_of(planned(capsys, *words, *gpu, "generation=vllm"))["vLLM, its base and KV cache"] > 0
-    assert cli.run(["plan", *words, "model.device=cuda", "device_memory=512MiB", "generation=transformers"]) == 1
-    page = capsys.readouterr().out
+    page = ran(["plan", *words, "model.device=cuda", "device_memory=512MiB", "generation=transformers"], ends=1).out
     assert "no value of a key makes it fit" in page
     assert "bytes  key" in page
     for absent in ("checkpoint", "lora.rank", "rlft watch"):
         assert absent not in page
 
 
-def test_a_reward_that_cannot_be_computed_fails_the_plan(no_weights, capsys, monkeypatch):
+def test_a_reward_that_cannot_be_computed_fails_the_plan(no_weights, ran, monkeypatch):
     (no_weights / "broken.py").write_text("def score(completions, **kwargs):\n    raise ValueError('no such thing')\n")
     (no_weights / "reward").mkdir()
     (no_weights / "reward" / "broken.yaml").write_text("# Bad.\nbroken:\n  _target_: broken.score\n  weight: 1.0\n")
     monkeypatch.chdir(no_weights)
     monkeypatch.syspath_prepend(no_weights)
-    assert cli.run(["plan", "--config-dir", ".", "+recipe=grpo_arithmetic", *TASK, "reward=broken"]) == 1
-    page = capsys.readouterr().out
+    page = ran(["plan", "--config-dir", ".", "+recipe=grpo_arithmetic", *TASK, "reward=broken"], ends=1).out
     assert "fits: " in page
     assert "reward.broken failed: " in page
 
 
-def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(no_weights, capsys, monkeypatch):
+def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(no_weights, ran, capsys, monkeypatch):
     monkeypatch.setattr(prediction, "resident_bytes", lambda: 500 * 2**20)  # this process grows from plan to plan
     words = ["+recipe=grpo_arithmetic", *TASK, "token_budget=16000", "model.gradient_checkpointing=false"]
     process = next(size for part, size in parts_of(planned(capsys, *words)).items() if part.startswith("process"))
@@ -195,8 +190,7 @@ def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(no_weights, capsys
     budget = next(way["changes"]["token_budget"] for way in found["ways"] if "token_budget" in way["changes"])
     lower = [word if not word.startswith("token_budget") else f"token_budget={budget}" for word in words]
     assert planned(capsys, *lower)["peak"] < 1.02 * found["device_memory"]
-    assert cli.run(["plan", *words]) == 1, "it does not fit"
-    first, second, *page = capsys.readouterr().out.splitlines()
+    first, second, *page = ran(["plan", *words], ends=1).out.splitlines()
     assert first.startswith("does not fit: ")
     assert f"token_budget={budget} takes it to " in "\n".join(page)
     rlft_word, *fitting = shlex.split(second.removeprefix("this fits: "))
@@ -267,10 +261,11 @@ def test_vllm_on_another_gpu_takes_nothing_of_the_trainers(keys, no_weights, cap
         ("teacher", "snapshot.teacher_gpu_memory_utilization", (*TEACHER, "generation=transformers")),
     ],
 )
-def test_a_share_in_which_vllm_does_not_start_is_told_with_one_in_which_it_does(who, share, keys, no_weights, capsys):
+def test_a_share_in_which_vllm_does_not_start_is_told_with_one_in_which_it_does(
+    who, share, keys, no_weights, ran, capsys
+):
     words = (*ON_A_GPU[:-1], "device_memory=2GiB", "model.device=cuda:1")
-    assert cli.run(["plan", *words, *keys, f"{share}=0.0001"]) == 1
-    told, fitting, *_ = capsys.readouterr().out.splitlines()
+    told, fitting, *_ = ran(["plan", *words, *keys, f"{share}=0.0001"], ends=1).out.splitlines()
     assert told.startswith(f"does not start: the {who}'s share of the device is ")
     assert f" {share}=0." in fitting
     assert planned(capsys, *shlex.split(fitting)[4:])["fits"]
@@ -311,7 +306,7 @@ def test_a_model_of_the_hub_without_a_network_says_what_to_do(no_weights, capsys
 
 
 def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(
-    no_weights, capsys, monkeypatch
+    no_weights, ran, capsys, monkeypatch
 ):
     words = [*ON_A_GPU, "token_budget=16000", "model.gradient_checkpointing=false", "device_memory=2GiB"]
     awake = planned(capsys, *words, "generation.vllm.gpu_memory_utilization=0.8")
@@ -326,19 +321,17 @@ def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_m
     share = ways["generation.vllm.gpu_memory_utilization"]
     assert planned(capsys, *words, f"generation.vllm.gpu_memory_utilization={share}")["fits"]
     assert not planned(capsys, *words, f"generation.vllm.gpu_memory_utilization={float(share) + 0.02:.2f}")["fits"]
-    assert cli.run(["plan", *words]) == 0
-    assert "with vLLM on a device of its own the trainer would take " in capsys.readouterr().out
+    assert "with vLLM on a device of its own the trainer would take " in ran(["plan", *words]).out
 
 
 @pytest.mark.parametrize("how", ["tiles", slow("offload")])
-def test_a_run_without_checkpointing_is_compared_with_the_kind_that_it_has(no_weights, capsys, monkeypatch, how):
+def test_a_run_without_checkpointing_is_compared_with_the_kind_that_it_has(no_weights, ran, capsys, monkeypatch, how):
     monkeypatch.setenv("COLUMNS", "160")
     words = [*ON_A_GPU, "device_memory=24GiB", "token_budget=16000"]
     found, simple = (planned(capsys, *words, f"model.gradient_checkpointing={kind}") for kind in (how, "true"))
     assert found["memory"]["as_planned"] == found["memory"]["with_gradient_checkpointing"]
     assert found["peak"] < simple["peak"]
-    assert cli.run(["plan", *words, f"model.gradient_checkpointing={how}"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ran(["plan", *words, f"model.gradient_checkpointing={how}"]).out.splitlines()
     [marked] = [line.index("(this run)") for line in lines if "(this run)" in line]
     [titles] = [line for line in lines if "plain" in line and "key" in line]
     assert marked > titles.index("plain") + len("plain"), "under the second one"
@@ -372,13 +365,12 @@ def test_over_long_prompts_are_counted(no_weights, capsys):
 
 
 @pytest.mark.slow
-def test_the_json_stays_small_however_large_the_data_are(no_weights, capsys):
+def test_the_json_stays_small_however_large_the_data_are(no_weights, ran):
     rows = [{"prompt": f"{i} " * (1 + i % 40), "answer": f"{i} is " + "long " * 10_000} for i in range(4000)]
     (no_weights / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data=jsonl", "data.path=rows.jsonl", "prompts.max_tokens=100", "prompts.over_limit=drop"]
     words += ["data.allow_unscorable=true", "model.device=cpu"]  # answers so long are never right
-    assert cli.run(["plan", *words, "reward=[exact_match,format,math]", "--json"]) == 0
-    out = capsys.readouterr().out
+    out = ran(["plan", *words, "reward=[exact_match,format,math]", "--json"]).out
     assert len(out) < 2**16, "as the help says"
     train = json.loads(out)["lengths"][0]["tokens"]
     assert train["items"] > 1000
@@ -492,7 +484,7 @@ def test_requirements_are_those_that_are_planned(no_weights, capsys):
 
 
 @pytest.mark.slow
-def test_a_7b_model_is_planned_for_24_gb_as_the_page_says(no_weights, capsys):
+def test_a_7b_model_is_planned_for_24_gb_as_the_page_says(no_weights, ran, capsys):
     """Each row of the page's table: settings, whether they fit, the peak, and the part that is vLLM's own."""
     words = [*gsm8k_with("7B", no_weights), "card=4090"]
     rows = rows_of("docs/how-to/7b-on-24gb.md")
@@ -502,8 +494,7 @@ def test_a_7b_model_is_planned_for_24_gb_as_the_page_says(no_weights, capsys):
         parts = [size for part, size in parts_of(found).items() if part.startswith("vLLM,")]
         assert ("yes" if found["fits"] else "no") == verdict, settings
         assert [peak, engine] == [f"{size / 2**30:.1f} GiB" for size in (found["peak"], *parts)], settings
-    assert cli.run(["plan", *words]) == 1
-    page = capsys.readouterr().out
+    page = ran(["plan", *words], ends=1).out
     assert "does not start: the engine's share of the device is " in page
     [told, *_] = [line for line in page.splitlines() if " takes it to " in line]
     assert "generation.vllm.gpu_memory_utilization=0." in told

@@ -26,7 +26,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from rlft import cli
 from rlft.commands.rank import MAX_BODY_BYTES, MOST_ANSWERS, Rankings, RankServer, kappa, questions_of, verdicts_of
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
@@ -411,14 +410,13 @@ def test_a_kill_loses_no_ranking_and_ctrl_c_says_how_to_continue(tmp_path, write
         (["agree=[one.jsonl,two.jsonl]"], "agree: no two answers were ranked by both; let both rank the same samples"),
     ],
 )
-def test_a_mistake_is_refused(words, refusal, tmp_path, write_samples, monkeypatch, capsys):
+def test_a_mistake_is_refused(words, refusal, tmp_path, write_samples, monkeypatch, ran):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "?", "chosen": "a", "rejected": "b"}\n')
     (tmp_path / "image.jsonl").write_text(write_samples(1).read_text().replace("Colour", "\ufffc"))
     for name, prompt in (("one", "1?"), ("two", "2?")):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(ranking(name, prompt, {"a": 0, "b": 1})) + "\n")
-    assert cli.run(["rank", *words]) == 2
-    assert f"rlft: {refusal}" in capsys.readouterr().err
+    assert f"rlft: {refusal}" in ran(["rank", *words], ends=2).err
     assert not (tmp_path / "b.jsonl").exists()
 
 
@@ -453,14 +451,13 @@ def test_agreement_is_that_of_all_pairs_in_both_orders():
         assert kappa(counts) == (None if chance == 1 else pytest.approx((same - chance) / (1 - chance), abs=1e-12))
 
 
-def test_two_peoples_agreement_is_printed(tmp_path, capsys):
+def test_two_peoples_agreement_is_printed(tmp_path, ran):
     scores = {"a": 2, "b": 1, "c": 0}
     anna = [ranking("anna", str(p), scores) for p in range(4)]
     ben = [*(ranking("ben", str(p), scores) for p in range(3)), ranking("ben", "3", {"c": 2, "b": 1, "a": 0})]
     for name, rows in (("anna", anna), ("ben", ben)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cli.run(["rank", f"agree=[{tmp_path}/anna.jsonl,{tmp_path}/ben.jsonl]"]) == 0
-    who, same, cohens = capsys.readouterr().out.splitlines()
+    who, same, cohens = ran(["rank", f"agree=[{tmp_path}/anna.jsonl,{tmp_path}/ben.jsonl]"]).out.splitlines()
     assert who == "anna and ben: 12 pairs in 4 prompts that both ranked"
     assert same.startswith("same verdict   0.750  (9 of 12")
     assert cohens.startswith("Cohen's kappa  0.500  ")

@@ -90,11 +90,10 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("prepare", "words", "start", "parts"), REFUSALS, ids=lambda x: x[-60:] if x is str(x) else "")
-def test_it_is_refused_and_left_as_it_is(prepare, words, start, parts, stopped, undisturbed, capsys):
+def test_it_is_refused_and_left_as_it_is(prepare, words, start, parts, stopped, undisturbed, ran):
     prepare(undisturbed)
     before = files_of(stopped.parent)
-    assert cli.run(words.split()) == 2
-    said = capsys.readouterr().err
+    said = ran(words.split(), ends=2).err
     *damages, line = said.splitlines()
     assert line.startswith(f"rlft: {start}")
     assert all(damage.startswith("checkpoint step_") for damage in damages)
@@ -199,13 +198,12 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(st
     check_same(stopped, undisturbed)
 
 
-def test_a_run_that_is_going_on_is_not_resumed_beside_itself(forks, stopped, undisturbed, capsys):
+def test_a_run_that_is_going_on_is_not_resumed_beside_itself(forks, stopped, undisturbed, ran):
     wait = {"at": "rlft.loop.session:Session.sample", "call": 1, "do": "stop"}
     going = forks.start("resume", "run", cwd=stopped.parent, events=[wait])
     try:
         going.wait_until_stopped()
-        assert cli.run(["resume", "run"]) == 2
-        said = capsys.readouterr().err
+        said = ran(["resume", "run"], ends=2).err
         assert (said.startswith("rlft: resume: another process is running this run"), "stop it" in said) == (True, True)
     finally:
         going.go_on()
@@ -236,7 +234,7 @@ SCHEDULED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SCHEDULED)
-def test_a_schedule_that_ends_goes_on_as_the_refusal_says(case, tmp_path, monkeypatch, capsys):
+def test_a_schedule_that_ends_goes_on_as_the_refusal_says(case, tmp_path, monkeypatch, ran, capsys):
     """With more steps the learning rates of the steps that are done would have been others: a new run begins."""
     words = (*SCHEDULED[case], *SHORT, f"trainer.schedule={case.partition(' ')[2]}")
     monkeypatch.chdir(tmp_path)
@@ -244,8 +242,7 @@ def test_a_schedule_that_ends_goes_on_as_the_refusal_says(case, tmp_path, monkey
     before = files_of(tmp_path / "run")
     for changed, last in ((["steps=3"], 3), ([], 4)):
         capsys.readouterr()
-        assert cli.run(["resume", "run", *changed]) == 2
-        said = capsys.readouterr().err
+        said = ran(["resume", "run", *changed], ends=2).err
         assert "start a new run from its newest checkpoint" in said
         remedy = said.partition("rlft resume run/checkpoints/")[2].partition(")")[0].strip()
         assert cli.run(["resume", *f"run/checkpoints/{remedy}".split(), f"hydra.run.dir={last}"]) == 0

@@ -39,32 +39,29 @@ def current(group):
 '''
 
 
-def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(capsys):
-    assert cli.run([*WORDS]) == 0
-    verdict, accepted, cheapest, _, *faults, _, last = capsys.readouterr().out.splitlines()
+def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(ran):
+    verdict, accepted, cheapest, _, *faults, _, last = ran([*WORDS]).out.splitlines()
     assert re.fullmatch(r"\d+ ok, 1 limit", verdict)
     assert accepted.startswith("gold answers accepted in 5 of 18 forms")
     assert cheapest.startswith("cheapest text: 8 tokens")
     assert faults[0].startswith("exact_match: gold answers  limit  accepted in 5 of 18 forms; not: ")
     assert re.search(r"; such as +'<answer>\d+\.</answer>' +-> say in the prompt", " ".join(faults))
     assert last == f"all rows: rlft {' '.join(WORDS)} --all"
-    assert cli.run([*WORDS, "--all"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    told = " ".join(ran([*WORDS, "--all"]).out.split())
     for words in ("cheapest text ok", "being right is worth 1, the form 0.2", "p99"):
         assert words in told
     assert " 0 wrong" not in told
     assert told.startswith(f"{verdict} {accepted} {cheapest} ")
 
 
-def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(tmp_path, monkeypatch, capsys):
+def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(tmp_path, monkeypatch, ran):
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "mine.yaml").write_text(MINE.replace("faulty_rewards", "echo_reward"))
     (tmp_path / "echo_reward.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     words = [*WORDS, "--config-dir", str(tmp_path), "reward=[exact_match,mine,learned]", "--json"]
     words += ["reward_model.refresh_every=10", "reward_model.labels=exact_match"]
-    assert cli.run(words) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ran(words, ends=1).out)
     rows = {row["name"]: row for row in found["rows"]}
     assert not found["sound"]
     assert rows["learned"]["status"] == rows["weights"]["status"] == "skipped"
@@ -120,10 +117,9 @@ def test_json_is_alone_on_standard_output_whatever_a_reward_prints(words, tmp_pa
         assert printed in err
 
 
-def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_command_gives(monkeypatch, capsys):
+def test_without_the_hub_a_model_that_is_not_here_has_the_remedy_that_every_command_gives(monkeypatch, ran):
     monkeypatch.setattr(network_files, "hub_answers", lambda: False)
-    assert cli.run([*WORDS, "model.path=no/such"]) == 2
-    told = capsys.readouterr().err
+    told = ran([*WORDS, "model.path=no/such"], ends=2).err
     assert told.startswith("rlft: model.path: the model cannot be read (")
     assert "connect to the network, or use local copies: model.path=<folder>, and for the data data.path=" in told
 
@@ -140,9 +136,8 @@ def test_the_rewards_of_a_recipe_have_no_fault(recipe, monkeypatch):
     assert wrong == []
 
 
-def test_a_plan_says_in_three_lines_what_the_rewards_pay_for(capsys):
-    assert cli.run(["plan", "+recipe=grpo_arithmetic", "--json"]) == 0
-    accepted, cheapest, common = json.loads(capsys.readouterr().out)["reward_try"]
+def test_a_plan_says_in_three_lines_what_the_rewards_pay_for(ran):
+    accepted, cheapest, common = json.loads(ran(["plan", "+recipe=grpo_arithmetic", "--json"]).out)["reward_try"]
     assert accepted.endswith("wrong texts accepted: none")
     assert "<think>-</think><answer>41</answer>" in cheapest
     assert re.fullmatch(

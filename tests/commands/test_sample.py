@@ -134,10 +134,9 @@ def test_the_first_prompts_of_the_split_are_sampled(sampled, tmp_path):
 
 
 @each("command", ["chat", "serve", "eval"])
-def test_a_run_that_samples_has_no_policy_of_its_own_to_talk_to(command, sampled, capsys):
+def test_a_run_that_samples_has_no_policy_of_its_own_to_talk_to(command, sampled, ran, capsys):
     capsys.readouterr()
-    assert cli.run([command, f"run={sampled}"]) == 2
-    assert capsys.readouterr().err.startswith("rlft: run: ")
+    assert ran([command, f"run={sampled}"], ends=2).err.startswith("rlft: run: ")
 
 
 def test_a_reward_of_exactly_the_smallest_one_is_kept(sampled, tmp_path):
@@ -176,24 +175,22 @@ def test_what_a_kill_left_beyond_its_record_is_cut_and_sampled_again(step, sampl
         assert (folder / name).read_bytes() == (sampled / name).read_bytes()
 
 
-def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path, capsys):
+def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path, ran):
     rows = [{"prompt": f"{i}" * (40 if i == 2 else 1), "answer": "1"} for i in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [word for word in TINY if not word.startswith(("data.", "num_prompts"))]
     words += ["data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_fraction=0.34"]
     words += ["prompts.max_tokens=30", "prompts.over_limit=drop", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert cli.run(["sample", *words]) == 0
-    assert "note: 1 train prompt longer than prompts.max_tokens=30 was dropped\n" in capsys.readouterr().err
+    assert "note: 1 train prompt longer than prompts.max_tokens=30 was dropped\n" in ran(["sample", *words]).err
     trained = {line["prompt_id"] for line in lines_of(tmp_path / "run" / "samples.jsonl")}
     assert "rows.jsonl:3" not in trained
     assert len(trained) == 6 - 2 - 1, "held out, and too long"
 
 
-def test_finished_sampling_is_not_resumed(sampled, tmp_path, capsys):
+def test_finished_sampling_is_not_resumed(sampled, tmp_path, ran, capsys):
     shutil.copytree(sampled, tmp_path / "run")
     capsys.readouterr()
-    assert cli.run(["resume", str(tmp_path / "run")]) == 2
-    told = capsys.readouterr().err
+    told = ran(["resume", str(tmp_path / "run")], ends=2).err
     assert told.startswith("rlft: resume: the run is finished: it has all its 3 steps")
     assert told.endswith("; start another one\n")
     assert (tmp_path / "run" / "samples.jsonl").read_bytes() == (sampled / "samples.jsonl").read_bytes()

@@ -9,7 +9,6 @@ import time
 import httpx2
 import pytest
 
-from rlft import cli
 from rlft.commands import chat, serve
 from rlft.runs import checkpoint
 from rlft.runs.find import find
@@ -70,11 +69,10 @@ def taken():
         yield listening.getsockname()[1]
 
 
-def test_an_address_that_it_cannot_have_is_refused_before_a_weight_is_loaded(taken, capsys, monkeypatch):
+def test_an_address_that_it_cannot_have_is_refused_before_a_weight_is_loaded(taken, ran, monkeypatch):
     monkeypatch.setattr(serve, "opened", lambda *_: pytest.fail("nothing is opened"))
     for words, message in {
         (MODEL, f"serve.port={taken}"): f"serve.port: is in use by another process, got {taken}; end that, or choose",
         (MODEL, "serve.host=203.0.113.1"): "serve.host: is no address of this machine",
     }.items():
-        assert cli.run(["serve", *words]) == 2
-        assert message in capsys.readouterr().err
+        assert message in ran(["serve", *words], ends=2).err

@@ -269,10 +269,9 @@ def test_arguments_on_the_line_are_translated_alone_without_the_librarys_other_d
     assert sorted(translation.words.values()) == sorted(words.split())
 
 
-def test_what_is_printed_is_a_command_a_table_and_all_that_is_not_the_same(capsys):
+def test_what_is_printed_is_a_command_a_table_and_all_that_is_not_the_same(ran):
     Path("train.py").write_text(GRPO)
-    assert cli.run(["translate", "trl", "train.py", "learning_rate=2e-6"]) == 0
-    printed = capsys.readouterr().out
+    printed = ran(["translate", "trl", "train.py", "learning_rate=2e-6"]).out
     first, *_ = printed.splitlines()
     assert first.startswith("rlft train ")
     assert "'lora.target_modules=[q_proj,v_proj]'" in first  # as a shell leaves it alone
@@ -310,11 +309,10 @@ REFUSED = [
 
 
 @each(("typed", "fragment"), REFUSED, ids=[typed for typed, _ in REFUSED])
-def test_what_cannot_be_translated_is_refused(typed, fragment, capsys):
+def test_what_cannot_be_translated_is_refused(typed, fragment, ran):
     for name, text in {"wrong.py": "f(", "wrong.yaml": "a: [", "list.yaml": "[1]", "empty.py": "print(1)"}.items():
         Path(name).write_text(text)
-    assert cli.run(["translate", *typed.split()]) == 2
-    told = capsys.readouterr().err
+    told = ran(["translate", *typed.split()], ends=2).err
     assert told.startswith("rlft: translate: ")
     assert fragment in told
 

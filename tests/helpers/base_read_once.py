@@ -22,15 +22,15 @@ def of_sizes(settings: ModelConfig, lora: LoraSettings | None) -> Any:
     return base and (base, repr(lora), torch.cuda.is_available())  # which tests change
 
 
-ONCE = {name: once(getattr(sizes, name), of_embedded) for name in ("check_weights", "fingerprints")}
-SIZES = once(sizes.sizes_of, of_sizes)
+READ = {name: once(getattr(sizes, name), of_embedded) for name in ("check_weights", "fingerprints")}
+MEASURED = once(sizes.sizes_of, of_sizes)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def base_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, function in ONCE.items():
+        for name, function in READ.items():
             patch.setattr(sizes, name, function)
         for user in (sizes, fit, prediction):
-            patch.setattr(user, "sizes_of", SIZES)
+            patch.setattr(user, "sizes_of", MEASURED)
         yield

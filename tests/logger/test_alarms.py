@@ -150,14 +150,13 @@ def test_what_is_remembered_survives_a_checkpoint():
 
 
 @pytest.mark.slow
-def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_same(tmp_path, capsys):
+def test_an_alarm_stands_in_the_metrics_of_its_step_and_a_resumed_run_says_the_same(tmp_path, ran):
     words = [
         "train", "prompts_per_step=2", "group_size=2", "generation=transformers", "generation.max_tokens=8",
         "lora.rank=2", "lora.alpha=4", "data.size=16", "data.held_out_size=8", "eval.every=0", "model.device=cpu",
         "scoring.workers=0", "reward=[exact_match,format]", "alarms.constant_reward=3",
     ]  # fmt: skip
-    assert cli.run([*words, "steps=4", f"hydra.run.dir={tmp_path / 'whole'}"]) == 0
-    told = capsys.readouterr().out
+    told = ran([*words, "steps=4", f"hydra.run.dir={tmp_path / 'whole'}"]).out
     assert "note: step 3: reward.exact_match has given 0 to every completion of 3 steps" in " ".join(told.split())
     assert cli.run([*words, "steps=2", f"hydra.run.dir={tmp_path / 'resumed'}"]) == 0
     assert cli.run(["resume", str(tmp_path / "resumed"), "steps=4"]) == 0

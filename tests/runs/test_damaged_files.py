@@ -170,18 +170,15 @@ def test_no_command_ends_in_a_traceback(name, workplace, capsys):
     ],
     ids=["cut", "without its end", "empty", "garbage", "nested", "other JSON", "a folder"],
 )
-def test_a_damaged_config_is_named(change, said, workplace, capsys):
+def test_a_damaged_config_is_named(change, said, workplace, ran):
     damage(Path("runs/hurt/config.yaml"), change)
-    assert cli.run(["resume", "runs/hurt"]) == 2
-    told = capsys.readouterr().err
+    told = ran(["resume", "runs/hurt"], ends=2).err
     assert told.startswith("rlft: resume: config.yaml in that folder ")
     assert said in told
-    assert cli.run(["runs", "--json"]) == 0
-    rows = {row["folder"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["folder"]: row for row in json.loads(ran(["runs", "--json"]).out)}
     assert [rows[f"runs/{name}"]["status"] for name in ("good", "hurt")] == ["finished", "damaged"]
     assert "config.yaml" in rows["runs/hurt"]["reason"]
-    assert cli.run(["runs", "status=damaged"]) == 0
-    assert "hurt" in capsys.readouterr().out
+    assert "hurt" in ran(["runs", "status=damaged"]).out
 
 
 def test_a_config_cut_at_any_line_is_refused_or_that_of_the_run(workplace):
@@ -226,37 +223,33 @@ READERS = {
 
 
 @pytest.mark.parametrize("typed", READERS)
-def test_every_reader_names_the_lines_that_are_damaged(typed, workplace, capsys):
+def test_every_reader_names_the_lines_that_are_damaged(typed, workplace, ran):
     for name in READERS[typed]:
         file = Path("runs/hurt") / name
         first, *others = file.read_bytes().splitlines(keepends=True)
         file.write_bytes(first.replace(b"}", b"\xff") + b"".join(others))
-    assert cli.run(typed.split()) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    told = [line for line in ran(typed.split()).err.splitlines() if "damaged" in line]
     steps = {name: 2 if name.startswith("rollouts") else 1 for name in READERS[typed]}
     assert told == [f"runs/hurt/{name}: line 1 (step {step}) is damaged and left out" for name, step in steps.items()]
 
 
-def test_a_config_of_a_newer_version_is_named_as_such(workplace, capsys):
+def test_a_config_of_a_newer_version_is_named_as_such(workplace, ran):
     file = Path("runs/hurt/config.yaml")
     file.write_text(file.read_text().replace("format: 1\n", "format: 2\n"))
     said = "was written by a newer rlft (format 2, this one reads up to 1), got runs/hurt; update rlft"
     for typed in (word for word in PLANNING if word not in ("eval latest", "train lora.path=runs/hurt")):
-        assert cli.run(typed.split()) == 2, typed
-        [told] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlft: ")]
+        [told] = [line for line in ran(typed.split(), ends=2).err.splitlines() if line.startswith("rlft: ")]
         assert told.endswith(said), typed
-    assert cli.run(["runs", "--json"]) == 0
-    row = next(row for row in json.loads(capsys.readouterr().out) if row["folder"] == "runs/hurt")
+    row = next(row for row in json.loads(ran(["runs", "--json"]).out) if row["folder"] == "runs/hurt")
     assert row["reason"].startswith("config.yaml was written by ")
 
 
-def test_a_checkpoint_of_a_newer_version_is_named_and_not_passed_over(workplace, capsys):
+def test_a_checkpoint_of_a_newer_version_is_named_and_not_passed_over(workplace, ran):
     saved = Path("runs/hurt") / SAVED
     checkpoint.change_state(saved, {"format": 2})
     said = "its state.json was written by a newer rlft (format 2, this one reads up to 1), got runs/hurt/checkpoints"
     for typed in ("resume runs/hurt", "export runs/hurt out=out", f"resume {saved}", "train lora.path=runs/hurt"):
-        assert cli.run(typed.split()) == 2, typed
-        [told] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlft: ")]
+        [told] = [line for line in ran(typed.split(), ends=2).err.splitlines() if line.startswith("rlft: ")]
         assert said in told, typed
 
 
@@ -292,7 +285,7 @@ def half_sampled(tmp_path_factory):
 
 @each(("name", "change", "said"), REFUSED)
 def test_damaged_samples_are_refused_before_weights_are_loaded(
-    name, change, said, half_sampled, tmp_path, monkeypatch, capsys
+    name, change, said, half_sampled, tmp_path, monkeypatch, ran, capsys
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -302,7 +295,6 @@ def test_damaged_samples_are_refused_before_weights_are_loaded(
     damage(Path("runs/sampled") / name, change)
     capsys.readouterr()
     assert cli.run(["resume", "runs/sampled"]) == 2
-    assert cli.run(["runs", "--json"]) == 0
-    told = capsys.readouterr()
+    told = ran(["runs", "--json"])
     assert [said in line for line in told.err.splitlines()] == [True]
     assert json.loads(told.out)[0]["folder"] == "runs/sampled"

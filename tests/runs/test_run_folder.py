@@ -80,7 +80,7 @@ def moved(built, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_stage_of_a_moved_pipeline_works(moved, capsys):
+def test_every_stage_of_a_moved_pipeline_works(moved, ran):
     assert cli.run(["resume", str(moved / "4-train"), "steps=3"]) == 0
     assert cli.run(["eval", f"run={moved / '4-train'}"]) == 0
     assert cli.run(["sample", f"run={moved / '4-train'}", "num_prompts=1", "n=2", "hydra.run.dir=sampled"]) == 0
@@ -88,8 +88,7 @@ def test_every_stage_of_a_moved_pipeline_works(moved, capsys):
     assert cli.run(["resume", str(moved / "4-train" / "checkpoints" / "step_000002"), "hydra.run.dir=fork"]) == 0
     assert cli.run(["resume", str(moved / "3-rm"), "steps=2"]) == 0
     (moved / "2-sample" / "progress.json").unlink()
-    assert cli.run(["resume", str(moved / "2-sample")]) == 0
-    assert "error" not in capsys.readouterr().err
+    assert "error" not in ran(["resume", str(moved / "2-sample")]).err
     for run in (moved / "4-train", moved / "3-rm", moved / "2-sample", Path("fork")):
         paths = [path for _, path in path_keys(find(run).config) if not path.startswith("embedded:")]
         assert [path for path in paths if not Path(path).exists()] == []
@@ -120,14 +119,12 @@ def test_runs_are_used_from_their_own_folder_and_from_beside_it(built, tmp_path,
     assert cli.run(["export", "run=.", f"out={tmp_path / 'out'}", "as=adapter"]) == 0
 
 
-def test_a_pipeline_that_is_repeated_after_it_was_moved_goes_on_where_it_was_and_leaves_what_is_finished(moved, capsys):
+def test_a_pipeline_that_is_repeated_after_it_was_moved_goes_on_where_it_was_and_leaves_what_is_finished(moved, ran):
     words = ["sample", *SAMPLED, "resume=auto", f"hydra.run.dir={moved / '2-sample'}"]
     before = contents(moved)
     for name in (str(moved), str(moved.resolve())):
-        assert cli.run([*words, f"adapter={name}/{FIRST}"]) == 0
-        assert "finished already, with the same config and inputs" in capsys.readouterr().err
-    assert cli.run([*words, f"adapter={moved}/{FIRST}", "seed=1"]) == 2
-    assert "seed: 0 -> 1" in capsys.readouterr().err
+        assert "finished already, with the same config and inputs" in ran([*words, f"adapter={name}/{FIRST}"]).err
+    assert "seed: 0 -> 1" in ran([*words, f"adapter={moved}/{FIRST}", "seed=1"], ends=2).err
     assert contents(moved) == before
     (moved / "2-sample" / "progress.json").unlink()  # as if it had been stopped before its first step was written down
     assert cli.run([*words, f"adapter={moved}/{FIRST}"]) == 0
@@ -170,13 +167,14 @@ def done(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", ["train", slow("sft"), slow("rm")])
-def test_fewer_steps_than_the_run_has_done_are_refused_with_where_it_stands_and_what_is_possible(done, command, capsys):
+def test_fewer_steps_than_the_run_has_done_are_refused_with_where_it_stands_and_what_is_possible(
+    done, command, ran, capsys
+):
     folder = done(command)
     before = contents(folder)
     for steps in (1, 2):
         capsys.readouterr()
-        assert cli.run(["resume", str(folder), f"steps={steps}"]) == 2
-        said = capsys.readouterr().err
+        said = ran(["resume", str(folder), f"steps={steps}"], ends=2).err
         assert said.startswith(f"rlft: steps: the run has done 3 steps already, and none can be undone, got {steps}; ")
         shown = os.path.relpath(folder)
         assert f"raise it (rlft resume {shown} steps=6)" in said
@@ -191,11 +189,10 @@ def test_fewer_steps_than_the_run_has_done_are_refused_with_where_it_stands_and_
     assert asked.stdout == "2 False\n", asked.stderr
 
 
-def test_fewer_prompts_than_are_sampled_are_refused(done, capsys):
+def test_fewer_prompts_than_are_sampled_are_refused(done, ran):
     folder = done("sample")
     before = contents(folder)
-    assert cli.run(["resume", str(folder), "num_prompts=2"]) == 2
-    said = capsys.readouterr().err
+    said = ran(["resume", str(folder), "num_prompts=2"], ends=2).err
     assert said.startswith("rlft: num_prompts: the run has sampled 4 prompts already, got 2; ")
     assert f"raise it (rlft resume {os.path.relpath(folder)} num_prompts=8)" in said
     assert contents(folder) == before

@@ -12,17 +12,15 @@ from rlft.runs import run_status
 from rlft.system.terminal import Status
 
 
-def test_the_table_the_json_and_the_exit_code(copies, capsys):
+def test_the_table_the_json_and_the_exit_code(copies, ran):
     folder = copies()
-    assert cli.run(["audit", str(folder), "recompute=2", "replay=0", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ran(["audit", str(folder), "recompute=2", "replay=0", "--json"]).out)
     assert found["differs"] is False
     assert {"chain.jsonl", "checkpoints", "training data", "rewards", "advantages"} <= {
         row["name"] for row in found["rows"]
     }
     edited("metrics.jsonl", 1, key_set(step=9))(folder)
-    assert cli.run(["audit", f"run={folder}", "recompute=0", "replay=0"]) == 1
-    table = capsys.readouterr().out
+    table = ran(["audit", f"run={folder}", "recompute=0", "replay=0"], ends=1).out
     assert "wrong  step 2 is missing" in table
     assert table.rstrip().endswith("3 wrong"), "a step is missing, another is new, and their order is wrong"
 
@@ -71,15 +69,14 @@ def test_a_forks_chain_goes_on_from_the_other_runs(honest, tmp_path):
     assert "was another: the run was resumed with other keys, or is a fork, before step 3" in left
 
 
-def test_an_export_carries_the_chain_and_its_card_cites_it(honest, tmp_path, capsys):
+def test_an_export_carries_the_chain_and_its_card_cites_it(honest, tmp_path, ran, capsys):
     chain, out = lines_of(honest / "chain.jsonl"), tmp_path / "adapter"
     assert cli.run(["export", f"run={saved(honest, 3)}", f"out={out}", "as=adapter"]) == 0
     assert lines_of(out / "chain.jsonl") == chain[:4]
     card = (out / "README.md").read_text()
     assert f"It ends with\n`{chain[3]['digest']}`" in card
     assert "`rlft audit adapter`" in card
-    assert cli.run(["audit", str(out)]) == 0
-    capsys.readouterr()
+    ran(["audit", str(out)])
 
     def found(change):
         kept = {file: file.read_bytes() for file in out.iterdir()}
@@ -101,5 +98,4 @@ def test_an_export_carries_the_chain_and_its_card_cites_it(honest, tmp_path, cap
     )
     assert "chain.jsonl wrong step 2" in found(lambda: edited("chain.jsonl", 2, key_set(previous="0" * 64))(out))
     assert cli.run(["export", f"run={honest}", f"out={tmp_path / 'model'}"]) == 0
-    assert cli.run(["audit", str(tmp_path / "model")]) == 0
-    assert "weights skipped a merged model" in " ".join(capsys.readouterr().out.split())
+    assert "weights skipped a merged model" in " ".join(ran(["audit", str(tmp_path / "model")]).out.split())

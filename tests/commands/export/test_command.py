@@ -322,7 +322,7 @@ def test_a_run_of_all_weights_is_exported_as_its_model_and_has_no_adapter(policy
 
 
 def test_a_reward_model_is_exported_as_what_a_learned_reward_takes_and_as_no_language_model(
-    save_run, make_roles, make_prompt, tmp_path, capsys
+    save_run, make_roles, make_prompt, tmp_path, ran
 ):
     roles, generator = make_roles(noise=0.05), torch.Generator().manual_seed(3)
     head = {"weight": torch.randn(1, 128, generator=generator), "bias": torch.randn(1, generator=generator)}
@@ -332,8 +332,7 @@ def test_a_reward_model_is_exported_as_what_a_learned_reward_takes_and_as_no_lan
     message = refusal(run, str(out), None, None)
     assert message.startswith("as: a reward model is an adapter with a scalar head, which no causal language model hol")
     assert message.endswith(f"got model; use as=adapter; then reward.learned.path={out}")
-    assert cli.run(["export", f"run={run.run}", f"out={out}", "as=adapter"]) == 0
-    assert capsys.readouterr().out == f"exported to {out}\n"
+    assert ran(["export", f"run={run.run}", f"out={out}", "as=adapter"]).out == f"exported to {out}\n"
     [folder] = checkpoint.finished(run_folder.checkpoints(run.run))
     prompt = make_prompt("What is 1 + 2?")
     said = Completion(text="", token_ids=(51, 52, 2), logprobs=(0.0,) * 3, finish_reason=FinishReason.stop)

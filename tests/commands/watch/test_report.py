@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from audited_runs import lines_of
 
-from rlft import cli
 from rlft.commands.watch import report
 from rlft.commands.watch.report import MAX_POINTS, report_of, thinned
 from rlft.commands.watch.report_completions import HELD_OUT, MAX_TEXT, TRAINED, choose
@@ -28,11 +27,10 @@ def read_page(file):
 
 
 # -- of a real run -----------------------------------------------------------------------------------------------------
-def test_a_report_holds_what_the_run_left(trained, tmp_path, capsys):
+def test_a_report_holds_what_the_run_left(trained, tmp_path, ran, capsys):
     capsys.readouterr()
     out = tmp_path / "page.html"
-    assert cli.run(["report", str(trained), f"out={out}"]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
+    assert ran(["report", str(trained), f"out={out}"]).out.strip() == str(out)
     [run] = read_page(out)["runs"]
     lines = lines_of(trained / "metrics.jsonl")
     assert run["steps"] == [line["step"] for line in lines]
@@ -63,19 +61,16 @@ def test_the_default_place_is_the_runs_folder_and_of_several_the_current_one(mak
     assert len(read_page(tmp_path / "report.html")["runs"]) == 2
 
 
-def test_a_run_without_metrics_and_a_place_that_cannot_be_written_are_refused(make_run, capsys):
+def test_a_run_without_metrics_and_a_place_that_cannot_be_written_are_refused(make_run, ran):
     run = make_run("run")
     for out, problem in (("page.pdf", "must be an HTML file, got page.pdf"), ("/proc/p.html", "cannot be wri")):
-        assert cli.run(["report", str(run), f"out={out}"]) == 2
-        assert capsys.readouterr().err.startswith(f"rlft: out: {problem}")
+        assert ran(["report", str(run), f"out={out}"], ends=2).err.startswith(f"rlft: out: {problem}")
     for name in ("metrics.jsonl", "eval.jsonl"):
         (run / name).unlink()
-    assert cli.run(["report", str(run)]) == 2
-    assert "the run has no metrics.jsonl" in capsys.readouterr().err
+    assert "the run has no metrics.jsonl" in ran(["report", str(run)], ends=2).err
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("command: train", "command: sample"))
-    assert cli.run(["report", str(run)]) == 2
-    assert "a run of rlft sample writes no metrics.jsonl, which a report needs" in capsys.readouterr().err
+    assert "a run of rlft sample writes no metrics.jsonl, which a report needs" in ran(["report", str(run)], ends=2).err
 
 
 # -- curves, alarms, configs -------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_step_has_the_seconds_of_what_was_done_before_it(made):
     assert all(0 < line[name] < 600 for line in lines for name in between if name in line)
 
 
-def test_a_running_run_says_how_long_it_still_takes(made, tmp_path, capsys):
+def test_a_running_run_says_how_long_it_still_takes(made, tmp_path, ran, capsys):
     folder = tmp_path / "runs" / "long"
     shutil.copytree(made / "first" / "a", folder)
     with run_folder.held(folder), run_status.recording_status(folder, 50):
@@ -85,8 +85,7 @@ def test_a_running_run_says_how_long_it_still_takes(made, tmp_path, capsys):
             assert (row["left"] and row["left"]["seconds"]) == expected
             assert (row["status"], row["steps"]) == ("running", 50)
         assert row["left"]["low"] < expected < row["left"]["high"]
-        assert cli.run(["runs", str(tmp_path / "runs")]) == 0
-        head, line = (text.split("\t") for text in capsys.readouterr().out.splitlines())
+        head, line = (text.split("\t") for text in ran(["runs", str(tmp_path / "runs")]).out.splitlines())
         assert line[head.index("left")] == "1:13:20"
 
 
@@ -106,9 +105,8 @@ def test_words_choose_and_sort(words, expected, made, capsys):
     assert names(listed(capsys, str(made), *words), made) == expected
 
 
-def test_in_a_pipe_a_run_is_a_line_of_values_between_tabs(made, capsys):
-    assert cli.run(["runs", str(made)]) == 0
-    page = capsys.readouterr().out
+def test_in_a_pipe_a_run_is_a_line_of_values_between_tabs(made, ran):
+    page = ran(["runs", str(made)]).out
     head, *lines = page.splitlines()
     assert "\x1b" not in page
     for told in ("finished", "killed", "stopped", "3/3", "5 min", "2 h"):

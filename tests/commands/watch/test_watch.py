@@ -7,7 +7,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from rlft import cli
 from rlft.commands.watch import watch
 from rlft.runs import run_folder, run_status
 from rlft.runs.forecast import Price
@@ -67,10 +66,9 @@ def test_it_begins_anew_when_the_run_went_back(going_on, capsys):
     assert capsys.readouterr().out.count("step 1/3  reward") == 2
 
 
-def test_one_that_has_ended_shows_its_closing_page(made, capsys):
+def test_one_that_has_ended_shows_its_closing_page(made, ran, capsys):
     capsys.readouterr()
-    assert cli.run(["watch", str(made / "second" / "c")]) == 0
-    page = capsys.readouterr().out
+    page = ran(["watch", str(made / "second" / "c")]).out
     assert "\x1b" not in page
     assert "stopped: " in page
     assert run_status.read(made / "second" / "c")[0] is Status.stopped

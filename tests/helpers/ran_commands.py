@@ -1,0 +1,20 @@
+"""Commands in this process, of which tests look at what is printed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from rlft import cli
+
+
+@pytest.fixture
+def ran(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs `rlft` with these words, which ends with this code: what has been printed since it was last looked at."""
+
+    def run(words: Sequence[str], ends: int = 0) -> Any:
+        code, printed = cli.run(list(words)), capsys.readouterr()
+        assert code == ends, (words, printed)
+        return printed
+
+    return run
