@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from base_read_once import base_read_once
-from ran_commands import ran
+from ran_commands import here, ran
 
 from rlft import cli
 
-__all__ = ["base_read_once", "ran"]
+__all__ = ["base_read_once", "here", "ran"]
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +22,11 @@ def driver(tmp_path_factory):
 
 
 @pytest.fixture
-def typed_in(tmp_path, monkeypatch):
+def typed_in(here, monkeypatch):
     """The working directory, with a run and files of a user's; the cache is empty."""
     for file in ("qa/run.yaml", "qa/rows.csv", "runs/demo/11-00/config.yaml", "my model/config.json"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        (here / file).parent.mkdir(parents=True, exist_ok=True)
+        (here / file).touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parents[1]))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return here

@@ -16,10 +16,7 @@ from rlft.config.overrides import parse
 from rlft.config.recipe_file import lines_of
 from rlft.config.suggest import ASSETS, known_keys
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def commands_of(printed):

@@ -55,19 +55,18 @@ NOT_WRITTEN = "hydra.run.dir: cannot be written"
     ],
 )
 def test_what_a_run_cannot_do_in_its_folder_is_known_before_it_begins(
-    place, code, line, exit_code, tmp_path, monkeypatch, capsys
+    place, code, line, exit_code, here, monkeypatch, capsys
 ):
     def refuse(*args, **keywords):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.chdir(tmp_path)
     shutil.rmtree("run", ignore_errors=True)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
         patch.setattr(place, refuse)
         assert cli.run(["train", "+recipe=grpo_arithmetic", "hydra.run.dir=run"]) == exit_code
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"rlft: {line}")
-    assert list(tmp_path.rglob("*")) in ([], [tmp_path / "run"])
+    assert list(here.rglob("*")) in ([], [here / "run"])
 
 
 SHORT = ["hydra.run.dir=run", "resume=auto", "eval.every=0", "trainer.schedule=constant"]
@@ -81,7 +80,7 @@ ROWS = {  # {command: rows that the config decides, that the plan adds, and that
 
 
 @pytest.mark.parametrize("command", ["train", *map(slow, ("sft", "rm", "dpo"))])
-def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(command, tmp_path, monkeypatch, capsys):
+def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(command, here, monkeypatch, capsys):
     def shown(*words):
         """The names of all rows up to the first note, evaluation or step."""
         recipe, more = ("grpo", SMALL) if command == "train" else (command, [])
@@ -95,7 +94,6 @@ def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(comman
         raise ValueError("the weights cannot be read")
 
     of_config, of_plan, of_model = ROWS[command]
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with monkeypatch.context() as patch:
         patch.setattr(PreTrainedModel, "from_pretrained", refuse)
@@ -109,8 +107,7 @@ def test_rows_of_the_start_table_are_shown_once_each_as_they_become_known(comman
     assert shown("steps=2") == late
 
 
-def test_what_was_measured_is_in_the_config_that_other_processes_get(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_was_measured_is_in_the_config_that_other_processes_get(here, monkeypatch):
     monkeypatch.setattr("rlft.generation.transformers._fastest", lambda: Weights.merged_int8)
     words = ["+recipe=grpo_arithmetic", "generation=transformers", "generation.transformers.weights=fastest"]
     resolved, handed_on = resolve(compose([*words, "data.size=64"])), []

@@ -42,11 +42,10 @@ FEW = ("prompts_per_step=2", "eval.num_prompts=4")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    shutil.copytree(TINY, tmp_path / "bare", ignore=shutil.ignore_patterns("chat_template*"))
-    shutil.copytree(TINY, tmp_path / "chatml")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def folder(here):
+    shutil.copytree(TINY, here / "bare", ignore=shutil.ignore_patterns("chat_template*"))
+    shutil.copytree(TINY, here / "chatml")
+    return here
 
 
 def write(file, added):

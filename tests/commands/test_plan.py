@@ -44,13 +44,12 @@ def rates():
 
 
 @pytest.fixture
-def no_weights(tmp_path, monkeypatch, rates):
+def no_weights(here, monkeypatch, rates):
     """An empty folder to run in, on a machine without a GPU, where nothing loads weights."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("rlft.plan.duration.host_rates", rates)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were loaded"))
-    return tmp_path
+    return here
 
 
 def planned(capsys, *words):

@@ -73,12 +73,11 @@ def begun(tiny_path, tmp_path_factory):
 
 
 @pytest.fixture
-def place(begun, tmp_path, make_roles, monkeypatch):
+def place(begun, here, make_roles):
     """The working directory, with base and run as they were."""
-    monkeypatch.chdir(tmp_path)
     if not (begun / "run").exists():
         roles = make_roles(noise=0.05)
-        shutil.copytree(begun / "base", tmp_path / "base")
+        shutil.copytree(begun / "base", here / "base")
         plan = resolve(compose([*SMALL, "model.path=base"])).plan()
         Path("run").mkdir()
         run_folder.claim(Path("run"), plan.plain, plan.fingerprints, plan.num_steps)
@@ -94,10 +93,10 @@ def place(begun, tmp_path, make_roles, monkeypatch):
 
     def fresh():
         for name in ("base", "run", "out", "fork", "new", "samples"):
-            shutil.rmtree(tmp_path / name, ignore_errors=True)
+            shutil.rmtree(here / name, ignore_errors=True)
         for name in ("base", "run"):
-            shutil.copytree(begun / name, tmp_path / name)
-        return tmp_path
+            shutil.copytree(begun / name, here / name)
+        return here
 
     return fresh
 

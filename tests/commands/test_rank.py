@@ -354,7 +354,6 @@ def start(*words):
     """(the process, the address that it has printed)."""
     command = [sys.executable, "-m", "rlft.cli", "rank", *words]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "USER": "anna"})
-    assert started.stderr is not None
     said = ""
     for line in started.stderr:
         said += line
@@ -410,14 +409,13 @@ def test_a_kill_loses_no_ranking_and_ctrl_c_says_how_to_continue(tmp_path, write
         (["agree=[one.jsonl,two.jsonl]"], "agree: no two answers were ranked by both; let both rank the same samples"),
     ],
 )
-def test_a_mistake_is_refused(words, refusal, tmp_path, write_samples, monkeypatch, ran):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "?", "chosen": "a", "rejected": "b"}\n')
-    (tmp_path / "image.jsonl").write_text(write_samples(1).read_text().replace("Colour", "\ufffc"))
+def test_a_mistake_is_refused(words, refusal, here, write_samples, ran):
+    (here / "pairs.jsonl").write_text('{"prompt": "?", "chosen": "a", "rejected": "b"}\n')
+    (here / "image.jsonl").write_text(write_samples(1).read_text().replace("Colour", "\ufffc"))
     for name, prompt in (("one", "1?"), ("two", "2?")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(ranking(name, prompt, {"a": 0, "b": 1})) + "\n")
+        (here / f"{name}.jsonl").write_text(json.dumps(ranking(name, prompt, {"a": 0, "b": 1})) + "\n")
     assert f"rlft: {refusal}" in ran(["rank", *words], ends=2).err
-    assert not (tmp_path / "b.jsonl").exists()
+    assert not (here / "b.jsonl").exists()
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ TRAIN = ("train", "steps=1", "prompts_per_step=2", "group_size=2", "eval.every=0
 
 
 @pytest.fixture
-def counts(monkeypatch, tmp_path):
+def counts(monkeypatch, here):
     """{what: how often}: whole configs and `generation` sections that were typed, and plans that were made."""
     counted = {"configs": 0, "sections": 0, "plans": 0}
     from_mapping, plan = instantiate.from_mapping, Resolved.plan
@@ -32,7 +32,6 @@ def counts(monkeypatch, tmp_path):
         counted["plans"] += 1
         return plan(self, **how)
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name, module in sys.modules.copy().items():
         if name.startswith("rlft.") and getattr(module, "from_mapping", None) is from_mapping:

@@ -16,12 +16,11 @@ from rlft.types import UserError
 
 
 @pytest.fixture
-def stopped(undisturbed, tmp_path, monkeypatch):
+def stopped(undisturbed, here):
     """A run that was killed after step 4 with every checkpoint kept: `run` in the working directory, its own."""
-    monkeypatch.chdir(tmp_path)
     shutil.copytree(undisturbed, "run")
     shutil.rmtree("run/checkpoints/step_000005")
-    return tmp_path / "run"
+    return here / "run"
 
 
 # -- one line, exit code 2, and nothing changed ------------------------------------------------------------------------
@@ -145,9 +144,8 @@ def test_of_all_keys_those_that_change_no_number_are_free(undisturbed):
 
 
 # -- what is changed and put back, damaged, or in use ------------------------------------------------------------------
-def test_changed_inputs_are_refused_and_put_back_they_are_taken(undisturbed, tiny_path, tmp_path, monkeypatch, capsys):
+def test_changed_inputs_are_refused_and_put_back_they_are_taken(undisturbed, tiny_path, here, capsys):
     """Training and held-out data, pretraining text, the base, and the adapter that is the reference."""
-    monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_path, "base")
     shutil.copytree(checkpoints(undisturbed)[0] / "policy", "sft")
     Path("sft/rlft.json").unlink()  # which names the base
@@ -156,9 +154,9 @@ def test_changed_inputs_are_refused_and_put_back_they_are_taken(undisturbed, tin
         Path(f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path("texts.jsonl").write_text("".join(json.dumps({"text": f"{n}+7={n + 7}"}) + "\n" for n in range(40, 60)))
     words = [key for key in tiny("steps=1") if not key.startswith("data.")]
-    words += ["data=jsonl", f"data.path={tmp_path}/train.jsonl", f"data.held_out_path={tmp_path}/held_out.jsonl"]
-    words += [f"pretrain.path={tmp_path}/texts.jsonl", "pretrain.sequences_per_update=2", "pretrain.held_out=2"]
-    words += [f"model.path={tmp_path}/base", "snapshot.reference=sft", "algorithm.kl_coef=0.01"]
+    words += ["data=jsonl", f"data.path={here}/train.jsonl", f"data.held_out_path={here}/held_out.jsonl"]
+    words += [f"pretrain.path={here}/texts.jsonl", "pretrain.sequences_per_update=2", "pretrain.held_out=2"]
+    words += [f"model.path={here}/base", "snapshot.reference=sft", "algorithm.kl_coef=0.01"]
     assert cli.run([*words, "hydra.run.dir=run"]) == 0
     before = files_of(Path("run"))
     weights = checkpoints(undisturbed)[-1] / "policy" / "adapter_model.safetensors"
@@ -212,12 +210,11 @@ def test_a_run_that_is_going_on_is_not_resumed_beside_itself(forks, stopped, und
 
 
 @pytest.mark.slow
-def test_a_finished_run_trained_on_is_the_longer_run(undisturbed, tmp_path, monkeypatch):
+def test_a_finished_run_trained_on_is_the_longer_run(undisturbed, here):
     # Evaluated and saved at 4 in both: the last step of a run is, whatever the dates.
-    monkeypatch.chdir(tmp_path)
     assert cli.run([*tiny("steps=4"), "checkpoint.every=2", "hydra.run.dir=run"]) == 0
     assert cli.run(["resume", "run", "steps=5", "scoring.workers=1"]) == 0
-    check_same(tmp_path / "run", undisturbed)
+    check_same(here / "run", undisturbed)
 
 
 SHORT = ("model.device=cpu", "lora.rank=2", "console=null", "eval.every=0", "trainer.warmup=1")
@@ -234,29 +231,27 @@ SCHEDULED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SCHEDULED)
-def test_a_schedule_that_ends_goes_on_as_the_refusal_says(case, tmp_path, monkeypatch, ran, capsys):
+def test_a_schedule_that_ends_goes_on_as_the_refusal_says(case, here, ran, capsys):
     """With more steps the learning rates of the steps that are done would have been others: a new run begins."""
     words = (*SCHEDULED[case], *SHORT, f"trainer.schedule={case.partition(' ')[2]}")
-    monkeypatch.chdir(tmp_path)
     assert cli.run([*words, "hydra.run.dir=run"]) == 0
-    before = files_of(tmp_path / "run")
+    before = files_of(here / "run")
     for changed, last in ((["steps=3"], 3), ([], 4)):
         capsys.readouterr()
         said = ran(["resume", "run", *changed], ends=2).err
         assert "start a new run from its newest checkpoint" in said
         remedy = said.partition("rlft resume run/checkpoints/")[2].partition(")")[0].strip()
         assert cli.run(["resume", *f"run/checkpoints/{remedy}".split(), f"hydra.run.dir={last}"]) == 0
-        assert [line["step"] for line in metrics(tmp_path / str(last))] == list(range(1, last + 1))
-    assert files_of(tmp_path / "run") == before
+        assert [line["step"] for line in metrics(here / str(last))] == list(range(1, last + 1))
+    assert files_of(here / "run") == before
 
 
 # -- a new run from a checkpoint: the same steps as the run's own, whole curves, its origin, and what may change -------
 @pytest.fixture
-def place(undisturbed, tmp_path, monkeypatch):
+def place(undisturbed, here):
     """A working directory with the undisturbed run, of five steps and all checkpoints, in `run`."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(undisturbed, tmp_path / "run")
-    return tmp_path
+    shutil.copytree(undisturbed, here / "run")
+    return here
 
 
 def origin_of(folder):

@@ -54,12 +54,11 @@ def test_the_rewards_of_the_demo_have_no_fault_and_the_table_says_so(ran):
     assert told.startswith(f"{verdict} {accepted} {cheapest} ")
 
 
-def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(tmp_path, monkeypatch, ran):
-    (tmp_path / "reward").mkdir()
-    (tmp_path / "reward" / "mine.yaml").write_text(MINE.replace("faulty_rewards", "echo_reward"))
-    (tmp_path / "echo_reward.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    words = [*WORDS, "--config-dir", str(tmp_path), "reward=[exact_match,mine,learned]", "--json"]
+def test_a_faulty_reward_is_named_in_json_and_in_the_exit_code(here, ran):
+    (here / "reward").mkdir()
+    (here / "reward" / "mine.yaml").write_text(MINE.replace("faulty_rewards", "echo_reward"))
+    (here / "echo_reward.py").write_text(MODULE)
+    words = [*WORDS, "--config-dir", str(here), "reward=[exact_match,mine,learned]", "--json"]
     words += ["reward_model.refresh_every=10", "reward_model.labels=exact_match"]
     found = json.loads(ran(words, ends=1).out)
     rows = {row["name"]: row for row in found["rows"]}
@@ -101,14 +100,13 @@ def test_more_rows_than_the_data_have_are_all_of_them_and_servers_are_asked_once
 
 
 @each("words", [["reward", "try", "rows=1"], ["plan"]])
-def test_json_is_alone_on_standard_output_whatever_a_reward_prints(words, tmp_path, monkeypatch, capfd):
-    (tmp_path / "reward").mkdir(exist_ok=True)
-    (tmp_path / "reward" / "loud.yaml").write_text("loud:\n  _target_: loud.Loud\n  weight: 1.0\n")
-    (tmp_path / "loud.py").write_text(PRINTING)
-    monkeypatch.chdir(tmp_path)
+def test_json_is_alone_on_standard_output_whatever_a_reward_prints(words, here, monkeypatch, capfd):
+    (here / "reward").mkdir(exist_ok=True)
+    (here / "reward" / "loud.yaml").write_text("loud:\n  _target_: loud.Loud\n  weight: 1.0\n")
+    (here / "loud.py").write_text(PRINTING)
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
-        cli.run([*words, "--json", "+recipe=grpo_arithmetic", "--config-dir", str(tmp_path), "reward=[loud]"])
+        cli.run([*words, "--json", "+recipe=grpo_arithmetic", "--config-dir", str(here), "reward=[loud]"])
     finally:
         sys.modules.pop("loud", None)
     out, err = capfd.readouterr()

@@ -158,8 +158,7 @@ RUNS = [  # (library, file's name, its text, command, words among the translatio
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def rows(here):
     row = {"prompt": "1 + 1", "completion": "2", "chosen": "2", "rejected": "3", "reward_model": {"ground_truth": "2"}}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
 

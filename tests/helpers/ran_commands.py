@@ -1,11 +1,19 @@
-"""Commands in this process, of which tests look at what is printed."""
+"""Commands in this process, of which tests look at what is printed, and a folder to run them in."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlft import cli
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

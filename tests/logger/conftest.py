@@ -2,14 +2,14 @@
 
 import pytest
 from base_read_once import base_read_once
-from ran_commands import ran
+from ran_commands import here, ran
 
 from rlft.logger.interface import RunInfo
 from rlft.runs.lines import StepRecord
 from rlft.system import interrupt
 from rlft.types import Completion, Evaluation, FinishReason, Group, Prompt, Rollout
 
-__all__ = ["base_read_once", "ran"]
+__all__ = ["base_read_once", "here", "ran"]
 
 
 def rollout(name, text, version=0):

@@ -167,7 +167,6 @@ def test_the_eta_follows_the_pace_of_the_last_steps(make_run, make_step, monkeyp
         progress.step(make_step(step, **{"time/step": 9.0 if step <= 20 else 2.0}))
     # the last ten steps took 2 s each: 20 more take 40 s
     left = progress.left()
-    assert left is not None
     assert (left.seconds, left.low < 40.0 < left.high) == (pytest.approx(40.0, abs=1e-9), True)
     now[0] += 1.5
     assert progress.left() == left.after(1.5)

@@ -109,12 +109,11 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def workplace(made, tmp_path, monkeypatch):
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
+def workplace(made, here, monkeypatch):
+    shutil.copytree(made, here, dirs_exist_ok=True)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("rlft.system.crash.tempfile.tempdir", str(tmp_path))
-    return tmp_path
+    monkeypatch.setattr("rlft.system.crash.tempfile.tempdir", str(here))
+    return here
 
 
 LIGHT = ["runs", "runs --json", "watch runs/hurt", "diff runs/good runs/hurt", "report runs/hurt", "report runs"]
@@ -285,9 +284,8 @@ def half_sampled(tmp_path_factory):
 
 @each(("name", "change", "said"), REFUSED)
 def test_damaged_samples_are_refused_before_weights_are_loaded(
-    name, change, said, half_sampled, tmp_path, monkeypatch, ran, capsys
+    name, change, said, half_sampled, here, monkeypatch, ran, capsys
 ):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("rlft.model.backbone.load_backbone", lambda *args: pytest.fail("weights were loaded"))
     shutil.rmtree("runs", ignore_errors=True)

@@ -19,9 +19,8 @@ from rlft.types import UserError
 
 
 @pytest.fixture
-def make_run(tmp_path, monkeypatch):
+def make_run(here):
     """Makes a run's folder in a working directory of the test's own, and sets how long ago it was worked in."""
-    monkeypatch.chdir(tmp_path)
 
     def make(folder, *, age, metrics=True):
         run = Path(folder)
@@ -63,12 +62,11 @@ def test_latest_is_the_run_that_was_worked_in_last_and_is_named(three):
     assert said("latest") == (Path("latest"), []), "a folder that is called so goes first"
 
 
-def test_without_any_run_latest_is_refused_with_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_without_any_run_latest_is_refused_with_what_to_do(here):
     for write_other_yaml in (False, True):
         if write_other_yaml:  # not of a run
-            (tmp_path / "runs" / "x").mkdir(parents=True)
-            (tmp_path / "runs" / "x" / "config.yaml").write_text("a: 1")
+            (here / "runs" / "x").mkdir(parents=True)
+            (here / "runs" / "x" / "config.yaml").write_text("a: 1")
         with pytest.raises(UserError, match=r"^run: there is no run below .*/runs yet, got latest; train one first"):
             said("latest")
 

@@ -20,7 +20,6 @@ def share_within(runs, share_done):
     for seconds in runs:
         done = max(FIRST, round(share_done * len(seconds)))
         told = forecast(seconds[:done], len(seconds) - done)
-        assert told is not None
         inside += told.low <= sum(seconds[done:]) <= told.high
     return inside / len(runs)
 
@@ -72,15 +71,12 @@ def test_of_steady_steps_the_interval_is_that_of_the_drift():
     told = forecast([2.0] * 5, 45)
     # No noise, and no forecast of its own yet: the drift alone, sd DRIFT of the logarithm.
     ends = [90 * math.exp(side * Z * DRIFT) for side in (-1, 1)]
-    assert told is not None
     assert [told.seconds, told.low, told.high] == pytest.approx([90.0, *ends], rel=1e-12)
     # After 40 steps three forecasts (after 20, 10, 5) were exact, and weigh as three beside the two of before;
     # 10 of 40 are left: a quarter of the room.
     told = forecast([2.0] * 40, 10)
-    assert told is not None
     assert told.high == pytest.approx(20 * math.exp(Z * DRIFT * math.sqrt(2 / 5 / 4)), rel=1e-12)
     told = forecast([1.0] * 9 + [30_000.0], 10)  # a slept night is no pace
-    assert told is not None
     assert told.seconds == pytest.approx(10 * (9 + 4) / 10)  # it counts as four steps
 
 
@@ -168,7 +164,6 @@ def test_the_slope_its_error_and_the_bound_are_those_of_the_line():
     # Steps 0, 10, .. 50, values 0 1 1 2 2 3 (tenths): the sum of (x - 25)(y - 1.5) is 95 tenths, that of (x - 25)**2 is
     # 1750, so the slope is 95/1750 tenths. About that line the squares sum up to 5.5 - 95**2/1750 (tenths**2).
     trend = trend_of(curve([0.0, 0.1, 0.1, 0.2, 0.2, 0.3], every=10))
-    assert trend is not None
     assert trend.slope == pytest.approx(0.1 * 95 / 1750, rel=1e-12)
     assert trend.error == pytest.approx(0.1 * math.sqrt((5.5 - 95**2 / 1750) / 4 / 1750), rel=1e-9)
     assert trend.most == pytest.approx(50 * (trend.slope + 2.132 * trend.error), rel=1e-12)  # t of 6 - 2, at 95 %

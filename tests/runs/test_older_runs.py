@@ -33,11 +33,10 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 @pytest.fixture
-def run(request, tmp_path, monkeypatch):
+def run(request, here):
     """A copy of the recorded run of this kind; the working directory is the one it is in."""
     kind = getattr(request, "param", "train")
-    shutil.copytree(RECORDED / kind, tmp_path / "runs" / kind)
-    monkeypatch.chdir(tmp_path)
+    shutil.copytree(RECORDED / kind, here / "runs" / kind)
     return Path("runs") / kind
 
 

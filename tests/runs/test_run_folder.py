@@ -69,11 +69,10 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture
-def moved(built, tmp_path, monkeypatch):
+def moved(built, here):
     """The pipeline under another name in another place, its old place gone; the working directory is elsewhere, too."""
-    shutil.copytree(built / "work" / "pipe", tmp_path / "elsewhere" / "renamed")
-    shutil.copyfile(built / "work" / "data.jsonl", tmp_path / "elsewhere" / "data.jsonl")
-    monkeypatch.chdir(tmp_path)
+    shutil.copytree(built / "work" / "pipe", here / "elsewhere" / "renamed")
+    shutil.copyfile(built / "work" / "data.jsonl", here / "elsewhere" / "data.jsonl")
     (built / "work").rename(built / "gone")
     yield Path("elsewhere/renamed")
     (built / "gone").rename(built / "work")

@@ -49,7 +49,6 @@ def test_what_ended_it_is_told_and_goes_on(error, expected, tmp_path):
 
 def test_one_that_was_killed_is_known_by_its_lock(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     assert run_status.read(tmp_path) == (Status.running, "")
     process.send_signal(signal.SIGKILL)

@@ -57,9 +57,8 @@ def test_a_recorded_run_has_changed_no_key_that_says_nothing(folder):
     assert words_of(plain, command) is not None, "a command that repeats it"
 
 
-def test_a_reward_in_a_file_of_ones_own_is_named_and_one_that_is_gone_gives_no_words(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def close(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
+def test_a_reward_in_a_file_of_ones_own_is_named_and_one_that_is_gone_gives_no_words(here):
+    (here / "mine.py").write_text("def close(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
     plain = compose(["reward=[exact_match,mine.py:close]", "reward.close.weight=0.5"])
     words = words_of(plain, "train")
     assert words is not None

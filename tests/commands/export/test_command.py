@@ -70,7 +70,6 @@ def trainers(trained, make_roles, model_config, sequences):
     roles = make_roles(backbone=backbone)
     base = [x for row in roles.score(sequences) for x in row]  # a fresh adapter changes nothing
     saved = checkpoint.load_newest(run_folder.checkpoints(trained), silent)
-    assert saved is not None
     roles.restore(saved.adapters)
     found = [x for row in roles.score(sequences) for x in row]
     assert largest_gap(found, base) > 0.3, "there is something to lose"
@@ -234,16 +233,15 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_words_that_cannot_be_done_are_refused(policy_run, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_words_that_cannot_be_done_are_refused(policy_run, here):
     place = policy_run()
-    (tmp_path / "a_file").touch()
-    (tmp_path / "a_folder").mkdir()
-    (tmp_path / "a_link").symlink_to("nowhere")
-    before = sorted(tmp_path.rglob("*"))
+    (here / "a_file").touch()
+    (here / "a_folder").mkdir()
+    (here / "a_link").symlink_to("nowhere")
+    before = sorted(here.rglob("*"))
     for words, message in REFUSED:
         assert refusal(place, *words).startswith(message), words
-        assert sorted(tmp_path.rglob("*")) == before, words
+        assert sorted(here.rglob("*")) == before, words
 
 
 def test_damaged_checkpoints_are_passed_over_or_refused(trained, tmp_path):

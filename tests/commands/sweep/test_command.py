@@ -113,7 +113,6 @@ def test_the_report_of_a_killed_sweep_has_the_trials_so_far(begin, monkeypatch):
     with pytest.raises(Killed):
         begin(*RATES, "sweep.trials=4")
     sweep = sweep_of(Path("sweep"))
-    assert sweep is not None
     assert sweep["columns"][:4] == ["trial", "state", "trainer.lr", "accuracy"]
     assert [row[1] for row in sweep["rows"]] == ["complete", "complete", "unfinished"]
 

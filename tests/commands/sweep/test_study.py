@@ -189,7 +189,6 @@ def test_an_attempt_that_a_signal_or_the_disk_ends_is_no_crash(error, tmp_path):
 def test_a_pruned_run_has_the_same_status_however_it_was_ended(tmp_path):
     study = make_study(tmp_path, keys(trials=1))
     run = study.next()
-    assert run is not None
     write(run.folder, [line(0, 0.1), line(2, 0.2)])
     run_status.write(run.folder, STEPS, run_status.Status.interrupted)
     study.ended(run, Ending(How.pruned))

@@ -22,7 +22,6 @@ from rlft.runs.lines import encode
 
 def read_page(file):
     packed = re.search(r'<script type="text/plain" id="data">([^<]*)</script>', file.read_text())
-    assert packed is not None
     return json.loads(gzip.decompress(base64.b64decode(packed[1])))
 
 
@@ -52,13 +51,12 @@ def test_a_report_holds_what_the_run_left(trained, tmp_path, ran, capsys):
     assert run["completions"]["completions"] == len(left)
 
 
-def test_the_default_place_is_the_runs_folder_and_of_several_the_current_one(make_run, tmp_path, monkeypatch):
+def test_the_default_place_is_the_runs_folder_and_of_several_the_current_one(make_run, here):
     first, second = make_run("lr=1e-05,seed=0"), make_run("second")
-    monkeypatch.chdir(tmp_path)
     for word in (str(first), f"run={first}"):  # a folder that is named as sweeps name theirs is no word
         assert report.report([word]) == first / "report.html"
     assert report.report([str(first), str(second)]) == Path("report.html")
-    assert len(read_page(tmp_path / "report.html")["runs"]) == 2
+    assert len(read_page(here / "report.html")["runs"]) == 2
 
 
 def test_a_run_without_metrics_and_a_place_that_cannot_be_written_are_refused(make_run, ran):
@@ -159,7 +157,6 @@ def test_nothing_that_a_model_writes_is_hidden_or_markup(hostile, make_run):
 def test_only_the_pages_own_scripts_and_styles_may_run(make_run):
     page = report.report([str(make_run("run"))]).read_text()
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
-    assert policy is not None
     assert "default-src 'none'" in policy[1]
     assert "unsafe" not in policy[1]
     assert policy[1].count("sha256-") == 5

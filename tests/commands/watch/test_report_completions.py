@@ -182,16 +182,15 @@ def test_a_large_image_is_made_small():
     assert decoded(data_url(Image(digest="", data=file.getvalue()))).size == (MAX_EDGE, MAX_EDGE // 2)
 
 
-def test_data_that_are_gone_or_damaged_are_no_error(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    good, rows = drawing("3-good"), tmp_path / "rows.jsonl"
-    (tmp_path / "good.png").write_bytes(good.data or b"")
+def test_data_that_are_gone_or_damaged_are_no_error(here, capsys):
+    good, rows = drawing("3-good"), here / "rows.jsonl"
+    (here / "good.png").write_bytes(good.data or b"")
     row = {"answer": "3", "image": "good.png"}
     rows.write_text("".join(json.dumps({**row, "prompt": f"How many? {i}"}) + "\n" for i in range(20)))
     config = compose(["data=jsonl", f"data.path={rows}", "data.image_field=image"])
     digest = hashlib.sha256(good.data or b"").hexdigest()[:16]
     assert list(shown_images(config, [{"images": [digest]}], 10**6)) == [digest]
-    for gone in (tmp_path / "good.png", rows):
+    for gone in (here / "good.png", rows):
         gone.unlink()
         assert shown_images(config, [{"images": [digest]}], 10**6) == {}
         assert "the report lacks images, since the run's data cannot be read" in capsys.readouterr().err
