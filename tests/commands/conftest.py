@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-from base_read_once import base_read_once
 from ran_commands import here, ran
 
 from rlft import cli
 
-__all__ = ["base_read_once", "here", "ran"]
+__all__ = ["here", "ran"]
 
 
 @pytest.fixture(scope="module")

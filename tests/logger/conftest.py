@@ -1,7 +1,6 @@
 """Runs, steps and evaluations made up for the loggers' tests."""
 
 import pytest
-from base_read_once import base_read_once
 from ran_commands import here, ran
 
 from rlft.logger.interface import RunInfo
@@ -9,7 +8,7 @@ from rlft.runs.lines import StepRecord
 from rlft.system import interrupt
 from rlft.types import Completion, Evaluation, FinishReason, Group, Prompt, Rollout
 
-__all__ = ["base_read_once", "here", "ran"]
+__all__ = ["here", "ran"]
 
 
 def rollout(name, text, version=0):
