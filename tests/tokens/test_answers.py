@@ -244,7 +244,7 @@ def cases(places):
 def test_a_program_is_read_from_every_fence_of_commonmark_and_from_deeper_ones():
     every = cases(AROUND_BLOCKS | DEEPER)
     assert len(every) == 6 * 6 * 12 * 8 * 6
-    for number, (program, run, place, info, closing) in enumerate(random.Random(0).sample(every, 3000)):
+    for number, (program, run, place, info, closing) in enumerate(random.Random(0).sample(every, 6000)):
         text = text_of(program, place, run, info, closing)
         text = text.replace("\n", ENDS[number % len(ENDS)])
         if closing is not None:

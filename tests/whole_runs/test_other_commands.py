@@ -94,10 +94,11 @@ def small_disk(place, size):
 
 
 @pytest.mark.slow
-def test_a_small_disk_that_is_enlarged(forks, undisturbed, tmp_path):
+@pytest.mark.parametrize(("size", "step", "call"), [("100k", "step_000001", 1), ("600k", "step_000002", 2)])
+def test_a_small_disk_that_is_enlarged(forks, undisturbed, tmp_path, size, step, call):
     """A real file system where one can be mounted; the same failure planted where not."""
-    place, hit = tmp_path / "disk", full("step_000002", "optimizer.safetensors", 2)
-    with small_disk(place, "600k") as mounted:
+    place, hit = tmp_path / "disk", full(step, "optimizer.safetensors", call)
+    with small_disk(place, size) as mounted:
         words = (*tiny(), "checkpoint.every=1", "hydra.run.dir=run")
         done = forks.run(*words, cwd=place, events=[] if mounted else hit.events)
         if mounted:

@@ -12,7 +12,7 @@ FAILURES = {
     "raise": ("raised", "Error: ValueError: a \x00 ? problem <|im_end|>"),
     "exit": ("raised", "Error: SystemExit: 3"),
     "die": ("died", "Error: the tool's process ended with exit code 7"),
-    "hang": ("time", "Error: no answer within 2 s"),
+    "hang": ("time", "Error: no answer within 3 s"),
     "text": ("raised", "Error: ValueError: could not convert string to float: 'much'"),
     "fork": ("", ""),
     "mute": ("", ""),
@@ -20,7 +20,7 @@ FAILURES = {
 
 
 def test_agents_that_fail_are_told_of_and_counted_and_cost_no_sibling_its_reward(play):
-    played = play(["word"], agent="endpoint_agents.misbehaves", call_timeout=2.0)
+    played = play(["word"], agent="endpoint_agents.misbehaves", call_timeout=3.0)
     groups = played.sample([prompt(how, how=how) for how in FAILURES], 1, [0] * len(FAILURES), SAMPLING)
     for how, completion in zip(FAILURES, completions(groups), strict=True):
         cause, text = FAILURES[how]
