@@ -52,14 +52,9 @@ def test_rows_are_prompt_then_completion_padded_on_the_right(batch):
     assert batch.truncated.tolist() == [False, True, False, False], "where the length limit ended it"
     kinds = {f.name: value.dtype for f in fields(batch) if (value := getattr(batch, f.name)) is not None}
     assert kinds == {
-        "token_ids": torch.int64,
-        "attention_mask": torch.bool,
-        "loss_mask": torch.bool,
-        "sampled_logprobs": torch.float32,
-        "rewards": torch.float64,
-        "group_ids": torch.int64,
-        "truncated": torch.bool,
-    }
+        "token_ids": torch.int64, "group_ids": torch.int64, "attention_mask": torch.bool, "loss_mask": torch.bool,
+        "truncated": torch.bool, "sampled_logprobs": torch.float32, "rewards": torch.float64,
+    }  # fmt: skip
 
 
 def test_select_takes_rows_of_every_field_in_the_order_asked_for(batch):
@@ -96,21 +91,18 @@ def stepped(completions, steps, shown=decode, outcome=0.0):
     return collate([group_of([3, 3], *[completion(ids, shown) for ids in completions])], scores, shown)
 
 
-@each(
-    ("token_ids", "values", "ends", "rewards", "marks"),
-    [
-        # 7+ 5=12 , 4 8: the text 7+5=12,48 has characters 0-1, 2-5, 6, 7, 8 in its tokens, after two of the prompt.
-        ((1, 2, 3, 4, 5, 0), (0.5, -1.0), (6, 9), [0, 0, 0, 0.5, 0, 0, -1, 0], [0, 0, 0, 1, 0, 0, 1, 0]),
-        # Ends before characters 1 and 3, inside 7+ and 5=12, belong to these tokens.
-        ((1, 2), (1.0, 2.0), (1, 3), [0, 0, 1, 2], [0, 0, 1, 1]),
-        # A step of score 0 is marked all the same.
-        ((1, 2), (0.0,), (2,), [0, 0, 0, 0], [0, 0, 1, 0]),
-        # 5=12 holds characters 2 to 5. In float32 1e8 + 1 = 1e8, and 0 would be left.
-        ((1, 2, 4), (1e8, 1.0, -1e8, 4.0), (3, 4, 6, 7), [0, 0, 0, 1, 4], [0, 0, 0, 1, 1]),
-        # Special tokens hold no step.
-        ((0, 4, 0, 5, 0), (1.0, 2.0), (1, 2), [0, 0, 0, 1, 0, 2, 0], [0, 0, 0, 1, 0, 1, 0]),
-    ],
-)
+@each(("token_ids", "values", "ends", "rewards", "marks"), [
+    # 7+ 5=12 , 4 8: the text 7+5=12,48 has characters 0-1, 2-5, 6, 7, 8 in its tokens, after two of the prompt.
+    ((1, 2, 3, 4, 5, 0), (0.5, -1.0), (6, 9), [0, 0, 0, 0.5, 0, 0, -1, 0], [0, 0, 0, 1, 0, 0, 1, 0]),
+    # Ends before characters 1 and 3, inside 7+ and 5=12, belong to these tokens.
+    ((1, 2), (1.0, 2.0), (1, 3), [0, 0, 1, 2], [0, 0, 1, 1]),
+    # A step of score 0 is marked all the same.
+    ((1, 2), (0.0,), (2,), [0, 0, 0, 0], [0, 0, 1, 0]),
+    # 5=12 holds characters 2 to 5. In float32 1e8 + 1 = 1e8, and 0 would be left.
+    ((1, 2, 4), (1e8, 1.0, -1e8, 4.0), (3, 4, 6, 7), [0, 0, 0, 1, 4], [0, 0, 0, 1, 1]),
+    # Special tokens hold no step.
+    ((0, 4, 0, 5, 0), (1.0, 2.0), (1, 2), [0, 0, 0, 1, 0, 2, 0], [0, 0, 0, 1, 0, 1, 0]),
+])  # fmt: skip
 def test_a_step_is_scored_at_its_last_token(token_ids, values, ends, rewards, marks):
     batch = stepped([token_ids], [(values, ends)])
     assert batch.token_rewards.tolist() == [rewards]
@@ -257,28 +249,25 @@ def test_a_branch_says_which_column_is_read_before_it():
     assert without.previous is None
 
 
-@each(
-    ("completion", "problem"),
-    [
-        (said((7, 8), (-0.5,)), "1 log-prob for 2 tokens"),
-        (said((7, 8), (-0.5, -0.1, -0.2)), "3 log-probs for 2 tokens"),
-        (said((7, 8), ()), "0 log-probs for 2 tokens"),
-        (talk((True,) * 4, logprobs=(0.0,) * 5), "a mask of 4 entries for 5 tokens"),
-        (talk(TALK, logprobs=(-1.0,) * 5), "a log-prob other than 0 for a token that was not sampled"),
-        (talk(TALK, logprobs=(-1.0, -1.0, float("nan"), 0.0, -1.0)), "a log-prob other than 0"),
-        (talk(TALK, (Turn(end=6),)), r"turns that end with tokens \[6\] of 5"),
-        (talk(TALK, (Turn(end=0),)), r"turns that end with tokens \[0\] of 5"),
-        (talk(TALK, (Turn(end=2), Turn(end=2))), r"turns that end with tokens \[2, 2\] of 5"),
-        (talk(TALK, (Turn(end=3),)), "a turn whose last token was not sampled"),
-        (talk(TALK, (Turn(end=2, reward=float("inf")),)), "a turn whose reward is no finite number"),
-        (talk(TALK, branches=(Branch(start=5, after=0),)), r"branches that begin with tokens \[5\] of 5"),
-        (talk(TALK, branches=(Branch(start=0, after=-2),)), r"branches that begin with tokens \[0\] of 5"),
-        (talk(TALK, branches=(Branch(start=2, after=0),) * 2), r"branches that begin with tokens \[2, 2\] of 5"),
-        (talk(TALK, branches=(Branch(start=2, after=1),)), "a branch that continues no earlier place"),
-        (talk((False, False, True, True, True), branches=(Branch(start=2, after=0),)), "a branch before anything was"),
-        (talk(TALK, branches=(Branch(start=2, after=-2),)), "with a branch after token -2 of 1"),
-    ],
-)
+@each(("completion", "problem"), [
+    (said((7, 8), (-0.5,)), "1 log-prob for 2 tokens"),
+    (said((7, 8), (-0.5, -0.1, -0.2)), "3 log-probs for 2 tokens"),
+    (said((7, 8), ()), "0 log-probs for 2 tokens"),
+    (talk((True,) * 4, logprobs=(0.0,) * 5), "a mask of 4 entries for 5 tokens"),
+    (talk(TALK, logprobs=(-1.0,) * 5), "a log-prob other than 0 for a token that was not sampled"),
+    (talk(TALK, logprobs=(-1.0, -1.0, float("nan"), 0.0, -1.0)), "a log-prob other than 0"),
+    (talk(TALK, (Turn(end=6),)), r"turns that end with tokens \[6\] of 5"),
+    (talk(TALK, (Turn(end=0),)), r"turns that end with tokens \[0\] of 5"),
+    (talk(TALK, (Turn(end=2), Turn(end=2))), r"turns that end with tokens \[2, 2\] of 5"),
+    (talk(TALK, (Turn(end=3),)), "a turn whose last token was not sampled"),
+    (talk(TALK, (Turn(end=2, reward=float("inf")),)), "a turn whose reward is no finite number"),
+    (talk(TALK, branches=(Branch(start=5, after=0),)), r"branches that begin with tokens \[5\] of 5"),
+    (talk(TALK, branches=(Branch(start=0, after=-2),)), r"branches that begin with tokens \[0\] of 5"),
+    (talk(TALK, branches=(Branch(start=2, after=0),) * 2), r"branches that begin with tokens \[2, 2\] of 5"),
+    (talk(TALK, branches=(Branch(start=2, after=1),)), "a branch that continues no earlier place"),
+    (talk((False, False, True, True, True), branches=(Branch(start=2, after=0),)), "a branch before anything was"),
+    (talk(TALK, branches=(Branch(start=2, after=-2),)), "with a branch after token -2 of 1"),
+])  # fmt: skip
 def test_a_completion_whose_turns_do_not_fit_its_tokens_is_an_error(completion, problem):
     with pytest.raises(ValueError, match=f"the generator gave a completion of prompt p {problem}"):
         collate([group_of([5], completion)], SPLIT, undecoded)

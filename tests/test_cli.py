@@ -163,16 +163,12 @@ def test_without_a_name_it_is_the_latest_run(words, trained, monkeypatch, capsys
 BARE = "model.path=embedded:tiny-arithmetic data=arithmetic generation.max_tokens=16"
 
 
-@pytest.mark.parametrize(
-    ("words", "step"),
-    [
-        ("run={}", 2),
-        ("{}/checkpoints/step_000001", 1),  # run= may be left out
-        slow("run={} data=arithmetic data.difficulty=3", 2),
-        slow(BARE, 0),
-    ],
-    ids=["the newest checkpoint", "a checkpoint", "other data", "a bare model"],
-)
+@pytest.mark.parametrize(("words", "step"), [
+    ("run={}", 2),
+    ("{}/checkpoints/step_000001", 1),  # run= may be left out
+    slow("run={} data=arithmetic data.difficulty=3", 2),
+    slow(BARE, 0),
+], ids=["the newest checkpoint", "a checkpoint", "other data", "a bare model"])  # fmt: skip
 def test_a_run_or_a_model_is_evaluated(words, step, trained, tmp_path, capfd):
     typed = words.format(trained).split()
     few = ("eval.num_samples=3", "eval.num_prompts=2", "scoring.workers=0")

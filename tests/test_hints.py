@@ -142,21 +142,18 @@ def test_checkpoints_and_samples_suggest_what_runs(at_home, capfd):
     assert cli.run(found[0]) == 0
 
 
-@pytest.mark.parametrize(
-    ("refused", "hint"),
-    [
-        slow("train +recipe=sft_arithmetic", "sft +recipe=sft_arithmetic"),
-        slow("sft +recipe=grpo_arithmetic", "train +recipe=grpo_arithmetic"),
-        slow("eval run=latest", "train +recipe=grpo_arithmetic"),
-        ("train nonsense=1", "train --cfg job"),
-        ("sft nonsense=1", "sft --cfg job"),
-        ("rm nonsense=1", "rm --cfg job"),
-        ("sample nonsense=1", "sample --cfg job"),
-        ("eval model.path=embedded:tiny-arithmetic nonsense=1", "train --cfg job"),
-        ("plan +recipe=sft_arithmetic nonsense=1", "sft --cfg job"),
-        slow("watch", "train +recipe=grpo_arithmetic"),
-    ],
-)
+@pytest.mark.parametrize(("refused", "hint"), [
+    slow("train +recipe=sft_arithmetic", "sft +recipe=sft_arithmetic"),
+    slow("sft +recipe=grpo_arithmetic", "train +recipe=grpo_arithmetic"),
+    slow("eval run=latest", "train +recipe=grpo_arithmetic"),
+    ("train nonsense=1", "train --cfg job"),
+    ("sft nonsense=1", "sft --cfg job"),
+    ("rm nonsense=1", "rm --cfg job"),
+    ("sample nonsense=1", "sample --cfg job"),
+    ("eval model.path=embedded:tiny-arithmetic nonsense=1", "train --cfg job"),
+    ("plan +recipe=sft_arithmetic nonsense=1", "sft --cfg job"),
+    slow("watch", "train +recipe=grpo_arithmetic"),
+])  # fmt: skip
 def test_commands_inside_refusals_run(refused, hint, at_home, capfd, monkeypatch):
     (at_home / "runs").mkdir()
     assert cli.run(refused.split()) == 2

@@ -17,14 +17,11 @@ def made(*branches, mask=None):
     )
 
 
-@each(
-    ("branch", "shared", "paths"),
-    [
-        (Branch(start=2, after=0), (5, 6, 7), [(1, 3, 1, 4), (1, 2, 3, 1, 4)]),
-        (Branch(start=3, after=-2), (5, 6), [(1, 4), (7, 1, 2, 3, 1, 4)]),
-        (None, (5, 6, 7), [(1, 2, 3, 1, 4)] * 2),
-    ],
-)
+@each(("branch", "shared", "paths"), [
+    (Branch(start=2, after=0), (5, 6, 7), [(1, 3, 1, 4), (1, 2, 3, 1, 4)]),
+    (Branch(start=3, after=-2), (5, 6), [(1, 4), (7, 1, 2, 3, 1, 4)]),
+    (None, (5, 6, 7), [(1, 2, 3, 1, 4)] * 2),
+])  # fmt: skip
 def test_the_last_paths_of_siblings_share_what_all_of_them_begin_with(branch, shared, paths):
     completions = made(*[branch] * (branch is not None)), made()
     rollouts = tuple(Rollout(prompt=PROMPT, completion=one, policy_version=1) for one in completions)

@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from algorithm_steps import close, full_step, hand_batch, loss_of, make, rows_of, scale_of
 from in_one_test import each
 from slow_cases import slow_but
 
@@ -35,16 +36,12 @@ algorithms = each(("name", "extra"), CASES)
 INPUTS = ("sampled_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs", "old_values")
 
 
-@pytest.fixture(scope="session")
-def made(make):
-    def build(name, extra):
-        if extra in VARIANTS:
-            return make(name, **VARIANTS[extra])
-        # Kimi refuses the weights of single tokens: its squared log-ratio is of a whole completion.
-        keys = {key: value for key, value in EXTRAS[extra].items() if (name, key) != ("kimi", "mismatch")}
-        return make(name, **keys | (OF_COMPLETIONS.get(name, {}) if extra else {}))
-
-    return build
+def made(name, extra):
+    if extra in VARIANTS:
+        return make(name, **VARIANTS[extra])
+    # Kimi refuses the weights of single tokens: its squared log-ratio is of a whole completion.
+    keys = {key: value for key, value in EXTRAS[extra].items() if (name, key) != ("kimi", "mismatch")}
+    return make(name, **keys | (OF_COMPLETIONS.get(name, {}) if extra else {}))
 
 
 GROUP_RELATIVE = ("grpo", "grpo_process", "dr_grpo", "gspo", "gspo_token", "dapo", "cispo", "sapo", "gmpo", "gdpo")
@@ -58,26 +55,23 @@ def test_all_nineteen_are_there():
 PENALTY = {"kl_to": "old", "kl_in": "loss", "kl_coef": 1.0, "kl_controller": "adaptive", "kl_target": 0.01}
 
 
-@each(
-    ("name", "base", "keys"),
-    [
-        ("grpo_process", "grpo", {"supervision": "process"}),
-        ("dapo", "grpo", {"clip_high": 0.28, "aggregate": "token_mean"}),
-        ("dr_grpo", "grpo", {"std": "none", "aggregate": "constant"}),
-        ("gspo", "grpo", {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
-        ("gspo_token", "gspo", {"ratio": "sequence_token"}),
-        ("cispo", "grpo", {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregate": "token_mean"}),
-        ("sapo", "grpo", {"surrogate": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}),
-        ("gmpo", "grpo", {"surrogate": "gmpo", "clip_low": 0.4, "clip_high": 0.4}),
-        ("gdpo", "grpo", {"reward_aggregation": "normalize_then_sum"}),
-        ("rloo", "reinforce", {"reward_to_go": False, "baseline": "leave_one_out"}),
-        ("reinforce_pp", "reinforce", {"whiten": True, "surrogate": "clipped", "aggregate": "token_mean"}),
-        ("ppo_penalty", "ppo", {"surrogate": "importance", **PENALTY}),
-        ("ppo_ptx", "ppo", {"ptx_coef": 1.0}),
-        ("a2c", "ppo", {"entropy_coef": 0.01, "estimator": "n_step", "surrogate": "importance", "value_clip": None}),
-    ],
-)
-def test_each_differs_from_its_base_in_these_keys_only(make, name, base, keys):
+@each(("name", "base", "keys"), [
+    ("grpo_process", "grpo", {"supervision": "process"}),
+    ("dapo", "grpo", {"clip_high": 0.28, "aggregate": "token_mean"}),
+    ("dr_grpo", "grpo", {"std": "none", "aggregate": "constant"}),
+    ("gspo", "grpo", {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
+    ("gspo_token", "gspo", {"ratio": "sequence_token"}),
+    ("cispo", "grpo", {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregate": "token_mean"}),
+    ("sapo", "grpo", {"surrogate": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}),
+    ("gmpo", "grpo", {"surrogate": "gmpo", "clip_low": 0.4, "clip_high": 0.4}),
+    ("gdpo", "grpo", {"reward_aggregation": "normalize_then_sum"}),
+    ("rloo", "reinforce", {"reward_to_go": False, "baseline": "leave_one_out"}),
+    ("reinforce_pp", "reinforce", {"whiten": True, "surrogate": "clipped", "aggregate": "token_mean"}),
+    ("ppo_penalty", "ppo", {"surrogate": "importance", **PENALTY}),
+    ("ppo_ptx", "ppo", {"ptx_coef": 1.0}),
+    ("a2c", "ppo", {"entropy_coef": 0.01, "estimator": "n_step", "surrogate": "importance", "value_clip": None}),
+])  # fmt: skip
+def test_each_differs_from_its_base_in_these_keys_only(name, base, keys):
     assert make(name) == make(base, **keys)
 
 
@@ -85,55 +79,49 @@ IN_REWARD, BY_STEPS = {"kl_coef": 0.1, "kl_in": "reward"}, {"supervision": "proc
 EXACT = {"kl_coef": 0.1, "kl_estimator": "exact"}
 
 
-@each(
-    ("name", "keys", "said"),
-    [
-        ("grpo", {}, {"needs_reference": False, "needs_entropy": False, "needs_steps": False}),
-        ("grpo", {}, {"needs_old_in_credit": False}),
-        ("grpo", {"kl_coef": 0.1}, {"needs_reference": True, "needs_entropy": False, "needs_old_in_credit": False}),
-        ("grpo", IN_REWARD, {"needs_reference": True, "needs_entropy": False, "needs_old_in_credit": True}),
-        ("grpo", {"kl_in": "reward", "entropy_coef": 0.1}, {"needs_reference": False, "needs_entropy": True}),
-        ("grpo", {"kl_in": "reward"}, {"needs_old_in_credit": False, "needs_values": False, "min_group_size": 2}),
-        ("grpo_process", {"kl_coef": 0.0, "kl_in": "reward"}, {"needs_steps": True}),
-        *((name, {"kl_coef": 0.1, "kl_in": place}, {"needs_reference": True, "needs_old_in_credit": place == "reward"})
-          for name in ("reinforce", "rloo", "reinforce_pp") for place in ("reward", "loss")),
-        *(("reinforce", {"baseline": baseline}, {"min_group_size": size})
-          for baseline, size in (("none", 1), ("batch", 1), ("group", 2), ("leave_one_out", 2))),
-        *((name, {}, {"min_group_size": size})
-          for name, size in (("rloo", 2), ("reinforce_pp", 1), ("kimi", 2), ("ppo", 1), ("opd", 1))),
-        ("opd", {"teacher_in": "loss", "top_k": 5}, {"teacher_top_k": 5, "needs_old_in_credit": False}),
-        ("opd", {"reward_coef": 0.1}, {"min_group_size": 2}),
-        ("grpo", {"kl_coef": 0.5, "kl_to": "old"}, {"needs_reference": False, "needs_old_in_credit": False}),
-        ("grpo", {"kl_estimator": "exact"}, {"exact_kl_to": None, "reference_field": "reference_logprobs"}),
-        ("grpo", EXACT, {"exact_kl_to": "reference", "reference_field": None}),
-        ("grpo", EXACT | {"kl_to": "old"}, {"exact_kl_to": "old", "reference_field": "reference_logprobs"}),
-        ("grpo", EXACT | {"kl_in": "reward"}, {"exact_kl_to": None, "reference_field": "reference_kl"}),
-        ("opd", BY_STEPS, {"needs_steps": False}),
-        ("opd", BY_STEPS | {"reward_coef": 1.0}, {"needs_steps": True}),
-    ],
-)  # fmt: skip
-def test_it_asks_only_for_what_its_keys_use(make, name, keys, said):
+@each(("name", "keys", "said"), [
+    ("grpo", {}, {"needs_reference": False, "needs_entropy": False, "needs_steps": False}),
+    ("grpo", {}, {"needs_old_in_credit": False}),
+    ("grpo", {"kl_coef": 0.1}, {"needs_reference": True, "needs_entropy": False, "needs_old_in_credit": False}),
+    ("grpo", IN_REWARD, {"needs_reference": True, "needs_entropy": False, "needs_old_in_credit": True}),
+    ("grpo", {"kl_in": "reward", "entropy_coef": 0.1}, {"needs_reference": False, "needs_entropy": True}),
+    ("grpo", {"kl_in": "reward"}, {"needs_old_in_credit": False, "needs_values": False, "min_group_size": 2}),
+    ("grpo_process", {"kl_coef": 0.0, "kl_in": "reward"}, {"needs_steps": True}),
+    *((name, {"kl_coef": 0.1, "kl_in": place}, {"needs_reference": True, "needs_old_in_credit": place == "reward"})
+      for name in ("reinforce", "rloo", "reinforce_pp") for place in ("reward", "loss")),
+    *(("reinforce", {"baseline": baseline}, {"min_group_size": size})
+      for baseline, size in (("none", 1), ("batch", 1), ("group", 2), ("leave_one_out", 2))),
+    *((name, {}, {"min_group_size": size})
+      for name, size in (("rloo", 2), ("reinforce_pp", 1), ("kimi", 2), ("ppo", 1), ("opd", 1))),
+    ("opd", {"teacher_in": "loss", "top_k": 5}, {"teacher_top_k": 5, "needs_old_in_credit": False}),
+    ("opd", {"reward_coef": 0.1}, {"min_group_size": 2}),
+    ("grpo", {"kl_coef": 0.5, "kl_to": "old"}, {"needs_reference": False, "needs_old_in_credit": False}),
+    ("grpo", {"kl_estimator": "exact"}, {"exact_kl_to": None, "reference_field": "reference_logprobs"}),
+    ("grpo", EXACT, {"exact_kl_to": "reference", "reference_field": None}),
+    ("grpo", EXACT | {"kl_to": "old"}, {"exact_kl_to": "old", "reference_field": "reference_logprobs"}),
+    ("grpo", EXACT | {"kl_in": "reward"}, {"exact_kl_to": None, "reference_field": "reference_kl"}),
+    ("opd", BY_STEPS, {"needs_steps": False}),
+    ("opd", BY_STEPS | {"reward_coef": 1.0}, {"needs_steps": True}),
+])  # fmt: skip
+def test_it_asks_only_for_what_its_keys_use(name, keys, said):
     algorithm = make(name, **keys)
     assert {what: getattr(algorithm, what) for what in said} == said
 
 
-@each(
-    ("name", "keys", "ask", "lacking", "said"),
-    [
-        ("grpo", {}, "loss", "advantages", "advantages is None"),
-        ("grpo", {"kl_coef": 0.1}, "loss", "reference_logprobs", "reference_logprobs is None"),
-        ("grpo", {"entropy_coef": 0.1}, "loss", "entropy", "entropy is None"),
-        ("grpo", EXACT, "loss", "kl", "kl is None, but kl_estimator=exact needs it"),
-        ("grpo", IN_REWARD, "credit", "old_logprobs", "old_logprobs is None"),
-        ("grpo_process", {}, "credit", "token_rewards", "token_rewards is None, but supervision=process"),
-        *(("gdpo", {}, ask, "each_reward", "each_reward is None, but reward_aggregation=normalize_then_sum needs it")
-          for ask in ("credit", "zero_gradient_rows")),
-        ("ppo", {}, "credit", "old_values", "old_values is None"),
-        ("ppo", {}, "loss", "values", "values is None, but the critic's loss"),
-        ("ppo", {}, "value_loss", "returns", "returns is None"),
-    ],
-)  # fmt: skip
-def test_a_missing_tensor_is_named(make, full_step, scale_of, name, keys, ask, lacking, said):
+@each(("name", "keys", "ask", "lacking", "said"), [
+    ("grpo", {}, "loss", "advantages", "advantages is None"),
+    ("grpo", {"kl_coef": 0.1}, "loss", "reference_logprobs", "reference_logprobs is None"),
+    ("grpo", {"entropy_coef": 0.1}, "loss", "entropy", "entropy is None"),
+    ("grpo", EXACT, "loss", "kl", "kl is None, but kl_estimator=exact needs it"),
+    ("grpo", IN_REWARD, "credit", "old_logprobs", "old_logprobs is None"),
+    ("grpo_process", {}, "credit", "token_rewards", "token_rewards is None, but supervision=process"),
+    *(("gdpo", {}, ask, "each_reward", "each_reward is None, but reward_aggregation=normalize_then_sum needs it")
+      for ask in ("credit", "zero_gradient_rows")),
+    ("ppo", {}, "credit", "old_values", "old_values is None"),
+    ("ppo", {}, "loss", "values", "values is None, but the critic's loss"),
+    ("ppo", {}, "value_loss", "returns", "returns is None"),
+])  # fmt: skip
+def test_a_missing_tensor_is_named(name, keys, ask, lacking, said):
     algorithm, (outputs, batch) = make(name, **keys), full_step()
     if ask in ("loss", "value_loss"):
         batch = algorithm.credit(batch)
@@ -146,48 +134,43 @@ def test_a_missing_tensor_is_named(make, full_step, scale_of, name, keys, ask, l
         getattr(algorithm, ask)(*arguments.get(ask, (batch,)))
 
 
-@each(
-    ("name", "keys", "key", "said"),
-    [
-        ("grpo", {"kl_to": "old", "kl_in": "reward"}, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
-        ("grpo", {"kl_to": "old", "kl_estimator": "k2"}, "kl_estimator", r".*, got k2; use .*=auto"),
-        ("grpo", {"kl_coef": 0.1, "kl_controller": "adaptive"}, "kl_target", r".*adaptive.*; set"),
-        ("grpo", {"kl_controller": "proportional", "kl_target": 0.1}, "kl_coef", r".*, got 0\.0; start"),
+@each(("name", "keys", "key", "said"), [
+    ("grpo", {"kl_to": "old", "kl_in": "reward"}, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
+    ("grpo", {"kl_to": "old", "kl_estimator": "k2"}, "kl_estimator", r".*, got k2; use .*=auto"),
+    ("grpo", {"kl_coef": 0.1, "kl_controller": "adaptive"}, "kl_target", r".*adaptive.*; set"),
+    ("grpo", {"kl_controller": "proportional", "kl_target": 0.1}, "kl_coef", r".*, got 0\.0; start"),
 
-        ("cispo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=cispo.*, got 7\.0; use .*null"),
-        ("sapo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=sapo.*, got 7\.0; use .*null"),
-        ("ppo", {"dual_clip": 1.1}, "dual_clip", r".* = 1\.2, got 1\.1; use 3"),
-        ("kimi", {"mismatch_low": 1.5}, "mismatch_low", r".*, got 1\.5 \.\. 2; use"),
-        ("kimi", {"mismatch": "token_mask"}, "mismatch", ".* whole completion"),
-        ("kimi", {"baseline": "soft", "tau": 0.0}, "tau", r".*, got 0\.0; use"),
-        ("grpo", {"credit_span": "turn"}, "credit_span",
-         r".*outcome has one score.*; use algorithm\.supervision=process"),
-        ("grpo", {"mismatch_high": 0.9}, "mismatch_low", r".*, got 0\.5 \.\. 0\.9; use"),
-        ("grpo_process", IN_REWARD, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
-        *(("gmpo", {"ratio": level}, "ratio", rf".*mean itself, got {level}; use algorithm\.ratio=token")
-          for level in ("sequence", "sequence_token")),
-        ("gdpo", BY_STEPS, "supervision", r".* whole completions, got process; use algorithm\.super"),
-        ("gdpo", IN_REWARD, "kl_in", r".* no one score .*, got reward; use algorithm\.kl_in=l"),
-        ("opd", {"divergence": "forward"}, "divergence", ".*only the reverse KL can be estimated"),
-        ("opd", {"teacher_in": "loss", "divergence": "jensen_shannon", "jsd_beta": 0.0}, "jsd_beta",
-         ".*the divergence is 0 there"),
-        ("opd", {"teacher_in": "loss", "off_policy_limit": 0.1}, "off_policy_limit",
-         ".*teacher_in=loss has no advantage"),
-        ("opd", IN_REWARD, "kl_in", r".*algorithm\.reward_coef=0 leaves out"),
-    ],
-)  # fmt: skip
-def test_contradictions_that_are_not_in_the_table_of_refusals_are_refused(make, name, keys, key, said):
+    ("cispo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=cispo.*, got 7\.0; use .*null"),
+    ("sapo", {"dual_clip": 7.0}, "dual_clip", r".*surrogate=sapo.*, got 7\.0; use .*null"),
+    ("ppo", {"dual_clip": 1.1}, "dual_clip", r".* = 1\.2, got 1\.1; use 3"),
+    ("kimi", {"mismatch_low": 1.5}, "mismatch_low", r".*, got 1\.5 \.\. 2; use"),
+    ("kimi", {"mismatch": "token_mask"}, "mismatch", ".* whole completion"),
+    ("kimi", {"baseline": "soft", "tau": 0.0}, "tau", r".*, got 0\.0; use"),
+    ("grpo", {"credit_span": "turn"}, "credit_span", r".*outcome has one score.*; use algorithm\.supervision=process"),
+    ("grpo", {"mismatch_high": 0.9}, "mismatch_low", r".*, got 0\.5 \.\. 0\.9; use"),
+    ("grpo_process", IN_REWARD, "kl_in", r".*, got reward; use algorithm\.kl_in=loss"),
+    *(("gmpo", {"ratio": level}, "ratio", rf".*mean itself, got {level}; use algorithm\.ratio=token")
+      for level in ("sequence", "sequence_token")),
+    ("gdpo", BY_STEPS, "supervision", r".* whole completions, got process; use algorithm\.super"),
+    ("gdpo", IN_REWARD, "kl_in", r".* no one score .*, got reward; use algorithm\.kl_in=l"),
+    ("opd", {"divergence": "forward"}, "divergence", ".*only the reverse KL can be estimated"),
+    ("opd", {"teacher_in": "loss", "divergence": "jensen_shannon", "jsd_beta": 0.0}, "jsd_beta",
+     ".*the divergence is 0 there"),
+    ("opd", {"teacher_in": "loss", "off_policy_limit": 0.1}, "off_policy_limit", ".*teacher_in=loss has no advantage"),
+    ("opd", IN_REWARD, "kl_in", r".*algorithm\.reward_coef=0 leaves out"),
+])  # fmt: skip
+def test_contradictions_that_are_not_in_the_table_of_refusals_are_refused(name, keys, key, said):
     with pytest.raises(UserError, match=rf"^algorithm\.{key}: {said}"):
         make(name, **keys)
 
 
-def test_no_yaml_has_a_warning_and_load_algorithm_builds_one_with_overrides(make):
+def test_no_yaml_has_a_warning_and_load_algorithm_builds_one_with_overrides():
     assert [n for n in NAMES if make(n).warnings or make(n, entropy_coef=0.5).warnings] == []
     for name in ("gspo_token", "ppo_ptx"):
         assert rlft.load_algorithm(name, entropy_coef=0.5) == make(name, entropy_coef=0.5) != make(name)
 
 
-def test_together_they_reach_every_branch_that_the_properties_below_are_about(made, full_step, scale_of):
+def test_together_they_reach_every_branch_that_the_properties_below_are_about():
     outputs, batch = full_step()
     seen = {}
     for name in NAMES:
@@ -213,7 +196,7 @@ def test_together_they_reach_every_branch_that_the_properties_below_are_about(ma
 
 
 @each("name", NAMES)
-def test_at_the_old_policy_it_has_the_policy_gradient(make, full_step, scale_of, loss_of, close, name):
+def test_at_the_old_policy_it_has_the_policy_gradient(name):
     outputs, batch = full_step()
     algorithm = make(name)
     batch = algorithm.credit(replace(batch, old_logprobs=outputs.logprobs.detach()))
@@ -233,9 +216,7 @@ def test_at_the_old_policy_it_has_the_policy_gradient(make, full_step, scale_of,
 
 @algorithms
 @pytest.mark.parametrize("seed", slow_but(0, range(3)))
-def test_any_split_into_micro_batches_leaves_loss_gradient_and_metrics_unchanged(
-    made, full_step, scale_of, rows_of, loss_of, close, name, extra, seed
-):
+def test_any_split_into_micro_batches_leaves_loss_gradient_and_metrics_unchanged(name, extra, seed):
     outputs, batch = full_step()
     algorithm = made(name, extra)
     batch = algorithm.credit(batch)
@@ -265,9 +246,7 @@ def test_any_split_into_micro_batches_leaves_loss_gradient_and_metrics_unchanged
 
 
 @algorithms
-def test_leaving_out_rows_with_zero_gradient_leaves_loss_and_gradient_unchanged(
-    made, full_step, scale_of, rows_of, loss_of, close, name, extra
-):
+def test_leaving_out_rows_with_zero_gradient_leaves_loss_and_gradient_unchanged(name, extra):
     outputs, batch = full_step()
     algorithm = made(name, extra)
     zero_rows = algorithm.zero_gradient_rows(
@@ -283,7 +262,7 @@ def test_leaving_out_rows_with_zero_gradient_leaves_loss_and_gradient_unchanged(
         assert (every[zero_rows] == 0).all()
 
 
-def test_who_leaves_out_equal_groups_and_who_cannot(make, made, full_step):
+def test_who_leaves_out_equal_groups_and_who_cannot():
     _, batch = full_step()
     equal_or_alone = [False, False, False, True, True, True, False, False, False, True]
     zero_rows = {name: make(name).zero_gradient_rows(batch).tolist() for name in NAMES}
@@ -298,7 +277,7 @@ def test_who_leaves_out_equal_groups_and_who_cannot(make, made, full_step):
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @algorithms
-def test_what_lies_outside_the_completions_does_not_matter(made, full_step, scale_of, loss_of, name, extra):
+def test_what_lies_outside_the_completions_does_not_matter(name, extra):
     outputs, batch = full_step()
     algorithm = made(name, extra)
     outside = ~batch.loss_mask
@@ -332,7 +311,7 @@ def test_what_lies_outside_the_completions_does_not_matter(made, full_step, scal
 
 
 @algorithms
-def test_without_old_logprobs_the_current_policy_stands_in_detached(made, full_step, scale_of, loss_of, name, extra):
+def test_without_old_logprobs_the_current_policy_stands_in_detached(name, extra):
     outputs, batch = full_step()
     algorithm = made(name, extra)
     batch = algorithm.credit(batch)
@@ -344,7 +323,7 @@ def test_without_old_logprobs_the_current_policy_stands_in_detached(made, full_s
 
 
 @algorithms
-def test_no_gradient_flows_into_the_batch(made, full_step, scale_of, name, extra):
+def test_no_gradient_flows_into_the_batch(name, extra):
     outputs, batch = full_step()
     algorithm = made(name, extra)
     data = {field: getattr(batch, field).clone().requires_grad_() for field in (*INPUTS, "token_rewards", "rewards")}
@@ -355,7 +334,7 @@ def test_no_gradient_flows_into_the_batch(made, full_step, scale_of, name, extra
 
 
 @algorithms
-def test_log_probs_and_values_100_apart_give_no_nan_and_no_inf(made, full_step, scale_of, loss_of, name, extra):
+def test_log_probs_and_values_100_apart_give_no_nan_and_no_inf(name, extra):
     _, batch = full_step()
     far = 100.0 * (torch.arange(batch.loss_mask.numel()) % 2 * 2 - 1).reshape(batch.loss_mask.shape).double()
     algorithm = made(name, extra)
@@ -373,7 +352,7 @@ def test_log_probs_and_values_100_apart_give_no_nan_and_no_inf(made, full_step, 
 
 
 @each("name", NAMES)
-def test_kl_in_the_loss_is_never_negative_and_pulls_with_a_finite_gradient(make, hand_batch, scale_of, name):
+def test_kl_in_the_loss_is_never_negative_and_pulls_with_a_finite_gradient(name):
     # d = 100 and -100: k3 is 99 + e^-100 and, clamped at -20, e^20 - 21. Both finite, and so is their gradient.
     batch = hand_batch([1, 1], [0, 0], [0, 0], advantages=[0, 0])
     values = torch.zeros_like(batch.old_logprobs)
@@ -387,7 +366,7 @@ def test_kl_in_the_loss_is_never_negative_and_pulls_with_a_finite_gradient(make,
 
 
 @each(("name", "extra"), [case for case in CASES if case[1] != "all terms"])
-def test_where_siblings_are_compared_groups_without_a_difference_give_exactly_0(made, hand_batch, loss_of, name, extra):
+def test_where_siblings_are_compared_groups_without_a_difference_give_exactly_0(name, extra):
     algorithm = made(name, extra)
     if algorithm.min_group_size < 2:
         return
@@ -411,7 +390,7 @@ def test_where_siblings_are_compared_groups_without_a_difference_give_exactly_0(
 
 
 @each("name", [*GROUP_RELATIVE, "rloo", "kimi"])
-def test_a_small_difference_of_large_rewards_is_an_advantage(make, hand_batch, name):
+def test_a_small_difference_of_large_rewards_is_an_advantage(name):
     # In float32 1e8 + 1 = 1e8. The sums 0.1 + 0.2 and 0.3 differ in the last bit of float64 only, and are equal.
     for rewards, differ in (([1e8, 1e8 + 1], True), ([1e12, 1e12 + 1], True), ([0.1 + 0.2, 0.3], False)):
         batch = hand_batch([1, 1], rewards, [0, 0])
@@ -426,7 +405,7 @@ def test_a_small_difference_of_large_rewards_is_an_advantage(make, hand_batch, n
 
 
 @each("name", NAMES)
-def test_completions_without_a_token_give_exactly_0(make, hand_batch, loss_of, name):
+def test_completions_without_a_token_give_exactly_0(name):
     algorithm = make(name, kl_coef=0.1, entropy_coef=0.1)
     batch = hand_batch([0, 0], [0, 1], [0, 0])
     ones = torch.ones_like(batch.old_logprobs)
@@ -441,7 +420,7 @@ def test_completions_without_a_token_give_exactly_0(make, hand_batch, loss_of, n
 
 
 @algorithms
-def test_float32_works_and_stays_float32(made, full_step, scale_of, name, extra):
+def test_float32_works_and_stays_float32(name, extra):
     outputs, batch = full_step()
     algorithm = made(name, extra)
     exact = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch)).total.item()
@@ -455,7 +434,7 @@ def test_float32_works_and_stays_float32(made, full_step, scale_of, name, extra)
 
 
 @algorithms
-def test_loss_metrics_are_the_terms_of_the_total_and_carry_no_gradient(made, full_step, scale_of, close, name, extra):
+def test_loss_metrics_are_the_terms_of_the_total_and_carry_no_gradient(name, extra):
     outputs, batch = full_step()
     algorithm = made(name, extra)
     loss = algorithm.loss(outputs, algorithm.credit(batch), scale_of(batch))
@@ -467,7 +446,7 @@ def test_loss_metrics_are_the_terms_of_the_total_and_carry_no_gradient(made, ful
 
 
 @each("name", NAMES)
-def test_it_reads_only_what_it_says_it_needs(make, full_step, scale_of, name):
+def test_it_reads_only_what_it_says_it_needs(name):
     outputs, batch = full_step()
     algorithm = make(name)
     bare = replace(
@@ -539,9 +518,7 @@ OF_TURNS += [(name, {"credit_span": "turn"}) for name in ("grpo_process", "ppo",
 
 
 @each(("name", "extra"), OF_TURNS)
-def test_holes_change_no_advantage_no_loss_no_metric_and_no_gradient(
-    make, full_step, scale_of, loss_of, close, name, extra
-):
+def test_holes_change_no_advantage_no_loss_no_metric_and_no_gradient(name, extra):
     refused = ("mismatch", "off_policy_limit") if name == "kimi" else ()
     keys = {key: value for key, value in extra.items() if key not in refused}
     if extra and name in ("gspo", "gmpo"):  # which refuse the weights of single tokens

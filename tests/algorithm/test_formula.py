@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from algorithm_steps import close, full_step, make, scale_of
 from in_one_test import each
 from torch import Tensor
 
@@ -297,7 +298,7 @@ def words(keys):
 
 
 @pytest.fixture(scope="session")
-def loss_on_a_random_step(full_step, scale_of):
+def loss_on_a_random_step():
     """(loss, its gradients) of an algorithm on a random step: as the code computes it, or as it is written."""
 
     def loss_of(algorithm, as_written):
@@ -323,7 +324,7 @@ def loss_on_a_random_step(full_step, scale_of):
 
 
 @pytest.fixture(scope="session")
-def agrees(loss_on_a_random_step, close):
+def agrees(loss_on_a_random_step):
     """Asserts that the written loss is the computed one, in value and gradient."""
 
     def agrees(algorithm):
@@ -338,17 +339,17 @@ def agrees(loss_on_a_random_step, close):
 
 
 @each("name", NAMES)
-def test_the_printed_loss_of_every_yaml_is_the_loss_that_is_computed(make, agrees, name):
+def test_the_printed_loss_of_every_yaml_is_the_loss_that_is_computed(agrees, name):
     agrees(make(name))
 
 
 @each(("family", "keys"), SETTINGS, ids=words)
-def test_the_printed_loss_is_the_computed_one_with_every_choice(make, agrees, family, keys):
+def test_the_printed_loss_is_the_computed_one_with_every_choice(agrees, family, keys):
     agrees(make(family, **keys))
 
 
 @pytest.fixture(scope="module")
-def in_all_settings(make):
+def in_all_settings():
     """(family, algorithm, its printed loss) of every setting."""
     made = [(family, make(family, **keys)) for family, keys in SETTINGS]
     return [(family, algorithm, stated(algorithm)) for family, algorithm in made]
@@ -389,9 +390,7 @@ OTHER_VALUES = {"n_steps": 2, "kl_tolerance": 1.2, "eps": 0.1, "clip_low": 0.1}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_number_stands_in_the_printed_loss_where_it_changes_the_loss_and_nowhere_else(
-    make, loss_on_a_random_step, name
-):
+def test_a_number_stands_in_the_printed_loss_where_it_changes_the_loss_and_nowhere_else(loss_on_a_random_step, name):
     algorithm = make(name)
     loss, _ = loss_on_a_random_step(algorithm, as_written=False)
     numbers = {key: value for key, value in keys_of(algorithm).items() if type(value) in (int, float)}
@@ -407,7 +406,7 @@ def test_a_number_stands_in_the_printed_loss_where_it_changes_the_loss_and_nowhe
     assert len(numbers) > len(changes) >= 2
 
 
-def test_what_kl_coef_adds_is_printed_where_it_is_on(make):
+def test_what_kl_coef_adds_is_printed_where_it_is_on():
     assert "kl_coef" not in " ".join(stated(make("grpo")).lines)
     assert stated(make("grpo", kl_coef=0.1)).lines[0] == "L = agg(w * m * S) + kl_coef * agg(KL)"
 

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from algorithm_steps import close, hand_batch, make, random_step, scale_of
 from in_one_test import each
 
 from rlft.batch import collate
@@ -22,7 +23,7 @@ def steps_of(batch, steps):
     return replace(batch, token_rewards=scores, step_ends=ends)
 
 
-def test_the_same_steps_in_another_order_are_no_difference(make, hand_batch):
+def test_the_same_steps_in_another_order_are_no_difference():
     # In float32 0.1 + 0.1 + 0.5 and 0.5 + 0.1 + 0.1 differ in the last bit; nothing may be divided by that.
     batch = steps_of(hand_batch([3, 3], [0, 0], [0, 0]), [{0: 0.1, 1: 0.1, 2: 0.5}, {0: 0.5, 1: 0.1, 2: 0.1}])
     one, other = batch.token_rewards.float().sum(-1)
@@ -33,7 +34,7 @@ def test_the_same_steps_in_another_order_are_no_difference(make, hand_batch):
     assert algorithm.zero_gradient_rows(batch).all()
 
 
-def test_process_rows_have_zero_gradient_where_neither_steps_nor_outcomes_differ(make, hand_batch):
+def test_process_rows_have_zero_gradient_where_neither_steps_nor_outcomes_differ():
     algorithm = make("grpo_process")
     alike = steps_of(hand_batch([2, 2], [1, 1], [0, 0]), [{0: 1, 1: 1}, {1: 1}])  # more steps, but none better
     assert algorithm.zero_gradient_rows(alike).all()
@@ -44,7 +45,7 @@ def test_process_rows_have_zero_gradient_where_neither_steps_nor_outcomes_differ
 
 
 # --- metrics by hand -------------------------------------------------------------------------------------------------
-def test_metrics_of_kl_are_k3_whatever_the_loss_takes(make, hand_batch, scale_of, close):
+def test_metrics_of_kl_are_k3_whatever_the_loss_takes():
     batch = hand_batch([2], [0], [0], advantages=[0])
     outputs = Outputs(logprobs=(batch.old_logprobs + math.log(2)).requires_grad_())
     metrics = make("grpo", kl_coef=0.5, kl_estimator="k1").loss(outputs, batch, scale_of(batch)).metrics
@@ -59,9 +60,7 @@ def test_metrics_of_kl_are_k3_whatever_the_loss_takes(make, hand_batch, scale_of
     # Trainer over generator: 4 and 1 on row 0 (geometric mean 2), 0.25 on row 1; gaps |log 4|, 0, |log 0.25|.
     [("off", 0, None), ("token_truncate", 0, 1 / 3), ("token_mask", 2 / 3, None), ("sequence_mask", 1 / 3, None)],
 )
-def test_metrics_of_the_mismatch_are_shares_of_tokens_and_gaps_in_nats(
-    make, hand_batch, scale_of, close, mode, dropped, capped
-):
+def test_metrics_of_the_mismatch_are_shares_of_tokens_and_gaps_in_nats(mode, dropped, capped):
     batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[1, -2])
     w = torch.tensor([[1, 4, 1, 1], [1, 0.25, 1, 1]], dtype=torch.float64)
     batch = replace(batch, sampled_logprobs=batch.old_logprobs - w.log())
@@ -74,7 +73,7 @@ def test_metrics_of_the_mismatch_are_shares_of_tokens_and_gaps_in_nats(
     close(metrics["sampler/logprob_gap_max"], math.log(4))
 
 
-def test_the_policys_entropy_is_told_per_token(make, hand_batch, scale_of, close):
+def test_the_policys_entropy_is_told_per_token():
     batch = hand_batch([2, 1], [0, 0], [0, 0], advantages=[0, 0])
     entropy = torch.tensor([[nan, 1, 3, nan], [inf, 5, nan, nan]], dtype=torch.float64)
     outputs = Outputs(logprobs=batch.old_logprobs, entropy=entropy)
@@ -85,7 +84,7 @@ def test_the_policys_entropy_is_told_per_token(make, hand_batch, scale_of, close
 
 
 # --- what it reports and asks for -----------------------------------------------------------------------------------
-def test_metrics_of_what_is_not_there_are_absent(make, random_step, scale_of):
+def test_metrics_of_what_is_not_there_are_absent():
     outputs, batch = random_step()
     algorithm = make("grpo")
     batch = replace(algorithm.credit(batch), reference_logprobs=None, teacher_logprobs=None)
@@ -96,7 +95,7 @@ def test_metrics_of_what_is_not_there_are_absent(make, random_step, scale_of):
     }  # fmt: skip
 
 
-def test_yaml_defaults_are_those_of_the_maths_page(make):
+def test_yaml_defaults_are_those_of_the_maths_page():
     grpo = make("grpo")
     expected = {
         "std": "sample", "eps": 1e-6, "ratio": "token", "aggregate": "sequence_mean_token_mean", "clip_low": 0.2,
@@ -107,7 +106,7 @@ def test_yaml_defaults_are_those_of_the_maths_page(make):
 
 
 @each("way", ["truncate", "mask"])
-def test_weights_of_single_tokens_are_refused_where_a_completion_has_one_number(make, way):
+def test_weights_of_single_tokens_are_refused_where_a_completion_has_one_number(way):
     for keys in ({"ratio": "sequence"}, {"surrogate": "sapo", "ratio": "sequence"}, {"surrogate": "gmpo"}):
         why = "{}={} has one number for all of a completion's tokens".format(*[*keys.items()][-1])
         with pytest.raises(
@@ -122,17 +121,14 @@ def test_weights_of_single_tokens_are_refused_where_a_completion_has_one_number(
 # -- the algorithms that are GRPO with other keys ----------------------------------------------------------------------
 
 
-@each(
-    ("name", "advantages", "moved"),
-    [
-        # Row 0: mean log-ratio 5e-4, A > 0: s = 1.0005 > 1.0004, clipped, though one of its tokens did not move at all.
-        # Row 1: mean -4e-4, A < 0: s = 0.9996 < 0.9997, clipped. Row 2: mean 5e-4, A < 0: not clipped.
-        ("gspo", [1, -1, -1], [[0, 0, 1e-3, 0], [0, -4e-4, -4e-4, 0], [0, 5e-4, 0, 0]]),
-        # Single tokens above 0.4 with A > 0 and below -0.4 with A < 0.
-        ("gmpo", [2, -1, -1], [[9, 0.5, 0.5, 9], [9, -2, -0.5, 9], [9, 0.5, 9, 9]]),
-    ],
-)
-def test_clip_fractions_are_shares_of_tokens(make, hand_batch, scale_of, close, name, advantages, moved):
+@each(("name", "advantages", "moved"), [
+    # Row 0: mean log-ratio 5e-4, A > 0: s = 1.0005 > 1.0004, clipped, though one of its tokens did not move at all.
+    # Row 1: mean -4e-4, A < 0: s = 0.9996 < 0.9997, clipped. Row 2: mean 5e-4, A < 0: not clipped.
+    ("gspo", [1, -1, -1], [[0, 0, 1e-3, 0], [0, -4e-4, -4e-4, 0], [0, 5e-4, 0, 0]]),
+    # Single tokens above 0.4 with A > 0 and below -0.4 with A < 0.
+    ("gmpo", [2, -1, -1], [[9, 0.5, 0.5, 9], [9, -2, -0.5, 9], [9, 0.5, 9, 9]]),
+])  # fmt: skip
+def test_clip_fractions_are_shares_of_tokens(name, advantages, moved):
     batch = hand_batch([2, 2, 1], [0, 0, 0], [0, 0, 0], advantages=advantages)
     outputs = Outputs(logprobs=batch.old_logprobs + torch.tensor(moved, dtype=torch.float64))
     metrics = make(name).loss(outputs, batch, scale_of(batch)).metrics
@@ -140,7 +136,7 @@ def test_clip_fractions_are_shares_of_tokens(make, hand_batch, scale_of, close, 
     close(metrics["ratio/clip_low_fraction"], 2 / 5)
 
 
-def test_a_clip_of_grpos_size_is_warned_of(make):
+def test_a_clip_of_grpos_size_is_warned_of():
     assert make("gspo").warnings == make("grpo").warnings == ()
     assert make("grpo", ratio="sequence").warnings == tuple(
         f"algorithm.{key}: 0.2 never binds with algorithm.ratio=sequence, whose ratio is normalised by length; "
@@ -151,7 +147,7 @@ def test_a_clip_of_grpos_size_is_warned_of(make):
     assert make("grpo", ratio="sequence", surrogate="importance").warnings == ()  # which has no clip
 
 
-def test_gdpos_rows_have_zero_gradient_where_no_reward_differs_though_sums_may_be_equal(make, hand_batch):
+def test_gdpos_rows_have_zero_gradient_where_no_reward_differs_though_sums_may_be_equal():
     # The first group's rewards, of which the second counts half, add up to the same sum and still differ.
     rewards = torch.tensor([[0, 2], [1, 0], [3, 3], [3, 3]], dtype=torch.float64)
     weights = torch.tensor([1.0, 0.5], dtype=torch.float64).expand(4, 2)
@@ -161,7 +157,7 @@ def test_gdpos_rows_have_zero_gradient_where_no_reward_differs_though_sums_may_b
     assert make("grpo").zero_gradient_rows(batch).all()
 
 
-def test_gdpo_credits_what_a_run_scores(make, close):
+def test_gdpo_credits_what_a_run_scores():
     # The rewards 1, 0 and 0.5, 1 of two siblings, weights 1 and 0.2, as the scorer mixes them: z-scores s, -s and -s,
     # s, sums 0.8 s and -0.8 s, s = 1 / sqrt(2). Over their sample std 0.8 s sqrt(2) that is s and -s.
     completions = [

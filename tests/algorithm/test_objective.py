@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from algorithm_steps import close, full_step, hand_batch, make, scale_of
 from in_one_test import each
 from pydantic import ValidationError
 from slow_cases import slow
@@ -24,7 +25,7 @@ from rlft.types import Outputs, UserError
 
 
 # --- KL to the old policy -------------------------------------------------------------------------------------------
-def test_its_expectation_over_old_samples_is_the_kl_with_the_kls_own_gradient(make, hand_batch, scale_of, close):
+def test_its_expectation_over_old_samples_is_the_kl_with_the_kls_own_gradient():
     # One row for each word of a vocabulary of 4, weighed by its old probability: sum_v old_v (r_v - 1 - log r_v).
     logits = torch.tensor([0.3, -1.0, 0.7, 2.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([1.0, 0.2, -0.5, 0.1], dtype=torch.float64).log_softmax(0)
@@ -42,7 +43,7 @@ def test_its_expectation_over_old_samples_is_the_kl_with_the_kls_own_gradient(ma
     close(gradient, torch.autograd.grad(exact, logits)[0])
 
 
-def test_at_the_first_update_the_policy_has_no_distance_from_itself(make, full_step, scale_of):
+def test_at_the_first_update_the_policy_has_no_distance_from_itself():
     outputs, batch = full_step()
     algorithm = make("ppo_penalty")
     batch = replace(algorithm.credit(batch), old_logprobs=None)
@@ -54,7 +55,7 @@ def test_at_the_first_update_the_policy_has_no_distance_from_itself(make, full_s
 
 # Target 0.03, whose half more is 0.045; 1 + 0.1 * (0.033 / 0.03 - 1).
 @each(("controller", "kl", "coef"), [("adaptive", 0.046, 2.0), ("proportional", 0.033, 1.01), ("fixed", 3.0, 1.0)])
-def test_the_controller_moves_the_coefficient_after_a_step(make, controller, kl, coef):
+def test_the_controller_moves_the_coefficient_after_a_step(controller, kl, coef):
     algorithm = make("grpo", kl_coef=1.0, kl_controller=controller, kl_target=0.03)
     assert algorithm.adapt({"kl/reference": kl, "kl/old_last": 0.03}).kl_coef == pytest.approx(coef, rel=1e-12)
     algorithm = make("ppo_penalty", kl_controller=controller, kl_target=0.03)
@@ -63,7 +64,7 @@ def test_the_controller_moves_the_coefficient_after_a_step(make, controller, kl,
     assert moved == replace(algorithm, kl_coef=moved.kl_coef)
 
 
-def test_the_coefficient_can_always_come_back(make):
+def test_the_coefficient_can_always_come_back():
     start = make("ppo_penalty")
     for kl, end in ((0.0, 1e-12), (1.0, 1e12)):
         algorithm = start
@@ -72,7 +73,7 @@ def test_the_coefficient_can_always_come_back(make):
         assert algorithm.kl_coef == end
 
 
-def test_what_has_moved_is_saved_and_restored(make):
+def test_what_has_moved_is_saved_and_restored():
     algorithm = make("ppo_penalty").adapt({"kl/old_last": 1.0})
     assert algorithm.state() == {"kl_coef": 2.0}
     assert make("ppo_penalty").restored(algorithm.state()) == algorithm
@@ -84,7 +85,7 @@ def test_what_has_moved_is_saved_and_restored(make):
 
 # --- scores ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["reinforce", "ppo"])
-def test_rewards_of_tokens_add_up_to_the_scores_of_completions(make, full_step, close, name):
+def test_rewards_of_tokens_add_up_to_the_scores_of_completions(name):
     _, batch = full_step()
     algorithm = make(name, kl_coef=0.3)
     tokens_B, scores_B = algorithm.token_scores(batch).sum(-1), algorithm.completion_scores(batch)
@@ -95,7 +96,7 @@ def test_rewards_of_tokens_add_up_to_the_scores_of_completions(make, full_step, 
 
 
 @each("name", ["grpo_process", "ppo", "a2c"])
-def test_a_completion_of_one_turn_is_credited_alike_bit_for_bit(make, full_step, name):
+def test_a_completion_of_one_turn_is_credited_alike_bit_for_bit(name):
     _, batch = full_step()
     for turn_ends in (None, torch.zeros_like(batch.loss_mask)):
         single = replace(batch, turn_ends=turn_ends)
@@ -105,14 +106,14 @@ def test_a_completion_of_one_turn_is_credited_alike_bit_for_bit(make, full_step,
 
 
 # --- what is refused, and what is warned of -------------------------------------------------------------------------
-def test_k1_as_a_loss_is_warned_of(make):
+def test_k1_as_a_loss_is_warned_of():
     (told,) = make("grpo", kl_coef=0.1, kl_estimator="k1").warnings
     assert told.startswith("algorithm.kl_estimator: k1 has zero expected gradient as a loss, got k1; use")
     assert make("grpo", kl_coef=0.1, kl_estimator="k1", kl_in="reward").warnings == ()
     assert make("kimi", kl_coef=0.1, kl_estimator="k1").warnings == (told,)
 
 
-def test_without_a_critic_or_text_their_terms_are_0(make, full_step, scale_of):
+def test_without_a_critic_or_text_their_terms_are_0():
     outputs, batch = full_step()
     for name in ("grpo", "reinforce", "kimi"):
         algorithm = make(name)
@@ -147,14 +148,14 @@ def values_of(field, value):
     return NUMBERS.get(field.name) or (value, value / 2 if value else 0.1)
 
 
-def built(make, name, keys):
+def built(name, keys):
     try:
         return make(name, **keys)
     except (UserError, ValidationError):
         return None
 
 
-def random_algorithms(make, name, number):
+def random_algorithms(name, number):
     """The algorithm as it is, then with random values of all of its keys."""
     draws, algorithm = random.Random(name), make(name)
     yield algorithm
@@ -162,54 +163,50 @@ def random_algorithms(make, name, number):
         choices = {f.name: values_of(f, getattr(algorithm, f.name)) for f in fields_of(type(algorithm))}
         choices["kl_estimator"] = [word for word in choices["kl_estimator"] if word != "exact"]  # only perturbed to
         drawn = {name: draws.choice(values) for name, values in choices.items()}
-        if (other := built(make, name, drawn)) is not None:
+        if (other := built(name, drawn)) is not None:
             number -= 1
             yield other
 
 
-@pytest.fixture
-def gradients(full_step, scale_of):
+@functools.cache
+def step(seed, moved):
+    outputs, batch = full_step(seed)
+    gap = batch.sampled_logprobs - batch.old_logprobs  # from too small for any limit to too large
+    batch = replace(batch, sampled_logprobs=batch.old_logprobs + (1.0, 8.0)[seed // 4] * gap)
+    distance = (-2.0, 2.0, -0.2, 0.2)[seed % 4] if moved else 0.0
+    logprobs = batch.old_logprobs + distance * (outputs.logprobs.detach() - batch.old_logprobs)
+    values = batch.old_values + distance * (outputs.values.detach() - batch.old_values)
+    batch = replace(batch, reference_kl=(batch.old_logprobs - batch.reference_logprobs).square())
+    return replace(outputs, logprobs=logprobs.requires_grad_(), values=values.requires_grad_()), batch
+
+
+def gradients(algorithm, moved):
     """The gradients of a step's loss and of the next one's, whose KL coefficient may have changed, batch by batch."""
-
-    @functools.cache
-    def step(seed, moved):
-        outputs, batch = full_step(seed)
-        gap = batch.sampled_logprobs - batch.old_logprobs  # from too small for any limit to too large
-        batch = replace(batch, sampled_logprobs=batch.old_logprobs + (1.0, 8.0)[seed // 4] * gap)
-        distance = (-2.0, 2.0, -0.2, 0.2)[seed % 4] if moved else 0.0
-        logprobs = batch.old_logprobs + distance * (outputs.logprobs.detach() - batch.old_logprobs)
-        values = batch.old_values + distance * (outputs.values.detach() - batch.old_values)
-        batch = replace(batch, reference_kl=(batch.old_logprobs - batch.reference_logprobs).square())
-        return replace(outputs, logprobs=logprobs.requires_grad_(), values=values.requires_grad_()), batch
-
-    def gradients(algorithm, moved):
-        for seed in range(8):
-            outputs, batch = step(seed, moved)
-            other = batch.old_logprobs if algorithm.kl_to == "old" else batch.reference_logprobs
-            outputs = replace(outputs, kl=0.7 * (outputs.logprobs - other).square())  # like a KL 0 where both are equal
-            inputs = outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs
-            measured = [{"kl/old_last": kl if moved else 0.0, "kl/reference": kl} for kl in (0.0026, 0.0166, 0.065)]
-            following = [algorithm, *map(algorithm.adapt, measured)]
-            of_each = {}
-            for one in set(following):
-                total = one.loss(outputs, one.credit(batch), scale_of(batch)).total
-                keys = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
-                of_each[one] = torch.autograd.grad(total, inputs, **keys)
-            yield from (gradient for one in following for gradient in of_each[one])
-
-    return gradients
+    for seed in range(8):
+        outputs, batch = step(seed, moved)
+        other = batch.old_logprobs if algorithm.kl_to == "old" else batch.reference_logprobs
+        outputs = replace(outputs, kl=0.7 * (outputs.logprobs - other).square())  # like a KL 0 where both are equal
+        inputs = outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs
+        measured = [{"kl/old_last": kl if moved else 0.0, "kl/reference": kl} for kl in (0.0026, 0.0166, 0.065)]
+        following = [algorithm, *map(algorithm.adapt, measured)]
+        of_each = {}
+        for one in set(following):
+            total = one.loss(outputs, one.credit(batch), scale_of(batch)).total
+            keys = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+            of_each[one] = torch.autograd.grad(total, inputs, **keys)
+        yield from (gradient for one in following for gradient in of_each[one])
 
 
 @pytest.mark.parametrize("draws", [1, slow(4)])
 @pytest.mark.parametrize("moved", [False, True], ids=["one update", "several updates"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_exactly_the_keys_without_effect_change_no_gradient(make, gradients, name, moved, draws):
-    for algorithm in random_algorithms(make, name, draws):
+def test_exactly_the_keys_without_effect_change_no_gradient(name, moved, draws):
+    for algorithm in random_algorithms(name, draws):
         keys = {f.name: getattr(algorithm, f.name) for f in fields_of(type(algorithm))}
         before, silent = list(gradients(algorithm, moved)), set(algorithm.without_effect(moved=moved))
         for field in fields_of(type(algorithm)):
             others = [value for value in values_of(field, keys[field.name]) if value != keys[field.name]]
-            perturbed = [one for value in others if (one := built(make, name, {**keys, field.name: value})) is not None]
+            perturbed = [one for value in others if (one := built(name, {**keys, field.name: value})) is not None]
             are_off = all(not one.mismatch.is_on for one in (algorithm, *perturbed))
             if field.name in ELSEWHERE or not perturbed or (field.name == "mismatch" and are_off):
                 continue
@@ -222,7 +219,7 @@ def test_exactly_the_keys_without_effect_change_no_gradient(make, gradients, nam
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_conditions_ask_for_what_is_known(make, name):
+def test_conditions_ask_for_what_is_known(name):
     assert {"clip_low", "tau"} & set(make(name).without_effect(moved=False))
 
 
@@ -285,7 +282,7 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def noisy(hand_batch):
+def noisy():
     """Three groups of four completions, with log-probs of all roles that differ, so that a KL is never 0."""
     generator = torch.Generator().manual_seed(5)
     groups = [0] * 4 + [1] * 4 + [2] * 4
@@ -299,7 +296,7 @@ def noisy(hand_batch):
 
 
 @each("name", NAMES)
-def test_the_share_without_a_signal_is_of_rewards_alone_whatever_else_is_in_the_loss(name, make, noisy):
+def test_the_share_without_a_signal_is_of_rewards_alone_whatever_else_is_in_the_loss(name, noisy):
     random_numbers, tried = random.Random(name), 0
     every = list(variants(name))
     for changed in random_numbers.sample(every, min(MOST, len(every))):

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import torch
+from algorithm_steps import close, full_step, make, scale_of
 
 
-def test_value_loss_alone_is_the_losss_term_with_its_gradient(make, full_step, scale_of, close):
+def test_value_loss_alone_is_the_losss_term_with_its_gradient():
     outputs, batch = full_step()
     for name in ("ppo", "a2c"):
         algorithm = make(name, value_coef=0.7)
@@ -19,7 +20,7 @@ def test_value_loss_alone_is_the_losss_term_with_its_gradient(make, full_step, s
         close(gradient, wanted)
 
 
-def test_bootstrapping_without_a_discount_is_warned_of(make):
+def test_bootstrapping_without_a_discount_is_warned_of():
     # d = R + V - V at the last token: the advantage there is R whatever V is, and the value's target V + R.
     assert "its own target" in make("ppo", bootstrap_truncated=True).warnings[0]
     assert make("ppo", bootstrap_truncated=True, gamma=0.99).warnings == ()

@@ -1,12 +1,13 @@
 from dataclasses import replace
 
 import torch
+from algorithm_steps import hand_batch, make
 from in_one_test import each
 
 
 @each("baseline", ["group", "leave_one_out"])
 @each("to_go", [True, False])
-def test_equal_groups_get_exactly_0_and_zero_gradient(make, hand_batch, baseline, to_go):
+def test_equal_groups_get_exactly_0_and_zero_gradient(baseline, to_go):
     # Three times 0.1 is not 0.3 in floating point.
     batch = hand_batch([2, 3, 1, 1, 2], [0.1, 0.1, 0.1, 0, 1], [0, 0, 0, 1, 1])
     algorithm = make("reinforce", baseline=baseline, reward_to_go=to_go)
@@ -16,7 +17,7 @@ def test_equal_groups_get_exactly_0_and_zero_gradient(make, hand_batch, baseline
     assert not make("reinforce", baseline=baseline, entropy_coef=0.1).zero_gradient_rows(batch).any()
 
 
-def test_rows_that_have_earned_nothing_have_zero_gradient_without_a_baseline(make, hand_batch):
+def test_rows_that_have_earned_nothing_have_zero_gradient_without_a_baseline():
     batch = hand_batch([2, 1, 0], [0, 1, 1], [0, 0, 0])
     assert make("reinforce").zero_gradient_rows(batch).tolist() == [True, False, True]
     assert make("reinforce", baseline="batch").zero_gradient_rows(batch).tolist() == [False, False, True]

@@ -65,25 +65,22 @@ def test_a_choice_of_a_group_is_recognised(group, capsys):
     assert "did you mean" in capsys.readouterr().err
 
 
-@each(
-    ("words", "meant"),
-    [
-        ("train trainer.optimizer=adam", "adamw"),
-        ("train model.dtype=float61", "float16"),
-        ("train model.dtype=fp16", "float16"),
-        ("train model.device=gpu", "cuda"),
-        ("train model.device=cdua:0", "cuda"),
-        ("train generation.engine=vlm", "vllm"),
-        ("train model.path=embedded:tiny-arithmatic", "embedded:tiny-arithmetic"),
-        ("train snapshot.reference=bsae", "base"),
-        ("runs {folder} status=kiled", "killed"),
-        ("runs {folder} sort=lost", "loss"),
-        ("diff {folder} {folder} at=comon", "common"),
-        ("trian", "rlft train"),
-        ("algorithms gpro", "grpo"),
-        ("models llamma", "llama"),
-    ],
-)
+@each(("words", "meant"), [
+    ("train trainer.optimizer=adam", "adamw"),
+    ("train model.dtype=float61", "float16"),
+    ("train model.dtype=fp16", "float16"),
+    ("train model.device=gpu", "cuda"),
+    ("train model.device=cdua:0", "cuda"),
+    ("train generation.engine=vlm", "vllm"),
+    ("train model.path=embedded:tiny-arithmatic", "embedded:tiny-arithmetic"),
+    ("train snapshot.reference=bsae", "base"),
+    ("runs {folder} status=kiled", "killed"),
+    ("runs {folder} sort=lost", "loss"),
+    ("diff {folder} {folder} at=comon", "common"),
+    ("trian", "rlft train"),
+    ("algorithms gpro", "grpo"),
+    ("models llamma", "llama"),
+])  # fmt: skip
 def test_a_choice_elsewhere_is_recognised(words, meant, tmp_path, capsys):
     capsys.readouterr()
     assert cli.run(words.format(folder=tmp_path).split()) == 2

@@ -162,14 +162,11 @@ def test_a_run_goes_on_with_its_teacher_in_another_place_and_with_no_other(began
         run_folder.check_same_config(tmp_path, base)
 
 
-@pytest.mark.parametrize(
-    ("override", "command", "message"),
-    [
-        ("grop_size=3", "train", "grop_size: there is no such key, got 3; did you mean group_size?"),
-        ("group_size=3", "sft", "group_size: is a key of rlft train"),
-        ("data=arithmetik", "train", "data: is not one of its choices, got arithmetik; did you mean arithmetic?"),
-    ],
-)
+@pytest.mark.parametrize(("override", "command", "message"), [
+    ("grop_size=3", "train", "grop_size: there is no such key, got 3; did you mean group_size?"),
+    ("group_size=3", "sft", "group_size: is a key of rlft train"),
+    ("data=arithmetik", "train", "data: is not one of its choices, got arithmetik; did you mean arithmetic?"),
+])  # fmt: skip
 def test_a_change_of_what_is_not_there_is_refused(override, command, message):
     plain = compose([] if command == "train" else ["demonstrations.path=x"], command=command)
     with pytest.raises(UserError) as refused:

@@ -52,35 +52,32 @@ def test_a_value_becomes_its_fields_type(hint, value, expected):
     assert type(converted) is type(expected)
 
 
-@pytest.mark.parametrize(
-    ("hint", "value", "problem"),
-    [
-        (int, "3", "must be a whole number, got '3'"),
-        (int, 3.5, "must be a whole number, got 3.5"),
-        (int, 3.0, "must be a whole number, got 3.0; write 3"),
-        (int, True, "must be a whole number, got true"),
-        (int, None, "must be a whole number, got null"),
-        (PositiveInt, 0, "must be greater than 0, got 0"),
-        (NonNegativeInt, -1, "must be greater than or equal to 0, got -1"),
-        (Decay, 1.0, "must be less than 1, got 1.0"),
-        (Annotated[float, Gt(0)], float("nan"), "got nan"),
-        (float, float("inf"), "must be finite, got inf"),
-        (float, "0.1", "must be a number, got '0.1'"),
-        (bool, 1, "must be true or false, got 1"),
-        (bool, "yes", "must be true or false, got 'yes'"),
-        (str, 3, """must be a string, got 3; quote it twice: "key='3'\""""),
-        (str, ["a"], "must be a string, got ['a']"),
-        (Colour, "rde", "is not one of its choices, got 'rde'; did you mean red? All: red, off"),
-        (Colour | None, "rde", "did you mean red? All: red, off, null"),
-        (float | Literal["stop"], "go", "use stop or a number"),
-        (Literal["drop", "refuse"], "keep", "use drop or refuse"),
-        (Sequence[str], "a", "got 'a'"),
-        (Sequence[int], [1, "b"], "must be a whole number"),
-        (Mapping[str, Any], 3, "got 3"),
-        (Inner, 3, "must be a section of keys, got 3; set one of key.size"),
-        (Inner, {"size": 0}, "must be greater than 0"),
-    ],
-)
+@pytest.mark.parametrize(("hint", "value", "problem"), [
+    (int, "3", "must be a whole number, got '3'"),
+    (int, 3.5, "must be a whole number, got 3.5"),
+    (int, 3.0, "must be a whole number, got 3.0; write 3"),
+    (int, True, "must be a whole number, got true"),
+    (int, None, "must be a whole number, got null"),
+    (PositiveInt, 0, "must be greater than 0, got 0"),
+    (NonNegativeInt, -1, "must be greater than or equal to 0, got -1"),
+    (Decay, 1.0, "must be less than 1, got 1.0"),
+    (Annotated[float, Gt(0)], float("nan"), "got nan"),
+    (float, float("inf"), "must be finite, got inf"),
+    (float, "0.1", "must be a number, got '0.1'"),
+    (bool, 1, "must be true or false, got 1"),
+    (bool, "yes", "must be true or false, got 'yes'"),
+    (str, 3, """must be a string, got 3; quote it twice: "key='3'\""""),
+    (str, ["a"], "must be a string, got ['a']"),
+    (Colour, "rde", "is not one of its choices, got 'rde'; did you mean red? All: red, off"),
+    (Colour | None, "rde", "did you mean red? All: red, off, null"),
+    (float | Literal["stop"], "go", "use stop or a number"),
+    (Literal["drop", "refuse"], "keep", "use drop or refuse"),
+    (Sequence[str], "a", "got 'a'"),
+    (Sequence[int], [1, "b"], "must be a whole number"),
+    (Mapping[str, Any], 3, "got 3"),
+    (Inner, 3, "must be a section of keys, got 3; set one of key.size"),
+    (Inner, {"size": 0}, "must be greater than 0"),
+])  # fmt: skip
 def test_a_wrong_value_is_refused_by_its_key(hint, value, problem):
     with pytest.raises(UserError) as refusal:
         convert(hint, value, "key")

@@ -57,14 +57,11 @@ def test_a_run_of_each_kind_can_be_named_where_its_role_can_be_used():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "files"),
-    [
-        ("accuracy_drop", ("configs/train.yaml", "rlft/config/schema.py", "rlft/logger/alarms.py")),
-        ("capacity", ("configs/train.yaml", "rlft/config/model.py", "rlft/trainer/reward_training.py")),
-        ("teacher_dtype", ("configs/train.yaml", "rlft/config/model.py", "rlft/plan/roles.py")),
-    ],
-)
+@pytest.mark.parametrize(("key", "files"), [
+    ("accuracy_drop", ("configs/train.yaml", "rlft/config/schema.py", "rlft/logger/alarms.py")),
+    ("capacity", ("configs/train.yaml", "rlft/config/model.py", "rlft/trainer/reward_training.py")),
+    ("teacher_dtype", ("configs/train.yaml", "rlft/config/model.py", "rlft/plan/roles.py")),
+])  # fmt: skip
 def test_a_key_stands_in_its_yaml_in_its_section_and_where_it_is_used(key, files):
     package, configs = Path(rlft.__file__).parent, config_folder()
     found = [f"rlft/{f.relative_to(package)}" for f in package.rglob("*.py") if key in f.read_text()]

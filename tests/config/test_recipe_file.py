@@ -50,15 +50,11 @@ def composed(*words, command="train"):
     return compose(parsed.overrides, parsed.config_dir, command)
 
 
-@pytest.mark.parametrize(
-    ("typed", "name"),
-    [
-        ("run.yaml", "work"), ("./run.yaml", "work"), ("qa/run.yaml", "qa"), ("qa/fast.yml", "fast"), 
-        ("../x.yaml", "x"),         ("{}/qa/run.yaml", "qa"), ("~/qa/run.yaml", "qa"), 
-        ("my qa/a=b, c.yaml", "a=b, c"), ("it's/$x[1]~.yaml", "$x[1]~"),
-        ("steps=3/run.yaml", "steps=3"), ("qa/\"{'ü'}%2F.yaml", "\"{'ü'}%2F"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "name"), [
+    ("run.yaml", "work"), ("./run.yaml", "work"), ("qa/run.yaml", "qa"), ("qa/fast.yml", "fast"), ("../x.yaml", "x"),
+    ("{}/qa/run.yaml", "qa"), ("~/qa/run.yaml", "qa"), ("my qa/a=b, c.yaml", "a=b, c"), ("it's/$x[1]~.yaml", "$x[1]~"),
+    ("steps=3/run.yaml", "steps=3"), ("qa/\"{'ü'}%2F.yaml", "\"{'ü'}%2F"),
+])  # fmt: skip
 def test_a_file_is_a_recipe_wherever_it_lies_and_its_paths_are_relative_to_it(typed, name, tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -236,14 +232,11 @@ def test_a_sweep_over_files_has_a_job_for_each(workplace, capsys):
     assert [(config["name"], config["seed"]) for config in configs] == [("a", 97), ("b", 98)]
 
 
-@pytest.mark.parametrize(
-    ("words", "source"),
-    [
-        (["data.path=rows.csv"], "jsonl"), (["+recipe=grpo_arithmetic", "data.path=rows.csv"], "jsonl"),
-        (["qa/run.yaml"], "jsonl"), (["data.path=qa"], "jsonl"), (["data=hub", "data.path=rows.csv"], "hub"),
-        (["+recipe=grpo_gsm8k", "data.path=qa"], "hub"), ([], "arithmetic"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "source"), [
+    (["data.path=rows.csv"], "jsonl"), (["+recipe=grpo_arithmetic", "data.path=rows.csv"], "jsonl"),
+    (["qa/run.yaml"], "jsonl"), (["data.path=qa"], "jsonl"), (["data=hub", "data.path=rows.csv"], "hub"),
+    (["+recipe=grpo_gsm8k", "data.path=qa"], "hub"), ([], "arithmetic"),
+])  # fmt: skip
 def test_a_path_to_a_file_of_data_needs_no_source(words, source, workplace):
     (workplace / "qa").mkdir()
     (workplace / "rows.csv").write_text("question,response\n1 + 1?,2\n")

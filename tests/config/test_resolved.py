@@ -17,16 +17,13 @@ def config(*overrides):
     return compose(["model.device=cpu", *overrides])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["prompts.max_tokens=64", "generation.max_tokens=48", "group_size=8"], 1536),
-        (["prompts.max_tokens=384", "generation.max_tokens=64", "group_size=32"], 384 + 32 * 64),
-        (["prompts.max_tokens=64", "generation.max_tokens=512", "group_size=32"], 4096),
-        (["prompts.max_tokens=4000", "generation.max_tokens=1000"], 5000),  # the longest row must fit
-        (["token_budget=700"], 700),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "expected"), [
+    (["prompts.max_tokens=64", "generation.max_tokens=48", "group_size=8"], 1536),
+    (["prompts.max_tokens=384", "generation.max_tokens=64", "group_size=32"], 384 + 32 * 64),
+    (["prompts.max_tokens=64", "generation.max_tokens=512", "group_size=32"], 4096),
+    (["prompts.max_tokens=4000", "generation.max_tokens=1000"], 5000),  # the longest row must fit
+    (["token_budget=700"], 700),
+])  # fmt: skip
 def test_on_a_cpu_the_budget_holds_the_longest_group_within_bounds(overrides, expected):
     assert with_token_budget(config(*overrides))["token_budget"] == expected
 
@@ -57,17 +54,14 @@ def test_supervised_commands_have_a_budget_without_groups():
     assert token_budget({**plain, "max_completion_tokens": 3000}, gpu=False) == 3256
 
 
-@each(
-    ("words", "named"),
-    [
-        (["generation.stop=['\\n\\n']"], ["generation.stop"]),
-        (['generation.stop=["\n\n"]'], []),
-        (["data.text='One.\\nTwo'", "generation.stop=[Q,'b\\tc']"], ["generation.stop", "data.text"]),
-        (["data.text='Is \\neq the sign, or \\times, \\text{x} or \\nu?'"], []),
-        (["data.text='Take \\neither'"], ["data.text"]),
-        (["reward=format", "reward.format.pattern='a\\nb'"], []),  # a regular expression reads it
-    ],
-)
+@each(("words", "named"), [
+    (["generation.stop=['\\n\\n']"], ["generation.stop"]),
+    (['generation.stop=["\n\n"]'], []),
+    (["data.text='One.\\nTwo'", "generation.stop=[Q,'b\\tc']"], ["generation.stop", "data.text"]),
+    (["data.text='Is \\neq the sign, or \\times, \\text{x} or \\nu?'"], []),
+    (["data.text='Take \\neither'"], ["data.text"]),
+    (["reward=format", "reward.format.pattern='a\\nb'"], []),  # a regular expression reads it
+])  # fmt: skip
 def test_a_text_that_holds_the_letters_of_a_line_break_is_warned_of(caplog, words, named):
     caplog.clear()
     resolved._warn_of_escape.cache_clear()
@@ -96,13 +90,8 @@ def test_auto_is_never_refused_by_its_own_rule(draws, tmp_path):
     limits = (1, 500, 1000, 1535, 1536, 4096, 40_000)
     for command, words in of_command.items():
         plain = compose(["model.device=cpu", *words], None, command)
-        wide = [
-            ["prompts", "max_tokens"],
-            ["generation", "max_tokens"],
-            ["max_completion_tokens"],
-            ["pretrain", "max_tokens"],
-        ]
-        keys = [key for key in wide if key[0] in plain]
+        wide = "prompts.max_tokens", "generation.max_tokens", "max_completion_tokens", "pretrain.max_tokens"
+        keys = [key for key in (name.split(".") for name in wide) if key[0] in plain]
         rng = random.Random(command)
         for _ in range(draws):
             for *section, name in keys:

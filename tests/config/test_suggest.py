@@ -148,12 +148,7 @@ def test_all_unknown_keys_are_named_at_once_each_with_its_suggestion(capsys):
     assert cli.run(["train", *words]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in lines] == [word.partition("=")[0] for word in words]
-    meant = [
-        "did you mean group_size?",
-        "did you mean generation.temperature?",
-        "did you mean trainer.lr?",
-        "--cfg job",
-    ]
+    meant = [*(f"did you mean {key}?" for key in ("group_size", "generation.temperature", "trainer.lr")), "--cfg job"]
     assert all(text in line for text, line in zip(meant, lines, strict=True))
 
 

@@ -24,7 +24,7 @@ SUMS = (
     "lora.rank=2", "console=null", "checkpoint.every=1", "reward=[exact_match,length]", "reward.length.mode=target",
     "reward.length.target=3", "freshness.threshold=1e-3",
 )  # fmt: skip
-HERE = "generation=transformers", "steps=1"
+HERE = "generation=transformers", "steps=1", "prompts.max_tokens=64"
 ENGINES = {"transformers": ("generation=transformers",), "vllm": ("generation=vllm", "generation.vllm.max_num_seqs=16")}
 LARGEST_GAP = {"transformers": 1e-4, "vllm": 1e-3}
 """Nats between an engine's log-probs and the trainer's, both in float32."""

@@ -68,15 +68,11 @@ def trained(folder, *words):
     return folder
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("dynamic_sampling.max_rounds=1",),
-        slow(("overlap.lag=1", "algorithm.mismatch=token_truncate")),
-        slow(tuple(word for word in CONVERSATIONS if word.startswith("environment"))),
-    ],
-    ids=["plain", "sampled ahead", "conversations"],
-)
+@pytest.mark.parametrize("words", [
+    ("dynamic_sampling.max_rounds=1",),
+    slow(("overlap.lag=1", "algorithm.mismatch=token_truncate")),
+    slow(tuple(word for word in CONVERSATIONS if word.startswith("environment"))),
+], ids=["plain", "sampled ahead", "conversations"])  # fmt: skip
 def test_a_run_with_drafts_says_the_same_and_resumes_exactly(tmp_path, words):
     plain = trained(tmp_path / "plain", *words, "steps=3")
     drafted = trained(tmp_path / "drafted", *words, *DRAFTS, "steps=3", "eval.every=1")

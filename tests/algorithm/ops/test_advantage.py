@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from algorithm_steps import close
 from in_one_test import each
 
 from rlft.algorithm.ops.advantage import (
@@ -16,10 +17,6 @@ from rlft.algorithm.ops.advantage import (
     steps_are_equal,
     whiten,
 )
-
-
-def close(value, expected):
-    torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 @each("std", Std)

@@ -58,15 +58,12 @@ MASK = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool
 SCALE = LossScale(num_tokens=8, num_sequences=4, max_completion_tokens=10)
 
 
-@each(
-    ("how", "expected"),
-    [
-        (Aggregate.token_mean, 14 / 8),
-        (Aggregate.sequence_mean_token_mean, (9 / 3 + 5) / 4),
-        (Aggregate.sequence_mean_token_sum, 14 / 4),
-        (Aggregate.constant, 14 / (4 * 10)),
-    ],
-)
+@each(("how", "expected"), [
+    (Aggregate.token_mean, 14 / 8),
+    (Aggregate.sequence_mean_token_mean, (9 / 3 + 5) / 4),
+    (Aggregate.sequence_mean_token_sum, 14 / 4),
+    (Aggregate.constant, 14 / (4 * 10)),
+])  # fmt: skip
 def test_aggregate_divides_by_the_whole_optimizer_batch(how, expected):
     assert aggregate(VALUES, MASK, SCALE, how).item() == pytest.approx(expected, abs=1e-12)
 

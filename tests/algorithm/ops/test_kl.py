@@ -6,6 +6,7 @@ from math import log
 
 import pytest
 import torch
+from algorithm_steps import close, exact
 from in_one_test import each
 
 from rlft.algorithm.ops.kl import (
@@ -24,10 +25,6 @@ from rlft.algorithm.ops.kl import (
 # Policy twice and half as likely as the reference: d = log 2, -log 2, 0.
 REFERENCE = torch.tensor([-2.0, -2.0, -2.0], dtype=torch.float64)
 ESTIMATORS = [KLEstimator.k1, KLEstimator.k2, KLEstimator.k3, KLEstimator.k3_unbiased]
-
-
-def close(value, expected, tol=1e-12):
-    torch.testing.assert_close(value, torch.as_tensor(expected, dtype=torch.float64), rtol=tol, atol=tol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -107,36 +104,30 @@ def test_a_fixed_coefficient_never_moves(kl):
     assert after(KLController.fixed, kl) == 0.25
 
 
-@each(
-    ("kl", "expected"),
-    [
-        (0.0, 0.125),
-        (math.nextafter(2.0, 0), 0.125),  # below 3 / 1.5 = 2
-        (2.0, 0.25),  # on the edge: strictly below is meant
-        (3.0, 0.25),
-        (4.5, 0.25),  # on the edge 1.5 * 3
-        (math.nextafter(4.5, 5), 0.5),
-        (math.inf, 0.5),
-    ],
-)
+@each(("kl", "expected"), [
+    (0.0, 0.125),
+    (math.nextafter(2.0, 0), 0.125),  # below 3 / 1.5 = 2
+    (2.0, 0.25),  # on the edge: strictly below is meant
+    (3.0, 0.25),
+    (4.5, 0.25),  # on the edge 1.5 * 3
+    (math.nextafter(4.5, 5), 0.5),
+    (math.inf, 0.5),
+])  # fmt: skip
 def test_adaptive_halves_below_the_band_and_doubles_above_it_strictly(kl, expected):
     assert after(ADAPTIVE, kl) == after(ADAPTIVE, kl, gain=7.0) == expected, "it knows no gain"
 
 
-@each(
-    ("kl", "expected"),
-    [
-        (3.0, 0.25),
-        (3.3, 0.25 * (1 + 0.5 * 0.1)),  # 10% too large
-        (2.7, 0.25 * (1 - 0.5 * 0.1)),
-        (3.6, 0.25 * 1.1),  # 20% too large: the end of the range
-        (30.0, 0.25 * 1.1),
-        (math.inf, 0.25 * 1.1),
-        (2.4, 0.25 * 0.9),
-        (0.0, 0.25 * 0.9),
-        (-1.0, 0.25 * 0.9),  # an estimate of the KL may be negative
-    ],
-)
+@each(("kl", "expected"), [
+    (3.0, 0.25),
+    (3.3, 0.25 * (1 + 0.5 * 0.1)),  # 10% too large
+    (2.7, 0.25 * (1 - 0.5 * 0.1)),
+    (3.6, 0.25 * 1.1),  # 20% too large: the end of the range
+    (30.0, 0.25 * 1.1),
+    (math.inf, 0.25 * 1.1),
+    (2.4, 0.25 * 0.9),
+    (0.0, 0.25 * 0.9),
+    (-1.0, 0.25 * 0.9),  # an estimate of the KL may be negative
+])  # fmt: skip
 def test_proportional_follows_the_relative_error_clipped_to_a_fifth(kl, expected):
     assert after(PROPORTIONAL, kl) == pytest.approx(expected, rel=1e-12)
 
@@ -156,10 +147,6 @@ def test_a_controlled_process_whose_kl_falls_with_the_coefficient_settles_at_its
 
 STUDENT = [0.5, 0.3, 0.2]
 TEACHER = [0.2, 0.3, 0.5]
-
-
-def exact(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_the_policy_gradient_of_the_advantages_is_minus_the_gradient_of_the_reverse_kl():

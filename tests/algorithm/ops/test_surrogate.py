@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from algorithm_steps import close
 from in_one_test import each
 
 from rlft.algorithm.ops.surrogate import (
@@ -23,10 +24,6 @@ from rlft.algorithm.ops.surrogate import (
 nan, inf = float("nan"), float("inf")
 
 
-def close(value, expected):
-    torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
-
-
 def at(r, a, dual_clip=None):
     ratio = torch.tensor([[r]], dtype=torch.float64, requires_grad=True)
     clipped = clipped_surrogate(
@@ -36,17 +33,14 @@ def at(r, a, dual_clip=None):
     return clipped.loss.item(), gradient.item(), clipped.low.item(), clipped.high.item(), clipped.dual.item()
 
 
-@each(
-    ("r", "a", "loss", "gradient", "low", "high"),
-    [
-        (3.0, 1.0, -1.28, 0.0, False, True),  # above, and would gain: clipped
-        (1.5, -1.0, 1.5, 1.0, False, False),  # above, but losing: the gradient flows
-        (0.5, 1.0, -0.5, -1.0, False, False),  # below, but losing: the gradient flows
-        (0.5, -2.0, 1.6, 0.0, True, False),  # below, and would gain: -0.8 * -2, clipped
-        (1.1, 2.0, -2.2, -2.0, False, False),  # inside
-        (1.5, 0.0, 0.0, 0.0, False, False),  # outside, but nothing binds without an advantage
-    ],
-)
+@each(("r", "a", "loss", "gradient", "low", "high"), [
+    (3.0, 1.0, -1.28, 0.0, False, True),  # above, and would gain: clipped
+    (1.5, -1.0, 1.5, 1.0, False, False),  # above, but losing: the gradient flows
+    (0.5, 1.0, -0.5, -1.0, False, False),  # below, but losing: the gradient flows
+    (0.5, -2.0, 1.6, 0.0, True, False),  # below, and would gain: -0.8 * -2, clipped
+    (1.1, 2.0, -2.2, -2.0, False, False),  # inside
+    (1.5, 0.0, 0.0, 0.0, False, False),  # outside, but nothing binds without an advantage
+])  # fmt: skip
 def test_only_the_side_that_would_gain_is_clipped_and_counted(r, a, loss, gradient, low, high):
     got = at(r, a)
     assert got[:2] == pytest.approx((loss, gradient), abs=1e-12)
@@ -193,20 +187,17 @@ def correct(mode, old=TRAINER, sampled=SAMPLED, mask=SAMPLED_MASK):
     return mismatch_correction(old, sampled, mask, mode, low=0.5, high=2.0)
 
 
-@each(
-    ("mode", "weight", "dropped", "capped"),
-    [
-        (Mismatch.off, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
-        (Mismatch.auto, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
-        (Mismatch.token_truncate, [2, 1, 0.25, 2, 2], [0, 0, 0, 0, 0], [1, 0, 0, 1, 1]),
-        (Mismatch.token_mask, [0, 1, 0, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]),
-        (Mismatch.sequence_truncate, [1, 1, 1, 2, 2], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]),
-        (Mismatch.sequence_mask, [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
-        # products: 4 * 1 * 0.25 = 1, and 4 * 4 = 16
-        (Mismatch.sequence_product_truncate, [1, 1, 1, 2, 2], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]),
-        (Mismatch.sequence_product_mask, [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
-    ],
-)
+@each(("mode", "weight", "dropped", "capped"), [
+    (Mismatch.off, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+    (Mismatch.auto, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+    (Mismatch.token_truncate, [2, 1, 0.25, 2, 2], [0, 0, 0, 0, 0], [1, 0, 0, 1, 1]),
+    (Mismatch.token_mask, [0, 1, 0, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]),
+    (Mismatch.sequence_truncate, [1, 1, 1, 2, 2], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]),
+    (Mismatch.sequence_mask, [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
+    # products: 4 * 1 * 0.25 = 1, and 4 * 4 = 16
+    (Mismatch.sequence_product_truncate, [1, 1, 1, 2, 2], [0, 0, 0, 0, 0], [0, 0, 0, 1, 1]),
+    (Mismatch.sequence_product_mask, [1, 1, 1, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
+])  # fmt: skip
 def test_weights_by_hand(mode, weight, dropped, capped):
     correction = correct(mode)
     assert correction.weight[SAMPLED_MASK].tolist() == pytest.approx(weight, abs=1e-12)
