@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import half_model
 import pytest
 import torch
 from given_drafts import GivenDrafts, anything, nothing, right
@@ -15,6 +16,8 @@ from rlft.generation.drafts import MOST, Drafts, key_of, savings
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.kernels.prefix_cache import PrefixCache
 from rlft.types import Completion, FinishReason, Group, NextTurn, Prompt, Rollout, Sampling
+
+model_config, backbone = half_model.model_config, half_model.backbone
 
 QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
 SEEDS = [0, 10, 20, 30, 40]

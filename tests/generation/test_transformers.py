@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
+import half_model
 import pytest
 import torch
 from slow_cases import slow
@@ -23,6 +24,9 @@ from tests.helpers.family_tokenizers import with_attributes
 HOT = Sampling(max_tokens=24, temperature=1.0)
 QUESTIONS = ["12+5=?", "7-3=?", "40+41=?", "99-1=?", "3+3=?"]
 SEEDS = [0, 10, 20, 30, 40]
+
+
+model_config = half_model.model_config
 
 
 @pytest.fixture(scope="session")
@@ -347,7 +351,7 @@ BOUNDS = {"apart": 1e-5, "merged": 1e-5, "merged_bfloat16": 0.02, "merged_int8":
 HELD = {"merged": torch.float64, "merged_bfloat16": torch.bfloat16, "merged_int8": torch.int8}
 
 
-TARGETS = {"all-linear": 1, "q_proj v_proj": 21, "down_proj lm_head": 24}
+TARGETS = {"all-linear": 1, "q_proj v_proj": 11, "down_proj lm_head": 12}
 """{modules with an adapter: number of linear layers and heads without one}"""
 QUICK = {("q_proj v_proj", "merged_bfloat16"), ("down_proj lm_head", "merged_int8")}
 
