@@ -150,8 +150,8 @@ def make_roles(backbone):
         for group in (lora, snapshot, critic, others):
             group.update({name: keys.pop(name) for name in list(keys) if name in group})
         assert not keys
-        for roles in opened:
-            roles.close()
+        while opened:
+            opened.pop().close()
         sections = {"snapshot": SnapshotConfig(**snapshot), "critic": CriticConfig(**critic)}
         roles = Roles(lora=LoraSettings(**lora), **sections, **others, **own_teacher)
         opened.append(roles)

@@ -127,7 +127,7 @@ OF_A_NEEDED_PASS = ("corda", "loftq", "lora_ga")
 
 @pytest.fixture
 def base(random_model):
-    return random_model("llama", attention_bias=True, mlp_bias=True)
+    return random_model("llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True)
 
 
 @pytest.fixture

@@ -42,7 +42,8 @@ def results(weighted):
         if not isinstance(outputs, tuple):
             outputs = outputs.logprobs, outputs.entropy, outputs.values
         outputs = [x for x in outputs if x is not None]
-        return [x.detach() for x in outputs], torch.autograd.grad(weighted(*outputs), parameters)
+        gradients = torch.autograd.grad(weighted(*outputs), parameters, retain_graph=True)  # rows may be asked again
+        return [x.detach() for x in outputs], gradients
 
     return compute
 
@@ -84,13 +85,14 @@ def test_packed_and_padded_rows_have_the_numbers_and_gradients_of_rows_run_one_b
     model = random_model(kind, dtype)
     tolerance, head = 1e-12 if dtype == torch.float64 else 1e-5, some_head(model)
     parameters = [*with_lora(model), *head.parameters()]
-    expected = results(lambda batch: plain(model, batch, temperature, head), awkward_batch, parameters)
+    one_by_one = plain(model, awkward_batch, temperature, head)
+    expected = results(lambda _: one_by_one, awkward_batch, parameters)
     assert all(g.abs().max() > 0.01 for g in expected[1])  # or equal gradients would say nothing
     chosen = choose(model)
     assert chosen.packed == (kind not in PADDED)
     if kind in PADDED:
         assert chosen.reason == f"padded rows: {PADDED[kind]}"
-    of_values = results(lambda batch: plain(model, batch, temperature, head)[2:], awkward_batch, parameters)
+    of_values = results(lambda _: one_by_one[2:], awkward_batch, parameters)
     for packed in {False, chosen.packed}:
         forward = replace(chosen, packed=packed)
         found = results(lambda b, run=forward: run(b, temperature, True, head), awkward_batch, parameters)
@@ -120,17 +122,15 @@ def test_rows_with_branches_have_the_numbers_of_their_paths_run_one_by_one(
     parameters = [*with_lora(model), *head.parameters()]
     trees, linear, own = tree_batch
 
-    def one_by_one(batch):
-        return tuple(folded(numbers, linear, own, batch) for numbers in plain(model, linear, 0.6, head))
-
-    expected = results(one_by_one, trees, parameters)
+    one_by_one = tuple(folded(numbers, linear, own, trees) for numbers in plain(model, linear, 0.6, head))
+    expected = results(lambda _: one_by_one, trees, parameters)
     assert (expected[0][0][trees.loss_mask] != 0).all()
     for first in (False, True):
         layout = pack(trees, prompts_first=first)
         packed = results(partial(packed_forward, model, trees, 0.6, True, head), layout, parameters)
         check(packed, expected, tolerance)
     check(results(lambda b: padded_forward(model, b, 0.6, True, head), trees, parameters), expected, tolerance)
-    of_values = results(lambda batch: one_by_one(batch)[2:], trees, parameters)
+    of_values = results(lambda _: one_by_one[2:], trees, parameters)
     for forward in (Forward(model=model, packed=packed, reason="") for packed in (False, True)):
         check(results(lambda b, run=forward: (run.values(b, head),), trees, parameters), of_values, tolerance)
 
