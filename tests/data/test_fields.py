@@ -55,8 +55,7 @@ TEXT_PART = {"type": "text", "text": "How many?"}
     (asked("How many?"), A, f"{IMAGE}How many?"),
     (asked([TEXT_PART, IMAGE_PART]), None, f"How many?{IMAGE}"),
     (asked([{"type": "image"}, TEXT_PART]), A, f"{IMAGE}How many?"),
-    (asked([{"type": "image_url", "image_url": {"url": IMAGE_PART["image"]}}, TEXT_PART]), None,
-     f"{IMAGE}How many?"),
+    (asked([{"type": "image_url", "image_url": {"url": IMAGE_PART["image"]}}, TEXT_PART]), None, f"{IMAGE}How many?"),
     (asked([{"type": "image", "text": None, "image": A}, {"type": "text", "text": "?", "image": None}]), None,
      f"{IMAGE}?"),
 ])  # fmt: skip

@@ -10,17 +10,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 import rlft
+from rlft.data import prompts
 from rlft.data.arithmetic import Arithmetic
-from rlft.data.prompts import (
-    CHUNK,
-    CHUNK_CHARACTERS,
-    chunked,
-    fingerprinted,
-    permutation,
-    prompts_for_step,
-    scan,
-    tokenizer_fingerprint,
-)
+from rlft.data.prompts import fingerprinted, permutation, prompts_for_step, scan, tokenizer_fingerprint
 from rlft.tokens.text import RunTokenizer
 from rlft.types import Prompt, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
@@ -76,7 +68,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_by_number_and
 
 
 def test_a_prompt_without_a_token_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer):
-    for prompts, problem in (
+    for given, problem in (
         (
             [THREE[0], prompt("b", ""), THREE[2]],
             "^data: 1 of 3 {} prompts have no token, .*, got b; leave them out, or",
@@ -86,7 +78,7 @@ def test_a_prompt_without_a_token_an_empty_split_and_ids_that_occur_twice_are_re
     ):
         for split in Split:
             with pytest.raises(UserError, match=problem.format(split)):
-                scan(prompts, tokenizer, 100, "drop", split, "raw")
+                scan(given, tokenizer, 100, "drop", split, "raw")
 
 
 @each("added", ["$A", "<bos> $A", "<bos> $A <eos>", "<bos> <bos> $A <eos> <eos>"])
@@ -132,13 +124,13 @@ def test_a_template_that_takes_no_system_message_is_told_with_the_way_out():
 
 def test_a_call_of_the_tokenizer_takes_so_many_prompts_and_no_more_characters():
     def sizes(lengths):
-        chunks = list(chunked(["x" * length for length in lengths], len))
+        chunks = list(prompts.chunked(["x" * length for length in lengths], len))
         assert [len(text) for chunk in chunks for text in chunk] == lengths
         return [len(chunk) for chunk in chunks]
 
-    assert sizes([1] * (2 * CHUNK + 1)) == [CHUNK, CHUNK, 1]
-    assert sizes([CHUNK_CHARACTERS // 2] * 3) == [2, 1]
-    assert sizes([9, CHUNK_CHARACTERS * 3, 9]) == [1, 1, 1], "one that is larger stands alone"
+    assert sizes([1] * (2 * prompts.CHUNK + 1)) == [prompts.CHUNK, prompts.CHUNK, 1]
+    assert sizes([prompts.CHUNK_CHARACTERS // 2] * 3) == [2, 1]
+    assert sizes([9, prompts.CHUNK_CHARACTERS * 3, 9]) == [1, 1, 1], "one that is larger stands alone"
     assert sizes([]) == []
 
 

@@ -45,18 +45,19 @@ def pool():
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
-def test_each_conversation_has_a_server_of_its_own_with_its_state_whose_errors_are_answers_with_a_cause():
-    """A server of the official SDK."""
+def test_each_conversation_has_a_server_of_its_own_with_its_state_whose_errors_are_answers_with_a_cause(pool):
+    """The errors are those of a server of the official SDK."""
+    opened = pool.run([job(6, ("add", {"number": 2}), ("add", {"number": 3})), job(7, ("add", {"number": 10}))])
+    assert [texts(replies) for replies in opened] == [["2", "5"], ["10"]]
+    assert [texts(replies) for replies in pool.run([job(6, ("add", {"number": 4}))])] == [["9"]]
     calls = (
         ("subtract", {}), ("add", {"number": "two"}), ("add", {}), ("misbehave", {"how": "fail"}),
         ("say", {"text": "x" * 1000}), ("add", {"number": 1}), ("misbehave", {"how": "exit"}), ("add", {"number": 1}),
     )  # fmt: skip
-    with closing(EnvironmentPool(SERVER)) as pool:
-        opened = pool.run([job(0, ("add", {"number": 2}), ("add", {"number": 3})), job(1, ("add", {"number": 10}))])
-        assert [texts(replies) for replies in opened] == [["2", "5"], ["10"]]
-        [again] = pool.run([job(0, ("add", {"number": 4}), ("say", {"text": "hello", "times": 2}))])
-        assert texts(again) == ["9", "hello\nhello"]
-        [replies] = pool.run([job(1, *calls)])
+    with closing(EnvironmentPool(SERVER)) as official:
+        [first] = official.run([job(0, ("add", {"number": 10}), ("say", {"text": "hello", "times": 2}))])
+        assert texts(first) == ["10", "hello\nhello"]
+        [replies] = official.run([job(0, *calls)])
     causes = [Cause.malformed] * 3 + [Cause.raised, None, None, Cause.raised, Cause.raised]
     assert [reply.cause for reply in replies] == causes
     assert texts(replies)[0] == "Error: there is no tool 'subtract'; the tools are add, say, misbehave"

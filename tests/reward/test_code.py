@@ -444,9 +444,7 @@ FORMS = [  # (tests, [(program, its score)])
         ("def f(x): return 1", 0),
         ("import os\ndef f(x): os._exit(0)", 0),
     ]),
-    ({"inputs": [["1", "2"]], "outputs": [["3"]]}, [
-        ("print(int(input()) + int(input()))", 1), ("print(12)", 0),
-    ]),
+    ({"inputs": [["1", "2"]], "outputs": [["3"]]}, [("print(int(input()) + int(input()))", 1), ("print(12)", 0)]),
     (["assert only([1, 'a'], int) == [1]", "assert kind(2) == int", "assert kind('a') is str"], [
         ("def kind(x): return type(x)\ndef only(xs, t): return [x for x in xs if isinstance(x, t)]", 1),
         ("kind = only = lambda *x: eval", 0),

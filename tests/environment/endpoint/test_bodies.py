@@ -20,24 +20,8 @@ from in_one_test import each
 from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel
 
-from rlft.environment.endpoint.bodies import (
-    NOT_USED,
-    Called,
-    CalledFunction,
-    Chat,
-    Complete,
-    DrawnTokens,
-    Fields,
-    Function,
-    Generate,
-    Message,
-    Part,
-    Refusal,
-    StreamOptions,
-    Tokenize,
-    Tool,
-    read,
-)
+from rlft.environment.endpoint import bodies
+from rlft.environment.endpoint.bodies import Chat, Complete, Generate, Message, Refusal, Tokenize, read
 
 CALLED = {"id": "000000001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -57,15 +41,15 @@ LEVELS = {
     Chat: (Chat, CHAT, []),
     Complete: (Complete, {"prompt": "a"}, []),
     Generate: (Generate, GENERATE, []),
-    DrawnTokens: (Generate, GENERATE, ["sampling_params"]),
+    bodies.DrawnTokens: (Generate, GENERATE, ["sampling_params"]),
     Tokenize: (Tokenize, {"messages": CHAT["messages"], "tools": [TOOL]}, []),
-    StreamOptions: (Chat, CHAT, ["stream_options"]),
+    bodies.StreamOptions: (Chat, CHAT, ["stream_options"]),
     Message: (Chat, CHAT, ["messages", 2]),
-    Part: (Chat, CHAT, ["messages", 0, "content", 0]),
-    Called: (Chat, CHAT, ["messages", 2, "tool_calls", 0]),
-    CalledFunction: (Chat, CHAT, ["messages", 2, "tool_calls", 0, "function"]),
-    Tool: (Chat, CHAT, ["tools", 0]),
-    Function: (Chat, CHAT, ["tools", 0, "function"]),
+    bodies.Part: (Chat, CHAT, ["messages", 0, "content", 0]),
+    bodies.Called: (Chat, CHAT, ["messages", 2, "tool_calls", 0]),
+    bodies.CalledFunction: (Chat, CHAT, ["messages", 2, "tool_calls", 0, "function"]),
+    bodies.Tool: (Chat, CHAT, ["tools", 0]),
+    bodies.Function: (Chat, CHAT, ["tools", 0, "function"]),
 }
 """{level: (body, a request that has this level, the way to it)}."""
 REQUIRED = {"messages", "prompt", "token_ids", "role", "text", "function", "name"}
@@ -142,31 +126,31 @@ OF_VLLM = {
     Chat: [(PROTOCOL.format("openai/chat_completion"), "ChatCompletionRequest")],
     Complete: [(PROTOCOL.format("openai/completion"), "CompletionRequest")],
     Generate: [(PROTOCOL.format("scale_out/token_in_token_out"), "GenerateRequest")],
-    DrawnTokens: [("sampling_params.py", "SamplingParams")],
+    bodies.DrawnTokens: [("sampling_params.py", "SamplingParams")],
     Tokenize: [(PROTOCOL.format("serve/tokenize"), f"Tokenize{kind}Request") for kind in ("Chat", "Completion")],
-    StreamOptions: [(PROTOCOL.format("generate/base"), "StreamOptions")],
-    Function: [(PROTOCOL.format("generate/base"), "FunctionDefinition")],
+    bodies.StreamOptions: [(PROTOCOL.format("generate/base"), "StreamOptions")],
+    bodies.Function: [(PROTOCOL.format("generate/base"), "FunctionDefinition")],
 }
 OF_OPENAI = {
     Chat: [openai_chats.CompletionCreateParamsBase, openai_chats.CompletionCreateParamsStreaming],
     Complete: [openai_texts.CompletionCreateParamsBase, openai_texts.CompletionCreateParamsStreaming],
-    StreamOptions: [openai_chat.ChatCompletionStreamOptionsParam],
+    bodies.StreamOptions: [openai_chat.ChatCompletionStreamOptionsParam],
     Message: [
         openai_chat.ChatCompletionDeveloperMessageParam, openai_chat.ChatCompletionSystemMessageParam,
         openai_chat.ChatCompletionUserMessageParam, openai_chat.ChatCompletionAssistantMessageParam,
         openai_chat.ChatCompletionToolMessageParam, openai_chat.ChatCompletionMessage,
         openai_chat.ParsedChatCompletionMessage,
     ],
-    Part: [
+    bodies.Part: [
         openai_chat.ChatCompletionContentPartTextParam, openai_chat.ChatCompletionContentPartRefusalParam,
         openai_chat.ChatCompletionContentPartImageParam, openai_chat.ChatCompletionContentPartInputAudioParam,
     ],
-    Called: [
+    bodies.Called: [
         openai_chat.ChatCompletionMessageFunctionToolCallParam, openai_chat.ChatCompletionMessageCustomToolCallParam,
         openai_chat.chat_completion_chunk.ChoiceDeltaToolCall,
     ],
-    Tool: [openai_chat.ChatCompletionFunctionToolParam, openai_chat.ChatCompletionCustomToolParam],
-    Function: [FunctionDefinition],
+    bodies.Tool: [openai_chat.ChatCompletionFunctionToolParam, openai_chat.ChatCompletionCustomToolParam],
+    bodies.Function: [FunctionDefinition],
 }  # fmt: skip
 INSIDE_OF_VLLM = {"output_text_buffer_length"}
 """What vLLM sets in its own sampling parameters, whatever a request says."""
@@ -266,7 +250,7 @@ def kinds(annotation):
     if "list[" in text:
         yield "list"
     if "dict[" in text or any(
-        isinstance(a, type) and issubclass(a, Fields) for a in (annotation, *get_args(annotation))
+        isinstance(a, type) and issubclass(a, bodies.Fields) for a in (annotation, *get_args(annotation))
     ):
         yield "dict"
 
@@ -368,12 +352,12 @@ def test_fields_of_messages_of_another_role_and_what_contradicts_itself_are_refu
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "serve.md"
 NAMED = {
     Chat: "`/v1/chat/completions`", Complete: "`/v1/completions`", Generate: "`/inference/v1/generate`",
-    DrawnTokens: "its `sampling_params`", Tokenize: "`/tokenize`", StreamOptions: "`stream_options`",
-    Message: "a message", Part: "a part of its content", Called: "a call in `tool_calls`",
-    CalledFunction: "its `function`", Tool: "a tool in `tools`", Function: "its `function`",
+    bodies.DrawnTokens: "its `sampling_params`", Tokenize: "`/tokenize`", bodies.StreamOptions: "`stream_options`",
+    Message: "a message", bodies.Part: "a part of its content", bodies.Called: "a call in `tool_calls`",
+    bodies.CalledFunction: "its `function`", bodies.Tool: "a tool in `tools`", bodies.Function: "its `function`",
 }  # fmt: skip
-SAMPLED, TEXTS = NOT_USED["sampled"], NOT_USED["texts"]
-SHARED = {Chat: TEXTS, Complete: TEXTS, DrawnTokens: SAMPLED}
+SAMPLED, TEXTS = bodies.NOT_USED["sampled"], bodies.NOT_USED["texts"]
+SHARED = {Chat: TEXTS, Complete: TEXTS, bodies.DrawnTokens: SAMPLED}
 
 
 def rows():
