@@ -107,15 +107,9 @@ def test_images_of_a_hub_set_stay_as_they_are_stored(make_data, monkeypatch):
     part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
     chat = datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)})
     features = {"answer": datasets.Value("string"), "one": datasets.Image(), "all": datasets.List(datasets.Image())}
-    rows = [
-        {
-            "answer": str(number),
-            "one": image,
-            "all": [image, image],
-            "prompt": [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "?"}]}],
-        }
-        for number, image in enumerate(stored)
-    ]
+    rows = [{"answer": str(number), "one": image, "all": [image, image]} for number, image in enumerate(stored)]
+    for row in rows:
+        row["prompt"] = asked([{"type": "image", "image": row["one"]}, {"type": "text", "text": "?"}])
     made = datasets.Dataset.from_list(rows, features=datasets.Features({**features, "prompt": chat}))
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: made)

@@ -68,11 +68,9 @@ def test_prompts_over_the_limit_are_dropped_and_counted_or_refused_by_number_and
 
 
 def test_a_prompt_without_a_token_an_empty_split_and_ids_that_occur_twice_are_refused(tokenizer):
+    tokenless = [THREE[0], prompt("b", ""), THREE[2]]
     for given, problem in (
-        (
-            [THREE[0], prompt("b", ""), THREE[2]],
-            "^data: 1 of 3 {} prompts have no token, .*, got b; leave them out, or",
-        ),
+        (tokenless, "^data: 1 of 3 {} prompts have no token, .*, got b; leave them out, or"),
         ([], "the {} split is empty"),
         ([THREE[0], THREE[1], THREE[0]], "the {} split has 1 id more than once, got a"),
     ):

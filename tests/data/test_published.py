@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
+from data_rows import says, user
 from in_one_test import each
 
 from rlft.config.compose import compose
@@ -19,19 +20,15 @@ LINE = re.compile(r"^\| ([^|]+) \| `(plan [^`]+)` \|$", re.MULTILINE)
 COMMANDS = dict(LINE.findall(PAGE.read_text().replace(r"\|", "¦")))
 
 
-def message(role, content):
-    return {"role": role, "content": content}
-
-
 def chat(*contents):
-    return [message(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
+    return [(user, says)[i % 2](content) for i, content in enumerate(contents)]
 
 
 def shared(*values):
     return [{"from": ("human", "gpt")[i % 2], "value": value} for i, value in enumerate(values)]
 
 
-SYSTEM = message("system", "Be brief.")
+SYSTEM = {"role": "system", "content": "Be brief."}
 HH = "\n\nHuman: Hi, Ada\n\nAssistant: Hello.\n\nHuman: A name, Ada?\n\nAssistant:"
 SVAMP = {"ID": "chal-1", "Body": "Ada had 5 apples and ate 2", "Question": "How many are left?",
          "Equation": "( 5.0 - 2.0 )", "Answer": 3.0, "Type": "Subtraction"}  # fmt: skip
@@ -77,7 +74,7 @@ EACH = {
         ["def check(candidate):\n    assert candidate(1, 2) == 3\n\n\ncheck(add)"],
     ),
     "verl's files": (
-        {"data_source": "own/set", "prompt": [SYSTEM, message("user", "1 + 1, Ada?")], "ability": "math",
+        {"data_source": "own/set", "prompt": [SYSTEM, user("1 + 1, Ada?")], "ability": "math",
          "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 0}},
         ["Be brief.", "1 + 1, Ada?"], ["2"],
     ),
@@ -98,8 +95,7 @@ EACH = {
         ["A name, Ada?"], ["Ada.", "No."],
     ),
     "TRL's pairs, with a prompt": (
-        {"prompt": chat("A name, Ada?"), "chosen": [message("assistant", "Ada.")],
-         "rejected": [message("assistant", "No.")]},
+        {"prompt": chat("A name, Ada?"), "chosen": [says("Ada.")], "rejected": [says("No.")]},
         ["A name, Ada?"], ["Ada.", "No."],
     ),
     "TRL's pairs, without one": (

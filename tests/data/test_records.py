@@ -112,15 +112,10 @@ def test_tokens_of_another_tokenizer_are_refused_with_the_way_out():
 
 def test_a_conversation_keeps_its_mask_and_turns_and_is_not_learned_from():
     """Its tokens are not all the policy's: an environment's would be learned as the policy's own."""
-    spoken = Completion(
-        text="a b c",
-        token_ids=(1, 2, 3),
-        logprobs=(-1.0, 0.0, -1.0),
-        finish_reason=FinishReason.stop,
-        mask=(True, False, True),
-        turns=(Turn(end=1, text="a", answer="b", reward=0.5), Turn(end=3, text="c")),
-        branches=(Branch(start=2, after=-1),),
-    )
+    tokens = {"token_ids": (1, 2, 3), "logprobs": (-1.0, 0.0, -1.0), "mask": (True, False, True)}
+    turns = (Turn(end=1, text="a", answer="b", reward=0.5), Turn(end=3, text="c"))
+    parts = {"turns": turns, "branches": (Branch(start=2, after=-1),)}
+    spoken = Completion(text="a b c", finish_reason=FinishReason.stop, **tokens, **parts)
     prompt = Prompt(id="p", messages=({"role": "user", "content": "?"},), answer="")
     rollout = Rollout(prompt=prompt, completion=spoken, policy_version=None)
     line = sampled_line(rollout, index=0, rewards={}, reward=1.0, model="m", tokenizer="t")

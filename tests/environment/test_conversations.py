@@ -357,14 +357,11 @@ def test_a_conversation_that_shares_no_token_is_another_one():
         Transcript([1]).set_context([2, 3])
 
 
+STEP = st.tuples(st.integers(1, 12), st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), max_size=3))
+
+
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 12), st.lists(st.integers(0, 2), max_size=4), st.lists(st.integers(0, 2), max_size=3)),
-        min_size=1,
-        max_size=6,
-    )
-)
+@given(st.lists(STEP, min_size=1, max_size=6))
 @example([(2, [], []), (1, [], [1])])  # an empty branch
 def test_whatever_is_read_the_last_path_is_what_was_read_and_said(steps):
     """Each step keeps the first so many tokens of the context, reads others behind them, and may say something."""

@@ -27,13 +27,9 @@ def group(*completions):
 
 def test_a_turn_that_calls_is_a_step_scored_by_whether_all_its_calls_were_answered():
     # "<a>" ends before character 3, "<b>" begins behind "|no|" and ends before 3 + 4 + 3 = 10.
-    scored = Calls(max_turns=4)(
-        group(
-            conversation(("<a>", "no", (GOOD, BAD)), ("<b>", "3", (GOOD,)), ("3", "", ())),
-            conversation(("<a>", "3", (GOOD, GOOD)), ("3", "", ())),
-            conversation(("3", "", ())),
-        )
-    )
+    both = conversation(("<a>", "no", (GOOD, BAD)), ("<b>", "3", (GOOD,)), ("3", "", ()))
+    one = conversation(("<a>", "3", (GOOD, GOOD)), ("3", "", ()))
+    scored = Calls(max_turns=4)(group(both, one, conversation(("3", "", ()))))
     assert scored == [
         StepScores(values=(0.0, 1.0), ends=(3, 10)),
         StepScores(values=(1.0,), ends=(3,)),

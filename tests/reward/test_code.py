@@ -394,16 +394,12 @@ def area(r): return Chameleon()
 """
 
 
-@pytest.mark.parametrize(
-    ("test", "right"),
-    [
-        ("assert math.isclose(area(2), 12.566, rel_tol=1e-4)",
-         "import math\ndef area(r): return math.pi * r**2 + 2e-10"),
-        ("assert area(2) != 5", "def area(r): return 4"),
-        ("assert not area(2)", "def area(r): return []"),
-        ("assert len(area(2)) == 3", "def area(r): return [1, 2, 3]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("test", "right"), [
+    ("assert math.isclose(area(2), 12.566, rel_tol=1e-4)", "import math\ndef area(r): return math.pi * r**2 + 2e-10"),
+    ("assert area(2) != 5", "def area(r): return 4"),
+    ("assert not area(2)", "def area(r): return []"),
+    ("assert len(area(2)) == 3", "def area(r): return [1, 2, 3]"),
+])  # fmt: skip
 def test_nothing_is_paid_for_helpers_and_operators_of_the_programs(group, test, right):
     assert scores(group, [HELPERS, right], test) == [0.0, 1.0]
 

@@ -101,14 +101,14 @@ def failure(keys, num_requests=1):
     return failed.value
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    [
-        Reply(status=500, text="out of memory"), BUSY, Reply(status=429), Reply(status=408), Reply(hangs_up=True),
-        scores(1.0, headers={"Content-Length": "90"}, drops=True), Reply(text="<html>"), scores(),
-    ],
-    ids=["500", "503", "429", "408", "hangs up", "cut short", "no JSON", "wrong number"],
-)  # fmt: skip
+TROUBLES = {
+    "500": Reply(status=500, text="out of memory"), "503": BUSY, "429": Reply(status=429), "408": Reply(status=408),
+    "hangs up": Reply(hangs_up=True), "cut short": scores(1.0, headers={"Content-Length": "90"}, drops=True),
+    "no JSON": Reply(text="<html>"), "wrong number": scores(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trouble", TROUBLES.values(), ids=list(TROUBLES))
 def test_a_passing_trouble_is_gone_at_the_next_attempt(server, make, trouble):
     server.script = [trouble]
     assert ask(make()) == [1.0]

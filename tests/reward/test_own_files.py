@@ -59,10 +59,8 @@ def composed(*words):
 
 def test_rewards_of_files_and_packages_need_no_yaml(workplace):
     package = f"own_{workplace.name}.reward"
-    words = [
-        f"reward=[reward.py:close,{package}.Mentions,'my qa/reward.py:short',exact_match]",
-        "reward.close.weight=0.5",
-    ]
+    chosen = f"reward=[reward.py:close,{package}.Mentions,'my qa/reward.py:short',exact_match]"
+    words = [chosen, "reward.close.weight=0.5"]
     rewards = composed(*words, "reward.close.tolerance=0.25", "reward.Mentions.word=x", "reward.short.limit=3")
     found = {name: (spec.weight, dict(spec.kwargs)) for name, spec in specs(rewards).items()}
     assert {name: found[name] for name in ("close", "Mentions", "short")} == {

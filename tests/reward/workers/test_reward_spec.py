@@ -19,17 +19,16 @@ FORMAT = {
 
 def test_a_spec_builds_what_is_its_rewards_and_keeps_what_is_the_scorers(group):
     """Of classes and functions from outside the tree as well; it knows which score steps or run in the trainer."""
-    built = specs(
-        {
-            "format": {**FORMAT, "on_error": 0},
-            "bonus": {"_target_": "naughty.Bonus", "weight": 1, "bonus": 2.5},
-            "length": {"_target_": "naughty.length", "weight": 1},
-            "scaled": {"_target_": "naughty.scaled_length", "weight": 1, "scale": 2},
-            "words": {"_target_": "naughty.stepwise", "weight": 1},
-            "same": {"_target_": "naughty.SameSteps", "weight": 1, "values": [1.0], "ends": [1]},
-            "judge": {"_target_": "naughty.Judge", "weight": 1, "taste": "good"},
-        }
-    )
+    own = {
+        "bonus": {"_target_": "naughty.Bonus", "bonus": 2.5},
+        "length": {"_target_": "naughty.length"},
+        "scaled": {"_target_": "naughty.scaled_length", "scale": 2},
+        "words": {"_target_": "naughty.stepwise"},
+        "same": {"_target_": "naughty.SameSteps", "values": [1.0], "ends": [1]},
+        "judge": {"_target_": "naughty.Judge", "taste": "good"},
+    }
+    weighted = {name: {**keys, "weight": 1} for name, keys in own.items()}
+    built = specs({"format": {**FORMAT, "on_error": 0}, **weighted})
     spec = built["format"]
     assert (spec.weight, spec.on_error, set(spec.kwargs)) == (0.2, 0.0, {"mode", "tags", "pattern"})
     scores = [built[name].build()(group(["ab"])) for name in ("bonus", "length", "scaled")]
@@ -63,10 +62,8 @@ def without(key):
     ({"_target_": "naughty.Bonus", "weight": 1, "bonus": "big"}, "reward.r.bonus: "),
     ({"_target_": "naughty.scaled_length", "weight": 1}, "reward.r.scale: is missing"),
     ({"_target_": "naughty.length", "weight": 1, "unit": "cm"}, "reward.r.unit: there is no such key"),
-    (
-        {"_target_": "naughty.Judge", "weight": 1, "taste": "good", "on_error": 0.0},
-        "reward.r.on_error: is for rewards that run in workers",
-    ),
+    ({"_target_": "naughty.Judge", "weight": 1, "taste": "good", "on_error": 0.0},
+     "reward.r.on_error: is for rewards that run in workers"),
 ])  # fmt: skip
 def test_a_wrong_reward_is_refused_by_its_key(config, message):
     with pytest.raises(UserError) as refusal:
@@ -208,11 +205,8 @@ def test_a_function_of_a_group_is_not_taken_for_one_of_trls(function):
 
 def test_a_conversation_is_given_as_messages():
     call = ToolCall(name="add", arguments='{"a": 1}', answer="2")
-    turns = (
-        Turn(end=1, text="Let me add.", calls=(call,)),
-        Turn(end=2, text="2?", answer="Sure?"),
-        Turn(end=3, text="2"),
-    )
+    first = Turn(end=1, text="Let me add.", calls=(call,))
+    turns = (first, Turn(end=2, text="2?", answer="Sure?"), Turn(end=3, text="2"))
     tokens = {"token_ids": (1, 2, 3), "logprobs": (0.0,) * 3}
     completion = Completion(text="whole", finish_reason=FinishReason.stop, turns=turns, **tokens)
     function = {"name": "add", "arguments": '{"a": 1}'}

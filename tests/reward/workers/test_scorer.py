@@ -88,12 +88,8 @@ def test_steps_of_several_rewards_are_merged_in_the_order_of_their_ends(scorer, 
     score = scorer("stepwise", SameSteps={"weight": 10.0, "values": [1, 2, 3], "ends": [1, 2, 3]}, workers=0)
     scores = score([group(["ab c", "xyz"])])
     # 10, 20, 30 at 1, 2, 3, and the words' 2 at 2 and 1 at 4; then 3 at 3.
-    assert scores.steps == [
-        [
-            StepScores(values=(10.0, 22.0, 30.0, 1.0), ends=(1, 2, 3, 4)),
-            StepScores(values=(10.0, 20.0, 33.0), ends=(1, 2, 3)),
-        ]
-    ]
+    merged = StepScores(values=(10.0, 22.0, 30.0, 1.0), ends=(1, 2, 3, 4))
+    assert scores.steps == [[merged, StepScores(values=(10.0, 20.0, 33.0), ends=(1, 2, 3))]]
     assert scores.total.tolist() == [[63.0, 63.0]]
 
 
