@@ -1,7 +1,5 @@
 """What every run does before its first step: the rehearsal takes the longest shapes, and changes nothing of the run."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from slow_cases import slow, slow_but
@@ -86,7 +84,7 @@ def test_an_evaluation_is_rehearsed_with_all_its_samples(command, tmp_path, monk
     rehearsed: list[tuple[int, int]] = []
     whole = TransformersGenerator.rehearse
 
-    def spy(self: TransformersGenerator, prompts: Sequence[Sequence[int]], n: int, *how: int) -> None:
+    def spy(self, prompts, n, *how):
         rehearsed.append((len(prompts), n))
         assert self.version == 0, "base and adapter are added up by then"
         whole(self, prompts, n, *how)

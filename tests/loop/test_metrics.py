@@ -317,7 +317,7 @@ def run(folder, *words, steps=4):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("algorithm=ppo", "critic.kind=adapter", "epochs=2", "snapshot.old=copy")])
 def test_looking_at_tokens_changes_nothing_of_the_run(words, tmp_path):
-    def without(rows: Any) -> list[dict[str, Any]]:
+    def without(rows):
         measured = ("time/", "memory/")
         return [{k: v for k, v in row.items() if k != "tokens" and not k.startswith(measured)} for row in rows]
 

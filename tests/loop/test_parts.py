@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from rlft.config.model import LoraSettings
-from rlft.generation.engine import Engine, EngineArgs, TeacherSettings
+from rlft.generation.engine import Engine
 from rlft.generation.scripted import ScriptedGenerator
 from rlft.generation.transformers import TransformersGenerator
 from rlft.loop import parts
@@ -22,13 +22,13 @@ from rlft.types import UserError
 class Closing:
     """Stands for a live engine: to be closed, and that once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.closed, self.slot = 0, "that of its arguments"
 
-    def serve(self, slot: Any) -> None:
+    def serve(self, slot):
         self.slot = slot
 
-    def close(self) -> None:
+    def close(self):
         self.closed += 1
 
 
@@ -40,7 +40,7 @@ class Started(Engine):
 
     size: int = 1
 
-    def open(self, args: EngineArgs) -> Any:
+    def open(self, args):
         self.started.append(Closing())
         return self.started[-1]
 
@@ -108,8 +108,8 @@ def test_engines_are_closed_once_however_a_run_ends(error, args, started):
 def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args, started):
     with Engines() as engines:
         with engines.opened(Shared(), args) as first:
-            assert first.slot is args.slot is not None  # type: ignore[attr-defined]
-        assert first.slot is None, "it keeps nothing of a job that is over"  # type: ignore[attr-defined]
+            assert first.slot is args.slot is not None
+        assert first.slot is None, "it keeps nothing of a job that is over"
         with engines.opened(Shared(), replace(args, seed=9, slot=None)) as again:
             assert again is first
         assert [engine.closed for engine in started] == [0]
@@ -127,7 +127,7 @@ def test_jobs_of_a_sweep_share_one_engine_until_they_need_another(args, started)
 def test_an_engine_that_fails_to_close_serves_no_other_job(args, started):
     with Engines() as engines:
         with engines.opened(Shared(), args) as first:
-            first.close = Mock(side_effect=RuntimeError("a CUDA error"))  # type: ignore[method-assign]
+            first.close = Mock(side_effect=RuntimeError("a CUDA error"))
         with pytest.raises(RuntimeError, match="a CUDA error"):
             engines.close()
         with engines.opened(Shared(), args) as second:
@@ -138,7 +138,7 @@ def test_an_engine_that_fails_to_close_serves_no_other_job(args, started):
 def test_a_teacher_is_started_in_vllm_with_what_the_run_says_and_by_transformers_is_a_forward(run_config, monkeypatch):
     begun: list[Any] = []
 
-    def start(settings: TeacherSettings) -> Closing:
+    def start(settings):
         begun.extend([settings, Closing()])
         return begun[1]
 

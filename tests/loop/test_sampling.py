@@ -4,7 +4,6 @@ import itertools
 import json
 import shutil
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -38,7 +37,6 @@ from rlft.types import (
     Group,
     Prompt,
     Rollout,
-    Sampling,
     Scores,
     StepScores,
     ToolCall,
@@ -57,7 +55,7 @@ class Bench(StepSampler):
     length in characters; where `steps`, a process reward gives each word a score of its own.
     """
 
-    def __init__(self, config, prompts: Sequence[Prompt], answers, tokenizer, *, steps=False) -> None:
+    def __init__(self, config, prompts, answers, tokenizer, *, steps=False):
         super().__init__(ScriptedGenerator({"*": MIXED} | answers, tokenizer), prompts, config)
         self.steps = steps
         self.sampled: list[list[str]] = []
@@ -66,7 +64,7 @@ class Bench(StepSampler):
         self.sampled.append([prompt.id for prompt in prompts])
         return super().sample_prompts(prompts, step, purpose)
 
-    def give(self, groups: Sequence[Group]) -> Scores:
+    def give(self, groups):
         texts = [[rollout.completion.text for rollout in group.rollouts] for group in groups]
         right = torch.tensor([[float(text == "right") for text in row] for row in texts])
         length = torch.tensor([[float(len(text)) for text in row] for row in texts])
@@ -265,17 +263,17 @@ WORDS = (
 class Engine:
     """Answers with its version; waits at the start of each call until it may go on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.version, self.may_go_on = 0, threading.Event()
         self.may_go_on.set()
         self.threads: list[str] = []
 
-    def sample(self, prompts: Sequence[Prompt], n: int, seeds: Sequence[int], sampling: Sampling) -> list[Group]:
+    def sample(self, prompts, n, seeds, sampling):
         self.threads.append(threading.current_thread().name)
         assert self.may_go_on.wait(120)
         return [group_of(prompt, self.version, n, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
 
-    def sleep(self) -> None: ...
+    def sleep(self): ...
 
 
 def group_of(prompt, version, n, seed):
@@ -333,7 +331,7 @@ def test_a_step_has_the_groups_of_the_version_before_it(lag, concurrently):
 
 def test_what_fails_beside_the_update_is_raised_when_it_is_waited_for():
     engine = Engine()
-    engine.sample = Mock(side_effect=RuntimeError("no engine is left"))  # type: ignore[method-assign]
+    engine.sample = Mock(side_effect=RuntimeError("no engine is left"))
     ahead = next_samples(engine, 1, concurrently=True)
     ahead.sample_ahead(1)
     with pytest.raises(RuntimeError, match="no engine is left"):

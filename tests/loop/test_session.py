@@ -44,7 +44,7 @@ class Recorder:
     held: for each `sample`, by role, the number of updates after which the policy had the weights that the role has.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.events: list[str] = []
         self.held: list[dict[str, int]] = []
         self.versions: list[dict[str, torch.Tensor]] = []
@@ -56,7 +56,7 @@ class Recorder:
         self._watch(monkeypatch, GRPO, "credit", lambda algorithm, batch: "credit")
         self._watch(monkeypatch, Optimizer, "update", lambda optimizer, lr: f"update {optimizer.role}", self._updated)
 
-    def _watch(self, monkeypatch, owner, name, event, after=lambda: None) -> None:
+    def _watch(self, monkeypatch, owner, name, event, after=lambda: None):
         method = getattr(owner, name)
 
         def watched(*args, **kwargs):
@@ -67,23 +67,23 @@ class Recorder:
 
         monkeypatch.setattr(owner, name, watched)
 
-    def begin(self, roles: Roles) -> None:
+    def begin(self, roles):
         """Versions that an earlier run has seen keep their numbers."""
         self.roles = roles
         self._updated()
 
-    def _updated(self) -> None:
+    def _updated(self):
         assert self.roles is not None
         if not self._numbers(POLICY):
             self.versions.append(self.roles.weights(POLICY))
 
-    def _sampling(self, session: Session, step: int) -> str:
+    def _sampling(self, session, step):
         self.held.append({})
         for role in (*session.roles.moving, SAMPLER):
             (self.held[-1][role],) = self._numbers(role)
         return "sample"
 
-    def _numbers(self, role: str) -> list[int]:
+    def _numbers(self, role):
         assert self.roles is not None
         weights = self.roles.weights(role)
         same = [all(torch.equal(w, version[name]) for name, w in weights.items()) for version in self.versions]
@@ -94,7 +94,7 @@ class Recorder:
 def recorded(monkeypatch, tmp_path):
     """Runs the recipe with these overrides; returns what was recorded."""
 
-    def run(*overrides: str) -> Recorder:
+    def run(*overrides):
         recorder, plan = Recorder(monkeypatch), resolve(compose([*SETTINGS, *overrides])).plan()
         (tmp_path / "config.yaml").touch()
         with Engines() as engines, open_session(plan, tmp_path, engines, lambda text: None) as session:

@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from slow_cases import slow
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlft import cli
@@ -226,7 +224,7 @@ def plan(command, *keys, train=RANKINGS, reference=None, replay=None):
         keys = (*keys, f"rankings_per_step={len(train)}")
     resolved = resolve(compose(["preferences.path=embedded:arithmetic-preferences", *keys], command=command))
 
-    def rankings(found: Sequence[RankedTokens]) -> Rankings:
+    def rankings(found):
         return Rankings(rankings=tuple(found), fingerprint="", notes=())
 
     config, (loss, _) = resolved.config, resolved.parts
@@ -285,7 +283,7 @@ def dpo_by_hand(roles, beta, role=None):
 
 
 def simpo_by_hand(roles, beta, gamma):
-    def rewards(ranking: RankedTokens) -> Tensor:
+    def rewards(ranking):
         return beta * logprobs(roles, ranking) / torch.tensor([len(c) for c in ranking.completions])
 
     return mean_loss(rewards, lambda *_: gamma)
@@ -350,7 +348,7 @@ def test_metrics_are_means_over_rankings_of_means_over_pairs(roles):
     ratios = [0.7 * (found - by_reference(roles, ranking)) for found, ranking in zip(own, RANKINGS, strict=True)]
     sizes = [torch.tensor([len(completion) for completion in r.completions]) for r in RANKINGS]
 
-    def mean(values: Sequence[Tensor], end: int) -> float:
+    def mean(values, end):
         each = [sum(v[pair[end]].item() for pair in pairs(v)) / len(pairs(v)) for v in values]
         return sum(each) / len(each)
 
@@ -407,7 +405,7 @@ def passes(monkeypatch):
     found: list[str | None] = []
     computed = PreferenceTask._values_by
 
-    def counted(self: PreferenceTask, role: str | None, rows: Sequence[RankedTokens]) -> Tensor:
+    def counted(self, role, rows):
         found.extend([role] * len(rows))
         return computed(self, role, rows)
 
@@ -519,7 +517,7 @@ def test_of_an_update_this_share_is_replayed_and_one_ranking_at_least_is_new(siz
     replay = None if num_earlier is None else EARLIER[:num_earlier]
     made = plan("rm", f"rankings_per_step={size}", f"replay.fraction={fraction}", train=NEW, replay=replay)
 
-    def update(step: int) -> list[RankedTokens]:
+    def update(step):
         return [*(made.train.rankings[i] for i in made.positions(step)), *made.replayed(step)]
 
     for step in range(5):
@@ -551,8 +549,8 @@ def test_the_rehearsed_micro_batch_is_the_largest(sizes, token_budget, per_step,
         for i, (prompt, *sizes) in enumerate(sizes)
     ]
     task = object.__new__(PreferenceTask)  # without a model
-    forward = Forward(model=None, packed=packed, reason="")  # type: ignore[arg-type]
-    task.ending, task.roles = (), SimpleNamespace(forward=forward)  # type: ignore[assignment]
+    forward = Forward(model=None, packed=packed, reason="")
+    task.ending, task.roles = (), SimpleNamespace(forward=forward)
     task.config = SimpleNamespace(token_budget=token_budget, rankings_per_step=per_step)
-    task.plan = SimpleNamespace(train=SimpleNamespace(rankings=rankings))  # type: ignore[assignment]
+    task.plan = SimpleNamespace(train=SimpleNamespace(rankings=rankings))
     assert task.largest_part() == [rankings[i] for i in largest]

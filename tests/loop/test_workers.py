@@ -82,7 +82,7 @@ def test_ranks_load_bases_once_an_engine_on_the_same_gpu_has_measured_its_memory
     events: list[str] = []
     may_start = threading.Event()
 
-    def start_slowly(self: CountingEngine) -> None:
+    def start_slowly(self):
         may_start.wait(5.0)
         events.append("engine")
 
@@ -174,7 +174,7 @@ def policy(whole):
 
 
 @torch.no_grad()
-def published_by(policy: WholeModel, version: int) -> Adapter:
+def published_by(policy, version):
     """What an update might do, and its publish."""
     noise = torch.Generator().manual_seed(version)
     for _, parameter in policy.named_parameters():
@@ -257,7 +257,7 @@ class Largest(TorchDispatchMode):
 
     bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         given = {a.untyped_storage().data_ptr() for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)}
         for tensor in tree_leaves(made):
@@ -320,7 +320,7 @@ def test_a_worker_that_is_closed_leaves_its_base_without_adapters(config, backbo
 def test_several_gpus_are_tensor_parallelism_of_vllm(config):
     engine = config.generation.named("vllm")
     assert engine.with_gpus(1) is engine
-    options = engine.with_gpus(4).options  # type: ignore[attr-defined]
+    options = engine.with_gpus(4).options
     assert (options["tensor_parallel_size"], options["distributed_executor_backend"]) == (4, "mp")
     for name in ("transformers", "scripted"):
         with pytest.raises(UserError, match=r"^cluster\.gpus_per_engine: .* computes on one GPU, got 4"):

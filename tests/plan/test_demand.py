@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ MEMORY = [("qwen2_5_vl", 1.0), ("idefics3", 0.0), ("idefics3", float("nan"))]
 def test_a_pass_without_numbers_takes_the_bytes_of_one_with_numbers(kind, memory_holds, tmp_path, monkeypatch):
     empty = torch.empty_strided
 
-    def filled(*args: Any, **keywords: Any) -> torch.Tensor:
+    def filled(*args, **keywords):
         memory = empty(*args, **keywords)
         return memory.fill_(memory_holds if memory.is_floating_point() else 1)
 

@@ -33,7 +33,7 @@ from rlft.plan.duration import (
     network_of,
     seconds_by_stage,
 )
-from rlft.plan.roofline import Network, Work, seconds_of, update
+from rlft.plan.roofline import Work, seconds_of, update
 from rlft.plan.run_plan import Schedule
 from rlft.runs.forecast import Forecast, Price
 from rlft.system import machine as rates
@@ -270,7 +270,7 @@ def test_the_probe_of_a_cpu_is_short(monkeypatch):
 
     asked: list[float] = []
 
-    def fake(run: Any, device: Any, total_s: float) -> list[float]:
+    def fake(run, device, total_s):
         run()
         asked.append(total_s)
         return [1.0, 2.0, 10.0]
@@ -304,7 +304,7 @@ def test_only_models_of_attention_and_gated_mlps_are_known():
     linear = 24 * (896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864)
     sizes = {"config": config, "hidden": 896, "vocabulary": 151936, "itemsize": 2, "lora": 8_798_208}
 
-    def network(linear: int, *, whole: bool = False) -> Network | None:
+    def network(linear, *, whole=False):
         return network_of(cast(ModelSizes, SimpleNamespace(**sizes, linear=linear)), whole=whole)
 
     found = network(linear)
@@ -368,7 +368,7 @@ def test_the_estimate_differs_by_whether_the_transformers_engine_decodes_in_grap
     """On an NVIDIA GPU and without drafts; vLLM always does."""
     network, work = script.MODELS["0.5B"], StepWork(trained=ROWS, is_sampled=True)
 
-    def seconds(graphs: str, device: str = "cuda", draft_rows: int = 0) -> float:
+    def seconds(graphs, device="cuda", draft_rows=0):
         engine = compose_engine(graphs)
         demand = replace(demand_of(), engine=engine, device=device, work=EngineWork(draft_rows=draft_rows))
         machine = XEON if device == "cpu" else CARDS["H100"]

@@ -101,7 +101,7 @@ WORDS = (
 def on_gpu(monkeypatch):
     """Plans sized as if for a GPU of which so many bytes may be filled, with its budget for `auto`."""
 
-    def of(num_bytes: int, *words: str):
+    def of(num_bytes, *words):
         plan = planned(*WORDS, *words)
         if plan.plain["token_budget"] == "auto":
             plan = replace(plan, config=replace(plan.config, token_budget=GPU_TOKENS))

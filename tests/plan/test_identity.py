@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def tensors(tiny_path):
 def make(tiny_path, tensors, tmp_path_factory):
     """Makes the folder of a model in this form."""
 
-    def make_folder(form: str) -> Path:
+    def make_folder(form):
         folder = tmp_path_factory.mktemp("model") / "x"
         shutil.copytree(tiny_path, folder)
         config = json.loads((folder / "config.json").read_text())
@@ -80,7 +79,7 @@ def make(tiny_path, tensors, tmp_path_factory):
 
 # -- changes: {name: (what is done to the folder, the parts that are others then)} -------------------------------------
 def json_of(file, edit):
-    def change(folder: Path, form: str, tensors: Tensors) -> None:
+    def change(folder, form, tensors):
         fields = json.loads((folder / file).read_text())
         edit(fields)
         (folder / file).write_text(json.dumps(fields))
@@ -89,7 +88,7 @@ def json_of(file, edit):
 
 
 def weights(edit):
-    def change(folder: Path, form: str, tensors: Tensors) -> None:
+    def change(folder, form, tensors):
         new = {name: tensor.clone() for name, tensor in tensors.items()}
         edit(new)
         rewrite(folder, form, new)
@@ -98,7 +97,7 @@ def weights(edit):
 
 
 def of_a_number(name, place):
-    def edit(new: Tensors) -> None:
+    def edit(new):
         new[name].view(-1)[place] += 1e-3
 
     return weights(edit)
@@ -300,7 +299,7 @@ def test_of_sixteen_gigabytes_sixty_megabytes_are_read(tmp_path, monkeypatch):
     read: list[int] = []
     spread = identity._spread
 
-    def noted(length: int, blocks: int) -> list[int]:
+    def noted(length, blocks):
         read.append(blocks)
         return spread(length, blocks)
 
@@ -350,7 +349,7 @@ def test_a_hub_id_is_told_by_what_is_in_its_commit(form, make, base, tensors, hu
     local = parts_of(folder, base)
     remote = replace(base, path="org/name")
 
-    def now(**keys: Any) -> dict[str, str]:
+    def now(**keys):
         settings = replace(remote, **keys)
         return of_source(source(settings), read_config(settings), "base", "model.path")
 
@@ -386,7 +385,7 @@ def test_a_run_names_the_commit_that_it_began_with(make, hub, tmp_path, monkeypa
     folder = make("single")
     push(hub, folder, COMMITS[0])
 
-    def kept(resumed: Path | None = None, **keys: Any) -> Any:
+    def kept(resumed=None, **keys):
         plain = compose([])
         model = {**plain["model"], "path": "org/name", **keys}
         return run_folder.with_kept_values({**plain, "model": model}, resumed)

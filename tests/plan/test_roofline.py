@@ -10,7 +10,7 @@ from rlft.commands.doctor.work import Size
 from rlft.generation.decoding import READ_EVERY
 from rlft.plan.cards import CARDS, Machine
 from rlft.plan.duration import FACTOR
-from rlft.plan.roofline import READING, SMALL, Kernel, Work, sampling, seconds_of, update
+from rlft.plan.roofline import READING, SMALL, Work, sampling, seconds_of, update
 
 NETWORK = roofline.network(Size(hidden=4, layers=1, heads=2, key_heads=1, intermediate=8, vocabulary=10))
 WORK = Work(prompts=1, group=2, prompt=3, completion=2, budget=100)
@@ -71,7 +71,7 @@ def test_in_graphs_the_host_launches_once_a_token_and_reads_once_in_eight():
     network, rows = roofline.MODELS["0.5B"], Work(prompts=2, group=4, prompt=16, completion=64, budget=96)
     eager, graphs = (list(sampling(network, rows, in_graphs=each, by_vllm=False)) for each in (False, True))
 
-    def launches(kernels: list[Kernel]) -> float:
+    def launches(kernels):
         return sum(kernel.number for kernel in kernels if kernel.launch is None and kernel.name != "prompts")
 
     layer = 5 + SMALL  # products, attention, and what is between them

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from in_one_test import each
@@ -22,7 +22,7 @@ PAIRS = ("preferences.path=embedded:arithmetic-preferences",)
 
 
 @cache
-def config_of(command: str, *words: str) -> Any:
+def config_of(command, *words):
     return resolve(compose(list(words), command=command), command).config
 
 

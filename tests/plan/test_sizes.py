@@ -60,7 +60,7 @@ def test_the_plan_lists_what_each_part_takes_and_what_lowers_it(tmp_path, monkey
 
 
 def test_only_checkpoints_and_rollouts_that_stay_are_counted():
-    def size(part: str, *words: str) -> int:
+    def size(part, *words):
         return planned(*SMALL, "token_budget=512", *words).disk_bytes()[part]
 
     one = size("checkpoints", "checkpoint.every=0")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 from slow_cases import slow
@@ -11,7 +10,7 @@ from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.plan import train_plan
 from rlft.plan.fit import check_base, gpu_memory
-from rlft.plan.prediction import Prediction, predict, without_gpu
+from rlft.plan.prediction import predict, without_gpu
 from rlft.plan.sizes import CUDA_CONTEXT, sizes_of
 from rlft.plan.train_plan import TrainPlan
 from rlft.system.disk import size_text
@@ -22,7 +21,7 @@ ON_A_CARD = ("model.device=cuda", "generation=vllm")
 
 
 @cache
-def planned(*words: str, limit: int = 80 * GIB) -> Prediction:
+def planned(*words, limit=80 * GIB):
     few = ("scoring.workers=0", "data.size=64", "data.held_out_size=32")
     return predict(resolve(compose(["+recipe=grpo_arithmetic", *few, *words])), limit)
 
@@ -131,7 +130,7 @@ def test_ranks_that_train_all_weights_hold_their_lanes_gradients_and_a_part_of_t
     whole = ("lora=null", "trainer.lr=1e-4", "model.device=cuda", "model.dtype=float32", "generation=transformers")
     weights = planned(*whole).model.parameters
 
-    def learned(*words: str) -> int:
+    def learned(*words):
         return bytes_of(planned(*whole, *words))["optimizer and gradients"]
 
     assert learned() == 12 * weights
@@ -155,7 +154,7 @@ def test_each_rank_holds_its_layers_and_two_buffers():
     plan = planned(*ON_A_CARD, "cluster.engines=1", "cluster.ranks=4", "cluster.shard_base=true")
     assert row(plan, "ranks")[1].endswith("; each holds a part of the base's layers")
 
-    def base(device: str = plan.demand.device, **changes: Any) -> int:
+    def base(device=plan.demand.device, **changes):
         ranks = replace(plan.demand.ranks, **changes)
         return bytes_of(replace(plan, demand=replace(plan.demand, ranks=ranks, device=device)))["base"]
 

@@ -35,8 +35,8 @@ from rlft.plan.sizes import rehearse_decoding
 from rlft.types import Group, NextTurn, Prompt, Sampling
 
 SAMPLES, SEEDS = 4, range(100, 600, 100)
-PLAIN = Sampling(max_tokens=24, temperature=1.0)
-SHORT = replace(PLAIN, max_tokens=13)
+PLAIN = Sampling(max_tokens=20, temperature=1.0)
+SHORT = replace(PLAIN, max_tokens=11)
 WAYS = {
     "plain": PLAIN,
     "greedy, shorter": replace(PLAIN, temperature=0.0, max_tokens=14),
@@ -61,7 +61,7 @@ class Model:
         )
         first = self.plan.train_prompts.prompts[:5]
         cut = [replace(p, token_ids=p.token_ids[0 if p.images else n :]) for n, p in enumerate(first)]
-        self.prompts: list[Prompt] = [*cut[:4], replace(cut[4], next_turn=NextTurn(turn=1, seed=0, max_tokens=11))]
+        self.prompts: list[Prompt] = [*cut[:4], replace(cut[4], next_turn=NextTurn(turn=1, seed=0, max_tokens=9))]
 
     @contextmanager
     def opened(self) -> Iterator[None]:

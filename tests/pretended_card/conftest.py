@@ -2,13 +2,11 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import card_library
 import pytest
-from run_processes import Ended, Nursery
+from run_processes import Nursery
 
 HERE = Path(__file__).parent
 
@@ -16,29 +14,27 @@ HERE = Path(__file__).parent
 class OnCard:
     """Runs commands on the card, one after the other, in processes that have imported all that they need."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.report = folder / "report.jsonl"
         self.report.touch()
         self._nursery = Nursery(1, host=(str(HERE / "card_host.py"), str(card_library.library()), str(self.report)))
 
-    def run(
-        self, *arguments: str, cwd: Path, events: Sequence[Any] = (), ends: int | None = 0, **variables: str
-    ) -> Ended:
+    def run(self, *arguments, cwd, events=(), ends=0, **variables):
         done = self._nursery.run(*arguments, cwd=cwd, events=events, variables=variables)
         assert ends is None or done.code == ends, f"{' '.join(arguments)}: {done.err}"
         return done
 
-    def found(self, function: str, *names: str, **variables: str) -> Any:
+    def found(self, function, *names, **variables):
         """What a function of these files, `module:name`, returns for these names in a process on the card."""
         file = self.report.with_name("found.json")
         self.run("found", function, str(file), *names, cwd=file.parent, **variables)
         return json.loads(file.read_text())
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self):
         """What the last command did on the card."""
         return self._lines()[-1]
 
-    def cards_of_workers(self) -> dict[str, set[str]]:
+    def cards_of_workers(self):
         """{process that the last command has started: the cards that it made tensors on}"""
         found: dict[str, set[str]] = {}
         *before, _ = self._lines()
@@ -48,10 +44,10 @@ class OnCard:
                 found.setdefault(line["process"], set()).add(line["card"])
         return found
 
-    def _lines(self) -> list[dict[str, Any]]:
+    def _lines(self):
         return [json.loads(line) for line in self.report.read_text().splitlines()]
 
-    def close(self) -> None:
+    def close(self):
         self._nursery.close()
 
 

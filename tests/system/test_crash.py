@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from rlft import cli
 from rlft.config import command as commands
-from rlft.config.resolved import Resolved
 from rlft.plan.run_plan import Plan
 from rlft.runs import run_status
 from rlft.runs.run_status import Status
@@ -30,11 +28,11 @@ class ThreeSteps(Plan):
 def that_raises(command, make_error):
     """The command without a model: planned at once, it raises as soon as it begins."""
 
-    def make_plan(resolved: Resolved) -> Any:
+    def make_plan(resolved):
         config = SimpleNamespace(resume=resolved.config.resume, token_budget=512)
         return ThreeSteps(config=config, plain=resolved.plain, fingerprints={}, engine=None)
 
-    def do(*args: object) -> Any:
+    def do(*args):
         raise make_error()
 
     return replace(command, make_plan=make_plan, run=do, steps_done=lambda *args: 0)
@@ -51,7 +49,7 @@ def failing(monkeypatch, tmp_path):
     monkeypatch.setattr("rlft.plan.fit.fit_to_device", lambda plan: plan)
     monkeypatch.delenv(crash.DEBUG, raising=False)
 
-    def fail(make_error: Callable[[], BaseException]) -> None:
+    def fail(make_error):
         named = commands.named
         monkeypatch.setattr(commands, "named", lambda name: that_raises(named(name), make_error))
 
@@ -150,7 +148,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("typed", COMMANDS)
 def test_where_no_run_has_begun_the_traceback_is_among_the_temporary_files(typed, failing, monkeypatch, capsys):
-    def broken(*args: object, **keys: object) -> None:
+    def broken(*args, **keys):
         raise AssertionError
 
     monkeypatch.setattr(COMMANDS[typed], broken)
@@ -194,7 +192,7 @@ def test_words_that_are_no_text_are_refused(capsys):
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch, capsys):
-    def broken(*args: object) -> None:
+    def broken(*args):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     monkeypatch.setattr("rlft.config.catalog.first_comment", broken)

@@ -32,7 +32,7 @@ def test_a_text_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     write_atomically(file, "old\n")
     write_bytes = Path.write_bytes
 
-    def half(self: Path, data: bytes) -> None:
+    def half(self, data):
         write_bytes(self, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -49,33 +49,33 @@ def test_a_text_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
 class Filling:
     """An unbuffered file that takes three bytes at a time, and so many in all."""
 
-    def __init__(self, stream: object, room: int) -> None:
+    def __init__(self, stream, room):
         self.stream, self.room = stream, room
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         return getattr(self.stream, name)
 
-    def write(self, data: memoryview) -> int:
+    def write(self, data):
         taken = min(3, self.room, len(data))
         if not taken:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.room -= taken
-        return self.stream.write(data[:taken])  # type: ignore[attr-defined]
+        return self.stream.write(data[:taken])
 
 
 def test_a_line_is_appended_as_a_whole_or_not_at_all(tmp_path):
     with (tmp_path / "metrics.jsonl").open("ab", buffering=0) as stream:
         append(stream, b"first\n")
-        append(Filling(stream, 8), b"second\n")  # type: ignore[arg-type]
+        append(Filling(stream, 8), b"second\n")
         with pytest.raises(DiskError, match=r"needs 5 kB for metrics.jsonl"):  # 6 bytes and a block of 4,096
-            append(Filling(stream, 4), b"third\n")  # type: ignore[arg-type]
+            append(Filling(stream, 4), b"third\n")
         assert (tmp_path / "metrics.jsonl").read_bytes() == b"first\nsecond\n"
         append(stream, b"fourth\n", durable=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"first\nsecond\nfourth\n"
 
 
 def test_a_folder_that_cannot_be_renamed_is_refused_by_name(tmp_path, monkeypatch):
-    def across(self: Path, target: Path) -> None:
+    def across(self, target):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(Path, "rename", across)
@@ -103,7 +103,7 @@ def test_file_systems_that_cannot_flush_are_taken_as_they_are_and_those_that_fai
 ):
     """NFS says only then that it is full."""
 
-    def refuse(handle: int) -> None:
+    def refuse(handle):
         raise OSError(code, "x")
 
     monkeypatch.setattr(os, "fsync", refuse)

@@ -1,8 +1,6 @@
 """Whether the hub answers: any answer counts, and none is waited for long. What is asked of it is tested with data/."""
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import huggingface_hub.utils
 import pytest
@@ -15,7 +13,7 @@ from rlft.system import hub
 def asked(monkeypatch):
     """Whether the hub answers where a request does this."""
 
-    def ask(request: Callable[[], Any]) -> bool:
+    def ask(request):
         session = type("Session", (), {"head": lambda self, url, timeout: request()})()
         monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: session)
         hub.hub_answers.cache_clear()
@@ -27,7 +25,7 @@ def asked(monkeypatch):
 
 
 def test_any_answer_counts_and_silence_does_not(asked, monkeypatch):
-    def refuse(text: str) -> Any:
+    def refuse(text):
         raise OSError(text)
 
     assert asked(lambda: "HTTP 500")

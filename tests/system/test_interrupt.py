@@ -56,7 +56,7 @@ def test_without_a_signal_nothing_is_raised_and_ignored_signals_stay_ignored():
 def test_other_threads_leave_the_handlers_alone():
     handlers = []
 
-    def work() -> None:
+    def work():
         with Deferred() as signals:
             handlers.append(signal.getsignal(signal.SIGINT))
             signals.deliver()
@@ -126,7 +126,7 @@ def test_a_trial_is_repeated_until_no_signal_has_come_beside_it(signal_comes, ra
     calls = []
 
     @interrupt.undisturbed
-    def trial() -> int:
+    def trial():
         calls.append(len(calls))
         if len(calls) < 3:
             signal_comes()
@@ -141,7 +141,7 @@ def test_without_a_signal_a_trial_fails_once():
     calls = []
 
     @interrupt.undisturbed
-    def trial() -> None:
+    def trial():
         calls.append("called")
         raise OSError("there is no such program")
 

@@ -51,7 +51,7 @@ def test_a_file_system_without_locks_is_no_lock_that_is_held_and_a_disk_that_fai
 ):
     handle = opened(tmp_path / "lock")
 
-    def refuse(*args: object) -> None:
+    def refuse(*args):
         raise OSError(code, "x")
 
     monkeypatch.setattr(fcntl, "flock", refuse)

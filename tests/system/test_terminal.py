@@ -13,7 +13,7 @@ def clock_of(seconds):
     """Goes on by so many seconds each time that it is looked at."""
     now = 0.0
 
-    def clock() -> float:
+    def clock():
         nonlocal now
         now += seconds
         return now

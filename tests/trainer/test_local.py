@@ -12,7 +12,7 @@ from rlft.model.reward_model import open_learned, reward_role
 from rlft.model.roles import OLD, POLICY, REFERENCE, Roles
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
-from rlft.types import Batch, Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores
+from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores
 
 LENGTHS = 10 / 4  # tokens of a completion of the batch, in the mean
 NOBODY = torch.zeros(4, dtype=torch.bool)
@@ -37,7 +37,7 @@ def batch(make_batch):
 def open_trainer(config, make_roles):
     """Builds a trainer with every part that moves, on roles of its own; those built before are closed."""
 
-    def build(needs_old: bool = False) -> LocalTrainer:
+    def build(needs_old=False):
         roles: Roles = make_roles(
             noise=0.02, reference="ema", ema_decay=0.5, kind=CriticKind.adapter, normalize_values=True
         )
@@ -153,7 +153,7 @@ def test_what_is_published_is_the_policy_after_the_last_update(open_trainer, bat
 def test_samples_are_judged_once_a_step_before_the_policy_moves(open_trainer, batch):
     trainer, judged = open_trainer(), []
 
-    def check(rows: Batch, gaps: torch.Tensor | None, step: int) -> None:
+    def check(rows, gaps, step):
         judged.append((len(rows.rewards), gaps, trainer.roles.publish(0).weights))
 
     plain = turn(trainer, batch, 0)

@@ -88,10 +88,10 @@ QMAP = torch.linspace(0, 1, 256)
 class EightBits(torch.optim.Optimizer):
     """Keeps its state as bitsandbytes' optimizers do: a number of updates, 8-bit codes and their scale."""
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    def __init__(self, params, lr, betas, eps, weight_decay):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
-    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self):  # pyright: ignore[reportIncompatibleMethodOverride]
         for p in self.param_groups[0]["params"]:
             if p.grad is None:
                 continue

@@ -6,11 +6,9 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from torch import Tensor
 from warm_python import WarmProcesses
 
 import rlft
-from rlft.config.schema import RunConfig
 from rlft.loop.driver import deterministic_on_cpu
 from rlft.loop.workers import opened_trainer
 from rlft.model.packing import prompt_lengths
@@ -29,9 +26,9 @@ from rlft.system.process.launcher import ProcessWorker
 from rlft.system.process.worker import WorkerError, WorkerSpec
 from rlft.trainer import ranked_trainer
 from rlft.trainer.local import LocalTrainer
-from rlft.trainer.ranked_trainer import RankedTrainer, RankError, Trainer
+from rlft.trainer.ranked_trainer import RankedTrainer, RankError
 from rlft.trainer.ranks import Exchange, LaneShare
-from rlft.types import Batch, Rollouts, Scores, UserError
+from rlft.types import Rollouts, Scores, UserError
 
 LANES = 4
 LANES_OF_ALL_WEIGHTS = 6
@@ -98,10 +95,10 @@ def launcher(tmp_path_factory):
 class Texts:
     """Short texts that differ from update to update."""
 
-    def __init__(self, batches: list[Batch]) -> None:
+    def __init__(self, batches):
         self.batches = batches
 
-    def batch(self, seed: int, step: int, update: int) -> Batch:
+    def batch(self, seed, step, update):
         return self.batches[(2 * step + update) % len(self.batches)]
 
 
@@ -159,15 +156,17 @@ def assert_same(found, expected):
 class Bench:
     """Trainers of the cases, of one process or of several ranks, and the batches and texts on which they train."""
 
-    def __init__(
-        self, run_config: Callable[..., RunConfig], batches: list[Batch], texts: Texts, launcher: WarmProcesses
-    ) -> None:
-        self.run_config, self.batches, self.texts, self.launcher = run_config, batches, texts, launcher
+    def __init__(self, run_config, batches, texts, launcher, known):
+        self.run_config, self.batches, self.texts, self.launcher, self.known = (
+            run_config,
+            batches,
+            texts,
+            launcher,
+            known,
+        )
 
     @contextmanager
-    def opened(
-        self, case: str, *keys: str, ranks: int = 1, timeout: float = 60.0, launcher: Any = None, sequence: int = 1
-    ) -> Iterator[tuple[Trainer, LocalTrainer]]:
+    def opened(self, case, *keys, ranks=1, timeout=60.0, launcher=None, sequence=1):
         """A trainer of so many ranks, and rank 0's own. launcher: starts the ranks, instead of processes."""
         config, started_by = self.run_config(*keys_of(case), *keys), launcher or self.launcher
         lanes = LANES if case in CASES else LANES_OF_ALL_WEIGHTS
@@ -190,18 +189,19 @@ class Bench:
             finally:
                 self.launcher.release()
 
-    def alone(self, case: str) -> Trained:
-        """What one process leaves that does all lanes; it has learned something."""
+    def alone(self, case):
+        """What one process leaves that does all lanes, computed once; it has learned something."""
+        if case in self.known:
+            return self.known[case]
         with self.opened(case) as (trainer, local):
             before = flat(local, local.state())
             trained = train(trainer, local, case, self.batches)
         assert not all(torch.equal(t, trained.tensors[n]) for n, t in before.items() if n.startswith("policy/"))
         assert all(step["kl/teacher"] > 1e-4 for step in trained.metrics if case.startswith("opd"))
+        self.known[case] = trained
         return trained
 
-    def check(
-        self, case: str, *keys: str, ranks: int = 2, timeout: float = 60.0, before: Callable[[], None] = lambda: None
-    ) -> None:
+    def check(self, case, *keys, ranks=2, timeout=60.0, before=lambda: None):
         """So many ranks leave what one process leaves, if `before` is called once they are there."""
         expected = self.alone(case)
         with self.opened(case, *keys, ranks=ranks, timeout=timeout) as (trainer, local):
@@ -212,9 +212,15 @@ class Bench:
             assert_same(train(trainer, local, case, self.batches), expected)
 
 
+@pytest.fixture(scope="module")
+def known():
+    """{case: what one process leaves}"""
+    return {}
+
+
 @pytest.fixture
-def bench(run_config, batches, texts, launcher):
-    return Bench(run_config, batches, texts, launcher)
+def bench(run_config, batches, texts, launcher, known):
+    return Bench(run_config, batches, texts, launcher, known)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +286,7 @@ def test_ranks_without_rows_wait_for_the_others(bench):
     zero_gradient_B = torch.ones(12, dtype=torch.bool)
     zero_gradient_B[0] = False
 
-    def one_update(trainer: Trainer, local: LocalTrainer) -> Trained:
+    def one_update(trainer, local):
         credited = algorithm.credit(trainer.annotate(batch, zero_gradient_B))
         metrics = trainer.update(algorithm, credited, zero_gradient_B, 0)
         return Trained(metrics=[metrics], tensors=flat(local, trainer.state()))
@@ -372,7 +378,7 @@ POINTS = {
 def test_a_rank_that_dies_or_hangs_costs_no_step_and_no_bit(point, number, bench, monkeypatch, capsys):
     started, is_stopped = bench.launcher.started, number == signal.SIGSTOP
 
-    def fails() -> None:
+    def fails():
         at_call(monkeypatch, POINTS[point], lambda: os.kill(started[0].pid, number))
 
     keys = SHARDED if point.startswith("layer") else ()
@@ -388,10 +394,10 @@ def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(b
     """The connection of the exchange is lost long before."""
     call = ProcessWorker.call
 
-    def told_late(worker: ProcessWorker, *args: Any, **kwargs: Any) -> Future[Any]:
+    def told_late(worker, *args, **kwargs):
         shown: Future[Any] = Future()
 
-        def tell(future: Future[Any]) -> None:
+        def tell(future):
             if (error := future.exception()) is None:
                 shown.set_result(future.result())
             else:
@@ -400,7 +406,7 @@ def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(b
         call(worker, *args, **kwargs).add_done_callback(tell)
         return shown
 
-    def fails() -> None:
+    def fails():
         monkeypatch.setattr(ProcessWorker, "call", told_late)
         monkeypatch.setattr(ranked_trainer, "GRACE_S", 0.1)
         at_call(monkeypatch, POINTS["update"], lambda: os.kill(bench.launcher.started[0].pid, signal.SIGKILL))
@@ -414,7 +420,7 @@ def at_call(monkeypatch, place, happens):
     owner, name, due = place
     original, count = getattr(owner, name), 0
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args, **kwargs):
         nonlocal count
         count += 1
         if count == due:
@@ -437,29 +443,29 @@ class Failing:
 
     address = "127.0.0.1"
 
-    def __init__(self, folder: Path, raised: Exception | None = None) -> None:
+    def __init__(self, folder, raised=None):
         self.log, self.raised, self.num_started, self.num_killed = folder / "rank-1.log", raised, 0, 0
         self.log.write_text("the last words\n")
         self.name = "rank-1"
 
-    def start(self, spec: WorkerSpec) -> Failing:
+    def start(self, spec):
         self.num_started += 1
         return self
 
-    def share(self, value: Any) -> Any:
+    def share(self, value):
         return value
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call(self, method, *args, **kwargs):
         future: Future[Any] = Future()
         future.set_exception(
             self.raised or WorkerError("rank-1 was killed by SIGKILL; its last lines:\nthe last words")
         )
         return future
 
-    def kill(self) -> None:
+    def kill(self):
         self.num_killed += 1
 
-    def close(self) -> None:
+    def close(self):
         """Nothing to end."""
 
 

@@ -1,9 +1,7 @@
 """Layers divided among ranks: what is computed with them is what a whole base gives, and every wait has an end."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from in_one_test import each
 from met_ranks import together
 from slow_cases import slow
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import rlft
 from rlft.config.model import KernelChoice
@@ -21,8 +19,7 @@ from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import Backbone, decoder_layers
 from rlft.model.kernels import selection
 from rlft.system.process.running_time import in_background
-from rlft.trainer.local import LocalTrainer
-from rlft.trainer.ranks import Exchange, LaneShare, RanksError
+from rlft.trainer.ranks import LaneShare, RanksError
 from rlft.trainer.sharded_base import ShardedLayers
 
 LANES, LAYERS = 4, 5
@@ -62,10 +59,8 @@ def opened(run_config, backbone, monkeypatch):
     """Opens the trainer of a rank as its process does, on the random model with these kernels."""
 
     @contextmanager
-    def open_one(
-        rank: int, ranks: int, exchange: Exchange | None, kernels: str, checkpointing: bool, sharded: bool = True
-    ) -> Iterator[LocalTrainer]:
-        def load(*_: Any, adopt: None, sharded: ShardedLayers | None) -> Backbone:
+    def open_one(rank, ranks, exchange, kernels, checkpointing, sharded=True):
+        def load(*_, adopt, sharded):
             model = random_model()
             if sharded is not None:
                 sharded.adopt(model, CPU)
@@ -183,7 +178,7 @@ def test_ranks_may_need_layers_in_any_order_and_number(met):
     for sharded, _ in bases:
         sharded.drop_copies()
 
-    def walk(sharded: ShardedLayers, model: PreTrainedModel, exchange: Exchange, order: list[int]) -> int:
+    def walk(sharded, model, exchange, order):
         with sharded.passes(exchange), torch.no_grad():
             for index in order:
                 layer = decoder_layers(model)[index]
@@ -205,7 +200,7 @@ def test_the_next_layer_begins_to_arrive_before_this_one_is_computed_and_is_awai
     forward."""
     x = torch.ones(1, 3, 16, dtype=torch.float64)
 
-    def work(model: PreTrainedModel) -> list[Tensor]:
+    def work(model):
         found = []
         for scale in (1.0, 2.0):
             inputs = (scale * x).requires_grad_()
@@ -219,7 +214,7 @@ def test_the_next_layer_begins_to_arrive_before_this_one_is_computed_and_is_awai
     expected = work(random_model())
     exchanges, bases = met(ranks) if ranks > 1 else [None], [adopted(rank, ranks) for rank in range(ranks)]
 
-    def of_rank(rank: int) -> tuple[list[tuple[str, int]], list[Tensor]]:
+    def of_rank(rank):
         sharded, model = bases[rank]
         events = recorded(sharded, model)
         if checkpointing:
@@ -242,15 +237,15 @@ def recorded(sharded, model):
     events: list[tuple[str, int]] = []
     send, copy, finish = sharded._send, sharded._copy, sharded._finish
 
-    def sent(exchange: Any, index: int, **settings: Any) -> None:
+    def sent(exchange, index, **settings):
         events.append(("begin", index))
         send(exchange, index, **settings)
 
-    def copied(index: int) -> None:
+    def copied(index):
         events.append(("begin", index))
         copy(index)
 
-    def finished() -> None:
+    def finished():
         if sharded._arriving is not None:
             events.append(("end", last_begun(events)))
         finish()
@@ -286,6 +281,7 @@ def test_alone_a_rank_has_the_layers_of_others_from_main_memory():
             model(ids)
 
 
+@pytest.mark.usefixtures("soon_closed")
 def test_a_rank_that_stays_away_is_waited_for_until_the_limit(met):
     """In a forward, in a backward, and at the end of a rank's own passes; and then passes can be made anew."""
     sharded, model = adopted(0, 2)
@@ -298,22 +294,23 @@ def test_a_rank_that_stays_away_is_waited_for_until_the_limit(met):
     assert model(torch.arange(1, 9)[None]).logits.isfinite().all()
 
 
+@pytest.mark.usefixtures("soon_closed")
 def test_a_rank_that_leaves_in_a_backward_is_missed_there(met):
     (sharded, model), (other, other_model) = (adopted(rank, 2) for rank in range(2))
     first, second = met(2, timeout=0.5)
     x = torch.ones(1, 3, 16, dtype=torch.float64, requires_grad=True)
 
-    def forward(model: PreTrainedModel) -> Tensor:
+    def forward(model):
         return model(inputs_embeds=x).logits.sum()
 
-    def leaves() -> None:
+    def leaves():
         with other.passes(second):
             forward(other_model)
             raise ZeroDivisionError
 
     gone = in_background(leaves)
 
-    def goes_on() -> None:
+    def goes_on():
         with sharded.passes(first):
             loss = forward(model)
             with pytest.raises(ZeroDivisionError):

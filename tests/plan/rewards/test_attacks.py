@@ -68,7 +68,7 @@ def test_each_kind_of_text_stands_once_and_only_gold_answers_are_the_gold(gold):
 
 
 def test_texts_that_are_the_same_for_all_rows_are_left_out_where_they_say_the_answer():
-    def kinds(gold: str) -> list[str]:
+    def kinds(gold):
         return [attack.kind for attack in attacks(aim(gold)) if attack.family in (Family.judge, Family.names)]
 
     assert {"a rating", "as a word"} <= {*kinds("41")}

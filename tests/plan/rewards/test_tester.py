@@ -33,7 +33,7 @@ from rlft.reward.workers.reward_spec import RewardSpec, specs
 from rlft.system.terminal import Status
 from rlft.tokens.plain import PlainText
 from rlft.tokens.text import turn_ends
-from rlft.types import Group, Prompt, Sampling, UserError
+from rlft.types import Prompt, Sampling, UserError
 from tests.helpers.family_tokenizers import family_tokenizer
 
 TOKENIZER = family_tokenizer("qwen2.5")
@@ -157,7 +157,7 @@ def test_the_cheapest_text_is_the_shortest_with_the_full_reward(monkeypatch):
 
 @each("number", [0, 1, 2])
 def test_a_reward_that_reads_one_word_of_an_answer_is_wrong(number, monkeypatch):
-    def score(text: str, gold: str, question: str) -> float:
+    def score(text, gold, question):
         said = re.search("<answer>(.*)</answer>", text)
         due = gold.split()
         return float(said is not None and due[min(number, len(due) - 1)] in said[1].split())
@@ -196,7 +196,7 @@ def test_a_failure_that_on_error_settles_is_a_limit(monkeypatch):
 def test_verdicts_are_made_of_what_was_tried_however_soon_the_time_is_over(monkeypatch):
     now = 0.0
 
-    def slow(text: str, gold: str, question: str) -> float:
+    def slow(text, gold, question):
         nonlocal now
         now += 1.0
         return faulty_rewards.sound(text, gold, question)
@@ -218,7 +218,7 @@ def test_verdicts_are_made_of_what_was_tried_however_soon_the_time_is_over(monke
 
 @each("size", [1, 8])  # 8: the group of the run, and no completion alone
 def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(size, monkeypatch):
-    def hang(group: Group) -> list[float]:
+    def hang(group):
         while len(group.rollouts) >= size:
             time.sleep(0.01)
         return faulty_rewards.RIGHT(group)
@@ -230,7 +230,7 @@ def test_a_reward_that_exceeds_the_runs_time_limit_on_right_answers_is_wrong(siz
 
 
 def test_a_reward_that_fails_on_a_group_or_on_a_completion_alone_is_told_from_one_that_fails(monkeypatch):
-    def relative(group: Group) -> list[float]:
+    def relative(group):
         scores = faulty_rewards.RIGHT(group)
         return [(score - fmean(scores)) / stdev(scores) for score in scores]  # of one score there is no deviation
 
@@ -264,7 +264,7 @@ def test_the_sign_of_a_weight_turns_scores_round_and_a_weight_of_0_makes_no_faul
 
 
 def test_a_plan_calls_rules_of_our_own_alone(monkeypatch):
-    def never(group: Group) -> list[float]:
+    def never(group):
         raise AssertionError("it was called")
 
     own = configured("reward=[exact_match,format]")
@@ -302,7 +302,7 @@ def test_rows_without_a_reference_answer_are_tried_on_what_answers_nothing(monke
 def test_special_tokens_that_a_tokenizer_cannot_read_as_text_are_left_out(monkeypatch):
     said = PlainText.ids_said
 
-    def refusing(text: PlainText, texts: list[str]) -> list[list[int]]:
+    def refusing(text, texts):
         if any("<|" in each for each in texts):
             raise UserError("model.path", "its tokenizer makes a special token of a text", remedy="use another model")
         return said(text, texts)

@@ -27,7 +27,7 @@ def test_a_pause_uses_up_no_time(monkeypatch):
     real, jump = time.monotonic, [0.0]
     monkeypatch.setattr("rlft.system.process.running_time.time.monotonic", lambda: real() + jump[0])
 
-    def paused() -> str:
+    def paused():
         time.sleep(0.25)  # once the clock has begun
         jump[0] = 3600.0
         time.sleep(0.3)
@@ -39,14 +39,14 @@ def test_a_pause_uses_up_no_time(monkeypatch):
 def test_a_call_ends_once_its_processor_time_is_used_up_in_any_thread():
     outcomes = []
 
-    def count_for_ever() -> None:
+    def count_for_ever():
         while True:
             try:
                 sum(range(1000))
             except Exception:  # a library that goes on whatever happens
                 continue
 
-    def call() -> None:
+    def call():
         begun = time.thread_time()
         try:
             within_processor_time(0.2, count_for_ever)

@@ -157,7 +157,7 @@ def goal(tmp_path_factory):
 def without(*options):
     """Leaves options of bubblewrap's out, the last of each, with as many arguments as are given in a text."""
 
-    def left_out(command: list[str]) -> list[str]:
+    def left_out(command):
         for option in options:
             words = option.split(" ")
             at = next(i for i in reversed(range(len(command))) if command[i : i + len(words)] == words)
@@ -168,7 +168,7 @@ def without(*options):
 
 
 def with_(*options):
-    def added(command: list[str]) -> list[str]:
+    def added(command):
         at = len(command) - 1 - command[::-1].index("--remount-ro")
         return [*command[:at], *options, *command[at:]]
 
