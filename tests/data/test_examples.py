@@ -266,13 +266,11 @@ def test_turns_that_a_template_refuses_or_drops_a_part_of_are_learned_as_texts()
     tokenizer = with_attributes(tokenizer, chat_template=refusing + str(tokenizer.chat_template))
     [turn], note = turns_of([(ASKED, "no")], tokenizer, "chat", "demonstrations")
     assert tokenizer.decode(list(turn)) == "no<|im_end|>"
-    assert note is not None
     assert "it refuses them (not this)" in note
     tokenizer = shaped_tokenizer("a prompt that opens thinking")
     for said in ("<think>\n2 + 3</think>5", "2 + 3</think>5"):
         [turn], note = turns_of([(ASKED, said)], tokenizer, "chat", "demonstrations")
         assert tokenizer.decode(list(turn)) == "2 + 3</think>5<|end_of_sentence|>"
-        assert note is not None
         drops = "1 of 1 demonstrations are not learned as the chat template writes them: it drops a part of their text"
         assert note.startswith(drops)
     [turn], note = turns_of([(ASKED, "2 + 3</think>5")], tokenizer, "raw", "demonstrations")

@@ -95,7 +95,6 @@ def test_a_call_is_answered_and_the_ids_are_those_of_the_templates_conversation(
     [made] = first.calls
     assert (made.name, made.arguments, made.answer, made.failed) == ("add", '{"a": 2, "b": 3}', "5", False)
     assert (last.end, last.text, last.calls) == (len(completion.token_ids), "It is 5.", ())
-    assert completion.mask is not None
     assert completion.mask[first.end - 1]
     assert not completion.mask[first.end]
 
@@ -348,7 +347,6 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_read_it_first():
     transcript.add([13, 14], [-1.0] * 2)
     transcript.note_experts(noted(1, 7))
     assert transcript.token_ids == [10, 11, 12, 12, 3, 13, 14]
-    assert transcript.experts is not None
     assert transcript.experts[:, 0, 0].tolist() == [0, 0, 0, 0, 255, 1, 1, 1, 255]
 
 

@@ -37,7 +37,6 @@ def test_a_plan_shows_a_call_and_its_answer_as_the_policy_will_read_them(syntax)
 def test_a_plan_names_an_environment_that_cannot_begin():
     environment = ToolClass(**LIMITS, factory="conversation_tools.Counter", reward="get_reward")
     tried = try_environment(environment, TOKENIZER, prompt(start="none"))
-    assert tried.error is not None
     assert "cannot begin a conversation of prompt 'p'" in tried.error
 
 
@@ -58,7 +57,6 @@ def test_a_plan_has_an_agent_play_once_and_a_chat_has_none():
     failing = try_environment(Endpoint(**keys, agent="endpoint_agents.misbehaves"), TOKENIZER, prompt(how="raise"))
     assert failing.failed == ["raised"]
     mute = try_environment(Endpoint(**keys, agent="endpoint_agents.misbehaves"), TOKENIZER, prompt(how="mute"))
-    assert mute.error is not None
     assert "none of 1 agents has asked the policy anything" in mute.error
     words = ["environment=endpoint", "environment.agent=endpoint_agents.talks"]
     assert chat.read(compose([*BARE, *words]), raw=True).parts is None

@@ -10,6 +10,7 @@ from in_one_test import each
 from rlft.environment.protocol import Checker, Malformed
 from rlft.environment.tools import schema_of
 from rlft.types import UserError
+from tests.environment.test_tools import add
 
 WRONG = {
     "integer": ["1", 1.5, True, None, [1], {}],
@@ -148,18 +149,6 @@ def test_what_a_schema_cannot_be_checked_for_is_told_as_malformed():
         checker_of({"$ref": "#/$defs/x"}, **{"$defs": {"x": {"$ref": "#/$defs/x"}}}).checked("f", {"a": 1})
     with pytest.raises(Malformed, match="nested too deep or too large"):
         checker_of({"type": "integer", "multipleOf": 0.5}).checked("f", {"a": 10**400})
-
-
-def add(a: int, b: int, how: str | None = None, *rest: int) -> str:
-    """Adds.
-
-    Args:
-        a: one
-        b: other
-        how: how
-        rest: more
-    """
-    return f"{a + b} {rest} {how}"
 
 
 @each(("arguments", "passes"), [({"a": 1, "b": 2}, 1), ({"a": 1.0, "b": 2}, 2), ({"a": 1, "b": 2.0, "how": None}, 2)])

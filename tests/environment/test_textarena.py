@@ -46,7 +46,6 @@ def test_an_opponent_moves_between_the_policys_turns(player):
     assert f"You are Player {player} in Tic Tac Toe" in text
     assert ("[Player" in text) == bool(player), "player 0 has moved before player 1 is asked"
     # The opponent fills cells from the first on, and so has won before the policy, which fills them from the last.
-    step = None
     for _ in range(5):
         free = text.rsplit("Available Moves: ", 1)[1].split("'")[1::2]
         step = match.step(free[-1])
@@ -54,7 +53,6 @@ def test_an_opponent_moves_between_the_policys_turns(player):
         if step.done:
             break
         text = step.observation
-    assert step is not None
     assert step.done
     assert step.reward in (-1.0, 0.0, 1.0)
     assert step.observation

@@ -66,7 +66,6 @@ def follow(family, role, system, turns):
     messages.append(said(family, "done", False))
     whole = ids_of_template(family, messages, tools, start=False)
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>"])
-    assert isinstance(ends, list)
     ends = [end for end in ends if end not in (None, tokenizer.unk_token_id)]
 
     def to_its_end(start):

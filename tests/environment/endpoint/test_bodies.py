@@ -102,7 +102,6 @@ def known(level):
 def fields_of_vllm(path, name):
     """{field of a class of vLLM: (whether its default is written there, its default)}; vLLM is not imported."""
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None
     tree = ast.parse((Path(str(spec.origin)).parent / path).read_text())
     [made] = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name]
     found = {}

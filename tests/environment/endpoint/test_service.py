@@ -77,25 +77,22 @@ def test_texts_are_continued_and_scored_as_the_trainer_scores_them(serve, backbo
     client = served.client()
     scored = client.completions.create(model="policy", prompt=texts, echo=True, logprobs=1, max_tokens=0)
     row_ids = [token for row in ids for token in row]
-    assert scored.usage is not None
     assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (len(row_ids), 0)
     expected_BT = roles.logprobs(make_batch([(i, row[:1], row[1:]) for i, row in enumerate(ids)]), None)
     for choice, text, row, expected_T in zip(scored.choices, texts, ids, expected_BT, strict=True):
         assert (choice.text, choice.finish_reason) == (text, "length")
         found = choice.logprobs
-        assert found is not None
-        assert found.token_logprobs is not None
-        assert "".join(found.tokens or []) == text
-        assert found.text_offset == [len("".join((found.tokens or [])[:i])) for i in range(len(row))]
-        assert (found.token_logprobs[0], (found.top_logprobs or [0])[0]) == (None, None)
+        assert "".join(found.tokens) == text
+        assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(len(row))]
+        assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
         expected_T = expected_T[1 : len(row)].detach()
         torch.testing.assert_close(torch.tensor(found.token_logprobs[1:]), expected_T, rtol=0, atol=1e-4)
         # The most likely token of each place is there, and is the token itself where decoding is greedy.
         with torch.no_grad():
             logits = backbone.model(torch.tensor([row])).logits[0, :-1].float().log_softmax(-1)
-        for place, top in enumerate((found.top_logprobs or [])[1:]):
+        for place, top in enumerate(found.top_logprobs[1:]):
             best = tokenizer.decode([int(logits[place].argmax())])
-            assert top.keys() == {best, (found.tokens or [])[place + 1]}
+            assert top.keys() == {best, found.tokens[place + 1]}
             assert max(top.values()) == pytest.approx(float(logits[place].max()), abs=1e-4)
     wish = {"max_tokens": 5, "seed": 3, "n": 2}
     choices = served.post(COMPLETIONS, {"prompt": ids, "logprobs": 1, **wish}).json()["choices"]

@@ -139,7 +139,6 @@ def parent(begin):
     def start(body):
         rewards = {"naughty": {"_target_": "naughty.naughty", "weight": 1.0}}
         job = begin(rewards, source=f"{SCRIPT}{WARM}{body}\n", workers=2, limit_s=60.0)
-        assert job.process.stdout is not None
         assert job.process.stdout.readline() == "up\n"
         return job
 
