@@ -16,9 +16,11 @@ def child(*_, **__):
     raise Imported("in a child")
 
 forbid("torch", "transformers")
+import composed_once
 import rlft.commands.doctor.command
 from rlft import cli
 rlft.commands.doctor.command.run_checks = child
+composed_once.install()
 for typed in json.loads(sys.stdin.read()):
     path, written = list(sys.path), StringIO()
     with redirect_stderr(written), redirect_stdout(written):
