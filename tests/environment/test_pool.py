@@ -24,7 +24,7 @@ def job(key, text, tool="say", left_s=60.0):
     return Job(key=key, orders=[Order(kind="call", seed=0, name=tool, values=values)], left_s=left_s)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool():
     with closing(EnvironmentPool(replace(TOOLS, workers=2))) as opened:
         yield opened

@@ -8,6 +8,8 @@ from rlft.reward.reasoning_gym import score
 from rlft.reward.workers.scorer import Scorer, specs
 from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Split, UserError
 
+pytestmark = pytest.mark.usefixtures("gym_here")
+
 
 def load(task, **options):
     keys = {"size": 4, "held_out_size": 1, "seed": 0, "system_prompt": None, "prompt_template": "{question}"}
@@ -25,7 +27,6 @@ def reward():
     return specs(compose(["reward=reasoning_gym"])["reward"])["reasoning_gym"].build()
 
 
-@pytest.mark.usefixtures("gym_here")
 @pytest.mark.parametrize("task", ["chain_sum", "gsm_symbolic", "countdown", "spell_backward"])
 def test_the_reference_answer_is_right_and_no_answer_is_worth_nothing(reward, task):
     for prompt in load(task):
@@ -33,7 +34,6 @@ def test_the_reference_answer_is_right_and_no_answer_is_worth_nothing(reward, ta
         assert reward(group(prompt, right, "no tags", f"{prompt.answer}", "")) == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.usefixtures("gym_here")
 def test_a_verifier_accepts_another_right_answer_than_the_reference(reward):
     # countdown asks for any expression over the numbers that reaches the target; white space makes it another text.
     prompt = load("countdown")[0]
@@ -41,7 +41,6 @@ def test_a_verifier_accepts_another_right_answer_than_the_reference(reward):
     assert reward(group(prompt, other)) == [1.0]
 
 
-@pytest.mark.usefixtures("gym_here")
 def test_an_answer_of_thousands_of_characters_is_scored(reward):
     # Seven disks take at least 2 ** 7 - 1 = 127 moves of some 30 characters.
     prompt = max(load("tower_of_hanoi", min_disks=7, max_disks=9, min_pegs=3, max_pegs=4), key=lambda p: len(p.answer))
@@ -49,12 +48,10 @@ def test_an_answer_of_thousands_of_characters_is_scored(reward):
     assert reward(group(prompt, f"<answer>{prompt.answer}</answer>")) == [1.0]
 
 
-@pytest.mark.usefixtures("gym_here")
 def test_options_reach_the_verifier(reward):
     assert reward(group(load("chain_sum", min_terms=2, max_terms=2)[0], "<answer>x</answer>"))[0] < 1.0
 
 
-@pytest.mark.usefixtures("gym_here")
 def test_a_worker_process_can_score():
     prompt = load("gsm_symbolic")[0]  # its metadata hold fractions
     with closing(Scorer(specs(compose(["reward=reasoning_gym"])["reward"]), 1, 120.0, "stop")) as scorer:
