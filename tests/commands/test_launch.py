@@ -27,17 +27,14 @@ RUN = Path("run")
 MORE, EVALUATE = "raise steps (rlft resume run steps=10)", "rlft eval run=run"
 
 
-@each(
-    ("command", "schedule", "remedy"),
-    [
-        ("train", "constant", f"{MORE}, or {EVALUATE}"),
-        ("sft", "constant", f"{MORE}, or {EVALUATE}"),
-        ("sft", "cosine", EVALUATE),  # every rate so far would have been another; without a checkpoint
-        ("rm", "constant", MORE),  # a reward model has nothing to sample
-        ("rm", "linear", "start another one"),
-        ("sample", None, "start another one"),
-    ],
-)
+@each(("command", "schedule", "remedy"), [
+    ("train", "constant", f"{MORE}, or {EVALUATE}"),
+    ("sft", "constant", f"{MORE}, or {EVALUATE}"),
+    ("sft", "cosine", EVALUATE),  # every rate so far would have been another; without a checkpoint
+    ("rm", "constant", MORE),  # a reward model has nothing to sample
+    ("rm", "linear", "start another one"),
+    ("sample", None, "start another one"),
+])  # fmt: skip
 def test_what_can_be_done_with_a_finished_run(command, schedule, remedy):
     assert after_the_end(commands.named(command), schedule, RUN, 5) == remedy
 
@@ -45,15 +42,12 @@ def test_what_can_be_done_with_a_finished_run(command, schedule, remedy):
 NOT_WRITTEN = "hydra.run.dir: cannot be written"
 
 
-@each(
-    ("place", "code", "line", "exit_code"),
-    [
-        ("pathlib.Path.rename", errno.EXDEV, f"{NOT_WRITTEN} (Invalid cross-device link), got run;", 2),
-        ("pathlib.Path.touch", errno.EROFS, f"{NOT_WRITTEN} (Read-only file system), got run;", 2),
-        ("pathlib.Path.touch", errno.ENOSPC, "stopped: the disk is full (No space left on device): ", 1),
-        ("os.fsync", errno.EIO, "stopped: the disk failed (Input/output error): ", 1),
-    ],
-)
+@each(("place", "code", "line", "exit_code"), [
+    ("pathlib.Path.rename", errno.EXDEV, f"{NOT_WRITTEN} (Invalid cross-device link), got run;", 2),
+    ("pathlib.Path.touch", errno.EROFS, f"{NOT_WRITTEN} (Read-only file system), got run;", 2),
+    ("pathlib.Path.touch", errno.ENOSPC, "stopped: the disk is full (No space left on device): ", 1),
+    ("os.fsync", errno.EIO, "stopped: the disk failed (Input/output error): ", 1),
+])  # fmt: skip
 def test_what_a_run_cannot_do_in_its_folder_is_known_before_it_begins(
     place, code, line, exit_code, here, monkeypatch, capsys
 ):

@@ -212,19 +212,16 @@ def test_every_key_of_a_composed_config_is_listed_with_a_meaning(command):
     assert [key for key in keys if not is_below(key, listed)] == []
 
 
-@each(
-    "pattern, lines",
-    [
-        ("trainer.lr", ["trainer.lr = 1.0e-5", "[configs/base/training.yaml: train"]),
-        ("algorithm.kl_c*", ["algorithm.kl_coef = ", "algorithm=grpo"]),
-        ("serve.port", ["serve.port = ", "configs/base/serve.yaml: rlft serve"]),
-        ("reward.code.*", ["reward.code.weight = ", "reward=code"]),
-        ("first steps in which only the critic", ["critic.warmup_steps = 0"]),
-        ("gradient_checkpointing", ["auto", "offload"]),
-        ("prompts.over_limit", ["drop | refuse"]),
-        ("algorithm", ["a group; its choices: a2c, "]),
-    ],
-)
+@each("pattern, lines", [
+    ("trainer.lr", ["trainer.lr = 1.0e-5", "[configs/base/training.yaml: train"]),
+    ("algorithm.kl_c*", ["algorithm.kl_coef = ", "algorithm=grpo"]),
+    ("serve.port", ["serve.port = ", "configs/base/serve.yaml: rlft serve"]),
+    ("reward.code.*", ["reward.code.weight = ", "reward=code"]),
+    ("first steps in which only the critic", ["critic.warmup_steps = 0"]),
+    ("gradient_checkpointing", ["auto", "offload"]),
+    ("prompts.over_limit", ["drop | refuse"]),
+    ("algorithm", ["a group; its choices: a2c, "]),
+])  # fmt: skip
 def test_a_pattern_chooses_keys_by_path_or_text(pattern, lines, ran, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     printed = ran(["keys", pattern]).out

@@ -108,15 +108,12 @@ def test_a_card_that_is_named_has_an_estimate_and_its_memory(no_weights, ran, ca
 POLICY, PROMPTS = {"base (frozen)", "policy (learns)"}, ["train prompts", "held out prompts"]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "parameters", "data"),
-    [
-        ("grpo_arithmetic", POLICY, PROMPTS),
-        slow("ppo_arithmetic", {*POLICY, "reference (does not learn)", "critic (learns)"}, PROMPTS),
-        ("sft_arithmetic", POLICY, ["demonstrations", "held-out demonstrations"]),
-        ("rm_arithmetic", {"base (frozen)", "reward (learns)"}, ["rankings", "held-out rankings"]),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "parameters", "data"), [
+    ("grpo_arithmetic", POLICY, PROMPTS),
+    slow("ppo_arithmetic", {*POLICY, "reference (does not learn)", "critic (learns)"}, PROMPTS),
+    ("sft_arithmetic", POLICY, ["demonstrations", "held-out demonstrations"]),
+    ("rm_arithmetic", {"base (frozen)", "reward (learns)"}, ["rankings", "held-out rankings"]),
+])  # fmt: skip
 def test_every_kind_of_run_is_planned_and_leaves_nothing(recipe, parameters, data, no_weights, capsys):
     found = planned(capsys, f"+recipe={recipe}")
     assert set(found["parameters"]) == parameters
@@ -205,19 +202,16 @@ def test_what_does_not_fit_is_told_with_keys_that_make_it_fit(no_weights, ran, c
 SAME, PLAIN = "tiles is the same as true", "model.kernels=plain"
 
 
-@each(
-    ("how", "word", "why"),
-    [
-        ("tiles", "lora.dropout=0.0", None),
-        ("tiles", "lora.dropout=0.1", f"lora.dropout is set; {SAME}"),
-        ("tiles", "lora.use_dora=true", f"lora.use_dora is set; {SAME}"),
-        ("tiles", "lora=null", f"all weights are trained; {SAME}"),
-        ("tiles", PLAIN, f"the layers of a qwen2 are not fused; {SAME}"),
-        ("offload", PLAIN, "the layers of a qwen2 are not fused; offload keeps their inputs in main memory and nothing "
-         "else"),
-        ("true", PLAIN, None),
-    ],
-)  # fmt: skip
+@each(("how", "word", "why"), [
+    ("tiles", "lora.dropout=0.0", None),
+    ("tiles", "lora.dropout=0.1", f"lora.dropout is set; {SAME}"),
+    ("tiles", "lora.use_dora=true", f"lora.use_dora is set; {SAME}"),
+    ("tiles", "lora=null", f"all weights are trained; {SAME}"),
+    ("tiles", PLAIN, f"the layers of a qwen2 are not fused; {SAME}"),
+    ("offload", PLAIN, "the layers of a qwen2 are not fused; offload keeps their inputs in main memory and nothing "
+     "else"),
+    ("true", PLAIN, None),
+])  # fmt: skip
 def test_a_note_says_where_mlps_have_no_tiles(how, word, why, no_weights, capsys):
     keys = ("device_memory=24GiB", "generation=transformers", "model.dtype=float32", word)
     found = planned(capsys, *ON_A_GPU, *keys, f"model.gradient_checkpointing={how}")
@@ -253,13 +247,10 @@ def test_vllm_on_another_gpu_takes_nothing_of_the_trainers(keys, no_weights, cap
     assert found["peak"] == found["peak_without_engine"]
 
 
-@each(
-    ("who", "share", "keys"),
-    [
-        ("engine", "generation.vllm.gpu_memory_utilization", ("generation=vllm",)),
-        ("teacher", "snapshot.teacher_gpu_memory_utilization", (*TEACHER, "generation=transformers")),
-    ],
-)
+@each(("who", "share", "keys"), [
+    ("engine", "generation.vllm.gpu_memory_utilization", ("generation=vllm",)),
+    ("teacher", "snapshot.teacher_gpu_memory_utilization", (*TEACHER, "generation=transformers")),
+])  # fmt: skip
 def test_a_share_in_which_vllm_does_not_start_is_told_with_one_in_which_it_does(
     who, share, keys, no_weights, ran, capsys
 ):
@@ -391,19 +382,15 @@ def test_lengths_are_summed_up():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "fresh"),
-    [
-        ("+recipe=grpo_arithmetic", False),
-        ("+recipe=ppo_arithmetic token_budget=4000 steps=2", True),
-        ("+recipe=grpo_arithmetic token_budget=16000 group_size=16 prompts_per_step=16", False),
-        ("+recipe=grpo_arithmetic prompts_per_step=2 eval.num_samples=6 generation.max_tokens=400", False),
-        ("+recipe=grpo_arithmetic lora.use_dora=true lora.dropout=0.1", True),
-        ("+recipe=grpo_arithmetic algorithm.kl_coef=0.1 algorithm.kl_estimator=exact snapshot.reference=base "
-         "token_budget=4000", False),
-    ],
-    ids=["grpo", "ppo", "large micro-batches", "large evaluation", "DoRA with dropout", "exact KL"],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "fresh"), [
+    ("+recipe=grpo_arithmetic", False),
+    ("+recipe=ppo_arithmetic token_budget=4000 steps=2", True),
+    ("+recipe=grpo_arithmetic token_budget=16000 group_size=16 prompts_per_step=16", False),
+    ("+recipe=grpo_arithmetic prompts_per_step=2 eval.num_samples=6 generation.max_tokens=400", False),
+    ("+recipe=grpo_arithmetic lora.use_dora=true lora.dropout=0.1", True),
+    ("+recipe=grpo_arithmetic algorithm.kl_coef=0.1 algorithm.kl_estimator=exact snapshot.reference=base "
+     "token_budget=4000", False),
+], ids=["grpo", "ppo", "large micro-batches", "large evaluation", "DoRA with dropout", "exact KL"])  # fmt: skip
 def test_the_peak_is_within_15_percent_of_a_runs(words, fresh, forks, tmp_path):
     """A rehearsal takes the longest rows, so that even short completions leave the planned peak.
 

@@ -254,16 +254,13 @@ def test_the_page_ranks_skips_and_undoes(serve):
     assert server.rankings.file.read_bytes() == b""
 
 
-@each(
-    ("error", "said"),
-    [
-        (ValueError("of no kind that was foreseen"), "ValueError: of no kind that was"),
-        (PermissionError(13, "not yours"), "PermissionError: [Errno 13] not yours; "),
-        (BrokenPipeError(32, "a closed browser"), None),
-        (ConnectionResetError(104, "a closed browser"), None),
-        (TimeoutError("a browser that sends no more"), None),
-    ],
-)
+@each(("error", "said"), [
+    (ValueError("of no kind that was foreseen"), "ValueError: of no kind that was"),
+    (PermissionError(13, "not yours"), "PermissionError: [Errno 13] not yours; "),
+    (BrokenPipeError(32, "a closed browser"), None),
+    (ConnectionResetError(104, "a closed browser"), None),
+    (TimeoutError("a browser that sends no more"), None),
+])  # fmt: skip
 def test_an_unexpected_error_is_said_and_a_closed_browser_is_not(error, said, serve, monkeypatch, capsys):
     def fail(request):
         raise error
@@ -279,17 +276,14 @@ def test_an_unexpected_error_is_said_and_a_closed_browser_is_not(error, said, se
     assert ask(server, {})[0] == 200, "the next request is answered"
 
 
-@each(
-    "request_",
-    [
-        {"number": 1, "scores": [0, 1, 2]},  # of another window
-        *({"number": 0, "scores": scores} for scores in (
-            [0, 1], [0, 1, 3], [1, 1, 2], [0, True, 1], [0.0, 1, 2], ["0", 1, 2], [], {},
-        )),
-        {"number": 0}, {"number": "0", "scores": None}, {"number": 0, "undo": 1}, {"scores": None}, [], None,
-        b"{", b"\xff", b"", b"[" * MAX_BODY_BYTES,
-    ],
-)  # fmt: skip
+@each("request_", [
+    {"number": 1, "scores": [0, 1, 2]},  # of another window
+    *({"number": 0, "scores": scores} for scores in (
+        [0, 1], [0, 1, 3], [1, 1, 2], [0, True, 1], [0.0, 1, 2], ["0", 1, 2], [], {},
+    )),
+    {"number": 0}, {"number": "0", "scores": None}, {"number": 0, "undo": 1}, {"scores": None}, [], None,
+    b"{", b"\xff", b"", b"[" * MAX_BODY_BYTES,
+])  # fmt: skip
 def test_what_is_no_ranking_of_the_next_prompt_changes_nothing(request_, serve):
     server = serve(out=f"{abs(hash(str(request_)))}.jsonl")
     status, answer = ask(server, request_)
@@ -390,25 +384,22 @@ def test_a_kill_loses_no_ranking_and_ctrl_c_says_how_to_continue(tmp_path, write
     assert [(row["ranker"], row["scores"]) for row in rows] == [("anna", s) for s in ([2, 1, 0], [0, 1, 2], [0, 1, 2])]
 
 
-@each(
-    ("words", "refusal"),
-    [
-        ([], "samples: is missing; write rlft rank samples="),
-        (["samples=a.jsonl"], "out: is missing; "),
-        (["a.jsonl", "out=b.jsonl"], "rank: takes keys alone, got a.jsonl; "),
-        (["samples=none.jsonl", "out=b.jsonl"], "samples: there is no such file, got none.jsonl; "),
-        (["samples=pairs.jsonl", "out=b.jsonl"], "samples: pairs.jsonl:1: is no line of rlft sample; "),
-        (["samples=image.jsonl", "out=b.jsonl"], "samples: image.jsonl:1: its prompt has an image"),
-        (["samples=a.jsonl", "out=b.csv"], "out: must be a JSONL file, got b.csv; "),
-        (["samples=a.jsonl", "out=b.jsonl", "seed=-1"], "seed: must be a whole number, at least 0, got -1; "),
-        (["samples=a.jsonl", "out=b.jsonl", "sed=1"], "sed: is not a key of rlft rank, got 1; "),
-        (["agree=a.jsonl"], "agree: takes two files, got agree=a.jsonl; write rlft rank 'agree=[anna.jsonl,"),
-        (["agree=[a.jsonl,b.jsonl]", "seed=1"], "agree: takes two files, got"),
-        (["agree=[pairs.jsonl,none.jsonl]"], "agree: there is no such file, got none.jsonl; "),
-        (["agree=[pairs.jsonl,pairs.jsonl]"], "agree: line 1: no ranking of rlft rank, got pairs.jsonl; "),
-        (["agree=[one.jsonl,two.jsonl]"], "agree: no two answers were ranked by both; let both rank the same samples"),
-    ],
-)
+@each(("words", "refusal"), [
+    ([], "samples: is missing; write rlft rank samples="),
+    (["samples=a.jsonl"], "out: is missing; "),
+    (["a.jsonl", "out=b.jsonl"], "rank: takes keys alone, got a.jsonl; "),
+    (["samples=none.jsonl", "out=b.jsonl"], "samples: there is no such file, got none.jsonl; "),
+    (["samples=pairs.jsonl", "out=b.jsonl"], "samples: pairs.jsonl:1: is no line of rlft sample; "),
+    (["samples=image.jsonl", "out=b.jsonl"], "samples: image.jsonl:1: its prompt has an image"),
+    (["samples=a.jsonl", "out=b.csv"], "out: must be a JSONL file, got b.csv; "),
+    (["samples=a.jsonl", "out=b.jsonl", "seed=-1"], "seed: must be a whole number, at least 0, got -1; "),
+    (["samples=a.jsonl", "out=b.jsonl", "sed=1"], "sed: is not a key of rlft rank, got 1; "),
+    (["agree=a.jsonl"], "agree: takes two files, got agree=a.jsonl; write rlft rank 'agree=[anna.jsonl,"),
+    (["agree=[a.jsonl,b.jsonl]", "seed=1"], "agree: takes two files, got"),
+    (["agree=[pairs.jsonl,none.jsonl]"], "agree: there is no such file, got none.jsonl; "),
+    (["agree=[pairs.jsonl,pairs.jsonl]"], "agree: line 1: no ranking of rlft rank, got pairs.jsonl; "),
+    (["agree=[one.jsonl,two.jsonl]"], "agree: no two answers were ranked by both; let both rank the same samples"),
+])  # fmt: skip
 def test_a_mistake_is_refused(words, refusal, here, write_samples, ran):
     (here / "pairs.jsonl").write_text('{"prompt": "?", "chosen": "a", "rejected": "b"}\n')
     (here / "image.jsonl").write_text(write_samples(1).read_text().replace("Colour", "\ufffc"))

@@ -44,21 +44,17 @@ PAIRS = ("preferences.path=embedded:arithmetic-preferences", "max_completion_tok
 DEMONSTRATIONS = ("demonstrations.path=embedded:arithmetic-demonstrations", *PAIRS[1:])
 
 
-@pytest.mark.parametrize(
-    ("words", "runs"),
-    [
-        slow((*TRAIN, "hydra.run.dir=run"), 1),
-        (("plan", *TRAIN[1:]), 1),
-        slow(("eval", "model.path=embedded:tiny-arithmetic", "eval.num_prompts=2", *TRAIN[4:]), 1),
-        slow(("sample", "num_prompts=2", "n=2", "data.size=16", "data.held_out_size=4", *SAMPLES, *SMALL[1:2]), 1),
-        slow(("sft", *DEMONSTRATIONS, *SMALL[:-1], "scoring.workers=0"), 1),
-        slow(("rm", *PAIRS, *SMALL[:-1]), 1),
-        slow(("dpo", *PAIRS, *SMALL[:-1]), 1),
-        (("chat", "model.path=embedded:tiny-arithmetic", "generation.max_tokens=8", *SMALL[1:2]), 1),
-        slow((*TRAIN, "-m", "seed=0,1", "hydra.sweep.dir=sweep"), 2),
-    ],
-    ids=lambda value: value[0] + " -m" * ("-m" in value) if isinstance(value, tuple) else None,
-)
+@pytest.mark.parametrize(("words", "runs"), [
+    slow((*TRAIN, "hydra.run.dir=run"), 1),
+    (("plan", *TRAIN[1:]), 1),
+    slow(("eval", "model.path=embedded:tiny-arithmetic", "eval.num_prompts=2", *TRAIN[4:]), 1),
+    slow(("sample", "num_prompts=2", "n=2", "data.size=16", "data.held_out_size=4", *SAMPLES, *SMALL[1:2]), 1),
+    slow(("sft", *DEMONSTRATIONS, *SMALL[:-1], "scoring.workers=0"), 1),
+    slow(("rm", *PAIRS, *SMALL[:-1]), 1),
+    slow(("dpo", *PAIRS, *SMALL[:-1]), 1),
+    (("chat", "model.path=embedded:tiny-arithmetic", "generation.max_tokens=8", *SMALL[1:2]), 1),
+    slow((*TRAIN, "-m", "seed=0,1", "hydra.sweep.dir=sweep"), 2),
+], ids=lambda value: value[0] + " -m" * ("-m" in value) if isinstance(value, tuple) else None)  # fmt: skip
 def test_a_config_is_typed_once_and_a_plan_is_made_once_a_run(words, runs, counts, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert cli.run(words) == 0

@@ -31,30 +31,27 @@ def config(*keys):
 TOKENS = [(1,), (1,), (2,), (3,), (1,)]
 
 
-@each(
-    ("keys", "rewards", "places"),
-    [
-        (["dedupe=false"], [0, 0, 1, 1, 0], [0, 1, 2, 3, 4]),
-        (["dedupe=true"], [0, 0, 1, 1, 0], [0, 2, 3]),
-        # The first of the best; equal ones are not compared further.
-        (["keep=best"], [0, 0, 1, 1, 0], [2]),
-        (["keep=best", "dedupe=false"], [1, 1, 0, 0, 1], [0]),
-        (["keep=best"], [-3, -3, -2, -1, -3], [3]),
-        (["keep=best"], [0, 0, 0, 0, 0], [0]),
-        # At least min_reward: it is reached by being equal to it.
-        (["keep=above", "min_reward=1"], [1, 1, 0.5, 1.5, 1], [0, 3]),
-        (["keep=above", "min_reward=1", "dedupe=false"], [1, 1, 0.5, 1.5, 1], [0, 1, 3, 4]),
-        (["keep=above", "min_reward=2"], [1, 1, 0.5, 1.5, 1], []),
-        (["keep=above", "min_reward=-1"], [-1, -1, -1.5, 0, -1], [0, 3]),
-        # The best first, told in the order in which they were sampled.
-        (["max_per_prompt=2"], [0, 0, 2, 1, 0], [2, 3]),
-        (["max_per_prompt=2"], [1, 1, 0, 2, 1], [0, 3]),
-        (["max_per_prompt=2"], [1, 1, 1, 1, 1], [0, 2]),
-        (["max_per_prompt=9"], [0, 0, 2, 1, 0], [0, 2, 3]),
-        (["keep=above", "min_reward=1", "max_per_prompt=1"], [1, 1, 3, 2, 1], [2]),
-        (["keep=best", "max_per_prompt=3"], [1, 1, 3, 2, 1], [2]),
-    ],
-)
+@each(("keys", "rewards", "places"), [
+    (["dedupe=false"], [0, 0, 1, 1, 0], [0, 1, 2, 3, 4]),
+    (["dedupe=true"], [0, 0, 1, 1, 0], [0, 2, 3]),
+    # The first of the best; equal ones are not compared further.
+    (["keep=best"], [0, 0, 1, 1, 0], [2]),
+    (["keep=best", "dedupe=false"], [1, 1, 0, 0, 1], [0]),
+    (["keep=best"], [-3, -3, -2, -1, -3], [3]),
+    (["keep=best"], [0, 0, 0, 0, 0], [0]),
+    # At least min_reward: it is reached by being equal to it.
+    (["keep=above", "min_reward=1"], [1, 1, 0.5, 1.5, 1], [0, 3]),
+    (["keep=above", "min_reward=1", "dedupe=false"], [1, 1, 0.5, 1.5, 1], [0, 1, 3, 4]),
+    (["keep=above", "min_reward=2"], [1, 1, 0.5, 1.5, 1], []),
+    (["keep=above", "min_reward=-1"], [-1, -1, -1.5, 0, -1], [0, 3]),
+    # The best first, told in the order in which they were sampled.
+    (["max_per_prompt=2"], [0, 0, 2, 1, 0], [2, 3]),
+    (["max_per_prompt=2"], [1, 1, 0, 2, 1], [0, 3]),
+    (["max_per_prompt=2"], [1, 1, 1, 1, 1], [0, 2]),
+    (["max_per_prompt=9"], [0, 0, 2, 1, 0], [0, 2, 3]),
+    (["keep=above", "min_reward=1", "max_per_prompt=1"], [1, 1, 3, 2, 1], [2]),
+    (["keep=best", "max_per_prompt=3"], [1, 1, 3, 2, 1], [2]),
+])  # fmt: skip
 def test_what_is_kept_of_a_prompts_completions(keys, rewards, places):
     assert kept_indices(TOKENS, rewards, config(*keys)) == places
 

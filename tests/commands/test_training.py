@@ -38,14 +38,11 @@ def test_only_what_the_file_suffices_for_is_suggested(tmp_path):
     assert [command.split()[1] for command in commands(tmp_path, [[0.0, 1.0]] * 3)] == ["sft", "rm", "dpo"]
 
 
-@each(
-    ("learned", "data", "expected"),
-    [
-        ({"path": "embedded:arithmetic-demonstrations"}, None, ["eval", "chat", "train"]),
-        ({"path": "chats.jsonl"}, None, ["chat", "export"]),  # nothing is known of a task
-        ({"path": "chats.jsonl"}, "scored", ["eval", "chat", "export"]),
-    ],
-)
+@each(("learned", "data", "expected"), [
+    ({"path": "embedded:arithmetic-demonstrations"}, None, ["eval", "chat", "train"]),
+    ({"path": "chats.jsonl"}, None, ["chat", "export"]),  # nothing is known of a task
+    ({"path": "chats.jsonl"}, "scored", ["eval", "chat", "export"]),
+])  # fmt: skip
 def test_what_follows_a_run_fits_what_it_has_learned(monkeypatch, learned, data, expected):
     said = []
     monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))
@@ -64,15 +61,12 @@ def test_both_splits_have_a_question(number):
     assert number < 500 or fraction == HELD_OUT
 
 
-@each(
-    ("words", "last"),
-    [
-        ([], "plan"),
-        (["group_size=4", "lora=null"], "plan"),
-        (["model.path=mine"], "export"),
-        (["data=jsonl", "data.path=mine.jsonl", "name=mine"], "export"),
-    ],
-)
+@each(("words", "last"), [
+    ([], "plan"),
+    (["group_size=4", "lora=null"], "plan"),
+    (["model.path=mine"], "export"),
+    (["data=jsonl", "data.path=mine.jsonl", "name=mine"], "export"),
+])  # fmt: skip
 def test_what_follows_a_training_is_of_that_run(monkeypatch, words, last):
     said = []
     monkeypatch.setattr(summary, "print_summary", lambda folder, commands: said.extend(commands))

@@ -80,18 +80,15 @@ def test_a_series_that_goes_wrong_is_told(changes, steps, name, words):
     assert heard(alarms(f"alarms.{key}=null"), series(84, **changes)) == [], "and null turns it off"
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"kl__reference": lambda n: 0.6 if n % 5 else 0.1}, "never five in a row"),
-        ({"waste__zero_advantage_fraction": 0.95, "reward__std": 0.1}, "solved: nearly every reward is the same"),
-        ({"waste__zero_advantage_fraction": 1.0, "reward__std": 0.45}, "hints say that nothing is learned"),
-        ({"reward__format": lambda n: 1.0 if n > 1 else 0.9}, "it moved once, and is solved"),
-        ({"policy__grad_norm": lambda n: 0.3 if n < 10 else 0.25 if n == 60 else 0.01}, "no more than at the start"),
-        ({"length__mean": lambda n: 90.0 if n == 30 else 40.0}, "one long step"),
-        ({"loss__value": lambda n: 2.0 / n}, "a critic that learns"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"kl__reference": lambda n: 0.6 if n % 5 else 0.1}, "never five in a row"),
+    ({"waste__zero_advantage_fraction": 0.95, "reward__std": 0.1}, "solved: nearly every reward is the same"),
+    ({"waste__zero_advantage_fraction": 1.0, "reward__std": 0.45}, "hints say that nothing is learned"),
+    ({"reward__format": lambda n: 1.0 if n > 1 else 0.9}, "it moved once, and is solved"),
+    ({"policy__grad_norm": lambda n: 0.3 if n < 10 else 0.25 if n == 60 else 0.01}, "no more than at the start"),
+    ({"length__mean": lambda n: 90.0 if n == 30 else 40.0}, "one long step"),
+    ({"loss__value": lambda n: 2.0 / n}, "a critic that learns"),
+])  # fmt: skip
 def test_what_only_looks_like_it_is_not(changes, why):
     assert heard(alarms(), series(100, **changes)) == [], why
 
@@ -250,17 +247,14 @@ def test_a_lasting_trouble_is_told_again_after_a_hundred_steps_and_an_expected_z
 FALLING = {"policy__entropy": lambda s: 1.0 - 0.9 * s / 50, "length__truncated_fraction": lambda s: 0.33 / s}
 
 
-@each(
-    ("changes", "rewards", "why"),
-    [
-        ({}, (0.0, 1.0), "a healthy run"),
-        # Entropy falls to a tenth, one in three completions is still truncated at the start.
-        ({"reward__mean": lambda s: s / 50, **FALLING}, (0.0, 1.0), "it solves its task slowly"),
-        ({"length__truncated_fraction": lambda s: 1.0 if s % 3 else 0.0}, (0.0, 1.0), "two unlucky steps"),
-        ({}, (1.0, 1.0), "a critic learns from equal rewards: the share of zero advantages tells"),
-        ({"waste__zero_advantage_fraction": 1.0}, (1.0,), "groups of one are never equal"),
-    ],
-)
+@each(("changes", "rewards", "why"), [
+    ({}, (0.0, 1.0), "a healthy run"),
+    # Entropy falls to a tenth, one in three completions is still truncated at the start.
+    ({"reward__mean": lambda s: s / 50, **FALLING}, (0.0, 1.0), "it solves its task slowly"),
+    ({"length__truncated_fraction": lambda s: 1.0 if s % 3 else 0.0}, (0.0, 1.0), "two unlucky steps"),
+    ({}, (1.0, 1.0), "a critic learns from equal rewards: the share of zero advantages tells"),
+    ({"waste__zero_advantage_fraction": 1.0}, (1.0,), "groups of one are never equal"),
+])  # fmt: skip
 def test_what_is_no_trouble_is_not_told(changes, rewards, why, make_step):
     assert hear(make_step, 50, rewards=rewards, **changes) == [], why
 

@@ -146,13 +146,10 @@ def test_a_stream_without_unicode_gets_ascii():
     assert "0.500 +- 0.020" in output
 
 
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        ("interrupted", "interrupted after step 4 of 4"),
-        ("stopped: loss is \x1b[31mNaN", r"stopped after step 4 of 4, 0:00: loss is \x1b"),
-    ],
-)
+@pytest.mark.parametrize(("status", "words"), [
+    ("interrupted", "interrupted after step 4 of 4"),
+    ("stopped: loss is \x1b[31mNaN", r"stopped after step 4 of 4, 0:00: loss is \x1b"),
+])  # fmt: skip
 def test_the_last_line_says_how_it_ended(status, words):
     assert words in in_pipe(status=status).splitlines()[-1]
 

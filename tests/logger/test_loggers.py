@@ -197,16 +197,13 @@ def test_a_resume_keeps_the_lines_behind_a_damaged_one_and_says_which_it_was(mak
     assert steps_of(folder / "eval.jsonl") == [0, 4, 6, 8]
 
 
-@pytest.mark.parametrize(
-    ("number", "step", "told"),
-    [
-        (6, 6, ["line 6 (step 6) is damaged and left out", "there is no line of step 6"]),
-        (6, 5, []),  # is done again
-        (4, 2, []),
-        (1, 2, ["line 1 (step 1) is damaged and left out"]),
-        (None, 9, ["there is no line of steps 7 to 9"]),  # which a power cut took
-    ],
-)
+@pytest.mark.parametrize(("number", "step", "told"), [
+    (6, 6, ["line 6 (step 6) is damaged and left out", "there is no line of step 6"]),
+    (6, 5, []),  # is done again
+    (4, 2, []),
+    (1, 2, ["line 1 (step 1) is damaged and left out"]),
+    (None, 9, ["there is no line of steps 7 to 9"]),  # which a power cut took
+])  # fmt: skip
 def test_what_is_done_again_was_not_lost(number, step, told, make_run, play, capsys):
     folder = make_run().folder
     play(make_run(), 6).finish("killed")

@@ -158,17 +158,13 @@ def test_no_command_ends_in_a_traceback(name, workplace, capsys):
         ends_in_a_line([*LIGHT, *(PLANNING if heavy else ())], workplace, capsys)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (DAMAGES["cut"], "is damaged (it "),  # in the middle of a line: YAML or not, as the paths in it are long
-        (without_its_end, "it has no command"),
-        (DAMAGES["empty"], "it holds no keys"),
-        *((DAMAGES[name], "it is no YAML") for name in ("garbage", "nested", "other JSON")),
-        (None, "cannot be read (Is a directory)"),
-    ],
-    ids=["cut", "without its end", "empty", "garbage", "nested", "other JSON", "a folder"],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (DAMAGES["cut"], "is damaged (it "),  # in the middle of a line: YAML or not, as the paths in it are long
+    (without_its_end, "it has no command"),
+    (DAMAGES["empty"], "it holds no keys"),
+    *((DAMAGES[name], "it is no YAML") for name in ("garbage", "nested", "other JSON")),
+    (None, "cannot be read (Is a directory)"),
+], ids=["cut", "without its end", "empty", "garbage", "nested", "other JSON", "a folder"])  # fmt: skip
 def test_a_damaged_config_is_named(change, said, workplace, ran):
     damage(Path("runs/hurt/config.yaml"), change)
     told = ran(["resume", "runs/hurt"], ends=2).err

@@ -10,21 +10,18 @@ NOW = {
 }  # fmt: skip
 
 
-@each(
-    ("changes", "parts"),
-    [
-        ({}, ""),
-        ({"weights": "v"}, "weights (v then, w now)"),
-        ({"config": "bytes/other"}, ""),  # the same bytes, which a library reads otherwise
-        ({"config": "other/read"}, ""),  # written again
-        ({"config": "other/another"}, "config.json (another then, read now)"),
-        ({"tokenizer": None}, ""),  # the hub's cache had not all files then
-        ({"commit": "d"}, ""),  # which may hold the same weights
-        ({"commit": "d", "weights": None}, "commit on the hub (d then, c now)"),
-        ({"commit": None, "weights": None}, "commit on the hub (none then, c now)"),
-        ({"weights": "v", "tokenizer": "u"}, "weights (v then, w now), tokenizer (u then, t now)"),
-    ],
-)
+@each(("changes", "parts"), [
+    ({}, ""),
+    ({"weights": "v"}, "weights (v then, w now)"),
+    ({"config": "bytes/other"}, ""),  # the same bytes, which a library reads otherwise
+    ({"config": "other/read"}, ""),  # written again
+    ({"config": "other/another"}, "config.json (another then, read now)"),
+    ({"tokenizer": None}, ""),  # the hub's cache had not all files then
+    ({"commit": "d"}, ""),  # which may hold the same weights
+    ({"commit": "d", "weights": None}, "commit on the hub (d then, c now)"),
+    ({"commit": None, "weights": None}, "commit on the hub (none then, c now)"),
+    ({"weights": "v", "tokenizer": "u"}, "weights (v then, w now), tokenizer (u then, t now)"),
+])  # fmt: skip
 def test_a_part_with_two_digests_is_the_same_if_one_of_them_is(changes, parts):
     before = NOW | {f"base_{part}_fingerprint": digest for part, digest in changes.items()}
     found = differing({name: digest for name, digest in before.items() if digest is not None}, NOW)

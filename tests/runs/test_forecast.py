@@ -99,19 +99,16 @@ def told_after(steps, num_steps, config, *, is_older=False):
     return None if told is None else told.seconds
 
 
-@each(
-    ("steps", "num_steps", "config", "expected"),
-    [
-        (4, 20, CONFIG, None),
-        (6, 20, CONFIG, 14 * 1.5 + 4 * 10 + 3 * 100),  # evaluations after 8, 12, 16, 20, checkpoints after 10, 15, 20
-        (8, 20, CONFIG, 12 * 1.5 + 4 * 10 + 3 * 100),  # that after step 8 is still to come when the step is logged
-        (9, 21, CONFIG, 12 * 1.5 + 4 * 10 + 4 * 100),  # the last step is not one of every 4 or 5: one of each more
-        (5, 20, CONFIG, 15 * 1.5 + 4 * 10),  # no checkpoint yet: how long one takes is not known
-        (20, 20, CONFIG, 10 + 100),  # the last step is evaluated and saved
-        (6, 20, {"eval": {"every": 0}, "checkpoint": {"every": 0}}, 14 * 1.5 + 100),  # the last one is saved
-        (2, 2, {}, 0.0),
-    ],
-)
+@each(("steps", "num_steps", "config", "expected"), [
+    (4, 20, CONFIG, None),
+    (6, 20, CONFIG, 14 * 1.5 + 4 * 10 + 3 * 100),  # evaluations after 8, 12, 16, 20, checkpoints after 10, 15, 20
+    (8, 20, CONFIG, 12 * 1.5 + 4 * 10 + 3 * 100),  # that after step 8 is still to come when the step is logged
+    (9, 21, CONFIG, 12 * 1.5 + 4 * 10 + 4 * 100),  # the last step is not one of every 4 or 5: one of each more
+    (5, 20, CONFIG, 15 * 1.5 + 4 * 10),  # no checkpoint yet: how long one takes is not known
+    (20, 20, CONFIG, 10 + 100),  # the last step is evaluated and saved
+    (6, 20, {"eval": {"every": 0}, "checkpoint": {"every": 0}}, 14 * 1.5 + 100),  # the last one is saved
+    (2, 2, {}, 0.0),
+])  # fmt: skip
 def test_evaluations_and_checkpoints_count_by_their_own_seconds(steps, num_steps, config, expected):
     for is_older in (False, True):
         told = told_after(steps, num_steps, config, is_older=is_older)
@@ -170,23 +167,20 @@ def test_the_slope_its_error_and_the_bound_are_those_of_the_line():
     assert (trend.first, trend.last, trend.matters, trend.is_flat) == (0, 50, 0.05, False)
 
 
-@each(
-    ("lines", "expected"),
-    [
-        (curve(NOISE), True),
-        (curve(NOISE, error=0.01), False),  # so small a gain would matter, and cannot be excluded
-        (curve(NOISE[:5]), None),
-        (curve((1.0,) * 6, error=0.0), True),  # solved
-        (curve([0.5 + 0.02 * i for i in range(6)]), False),
-        (curve([0.5 - 0.02 * i for i in range(6)]), True),  # it falls: more steps bring nothing
-        (curve([0.1, 0.2, 0.3, 0.4, 0.45, 0.5, *NOISE]), True),  # the newest half counts
-        (curve([0.1, 0.2, 0.3, 0.4, 0.45, 0.5, *NOISE[:4]]), False),
-        (losses((1.0,) * 6), True),
-        (losses((1.0, 0.99, 0.98, 0.97, 0.96, 0.95)), False),
-        (losses((1.0, 1.01, 1.02, 1.03, 1.04, 1.05)), True),
-        ([{"step": step} for step in range(9)], None),
-    ],
-)
+@each(("lines", "expected"), [
+    (curve(NOISE), True),
+    (curve(NOISE, error=0.01), False),  # so small a gain would matter, and cannot be excluded
+    (curve(NOISE[:5]), None),
+    (curve((1.0,) * 6, error=0.0), True),  # solved
+    (curve([0.5 + 0.02 * i for i in range(6)]), False),
+    (curve([0.5 - 0.02 * i for i in range(6)]), True),  # it falls: more steps bring nothing
+    (curve([0.1, 0.2, 0.3, 0.4, 0.45, 0.5, *NOISE]), True),  # the newest half counts
+    (curve([0.1, 0.2, 0.3, 0.4, 0.45, 0.5, *NOISE[:4]]), False),
+    (losses((1.0,) * 6), True),
+    (losses((1.0, 0.99, 0.98, 0.97, 0.96, 0.95)), False),
+    (losses((1.0, 1.01, 1.02, 1.03, 1.04, 1.05)), True),
+    ([{"step": step} for step in range(9)], None),
+])  # fmt: skip
 def test_flat_is_what_brings_less_than_matters(lines, expected):
     trend = trend_of(lines)
     assert (None if trend is None else trend.is_flat) is expected

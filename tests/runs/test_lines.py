@@ -68,26 +68,23 @@ def undamaged(raw):
     return steps, lost_text(Path("metrics.jsonl"), lost) if lost else ""
 
 
-@each(
-    ("raw", "steps", "told"),
-    [
-        # The step itself is gone: as many as the lines that are lost lie between, or not.
-        ([*lines_of(1, 2), b"\xff\n", *lines_of(4)], [1, 2, 4], "line 3 (step 3) is"),
-        ([*lines_of(0, 20), b"\xff\n", *lines_of(60)], [0, 20, 60], "line 3 (between steps 20 and 60) is"),
-        ([b"\xff\n", *lines_of(2)], [2], "line 1 (before step 2) is"),
-        ([*lines_of(1), b"\xff\n"], [1], "line 2 (after step 1) is"),
-        ([b"\xff\n"], [], "line 1 is"),
-        # A damaged newline leaves two lines in one, a power cut zeros.
-        ([*lines_of(1), lines_of(2)[0][:-1] + b"\xff" + lines_of(3)[0], *lines_of(4)], [1, 4],
-         "line 2 (steps 2, 3) is"),
-        ([*lines_of(1), b"\0" * 99 + b"\n", *lines_of(9)], [1, 9], "line 2 (between steps 1 and 9) is"),
-        # Neighbours are told together, others one by one.
-        ([*lines_of(1), b"{\n", b"[]\n", *lines_of(4), b'{"step": true}\n', *lines_of(6)], [1, 4, 6],
-         "lines 2 to 3 (steps 2, 3), line 5 (step 5) are"),
-        ([*lines_of(1, 2), b'{"step": 3'], [1, 2], ""),  # is being written
-        ([*lines_of(1, 2), b'{"step": 3, "x": 0\xff5}\n', *lines_of(4, 5)], [1, 2, 4, 5], "line 3 (step 3) is"),
-    ],
-)  # fmt: skip
+@each(("raw", "steps", "told"), [
+    # The step itself is gone: as many as the lines that are lost lie between, or not.
+    ([*lines_of(1, 2), b"\xff\n", *lines_of(4)], [1, 2, 4], "line 3 (step 3) is"),
+    ([*lines_of(0, 20), b"\xff\n", *lines_of(60)], [0, 20, 60], "line 3 (between steps 20 and 60) is"),
+    ([b"\xff\n", *lines_of(2)], [2], "line 1 (before step 2) is"),
+    ([*lines_of(1), b"\xff\n"], [1], "line 2 (after step 1) is"),
+    ([b"\xff\n"], [], "line 1 is"),
+    # A damaged newline leaves two lines in one, a power cut zeros.
+    ([*lines_of(1), lines_of(2)[0][:-1] + b"\xff" + lines_of(3)[0], *lines_of(4)], [1, 4],
+     "line 2 (steps 2, 3) is"),
+    ([*lines_of(1), b"\0" * 99 + b"\n", *lines_of(9)], [1, 9], "line 2 (between steps 1 and 9) is"),
+    # Neighbours are told together, others one by one.
+    ([*lines_of(1), b"{\n", b"[]\n", *lines_of(4), b'{"step": true}\n', *lines_of(6)], [1, 4, 6],
+     "lines 2 to 3 (steps 2, 3), line 5 (step 5) are"),
+    ([*lines_of(1, 2), b'{"step": 3'], [1, 2], ""),  # is being written
+    ([*lines_of(1, 2), b'{"step": 3, "x": 0\xff5}\n', *lines_of(4, 5)], [1, 2, 4, 5], "line 3 (step 3) is"),
+])  # fmt: skip
 def test_what_is_lost_is_told_as_far_as_it_is_known(raw, steps, told):
     assert undamaged(raw) == (steps, f"metrics.jsonl: {told} damaged and left out" if told else "")
 

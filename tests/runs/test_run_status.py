@@ -33,14 +33,11 @@ def test_it_is_running_inside_and_finished_or_interrupted_afterwards(tmp_path):
         assert run_status.read(tmp_path) == (status, "")
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (KeyboardInterrupt(), (Status.interrupted, "")),
-        (RuntimeError("the loss is nan\nin step 3"), (Status.stopped, "the loss is nan")),
-        (ValueError(), (Status.stopped, "ValueError")),
-    ],
-)
+@pytest.mark.parametrize(("error", "expected"), [
+    (KeyboardInterrupt(), (Status.interrupted, "")),
+    (RuntimeError("the loss is nan\nin step 3"), (Status.stopped, "the loss is nan")),
+    (ValueError(), (Status.stopped, "ValueError")),
+])  # fmt: skip
 def test_what_ended_it_is_told_and_goes_on(error, expected, tmp_path):
     with pytest.raises(type(error)), run_status.recording_status(tmp_path, 3):
         raise error
@@ -61,13 +58,10 @@ def test_one_that_was_killed_is_known_by_its_lock(tmp_path):
 DAMAGED = (Status.unknown, "status.json is damaged")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (None, (Status.unknown, "status.json cannot be read (No such file or directory)")),
-        *((text, DAMAGED) for text in ("", "[]", '{"status": "asleep"}', '{"reason": "x"}', '{"status": "fin')),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    (None, (Status.unknown, "status.json cannot be read (No such file or directory)")),
+    *((text, DAMAGED) for text in ("", "[]", '{"status": "asleep"}', '{"reason": "x"}', '{"status": "fin')),
+])  # fmt: skip
 def test_what_says_nothing_is_told_apart_from_what_is_damaged(text, expected, tmp_path):
     if text is not None:
         (tmp_path / run_status.FILE).write_text(text)

@@ -117,20 +117,17 @@ def test_an_adapter_without_effect_in_the_trainer_is_told():
         swap(Follower(), Fixed())
 
 
-@each(
-    ("fixed", "sampled", "threshold", "alarm", "status"),
-    [
-        (1e-6, 1e-6, 1e-3, 0.05, Status.ok),
-        (2e-3, 1e-6, 1e-3, 0.05, Status.wrong),
-        (1e-6, 2e-3, 1e-3, 0.05, Status.wrong),
-        (0.4, 0.04, 0.5, 0.05, Status.ok),
-        (0.4, 0.06, 0.5, 0.05, Status.wrong),  # which raises the run's alarm
-        (0.4, 0.06, 0.5, None, Status.ok),
-        (math.inf, 1e-6, 0.5, 0.05, Status.wrong),
-        (1e-6, math.nan, 0.5, 0.05, Status.wrong),
-        (2e-3, None, 1e-3, 0.05, Status.wrong),  # stopped before its first step
-    ],
-)
+@each(("fixed", "sampled", "threshold", "alarm", "status"), [
+    (1e-6, 1e-6, 1e-3, 0.05, Status.ok),
+    (2e-3, 1e-6, 1e-3, 0.05, Status.wrong),
+    (1e-6, 2e-3, 1e-3, 0.05, Status.wrong),
+    (0.4, 0.04, 0.5, 0.05, Status.ok),
+    (0.4, 0.06, 0.5, 0.05, Status.wrong),  # which raises the run's alarm
+    (0.4, 0.06, 0.5, None, Status.ok),
+    (math.inf, 1e-6, 0.5, 0.05, Status.wrong),
+    (1e-6, math.nan, 0.5, 0.05, Status.wrong),
+    (2e-3, None, 1e-3, 0.05, Status.wrong),  # stopped before its first step
+])  # fmt: skip
 def test_a_gap_above_what_runs_allow_is_wrong(fixed, sampled, threshold, alarm, status):
     steps = None if sampled is None else Gap(mean=sampled, largest=10 * sampled)
     row = trial.gap_row(Gap(mean=fixed / 2, largest=fixed), steps, Limits(largest=threshold), alarm)

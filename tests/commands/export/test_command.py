@@ -480,17 +480,14 @@ def test_a_repository_that_exists_gets_the_files(hub, pushed):
 
 
 # -- one that does not -------------------------------------------------------------------------------------------------
-@each(
-    ("account", "private", "wrong", "words", "message"),
-    [
-        (None, None, {}, (), f"push: the hub refuses the token (401), got {ID}; create one that may write at "),
-        ({"auth": {"accessToken": {"role": "read"}}}, None, {}, (),
-         f"push: the token may only read, got {ID}; create one"),
-        ({}, None, {f"/api/models/{ID}": 403}, (), f"push: the hub refuses the token (403), got {ID}; "),
-        ({}, False, {}, (), f"private: {ID} exists on the hub and is public; a push does not change that, got tr"),
-        ({}, True, {}, ("private=false",), f"private: {ID} exists on the hub and is private; a push does not ch"),
-    ],
-)  # fmt: skip
+@each(("account", "private", "wrong", "words", "message"), [
+    (None, None, {}, (), f"push: the hub refuses the token (401), got {ID}; create one that may write at "),
+    ({"auth": {"accessToken": {"role": "read"}}}, None, {}, (),
+     f"push: the token may only read, got {ID}; create one"),
+    ({}, None, {f"/api/models/{ID}": 403}, (), f"push: the hub refuses the token (403), got {ID}; "),
+    ({}, False, {}, (), f"private: {ID} exists on the hub and is public; a push does not change that, got tr"),
+    ({}, True, {}, ("private=false",), f"private: {ID} exists on the hub and is private; a push does not ch"),
+])  # fmt: skip
 def test_what_the_hub_would_refuse_is_refused_before_anything_is_written(
     account, private, wrong, words, message, hub, pushed, monkeypatch
 ):
@@ -561,18 +558,15 @@ def test_ids_of_repositories():
     assert read_target("an-org/Mine_0.5B", "false") == Push(repo_id="an-org/Mine_0.5B", private=False)
 
 
-@each(
-    ("repo_id", "private", "message"),
-    [
-        *((word, None, f"push: is not a repository id .*, got {word or 'nothing'}; write push=<user>/<name>") for word
-          in ("", "a/b/c", "/mine", "me/", "me/my model", "me/-x", "me/a--b", "me/a..b", "me/x.git", "me/" + "x" * 97,
-              "https://huggingface.co/me/mine")),
-        ("mine", None, "push: names no user or organisation, got mine; write push=<user>/<name>"),
-        (ID, "yes", "private: must be true or false, got yes; write private=false if"),
-        (ID, "", "private: must be true or false, got nothing"),
-        (None, "true", "private: has no effect without push=, got true; add push="),
-    ],
-)  # fmt: skip
+@each(("repo_id", "private", "message"), [
+    *((word, None, f"push: is not a repository id .*, got {word or 'nothing'}; write push=<user>/<name>") for word
+      in ("", "a/b/c", "/mine", "me/", "me/my model", "me/-x", "me/a--b", "me/a..b", "me/x.git", "me/" + "x" * 97,
+          "https://huggingface.co/me/mine")),
+    ("mine", None, "push: names no user or organisation, got mine; write push=<user>/<name>"),
+    (ID, "yes", "private: must be true or false, got yes; write private=false if"),
+    (ID, "", "private: must be true or false, got nothing"),
+    (None, "true", "private: has no effect without push=, got true; add push="),
+])  # fmt: skip
 def test_words_that_name_no_repository_are_refused(repo_id, private, message):
     with pytest.raises(UserError, match=f"^{message}"):
         read_target(repo_id, private)

@@ -76,19 +76,16 @@ PREFERENCES = ("preferences=jsonl", "preferences.path=embedded:arithmetic-prefer
 REWARDS = ["eval/reward/exact_match", "eval/reward/format"]
 
 
-@each(
-    ("command", "words", "names"),
-    [
-        ("train", ["eval.num_samples=4", "eval.kl_base=true"], [*(f"eval/pass@{k}" for k in (1, 2, 4)), "eval/maj@4",
-                                                                *REWARDS, "eval/kl_base"]),
-        ("train", ["eval.num_samples=2", "reward=[length,exact_match]"], ["eval/pass@1", "eval/pass@2",
-                                                                          "eval/reward/length", REWARDS[0]]),
-        ("train", ["eval.num_samples=1"], ["eval/pass@1", *REWARDS]),
-        ("sft", ["demonstrations=jsonl", "demonstrations.path=x.jsonl"], ["eval/loss"]),
-        ("rm", PREFERENCES, ["eval/loss"]),
-        ("dpo", PREFERENCES, ["eval/loss", "eval/margin", "eval/chosen_logprob"]),
-    ],
-)  # fmt: skip
+@each(("command", "words", "names"), [
+    ("train", ["eval.num_samples=4", "eval.kl_base=true"], [*(f"eval/pass@{k}" for k in (1, 2, 4)), "eval/maj@4",
+                                                            *REWARDS, "eval/kl_base"]),
+    ("train", ["eval.num_samples=2", "reward=[length,exact_match]"], ["eval/pass@1", "eval/pass@2",
+                                                                      "eval/reward/length", REWARDS[0]]),
+    ("train", ["eval.num_samples=1"], ["eval/pass@1", *REWARDS]),
+    ("sft", ["demonstrations=jsonl", "demonstrations.path=x.jsonl"], ["eval/loss"]),
+    ("rm", PREFERENCES, ["eval/loss"]),
+    ("dpo", PREFERENCES, ["eval/loss", "eval/margin", "eval/chosen_logprob"]),
+])  # fmt: skip
 def test_the_metrics_of_a_run_are_those_of_its_evaluations(command, words, names):
     accuracy = [] if command == "sft" else ["accuracy"]
     assert compared(compose([*words], command=command)) == [*accuracy, *names]

@@ -432,18 +432,15 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path):
     assert [f"job {i} is finished: {tmp_path / str(i)}" in said for i in range(4)] == [True, False, False, True]
 
 
-@each(
-    ("code", "error", "said_last", "how"),
-    [
-        (2, None, "trainer.lr: must be above 0", How.refused),
-        (1, "DiskError", "the disk is full", How.disk),
-        (1, "UnforeseenError", "RuntimeError: planted", How.failed),
-        (1, None, "out of memory", How.failed),
-        (3, None, None, How.failed),
-        (-9, None, None, How.failed),
-        (-11, "DiskError", None, How.failed),
-    ],
-)
+@each(("code", "error", "said_last", "how"), [
+    (2, None, "trainer.lr: must be above 0", How.refused),
+    (1, "DiskError", "the disk is full", How.disk),
+    (1, "UnforeseenError", "RuntimeError: planted", How.failed),
+    (1, None, "out of memory", How.failed),
+    (3, None, None, How.failed),
+    (-9, None, None, How.failed),
+    (-11, "DiskError", None, How.failed),
+])  # fmt: skip
 def test_how_a_job_ended_is_read_from_its_code_its_log_and_its_status(code, error, said_last, how, tmp_path):
     jobs, (place, _) = Jobs(1, tmp_path), side_by_side(FakeLauncher(tmp_path, code))
     (tmp_path / "job-0.log").write_text(f"rlft: {said_last}\n" if said_last else "step 1\n")

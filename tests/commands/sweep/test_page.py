@@ -116,14 +116,11 @@ def test_a_swept_key_named_as_a_result_keeps_its_values(tmp_path, finished):
     assert found == [("exact_match", "0.5"), ("math", "0.5")]
 
 
-@each(
-    ("evaluation", "title"),
-    [
-        ({"accuracy": 0.5}, "best held-out accuracy first"),
-        ({"eval/loss": 0.5}, "lowest held-out loss first"),
-        (None, "highest reward first"),
-    ],
-)
+@each(("evaluation", "title"), [
+    ({"accuracy": 0.5}, "best held-out accuracy first"),
+    ({"eval/loss": 0.5}, "lowest held-out loss first"),
+    (None, "highest reward first"),
+])  # fmt: skip
 def test_the_title_names_only_what_was_measured(evaluation, title, tmp_path, capsys):
     for job in "01":
         (tmp_path / job).mkdir(exist_ok=True)

@@ -51,16 +51,13 @@ def test_runs_are_named_by_whole_keys_and_numbers_of_four_digits():
     assert fixed.name({}) == "recipe=grpo_arithmetic, steps=4"
 
 
-@each(
-    ("value", "log"),
-    [
-        ("interval(1e-5,1e-4)", True),  # ten times
-        ("interval(1e-5,9e-5)", False),
-        ("interval(0,1)", False),
-        ("tag(linear,interval(1e-5,1e-2))", False),
-        ("tag(log,interval(1,2))", True),
-    ],
-)
+@each(("value", "log"), [
+    ("interval(1e-5,1e-4)", True),  # ten times
+    ("interval(1e-5,9e-5)", False),
+    ("interval(0,1)", False),
+    ("tag(linear,interval(1e-5,1e-2))", False),
+    ("tag(log,interval(1,2))", True),
+])  # fmt: skip
 def test_wide_intervals_of_positive_numbers_are_sampled_on_a_log_scale_unless_a_tag_says_so(value, log):
     assert interval(value).log is log
 
@@ -73,30 +70,27 @@ def test_whole_numbers_are_drawn_from_an_interval_of_whole_numbers():
     assert space.words({"lora.rank": 16}) == ["lora.rank=16"]
 
 
-@each(
-    ("word", "fragment"),
-    [
-        ("trainer.lr=interval(1e-2,1e-5)", "trainer.lr: an interval goes from a number to a larger one"),
-        ("trainer.lr=int(interval(1e-5,1e-2))", "trainer.lr: an interval of whole numbers has ends that are not whole, "
-         "got int(interval(1e-5,1e-2)); round"),
-        ("trainer.lr=interval(0.1,0.1)", "trainer.lr: an interval goes from a number to a larger one, "
-         "got interval(0.1,0.1); write trainer.lr=0.1"),
-        ("trainer.lr=tag(log,interval(0,1))", "trainer.lr: only positive numbers have logarithms"),
-        ("trainer.lr=tag(wide,interval(0,1))", "trainer.lr: an interval is tagged log, linear or not at all"),
-        ("lora.rank=4,8,4", "lora.rank: has a value twice, got 4"),
-        ("seed=0,1", "seed: cannot be swept by sweep=optuna"),
-        ("data.seed=0,1", "data.seed: is the seed of the data"),
-        ("steps=10,20", "steps: is one for all trials"),
-        ("hydra.sweep.dir=a,b", "hydra.sweep.dir: is one for the whole sweep"),
-        ("lora.rank=int(interval(2.5,8.7))", "lora.rank: an interval of whole numbers has ends that are not whole"),
-        ("lora.rank=int(interval(start=2,end=8.5))", "lora.rank: an interval of whole numbers has ends that are not w"),
-        ("trainer.lr=interval(1e-5,inf)", "trainer.lr: an interval has two finite ends, got interval(1e-5,inf); give"),
-        ("trainer.lr=interval(1e-5,nan)", "trainer.lr: an interval has two finite ends, got interval(1e-5,nan); give"),
-        ("trainer.lr=interval(inf,inf)", "trainer.lr: an interval has two finite ends, got interval(inf,inf); give"),
-        ("resume=runs/a", "resume: cannot be used in a sweep, got runs/a; resume a sweep with rlft resume"),
-        ("steps=4", "sweep: has nothing to choose"),
-    ],
-)  # fmt: skip
+@each(("word", "fragment"), [
+    ("trainer.lr=interval(1e-2,1e-5)", "trainer.lr: an interval goes from a number to a larger one"),
+    ("trainer.lr=int(interval(1e-5,1e-2))", "trainer.lr: an interval of whole numbers has ends that are not whole, "
+     "got int(interval(1e-5,1e-2)); round"),
+    ("trainer.lr=interval(0.1,0.1)", "trainer.lr: an interval goes from a number to a larger one, "
+     "got interval(0.1,0.1); write trainer.lr=0.1"),
+    ("trainer.lr=tag(log,interval(0,1))", "trainer.lr: only positive numbers have logarithms"),
+    ("trainer.lr=tag(wide,interval(0,1))", "trainer.lr: an interval is tagged log, linear or not at all"),
+    ("lora.rank=4,8,4", "lora.rank: has a value twice, got 4"),
+    ("seed=0,1", "seed: cannot be swept by sweep=optuna"),
+    ("data.seed=0,1", "data.seed: is the seed of the data"),
+    ("steps=10,20", "steps: is one for all trials"),
+    ("hydra.sweep.dir=a,b", "hydra.sweep.dir: is one for the whole sweep"),
+    ("lora.rank=int(interval(2.5,8.7))", "lora.rank: an interval of whole numbers has ends that are not whole"),
+    ("lora.rank=int(interval(start=2,end=8.5))", "lora.rank: an interval of whole numbers has ends that are not w"),
+    ("trainer.lr=interval(1e-5,inf)", "trainer.lr: an interval has two finite ends, got interval(1e-5,inf); give"),
+    ("trainer.lr=interval(1e-5,nan)", "trainer.lr: an interval has two finite ends, got interval(1e-5,nan); give"),
+    ("trainer.lr=interval(inf,inf)", "trainer.lr: an interval has two finite ends, got interval(inf,inf); give"),
+    ("resume=runs/a", "resume: cannot be used in a sweep, got runs/a; resume a sweep with rlft resume"),
+    ("steps=4", "sweep: has nothing to choose"),
+])  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(word, fragment):
     with pytest.raises(UserError, match=f"^{re.escape(fragment)}"):
         read_space([word, "lora.dropout=0,0.1"] if word.startswith("resume") else [word], "train", is_study=True)
@@ -153,17 +147,14 @@ def test_a_plain_sweep_refuses_an_interval():
         read_space(["trainer.lr=interval(1e-5,1e-4)"], "train", is_study=False)
 
 
-@each(
-    ("word", "refusal"),
-    [
-        ("lora.rank=shuffle(4,8)", "lora.rank: shuffle(..) gives another order each time"),
-        ("lora.rank=shuffle(range(1,4))", "lora.rank: shuffle(..) gives another order each time"),
-        ("algorithm=glob(gspo*)", "algorithm: a pattern does not say which values there are, got glob(gspo*); "
-         "write algorithm=gspo,gspo_t"),
-        ("lora.rank=glob(*)", "lora.rank: a pattern does not say which values there are, got glob(*); "
-         "give lora.rank values with commas"),
-    ],
-)  # fmt: skip
+@each(("word", "refusal"), [
+    ("lora.rank=shuffle(4,8)", "lora.rank: shuffle(..) gives another order each time"),
+    ("lora.rank=shuffle(range(1,4))", "lora.rank: shuffle(..) gives another order each time"),
+    ("algorithm=glob(gspo*)", "algorithm: a pattern does not say which values there are, got glob(gspo*); "
+     "write algorithm=gspo,gspo_t"),
+    ("lora.rank=glob(*)", "lora.rank: a pattern does not say which values there are, got glob(*); "
+     "give lora.rank values with commas"),
+])  # fmt: skip
 def test_values_in_another_order_each_time_and_patterns_are_refused_in_any_sweep(word, refusal):
     for is_study in (True, False):
         with pytest.raises(UserError, match=f"^{re.escape(refusal)}"):

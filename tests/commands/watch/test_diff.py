@@ -23,13 +23,10 @@ def test_what_differs_is_the_key_that_was_changed(made, ran, capsys):
     assert "metrics up to the last step that both have done: means of step 3\n" in page
 
 
-@pytest.mark.parametrize(
-    ("at", "spans", "evaluated", "sentence"),
-    [
-        ("common", [[37, 40], [37, 40]], [20, 20], "the last step that both have done: means of steps 37 to 40\n"),
-        ("last", [[91, 100], [37, 40]], [100, 40], "own last step: means of steps 91 to 100 and steps 37 to 40\n"),
-    ],
-)
+@pytest.mark.parametrize(("at", "spans", "evaluated", "sentence"), [
+    ("common", [[37, 40], [37, 40]], [20, 20], "the last step that both have done: means of steps 37 to 40\n"),
+    ("last", [[91, 100], [37, 40]], [100, 40], "own last step: means of steps 91 to 100 and steps 37 to 40\n"),
+])  # fmt: skip
 def test_it_is_said_at_which_steps_runs_are_compared(at, spans, evaluated, sentence, made, tmp_path, ran, capsys):
     """Runs of 100 and 40 steps, whose reward is the step and whose accuracy is the step / 200."""
     pair = []

@@ -89,18 +89,15 @@ def test_a_running_run_says_how_long_it_still_takes(made, tmp_path, ran, capsys)
         assert line[head.index("left")] == "1:13:20"
 
 
-@each(
-    ("words", "expected"),
-    [
-        ([], ["second/c", "first/a", "first/b"]),  # the newest last
-        (["status=killed"], ["first/b"]),
-        (["command=sft"], ["second/c"]),
-        (["name=first"], ["first/a", "first/b"]),
-        (["name=irs", "status=finished"], ["first/a"]),
-        (["sort=name", "command=train"], ["first/a", "first/b"]),
-        (["sort=accuracy", "status=stopped"], ["second/c"]),
-    ],
-)
+@each(("words", "expected"), [
+    ([], ["second/c", "first/a", "first/b"]),  # the newest last
+    (["status=killed"], ["first/b"]),
+    (["command=sft"], ["second/c"]),
+    (["name=first"], ["first/a", "first/b"]),
+    (["name=irs", "status=finished"], ["first/a"]),
+    (["sort=name", "command=train"], ["first/a", "first/b"]),
+    (["sort=accuracy", "status=stopped"], ["second/c"]),
+])  # fmt: skip
 def test_words_choose_and_sort(words, expected, made, capsys):
     assert names(listed(capsys, str(made), *words), made) == expected
 
