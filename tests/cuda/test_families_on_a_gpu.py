@@ -1,8 +1,5 @@
 """Packed rows and decoding of models of many kinds on a GPU, against the same models' own eager rows on a CPU."""
 
-from collections.abc import Callable
-from typing import Any
-
 import attention_families
 import hybrid_models
 import pytest
@@ -17,7 +14,7 @@ from rlft.model.kernels import recurrent, selection
 ALL_EXPERTS = {"num_experts_per_tok": 4}
 """All are chosen, since the roundings of 16 bits may change a choice."""
 HYBRID = ("bamba", "lfm2", "mamba2", "olmo_hybrid", "qwen3_5_text", "qwen3_next")
-KINDS: dict[str, Callable[[], Any]] = {
+KINDS = {
     **{
         kind: lambda kind=kind, fields=fields: attention_families.random_model(
             kind, fields | (ALL_EXPERTS if "num_experts_per_tok" in fields else {})
@@ -61,7 +58,7 @@ def pass_of(model, batch, choice):
                 logits = [cache.prefill(2), *(cache.step(tokens) for tokens in rows.t()[:-1])]
                 decoded = torch.stack(logits, 1).float().log_softmax(-1).gather(-1, rows[..., None])[..., 0]
     results = (logprobs.detach(), gradient, decoded)
-    return tuple(None if x is None else x.double().cpu() for x in results)  # pyright: ignore[reportReturnType]
+    return tuple(None if x is None else x.double().cpu() for x in results)
 
 
 def sampled(logprobs):

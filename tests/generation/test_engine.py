@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from run_folders import metrics, rollouts
@@ -291,7 +290,7 @@ def test_what_is_wrong_with_it_is_refused_by_its_own_keys(words, line, workplace
 
 
 def test_its_memory_and_what_makes_it_smaller_are_planned(workplace, capsys):
-    def planned(*words: str, fits: bool) -> dict[str, Any]:
+    def planned(*words, fits):
         assert cli.run(["plan", "--json", "--config-dir", "mine", *typed(*words)]) == (0 if fits else 1)
         return json.loads(capsys.readouterr().out)
 

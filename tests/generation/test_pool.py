@@ -3,7 +3,6 @@
 import re
 import time
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -33,7 +32,7 @@ VERSION_3 = adapter(3)
 def checked(pool, freshness, version, *read_back):
     """Publishes the version and has it checked; the trainer's scores are those of a healthy engine."""
     pool.load(adapter(version))
-    trainer: Any = SimpleNamespace(score=lambda sequences: [[-float(version)] for _ in sequences])
+    trainer = SimpleNamespace(score=lambda sequences: [[-float(version)] for _ in sequences])
     return freshness.check(version, pool, trainer, *read_back)
 
 
@@ -235,7 +234,7 @@ def test_every_engine_is_checked_and_a_stale_one_is_replaced_once(open_pool, not
 
 def test_every_engine_is_asked_what_it_holds_also_one_that_joins_later(open_pool, notes):
     """Log-probs of a stale engine differ by 1 here, which is allowed."""
-    faults: dict[str, Any] = {"faults": {0: "die"}}
+    faults = {"faults": {0: "die"}}
     pool = open_pool(faults, {"stale": (3,)}, replacements=[{}, {"stale": (3,)}], first=None)
     freshness = Freshness([[5, 6]], 9.0, 1, notes.append)
     for version in (2, 3):
@@ -244,7 +243,7 @@ def test_every_engine_is_asked_what_it_holds_also_one_that_joins_later(open_pool
     assert note.startswith("engine-1 is replaced: freshness: the engine does not hold policy version 3: 1 of the 1 ")
     assert note.endswith("; it still holds version 2 (freshness.read_back=false compares log-probs alone)")
 
-    def has_joined() -> bool:
+    def has_joined():
         assert sampled(pool) == EXPECTED
         return len(notes) > 2
 

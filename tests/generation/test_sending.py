@@ -65,11 +65,11 @@ def test_the_buckets_before_the_newest_one_are_not_kept(small):
     class Kept(list[bytes]):
         alive = 0
 
-        def __init__(self, file: bytes) -> None:
+        def __init__(self, file):
             super().__init__([file])
             Kept.alive += 1
 
-        def __del__(self) -> None:
+        def __del__(self):
             Kept.alive -= 1
 
     outgoing = Outgoing(Adapter(version=1, weights=weights(), config={}), Kept)
@@ -89,7 +89,7 @@ def test_a_version_that_fits_in_one_bucket_is_a_plain_safetensors_file():
 def test_lost_changed_and_exchanged_buckets_give_another_digest(small):
     outgoing, files = sent(weights())
 
-    def digests(arriving: list[bytes]) -> list[str]:
+    def digests(arriving):
         incoming = Incoming()
         return [incoming.sha256 for file in arriving if incoming.count(file)]
 
@@ -166,10 +166,10 @@ def test_a_process_that_ends_leaves_no_folder_and_that_of_a_killed_one_is_remove
     told = {name: process.stdout.readline() for name, process in held.items() if process.stdout is not None}
     assert told == dict.fromkeys(ways, "ready\n")
 
-    def owners() -> set[int]:
+    def owners():
         return {int(folder.name.split("-")[2]) for folder in tmp_path.iterdir()}
 
-    assert held["live"].stdout.readline() == "child gone\n"  # type: ignore[union-attr]
+    assert held["live"].stdout.readline() == "child gone\n"
     held["killed"].kill()
     held["killed"].wait(timeout=60)
     assert held["failing"].wait(timeout=60) == 1

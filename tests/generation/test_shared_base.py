@@ -1,7 +1,6 @@
 """One copy of the base for trainer and engine, shown with an engine whose weights lie as vLLM's do on a GPU."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from rlft.generation.shared_base import SharedBaseError, checksum, share
 
 CPU = torch.device("cpu")
 # A vocabulary that is padded to 128; grouped queries: 32 rows of q, 16 of k, 16 of v.
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
@@ -100,7 +99,7 @@ def test_what_lies_otherwise_in_the_engine_stays_apart_with_its_reason(name, cha
 def test_a_tensor_without_a_counterpart_is_named():
     model = model_of("llama")
     engine = fused(model)
-    del engine.model.layers.__dict__["_modules"]["1"]  # type: ignore[union-attr,operator]
+    del engine.model.layers.__dict__["_modules"]["1"]
     found = share(model, engine, CPU)
     assert set(found.apart.values()) == {"not in the engine's model"}
     assert len(found.apart) == 13

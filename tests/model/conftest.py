@@ -1,37 +1,32 @@
 """Small random models of many architectures, and the plainest forward there is to hold the others to."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import flash_stand_in
 import pytest
 import torch
 from attention_families import SIZES
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlft.config.model import KernelChoice
 from rlft.generation.sending import AdapterFiles
 from rlft.model import forward
-from rlft.model.backbone import Backbone
 from rlft.model.kernels import attention, decoder_layer, elementwise, flash_attention, lora_linear, selection
 from rlft.model.packing import pack
 from rlft.model.text_model import causal_class
-from rlft.types import Batch
 
 
 @pytest.fixture
 def head_calls(monkeypatch):
     """Grows by the number of hidden states each time that the packed forward asks for log-probs through the LM head."""
-    calls: list[int] = []
+    calls = []
     plain = forward.head_logprobs
 
-    def counted(head: torch.nn.Module, hidden: Tensor, *rest: Any) -> Any:
+    def counted(head, hidden, *rest):
         calls.append(len(hidden))
         return plain(head, hidden, *rest)
 
@@ -54,9 +49,9 @@ def gpu(monkeypatch, stand_in):
     monkeypatch.setattr(flash_attention, "takes", lambda *_, **__: True)
     monkeypatch.setattr(elementwise, "serves", lambda x: True)
     monkeypatch.setattr(forward, "pack", lambda batch, **_: pack(batch, prompts_first=True))
-    calls: Counter[str] = Counter()
+    calls = Counter()
 
-    def counted(name: str, branch: Callable[..., Tensor], *args: Any) -> Tensor:
+    def counted(name, branch, *args):
         calls[name] += 1
         return branch(*args)
 
@@ -77,8 +72,8 @@ def entering():
     """[(rows, width)] of everything that goes through a model inside."""
 
     @contextmanager
-    def note(model: PreTrainedModel) -> Iterator[list[tuple[int, ...]]]:
-        seen: list[tuple[int, ...]] = []
+    def note(model):
+        seen = []
         embeddings = model.get_input_embeddings()
         hook = embeddings.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape)))
         yield seen
@@ -90,7 +85,7 @@ def entering():
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 FULL = {"layer_types": ["full_attention"] * 3}
 CAPPED = {"head_dim": 16, "attn_logit_softcapping": 0.5}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     **{kind: {} for kind in ("llama", "qwen2", "phi3", "olmo2", "falcon", "diffllama", "doge")},
     "llama_one_kv_head": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen2_window": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
@@ -128,11 +123,11 @@ def type_of(kind):
 def random_model():
     """Builds a random, frozen model with the attention that `load_backbone` would give it."""
 
-    def build(kind: str, dtype: torch.dtype = torch.float32, **keys: Any) -> PreTrainedModel:
+    def build(kind, dtype=torch.float32, **keys):
         config = AutoConfig.for_model(type_of(kind), **SIZES | MODELS[kind] | keys)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            made: Any = causal_class(config)
+            made = causal_class(config)
             model = made._from_config(config, dtype=dtype)
             for parameter in model.parameters():
                 if parameter.ndim == 1:  # norms and biases, so that none of them is a bystander
@@ -147,7 +142,7 @@ def random_model():
 def random_moe():
     """Builds a random, frozen model of this type with these fields, as transformers computes it."""
 
-    def build(kind: str, keys: Mapping[str, Any], device: str = "cpu") -> PreTrainedModel:
+    def build(kind, keys, device="cpu"):
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(0)
             config = AutoConfig.for_model(kind, **SIZES | {"head_dim": 8, "num_hidden_layers": 2} | dict(keys))
@@ -164,9 +159,7 @@ def random_moe():
 def with_lora():
     """Puts an adapter that does something on these layers of a model, in PEFT's or our own; returns its parameters."""
 
-    def wrap(
-        model: PreTrainedModel, targets: Any = "all-linear", *, ours: bool = False, **settings: Any
-    ) -> list[torch.nn.Parameter]:
+    def wrap(model, targets="all-linear", *, ours=False, **settings):
         scaled = {"r": 2, "lora_alpha": 6 if ours else 2, "target_modules": targets}
         config = LoraConfig(**scaled, init_lora_weights=False, **settings)
         if ours:
@@ -183,7 +176,7 @@ def with_lora():
 def on_base(backbone):
     """Makes a backbone of a model, as `read_backbone` leaves it with these kernels."""
 
-    def make(model: PreTrainedModel, choice: KernelChoice = KernelChoice.auto) -> Backbone:
+    def make(model, choice=KernelChoice.auto):
         kernels = selection.install(model, choice, own_attention=True)
         return replace(backbone, model=model, path="none", kernels=kernels)
 
@@ -217,7 +210,7 @@ def nobody():
 def weighted():
     """A loss in which every token has its own weight, so that no error can cancel another."""
 
-    def loss(*values: Tensor) -> Tensor:
+    def loss(*values):
         dice = torch.Generator().manual_seed(3)
         return torch.stack([(torch.randn(v.shape, generator=dice).to(v) * v).sum() for v in values]).sum()
 
@@ -229,7 +222,7 @@ def plain():
     """(log-probs, entropy, values if there is a head for them) `[B, T]`, a row at a time: no padding, no packing, eager
     attention, no chunks."""
 
-    def forward(model: PreTrainedModel, batch: Batch, temperature: float = 1.0, head: Any = None) -> tuple[Tensor, ...]:
+    def forward(model, batch, temperature=1.0, head=None):
         mine = model.config._attn_implementation
         if model._can_set_attn_implementation():
             model.set_attn_implementation("eager")

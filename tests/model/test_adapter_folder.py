@@ -3,9 +3,7 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 import pytest
@@ -32,7 +30,7 @@ from rlft.model.adapter_folder import (
 )
 from rlft.model.backbone import Backbone
 from rlft.model.kernels.selection import Decision, KernelChoice, Kernels
-from rlft.model.roles import POLICY, REFERENCE, Roles, policy_alone
+from rlft.model.roles import POLICY, REFERENCE, policy_alone
 from rlft.types import UserError
 
 FIELDS = {"peft_type": "LORA", "r": 2, "lora_alpha": 4.0}
@@ -93,7 +91,7 @@ def pickled(folder):
 
 CONFIG, ADAPTER, RECORD = "adapter_config.json", "adapter_model.safetensors", "rlft.json"
 NO_JSON = ('{"r": 2', "[1, 2]", "\xff")
-SPOILED: list[tuple[Callable[[Path], object], Callable[..., object], str]] = [
+SPOILED = [
     *((lost(name), check_adapter_folder, f"there is no {name} in that folder, got") for name in (CONFIG, ADAPTER)),
     (lost(HEAD), check_head, f"there is no {HEAD} in that folder, got"),
     (written(CONFIG, '{"peft_type": "IA3"}'), check_adapter_folder,
@@ -134,7 +132,7 @@ def base(random_model):
 def save(base, tmp_path):
     """Saves a LoRA adapter that PEFT has made on a copy of the base, and that some training has moved."""
 
-    def make(**keys: Any) -> Path:
+    def make(**keys):
         config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | keys)
         torch.manual_seed(1)
         model = get_peft_model(copy.deepcopy(base), config)
@@ -152,7 +150,7 @@ def save(base, tmp_path):
 def roles_on(base):
     """Roles on a copy of the base, computed by PEFT's own layers."""
 
-    def make(reference: Path | None = None, path: Path | None = None) -> Roles:
+    def make(reference=None, path=None):
         kernels = Kernels(decision=Decision(choice=KernelChoice.plain, reason=""))
         model, tokenizer = copy.deepcopy(base), cast(Any, None)
         backbone = Backbone(model=model, tokenizer=tokenizer, device=CPU, path="", kernels=kernels)
@@ -219,7 +217,7 @@ def test_initialisations_that_change_the_base_are_refused_by_name(base, save):
 def test_an_adapter_that_peft_has_converted_from_pissa_is_taken(base, tmp_path, roles_on):
     trained = copy.deepcopy(base)
     config = LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
-    model: Any = get_peft_model(trained, config)
+    model = get_peft_model(trained, config)
     model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(str(tmp_path / "untrained"))
     model.peft_config["default"].init_lora_weights = "pissa"
@@ -233,14 +231,14 @@ def test_an_adapter_that_peft_has_converted_from_pissa_is_taken(base, tmp_path, 
     assert is_unchanged(roles.backbone.model, base)
 
 
-FUNCTIONS: list[dict[str, Any]] = [
+FUNCTIONS = [
     {"use_rslora": True}, {"use_dora": True}, {"lora_bias": True},
     {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}},
     {"layers_to_transform": [1], "layers_pattern": "layers"}, {"layers_to_transform": 0},
     {"exclude_modules": ["layers.0.self_attn.q_proj"]}, {"target_modules": r".*layers\.0\..*_proj"},
     {"target_modules": ["q_proj", "lm_head"]},
 ]  # fmt: skip
-IDLE: list[dict[str, Any]] = [
+IDLE = [
     {"eva_config": EvaConfig(), "init_lora_weights": "eva"}, {"lora_dropout": 0.5}, {"ensure_weight_tying": True},
     {"fan_in_fan_out": True}, {"task_type": None},
 ]  # fmt: skip
@@ -262,7 +260,7 @@ def test_the_fields_that_are_taken_mean_what_they_mean_to_peft(base, save, roles
             assert is_unchanged(roles.backbone.model, base), (keys, role)
 
 
-SOMETHING: dict[str, Any] = {
+SOMETHING = {
     "bias": "lora_only", "layer_replication": [[0, 2], [1, 3]], "modules_to_save": ["lm_head"],
     "trainable_token_indices": {"embed_tokens": [1]}, "alora_invocation_tokens": [5, 6], "arrow_config": {"top_k": 2},
     "kasa_config": {"beta": 1e-4}, "megatron_config": {"a": 1}, "monteclora_config": {"num_samples": 8},

@@ -1,7 +1,6 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -239,7 +238,7 @@ def test_the_sum_is_the_same_wherever_the_tensor_lies():
 
 
 def test_the_fingerprint_sees_written_and_replaced_parameters_also_inside_pefts_layers():
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     weights = BaseWeights(model)
     peft.LoraModel(model, peft.LoraConfig(target_modules=["0", "1"]), "default")
     base = model[1].base_layer
@@ -247,7 +246,7 @@ def test_the_fingerprint_sees_written_and_replaced_parameters_also_inside_pefts_
     before = weights.fingerprint()
     assert sorted(before) == ["0.bias", "0.weight", "1.weight"]
 
-    def changed() -> list[str]:
+    def changed():
         return [name for name, value in weights.fingerprint().items() if value != before[name]]
 
     assert changed() == []
@@ -267,7 +266,7 @@ def test_an_adapter_whose_loading_changes_the_base_is_refused_whatever_its_confi
     shared = load_backbone(model_config())
     backbone = read_backbone(model_config())
 
-    def rewriting(fields: dict[str, Any], model: nn.Module) -> peft.LoraConfig:
+    def rewriting(fields, model):
         targets = fields["target_modules"]
         return peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights="olora")
 
@@ -285,7 +284,7 @@ def test_a_weight_that_is_written_while_the_policy_starts_from_a_folder_is_found
     backbone = read_backbone(model_config())
     real = roles_module.load_tensors
 
-    def also_writes(path: Any, key: str) -> Any:
+    def also_writes(path, key):
         backbone.model.model.embed_tokens.weight.data[7, 3] += 1e-3
         return real(path, key)
 

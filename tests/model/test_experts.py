@@ -1,9 +1,7 @@
 """Mixtures of experts: what is adapted in each family, the arithmetic of adapters, and which experts tokens go to."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from mixtures import FAMILIES, LATENT, ROUTED
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from slow_cases import slow, slow_but
-from torch import Tensor
 
 from rlft.batch import collate, score_sequences, unknown_expert
 from rlft.config.model import KernelChoice, LoraSettings, RoutingSource
@@ -90,14 +87,14 @@ def test_an_adapter_is_the_same_function_as_the_policy_the_reference_the_sampler
         with torch.no_grad(), frozen.using(REFERENCE):
             torch.testing.assert_close(scores(frozen.model), expected, rtol=0, atol=1e-5)
         assert any(isinstance(module, LoraExperts) for module in frozen.model.modules())
-    theirs: Any = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
+    theirs = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
     torch.testing.assert_close(scores(theirs), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(scores(theirs.merge_and_unload()), expected, rtol=0, atol=1e-4)
 
 
 def chosen_in(roles, layer):
     """The experts `[N, 2]` that each later pass chooses for its tokens in this layer."""
-    chosen: list[torch.Tensor] = []
+    chosen = []
     module = roles.model.get_base_model().get_submodule(f"model.layers.{layer}.mlp.experts")
     module.register_forward_pre_hook(lambda _, inputs: chosen.append(inputs[1].clone()))
     return chosen
@@ -139,13 +136,13 @@ def test_peft_reads_dense_layers_that_it_takes_for_those_of_experts_elsewhere(ro
         expected, published = scores(roles.model), roles.publish(1)
         assert bool(published.config["target_parameters"]) == by_weight, kind
         folder = str(written(published))
-        theirs: Any = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
+        theirs = PeftModel.from_pretrained(random_moe(kind, FAMILIES[kind][0]), folder).eval()
         torch.testing.assert_close(scores(theirs), expected, rtol=0, atol=1e-4)
         torch.testing.assert_close(scores(roles_on(kind, path=folder).model), expected, rtol=0, atol=1e-5)
 
 
 # -- adapters on stacked experts ---------------------------------------------------------------------------------------
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},  # transposed, with biases, gate and up interleaved
@@ -160,7 +157,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def loop_over_experts(experts, x, chosen, weights, matrices):
     """Token by token, expert by expert: the definition."""
 
-    def linear(row: Tensor, name: str, expert: int) -> Tensor:
+    def linear(row, name, expert):
         matrix = matrices[name][expert]
         y = row @ matrix if experts.is_transposed else matrix @ row
         return y + getattr(experts, f"{name}_bias")[expert] if experts.has_bias else y
@@ -259,7 +256,7 @@ def sigmoid(logits, chosen, block):
     return weights / weights.sum(-1, keepdim=True) * getattr(block.gate, "routed_scaling_factor", 1.0)
 
 
-WEIGHTS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
+WEIGHTS = {
     "mixtral": softmax_first, "qwen2_moe": softmax_first, "qwen3_moe": softmax_first, "olmoe": softmax_first,
     "hunyuan_v1_moe": softmax_first, "gpt_oss": softmax_last, "granitemoe": softmax_last, "jamba": softmax_alone,
     "deepseek_v3": sigmoid, "glm4_moe": sigmoid, "minimax_m2": sigmoid,
@@ -275,7 +272,7 @@ BOUND = 2e-6
 def mixture(make_roles, on_base, random_moe):
     """Builds roles that replay, on a random model of a type in FAMILIES; and the keys with which it was made."""
 
-    def build(kind: str, dtype: torch.dtype = torch.float64, plain: bool = False, **keys: Any) -> Any:
+    def build(kind, dtype=torch.float64, plain=False, **keys):
         model = random_moe(kind, FAMILIES[kind][0]).to(dtype)
         model.set_experts_implementation("eager" if dtype is torch.float64 else "grouped_mm")
         for name, parameter in model.named_parameters():
@@ -304,12 +301,12 @@ def forced_logprobs(kind, model, ids, experts_TLK):
     blocks = [model.get_submodule(n.rpartition(".")[0]) for n, m in model.named_modules() if n.endswith(".experts")]
     logits, hooks = {}, []
 
-    def scored(layer: int, router: Any, inputs: Any) -> None:
+    def scored(layer, router, inputs):
         weight = router.weight if hasattr(router, "weight") else router.wg.weight
         logits[layer] = F.linear(inputs[0].reshape(-1, weight.shape[1]).to(weight.dtype), weight)
         logits[layer] = logits[layer] + (0 if getattr(router, "bias", None) is None else router.bias)
 
-    def chosen(layer: int, block: Any, inputs: Any) -> Any:
+    def chosen(layer, block, inputs):
         known = experts_TLK[:-1, layer].long()
         given = torch.cat([known, inputs[1][-1:]])
         return inputs[0], given, WEIGHTS[kind](logits[layer], given, block).to(inputs[2].dtype)
@@ -360,7 +357,7 @@ def test_experts_outside_the_best_groups_keep_their_own_weights(random_moe):
     model = random_moe("deepseek_v2", ROUTED | LATENT | groups)
     routing = Routing(model, mixture_of(model))
     router, ids = model.model.layers[1].mlp.gate, torch.tensor([[5, 9, 11, 12]])
-    seen: list[Any] = []
+    seen = []
     router.register_forward_hook(lambda _, inputs, outputs: seen.append((inputs[0].view(4, -1), outputs[1:])))
     given = torch.tensor([[0, 1], [2, 3], [3, 2], [1, 0]])
     with torch.no_grad(), routing.imposing(given[:, None].to(torch.uint8), torch.ones(4, dtype=torch.bool)):
@@ -490,5 +487,4 @@ def test_the_old_policys_choice_is_replayed_after_the_policy_has_moved(mixture, 
         assert torch.equal(replayed, micro.batch.experts), plain
         again = replace(old, old_logprobs=None)
         free = roles.annotate(again, first, needs_old=True).old_logprobs
-        assert free is not None
         assert not torch.allclose(roles.logprobs(old, POLICY)[:2], free[:2], atol=1e-3)

@@ -1,13 +1,12 @@
 """Roles where the model's own weights are the policy: frozen copies, their passes, and what an engine is proven by."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from in_one_test import each
 
-from rlft.config.model import CriticConfig, CriticKind, Old
+from rlft.config.model import CriticKind, Old
 from rlft.generation.loaded_adapter import difference
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.adapter_folder import OLD, POLICY, REFERENCE
@@ -21,7 +20,7 @@ ROWS = [(0, [5, 6, 7], [20, 21, 2]), (1, [9, 10], [22, 23, 24, 25])]
 def make_whole(make_double):
     """Builds the roles of a model of float64, whose snapshots have these keys."""
 
-    def make(critic: CriticConfig = NO_CRITIC, **keys: Any) -> WholeModel:
+    def make(critic=NO_CRITIC, **keys):
         snapshot = replace(NO_SNAPSHOTS, **keys)
         return WholeModel(make_double(), snapshot, critic, token_budget=10**6)
 
@@ -29,7 +28,7 @@ def make_whole(make_double):
 
 
 @torch.no_grad()
-def shifted(whole: WholeModel, by: float) -> None:
+def shifted(whole, by):
     """What an update might do: every weight moves."""
     for _, parameter in whole.named_parameters():
         parameter.add_(by)
@@ -52,7 +51,6 @@ def test_a_base_reference_is_the_model_as_the_run_found_it(make_whole, make_doub
     shifted(whole, 0.01)
     before = {name: tensor.clone() for name, tensor in whole.tensors(POLICY).items()}
     reference = annotated(whole, batch).reference_logprobs
-    assert reference is not None
     assert torch.equal(reference, logprobs_of(make_double, batch, 0.0))
     assert not torch.allclose(reference, logprobs_of(make_double, batch, 0.01), atol=1e-3)
     assert whole.refresh(1) == ()
@@ -66,7 +64,6 @@ def test_a_kl_over_the_vocabulary_is_to_the_copys_own_head_and_has_the_gradient_
         for _, parameter in whole.named_parameters():
             parameter.mul_(1.3)
     found = whole.outputs(batch, False, anchor=whole.anchor(batch, None)).kl
-    assert found is not None
     expected = []
     for ids, real, sampled in zip(batch.token_ids, batch.attention_mask, batch.loss_mask, strict=True):
         logp = whole.model(input_ids=ids[real][None]).logits[0, :-1].log_softmax(-1)
@@ -138,7 +135,7 @@ def test_an_engine_on_the_weights_is_stale_once_any_of_them_was_written(make_who
     adapter = whole.publish(3)
     engine.load(adapter)
 
-    def problem() -> str | None:
+    def problem():
         return difference(3, engine.loaded_adapter(), {}, {})
 
     assert problem() is None
@@ -157,7 +154,7 @@ def test_an_engine_on_the_weights_is_stale_once_any_of_them_was_written(make_who
 
 def test_a_critics_head_on_the_policy_learns_beside_all_weights(make_whole, make_batch):
     whole = make_whole(critic=replace(NO_CRITIC, kind=CriticKind.shared))
-    outputs: Any = whole.outputs(make_batch(ROWS, dtype=torch.float64), entropy=True)
+    outputs = whole.outputs(make_batch(ROWS, dtype=torch.float64), entropy=True)
     (outputs.values.sum() + outputs.entropy.sum() + outputs.logprobs.sum()).backward()
     whole.check_gradients()
     whole.check_gradients("critic")

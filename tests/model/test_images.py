@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import flash_stand_in
 import pytest
@@ -30,13 +29,13 @@ from transformers import (
 
 from rlft.config.model import LoraSettings
 from rlft.generation.transformers import TransformersGenerator
-from rlft.model.backbone import Backbone, read_backbone
+from rlft.model.backbone import read_backbone
 from rlft.model.forward import packed_forward, padded_forward
 from rlft.model.images import ImageMasks
 from rlft.model.kernels import flash_attention
-from rlft.model.roles import Roles, policy_alone
+from rlft.model.roles import policy_alone
 from rlft.tokens.images import picture, processor_of
-from rlft.types import IMAGE, Rollout, Sampling, Scores, UserError
+from rlft.types import IMAGE, Sampling, Scores, UserError
 
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm", "gemma3", "gemma4")
@@ -53,9 +52,9 @@ def folder_of(tmp_path_factory):
 @pytest.fixture
 def roles_of(folder_of):
     """Builds a policy that says something on a model of this kind."""
-    opened: list[Roles] = []
+    opened = []
 
-    def build(kind: str) -> Roles:
+    def build(kind):
         backbone = read_backbone(settings(folder_of(kind)))
         opened.append(with_noise(policy_alone(backbone, LORA, token_budget=4096, seed=0)))
         return opened[-1]
@@ -66,13 +65,13 @@ def roles_of(folder_of):
 
 
 @torch.no_grad()
-def by_own_class(model: Any, backbone: Backbone, rollout: Rollout) -> tuple[list[int], torch.Tensor]:
+def by_own_class(model, backbone, rollout):
     """(the prompt's tokens, the log-probs of the completion's) by transformers' own processor and model alone."""
     prompt, said = rollout.prompt, list(rollout.completion.token_ids)
     processor = processor_of(backbone.tokenizer)._processor
     pieces = prompt.messages[0]["content"].replace(IMAGE, f"\0{IMAGE}\0").split("\0")
     parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces if piece]
-    conversation: Any = [{"role": "user", "content": parts}]
+    conversation = [{"role": "user", "content": parts}]
     text = backbone.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     images = [picture(image) for image in prompt.images] or None
     inputs = processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
@@ -103,7 +102,7 @@ def test_log_probs_are_those_of_the_folders_own_class_and_gradients_those_of_pad
     with torch.no_grad():
         padded = padded_forward(backbone.model, batch, 1.0, False).logprobs
     without = roles.forward.logprobs(replace(batch, images=None), 4096)
-    own: Any = AutoModelForImageTextToText.from_pretrained(folder_of(kind), dtype=torch.float32)
+    own = AutoModelForImageTextToText.from_pretrained(folder_of(kind), dtype=torch.float32)
     own = PeftModel.from_pretrained(own, str(written(roles.publish(1)))).eval()
     rollouts = [rollout for each in groups for rollout in each.rollouts]
     for b, rollout in enumerate(rollouts):
@@ -162,7 +161,7 @@ def test_decoding_gives_the_log_probs_of_the_trainers_forward(kind, decoder, sta
 
 
 def test_which_layers_read_images_both_ways_is_found_in_the_masks_of_the_own_class():
-    def kinds(own: Any, config: Any) -> set[str] | None:
+    def kinds(own, config):
         masks = ImageMasks.of(own, config)
         return None if masks is None else set(masks.kinds)
 
@@ -182,12 +181,11 @@ def test_which_layers_read_images_both_ways_is_found_in_the_masks_of_the_own_cla
 @pytest.mark.parametrize("kind", quick("gemma3"))
 def test_the_tower_is_read_alone_and_whole(kind, folder_of, capfd):
     backbone = read_backbone(settings(folder_of(kind)))
-    own: Any = AutoModelForImageTextToText.from_pretrained(folder_of(kind), dtype=torch.float32)
+    own = AutoModelForImageTextToText.from_pretrained(folder_of(kind), dtype=torch.float32)
     text = own.get_decoder()
     expected = {
         name: p for name, p in own.model.named_parameters() if all(p is not other for other in text.parameters())
     }
-    assert backbone.images is not None
     prompt = prompts(backbone)[0]
     capfd.readouterr()
     backbone.images.rows_of([prompt], 200)

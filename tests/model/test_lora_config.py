@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import half_model
 import hybrid_models
@@ -74,7 +73,7 @@ def test_logprobs_and_gradients_and_merged_weights_are_those_of_peft(kind, doubl
     backbone, model = double
     roles = make_roles(backbone=backbone, noise=0.05, **kind)
     roles.model.double()
-    theirs: Any = PeftModel.from_pretrained(model, str(written(roles.publish(1))), is_trainable=True).eval()
+    theirs = PeftModel.from_pretrained(model, str(written(roles.publish(1))), is_trainable=True).eval()
     assert not any(isinstance(module, LoraLinear) for module in theirs.modules())
     theirs.double()  # PEFT reads an adapter in float32
     batch = make_batch(ROWS, dtype=torch.float64)
@@ -256,7 +255,7 @@ def tiny(model_type, device="cpu", **fields):
         torch.manual_seed(0)
         config = tiny_config(model_type)
         config.update(fields)
-        made: Any = causal_class(config)
+        made = causal_class(config)
         return made._from_config(config).requires_grad_(False).eval()
 
 
@@ -289,7 +288,6 @@ def test_blocks_of_which_some_lack_a_layer_are_named_one_by_one(monkeypatch):
     names += [f"model.layers.{i}.mlp.gate_proj" for i in range(12)]
     monkeypatch.setattr(module, "left_out", lambda model: dict.fromkeys(names, ""))
     pattern = exclusion(model, LORA)
-    assert pattern is not None
     assert {name for name in linear_layers(model) if re.fullmatch(pattern, name)} == set(names)
     assert pattern.count("gate_proj") == 1
 

@@ -8,11 +8,9 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Mapping
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +30,6 @@ from tests.helpers.family_models import model_folder
 from tests.helpers.model_folders import settings
 
 WEIGHTS = "model.safetensors"
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +38,14 @@ def folder_of(tmp_path_factory):
     top, number = tmp_path_factory.mktemp("families"), iter(range(10**6))
 
     @cache
-    def made(kind: str) -> Path:
+    def made(kind):
         if kind == "llama_untied":
             return model_folders.llama(top / kind)
         if kind in ("gemma3", "qwen3_5"):
             return model_folders.with_vision(top / kind, kind)
         return model_folder(kind, top / kind)
 
-    def copied(kind: str) -> Path:
+    def copied(kind):
         return Path(shutil.copytree(made(kind), top / f"{kind}-{next(number)}"))
 
     return copied
@@ -305,7 +302,7 @@ def test_an_index_that_is_not_of_these_shards_is_refused(suffix, folder_of):
     index = json.loads(file.read_text())
     places = index["weight_map"]
 
-    def said(weight_map: Any) -> str:
+    def said(weight_map):
         file.write_text(json.dumps(index | {"weight_map": weight_map}))
         return str(of_base(folder))
 
@@ -374,9 +371,9 @@ def test_quantised_numbers_without_a_config_that_says_so_are_refused(suffix, fol
 
 
 # -- classifiers, and numbers ------------------------------------------------------------------------------------------
-SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
-ONE_SCORE: dict[str, Any] = {"num_labels": 1}
-CLASSIFIERS: list[Any] = [
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+ONE_SCORE = {"num_labels": 1}
+CLASSIFIERS = [
     LlamaConfig(**SMALL, intermediate_size=48, pad_token_id=0, **ONE_SCORE),
     slow(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, pad_token_id=0, **ONE_SCORE)),
     slow(BertConfig(**SMALL, intermediate_size=48, **ONE_SCORE)),

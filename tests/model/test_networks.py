@@ -22,7 +22,7 @@ def test_each_layers_output_is_off_by_up_to_half_a_unit_in_the_last_place(make_r
     # transformers leaves one where hidden states were read
     hooks = [list(layer._forward_hooks) for layer in model.model.layers]
 
-    def computed() -> torch.Tensor:
+    def computed():
         keep = layer.register_forward_hook(lambda module, args, output: seen.append(output))
         with torch.no_grad():
             model(ids)
@@ -56,7 +56,7 @@ def test_log_probs_move_by_roundings_to_16_bits_and_the_same_each_time(make_role
 def gradients(random_model, make_roles, backbone, awkward_batch):
     """The gradients of policy and critic, as one vector, for a loss that is a mean over so many tokens."""
 
-    def compute(dtype: torch.dtype, num_tokens: float, kind: CriticKind, layout: str) -> torch.Tensor:
+    def compute(dtype, num_tokens, kind, layout):
         model = random_model("qwen2", dtype=dtype)
         roles = make_roles(noise=0.05, backbone=replace(backbone, model=model), kind=kind)
         if layout == "padded":

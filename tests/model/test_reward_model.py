@@ -1,6 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import half_model
 import pytest
@@ -8,12 +8,11 @@ import torch
 import transformers
 from in_one_test import each
 from slow_cases import slow
-from torch import Tensor
 
 from rlft.batch import batch_of_rows
 from rlft.model.adapter_folder import HEAD
 from rlft.model.forward import Forward
-from rlft.model.packing import Layout, num_packed_tokens
+from rlft.model.packing import num_packed_tokens
 from rlft.model.reward_model import (
     AdapterReward,
     ClassifierReward,
@@ -26,7 +25,7 @@ from rlft.model.reward_model import (
 from rlft.model.roles import POLICY
 from rlft.runs import checkpoint
 from rlft.tokens.text import RunTokenizer
-from rlft.types import Batch, Completion, FinishReason, Group, Rollout, UserError
+from rlft.types import Completion, FinishReason, Group, Rollout, UserError
 
 model_config, backbone = half_model.model_config, half_model.backbone
 
@@ -133,7 +132,7 @@ def test_an_adapter_folder_of_a_checkpoint_gives_the_same_scores_and_is_refused_
 ):
     reward = adapter_reward()
     expected, roles = reward(groups), reward.roles
-    kept: Any = {"adapters": {ROLE: roles.weights(ROLE)}, "heads": {ROLE: roles.heads[ROLE].weights()}}
+    kept = {"adapters": {ROLE: roles.weights(ROLE)}, "heads": {ROLE: roles.heads[ROLE].weights()}}
     config = roles.adapter_config()
     saved = checkpoint.Checkpoint(step=1, adapter_config=config, optimizer={}, state={}, **kept)
     folder = checkpoint.save(tmp_path, saved, 1) / ROLE
@@ -291,7 +290,7 @@ def test_each_rows_number_is_the_same_in_micro_batches_of_any_size(make_roles, m
     """The sum of the log-probs of a row, by the policy and by the bare base, which is not the policy."""
     roles = make_roles(noise=0.05, backbone=make_double())
 
-    def total(batch: Batch, layout: Layout) -> Tensor:
+    def total(batch, layout):
         return roles.forward(batch, 1.0, layout=layout).logprobs.sum(1)
 
     found = {role: numbers_of_rows(roles, role, batch_of_rows(ROWS), 10**6, total) for role in (POLICY, None)}
@@ -313,7 +312,7 @@ def drawn(number):
     """Items of one to four completions, some prompts in several items."""
     random = torch.Generator().manual_seed(number)
 
-    def draw(high: int, low: int = 1) -> int:
+    def draw(high, low=1):
         return int(torch.randint(low, high, (), generator=random))
 
     prompts = [tuple(draw(9) for _ in range(draw(12))) for _ in range(3)]
@@ -334,7 +333,7 @@ def tokens_by_hand(items, packed, ending):
 @each("budget", [1, 40, 100, 300, 10_000])
 def test_parts_are_those_that_counting_each_batch_gives(budget, packed, ending):
     items = drawn(30)
-    by_hand: list[list[Item]] = []
+    by_hand = []
     for item in items:
         if by_hand and tokens_by_hand([*by_hand[-1], item], packed, ending) <= budget:
             by_hand[-1].append(item)

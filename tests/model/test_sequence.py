@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from slow_cases import slow, slow_but
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlft.config.model import KernelChoice, Recompute
+from rlft.config.model import KernelChoice
 from rlft.model.activations import set_checkpointing
 from rlft.model.backbone import read_backbone
 from rlft.model.critic import ScalarHead
@@ -32,8 +31,8 @@ from rlft.model.forward import Forward, choose, possible_shares
 from rlft.model.kernels import recurrent, selection
 from rlft.model.kernels.recurrent import parts_of
 from rlft.model.sequence import TokenShare, current_share, sharing_tokens
-from rlft.trainer.ranks import LOOPBACK, Exchange, open_store
-from rlft.types import Batch, UserError
+from rlft.trainer.ranks import LOOPBACK, open_store
+from rlft.types import UserError
 
 LIMIT_S = 120
 LOCK = Lock()
@@ -49,8 +48,8 @@ def store():
 def on_ranks(store, request):
     """Does the same work on so many ranks that share tokens; returns what each of them gives."""
 
-    def on_ranks(ranks: int, work: Callable[[], Any]) -> list[Any]:
-        def of_rank(rank: int, exchange: Exchange) -> Any:
+    def on_ranks(ranks, work):
+        def of_rank(rank, exchange):
             with sharing_tokens(TokenShare(rank=rank, ranks=ranks, exchange=exchange)), closing(exchange):
                 return work()
 
@@ -76,7 +75,7 @@ def computed(with_lora):
     how: the gradient checkpointing of a model with an adapter; None: all weights of the model learn.
     """
 
-    def compute(model: Any, batch: Batch, how: Recompute | None) -> list[Tensor]:
+    def compute(model, batch, how):
         model, share = copy.deepcopy(model), current_share()
         with sharing_tokens(None), LOCK:  # whether a model packs is found out by every rank alone
             installed = selection.install(model.requires_grad_(how is None), KernelChoice.auto, own_attention=True)
@@ -109,7 +108,7 @@ def computed(with_lora):
 def check(on_ranks, computed):
     """Compares the numbers and the summed gradients of ranks with those of one alone."""
 
-    def check(model: Any, batch: Batch, ranks: int, how: Recompute | None, bound: float = 1e-9) -> None:
+    def check(model, batch, ranks, how, bound=1e-9):
         expected = computed(model, batch, how)
         of_ranks = on_ranks(ranks, lambda: computed(model, batch, how))
         for found in of_ranks:
@@ -121,7 +120,7 @@ def check(on_ranks, computed):
     return check
 
 
-FUSED: dict[str, dict[str, Any]] = {
+FUSED = {
     "llama": {}, "mistral": {"sliding_window": 4}, "qwen2": {}, "qwen3": {"head_dim": 8},
 }  # fmt: skip
 
@@ -181,7 +180,7 @@ class WithFloat64:
 
     float32 = torch.float64
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(torch, name)
 
 
@@ -243,7 +242,6 @@ def test_images_of_shared_rows_are_read_as_those_of_whole_rows(kind, check, tmp_
     """Positions in height and width, vectors that deeper layers add, and images that are read both ways."""
     backbone = read_backbone(settings(vision_folders.folder_of(tmp_path / kind, kind)))
     _, batch = of_two(backbone)
-    assert batch.images is not None
     assert (batch.images.positions is not None) == kind.startswith("qwen")
     assert (batch.images.deep is not None) == (kind == "qwen3_vl")
     assert (batch.images.masks is not None) == kind.startswith("gemma")
@@ -256,7 +254,7 @@ def test_experts_of_shared_rows_are_noted_imposed_and_counted_as_of_whole_rows(o
     model = random_moe("olmoe", FAMILIES["olmoe"][0]).double()
     model.set_experts_implementation("eager")
 
-    def routed() -> tuple[Tensor, Tensor, dict[str, float]]:
+    def routed():
         share, own = current_share(), copy.deepcopy(model)
         with sharing_tokens(None), LOCK:
             forward = choose(own, selection.install(own, KernelChoice.auto, own_attention=True))

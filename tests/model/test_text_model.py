@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import model_folders
 import pytest
@@ -29,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def by_own_class(folder, adapter):
-    model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
         assert not [n for n, _ in model.named_parameters() if "lora_" in n and "language_model" not in n]
@@ -108,9 +107,9 @@ def test_a_model_that_is_not_inside_another_keeps_its_names(tmp_path):
 
 @pytest.mark.parametrize("kind", INSIDE)
 def test_a_text_model_that_is_only_inside_another_gets_a_head(kind):
-    text: Any = AutoConfig.for_model(kind.removesuffix("_text")).get_text_config()
+    text = AutoConfig.for_model(kind.removesuffix("_text")).get_text_config()
     assert type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    made: Any = causal_class(text)
+    made = causal_class(text)
     assert made is causal_class(text)
     assert made.config_class is type(text)
     assert issubclass(made, GenerationMixin)

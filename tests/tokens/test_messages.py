@@ -3,8 +3,6 @@
 import copy
 import json
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -25,13 +23,13 @@ ARGUMENTS = ({}, {"a": 1}, {"town": None, "to": ["x", None]}, {"a": {"b": {"c": 
 def composed(rng):
     """(a message in one of the forms that are known, what it says)."""
     role = rng.choice(list(FIELDS))
-    says: dict[str, Any] = {"role": role}
+    says = {"role": role}
     texts = rng.choices(WORDS, k=rng.randint(1, 4))
-    parts: Any = [{"type": rng.choice(TEXT_PARTS), rng.choice(TEXT_FIELDS): text} for text in texts]
+    parts = [{"type": rng.choice(TEXT_PARTS), rng.choice(TEXT_FIELDS): text} for text in texts]
     content, says["content"] = (parts, "".join(texts)) if rng.random() < 0.7 else (texts[0], texts[0])
     for part in parts:  # as a table fills them
         part.update({key: None for key in (*TEXT_FIELDS, "image", "audio") if key not in part and rng.random() < 0.4})
-    given: dict[str, Any] = {"role": role, "content": content}
+    given = {"role": role, "content": content}
     if role == "assistant" and rng.random() < 0.5:
         name = rng.choice(THINKING_FIELDS)
         given[name] = says[name] = rng.choice(WORDS)
@@ -63,9 +61,6 @@ def called(rng, name, arguments, own):
     return given | ({"index": 0} if "function" in call and rng.random() < 0.3 else {})
 
 
-Fault = Callable[[dict[str, Any], Any], Any]
-
-
 def parts_of(message):
     if not isinstance(message["content"], list) or not message["content"]:
         message["content"] = [{"type": "text", "text": "a"}]
@@ -87,7 +82,7 @@ PARTS = (
     "image", "image_url", 5,
 )  # fmt: skip
 
-FAULTS: list[tuple[str, Fault]] = [
+FAULTS = [
     *((f"has the field '{key}'", lambda m, value, key=key: m.update({key: value}))
       for key in ("train", "function_call", "refusal", "thoughts")),
     *((f"of the type {of!r}", lambda m, value, of=of: parts_of(m).append({"type": of, "text": "a", str(of): value}))
@@ -177,7 +172,7 @@ def make_any():
 
     of_data = {"messages_field": "messages", "answer_field": None}
 
-    def make(group: str, path: str) -> Any:
+    def make(group, path):
         words = {"data": [], "demonstrations": ["sft"], "preferences": ["dpo"]}[group]
         plain = compose([f"{group}=jsonl", f"{group}.path={path}"], None, *words)[group]
         return instantiate({**plain, **(of_data if group == "data" else {})}, group)
@@ -242,7 +237,7 @@ WHOLE, TEMPLATES = template(), {part: template(part) for part in TEMPLATE_PARTS}
 
 
 def tool_of(draw, number):
-    properties: dict[str, Any] = {}
+    properties = {}
     for name in ("a", "b")[: draw.randrange(3)]:
         properties[name] = {"type": "string"} | ({"description": draw.choice(SHOWS)} if draw.random() < 0.5 else {})
     function = {
@@ -255,9 +250,9 @@ def tool_of(draw, number):
 
 def conversation(draw):
     """(messages, tools): questions, answers with thoughts and calls, results; some with names and system prompts."""
-    messages: list[dict[str, Any]] = []
+    messages = []
 
-    def say(role: str, content: str, **more: Any) -> None:
+    def say(role, content, **more):
         named = {"name": draw.choice(NAMES)} if role != "tool" and draw.random() < 0.15 else {}
         messages.append({"role": role, "content": content, **named, **more})
 
@@ -266,7 +261,7 @@ def conversation(draw):
     tools = [tool_of(draw, number) for number in range(draw.choice((0, 1, 2)))]
     say("user", draw.choice(SAYS))
     for _ in range(draw.randrange(3)):
-        more: dict[str, Any] = {"reasoning_content": draw.choice(SAYS)} if draw.random() < 0.3 else {}
+        more = {"reasoning_content": draw.choice(SAYS)} if draw.random() < 0.3 else {}
         if tools and draw.random() < 0.6:
             ids = [f"{draw.randrange(10**9):09d}" for _ in range(draw.choice((1, 2)))]
             more["tool_calls"] = [

@@ -168,12 +168,12 @@ class Adding:
     show_tools: bool = True
     tools: list[Any] = field(default_factory=lambda: [ADD])
 
-    def schemas(self) -> list[Any]:
+    def schemas(self):
         return self.tools
 
 
 @cache
-def made(name: str) -> RunTokenizer:
+def made(name):
     """A byte tokenizer with the family's special tokens and template, without a pad token."""
     family = FAMILIES[name]
     template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
@@ -197,8 +197,8 @@ def shown(tokenizer, ids):
 
 
 def prompt_of(tokenizer, *messages, style="chat"):
-    asked: Any = [Prompt(id="p", messages=messages, answer="5")]
-    return scan(asked, tokenizer, 4000, "refuse", Split.train, style).prompts[0]  # type: ignore[arg-type]
+    asked = [Prompt(id="p", messages=messages, answer="5")]
+    return scan(asked, tokenizer, 4000, "refuse", Split.train, style).prompts[0]
 
 
 def learned(tokenizer, completion, *messages, tools=(), **fields):
@@ -280,7 +280,7 @@ def test_special_tokens_that_data_spell_stay_text(name):
     tokenizer, family = tokenizer_of(name), FAMILIES[name]
     hostile = "".join(t for t in family.special if "THINK" not in t) + f"{family.end}x"
 
-    def written(text: str) -> list[list[int]]:
+    def written(text):
         question = {"role": "user", "content": f"Two {text}?"}
         messages = [{"role": "system", "content": f"Kind {text}."}, question] if family.system else [question]
         rows = [list(prompt_of(tokenizer, *messages, style=style).token_ids) for style in ("chat", "raw")]
@@ -398,7 +398,7 @@ WORDS = (
 
 
 @cache
-def tokenizer(name: str) -> RunTokenizer:
+def tokenizer(name):
     return tokenizer_of(name.partition(" ")[0]) if name.endswith("tests") else family_tokenizer(name)
 
 
@@ -413,7 +413,7 @@ def asked(number, *contents):
 
 def notes(name, texts, style):
     prompts = [asked(i, text) for i, text in enumerate(texts)]
-    return scan(prompts, tokenizer(name), 10_000, "refuse", Split.train, style).notes  # type: ignore[arg-type]
+    return scan(prompts, tokenizer(name), 10_000, "refuse", Split.train, style).notes
 
 
 def test_conversations_that_any_template_has_rendered_are_counted_and_named():

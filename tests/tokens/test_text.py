@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import datetime
 import locale
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from in_one_test import each
 from tokenizers import AddedToken
-from torch import Tensor
 from turn_shapes import EOS, SHAPES, shaped_tokenizer
 
 from rlft.generation.scripted import ScriptedGenerator
@@ -191,7 +188,7 @@ PROMPT = Prompt(id="p", messages=({"role": "user", "content": "2 + 3?"},), answe
 
 
 def ids_of(name, tokens):
-    return tuple(shaped_tokenizer(name).convert_tokens_to_ids(list(tokens)))  # type: ignore[arg-type]
+    return tuple(shaped_tokenizer(name).convert_tokens_to_ids(list(tokens)))
 
 
 def test_a_turn_ends_with_what_the_template_puts_there_and_no_other_turn_begins_with():
@@ -221,38 +218,38 @@ def test_what_the_generation_config_names_ends_a_completion_too():
 class Forced:
     """A decoder whose model says these tokens, then the first one again and again; also the slot it is on."""
 
-    def __init__(self, tokens: Sequence[int], vocabulary: int) -> None:
+    def __init__(self, tokens, vocabulary):
         self.tokens, self.vocabulary, self.said = tokens, vocabulary, 0
 
-    def images_of(self, prompts: object) -> None: ...
+    def images_of(self, prompts): ...
 
-    def prefix_cache(self, prompts: object, max_tokens: int, images: None) -> Forced:
+    def prefix_cache(self, prompts, max_tokens, images):
         self.said = 0
         return self
 
-    def load_sampler(self, adapter: object, *, weights: str = "apart") -> None: ...
+    def load_sampler(self, adapter, *, weights="apart"): ...
 
-    def using(self, role: str | None) -> Any:
+    def using(self, role):
         return nullcontext()
 
-    def prefill(self, n: int) -> Tensor:
+    def prefill(self, n):
         token = self.tokens[self.said] if self.said < len(self.tokens) else self.tokens[0]
         self.said += 1
         return torch.nn.functional.one_hot(torch.tensor([token] * n), self.vocabulary) * 1000.0
 
-    def step(self, token_R: Tensor) -> Tensor:
+    def step(self, token_R):
         return self.prefill(len(token_R))
 
-    def keep(self, rows: Tensor) -> None: ...
+    def keep(self, rows): ...
 
-    def fill(self) -> None: ...
+    def fill(self): ...
 
 
 def test_every_engine_ends_a_completion_where_its_turn_ends():
     for name, shape in SHAPES.items():
         tokenizer = shaped_tokenizer(name)
         ends = turn_ends(tokenizer, "chat")
-        turn = [*tokenizer("5" + shape.lead)["input_ids"], *ends.closing]  # type: ignore[misc]
+        turn = [*tokenizer("5" + shape.lead)["input_ids"], *ends.closing]
         for end in (None, *ends.ids[1:]):  # what is learned, and every other end in its place
             forced = turn if end is None else [*turn[: -len(ends.closing)], end]
             slot = Forced(forced, len(tokenizer))
@@ -270,7 +267,7 @@ def test_every_engine_ends_a_completion_where_its_turn_ends():
 def test_an_end_that_is_no_special_token_is_not_shown():
     """Such as an end that only the generation config names."""
     tokenizer = shaped_tokenizer("a base with another end")
-    [letter, end] = tokenizer("5!")["input_ids"]  # type: ignore[misc]
+    [letter, end] = tokenizer("5!")["input_ids"]
     slot = Forced([letter, end], len(tokenizer))
     generator = TransformersGenerator(slot, tokenizer, torch.device("cpu"), 1, ends=[end])
     [group] = generator.sample([PROMPT], 1, [0], SHORT_SAMPLING)

@@ -1,16 +1,13 @@
 """The policy in the real vLLM's own matrices: the bits of a recomputation, an untouched base, faults that are seen."""
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from real_engines import open_vllm, vllm_engine
 from slow_cases import slow
-from torch import Tensor
 
 from rlft.generation.vllm import copied_weights
 from rlft.generation.vllm.generator import VLLMGenerator, _itself
@@ -21,7 +18,7 @@ from tests.generation.vllm.test_generator import MODEL, TOLERANCE, Trainer
 TEXTS = [list(range(10, 50)), list(range(70, 85))]
 QKV = "model.layers.1.self_attn.qkv_proj.weight"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "lora": {},
     "rslora": {"use_rslora": True},
     "patterns": {"rank_pattern": {"k_proj": 2, r"layers\.1\..*up_proj": 9}, "alpha_pattern": {"v_proj": 5}},
@@ -34,19 +31,19 @@ KINDS: dict[str, dict[str, Any]] = {
 class Copied(Trainer):
     """With its clean base, and `slot` as the engine is given it."""
 
-    def __init__(self, dtype: torch.dtype, **changes: Any) -> None:
+    def __init__(self, dtype, **changes):
         super().__init__(MODEL, dtype, **changes)
         self.base = self.model.get_base_model()
         self.clean = {name.replace(".base_layer", ""): p.clone() for name, p in self.base.named_parameters()}
         self.slot = SimpleNamespace(backbone=SimpleNamespace(model=self.base))
 
-    def expected(self, name: str) -> Tensor:
+    def expected(self, name):
         """What a matrix of the engine has to be, made for one matrix after the other by what PEFT says of each."""
         stem, _, layer = name.removesuffix(".weight").rpartition(".")
         return torch.cat([self._sum(f"{stem}.{part}") for part in FUSED.get(layer, [layer])])
 
     @torch.no_grad()
-    def _sum(self, module: str) -> Tensor:
+    def _sum(self, module):
         layer, clean = self.base.get_submodule(module), self.clean[f"{module}.weight"]
         if not hasattr(layer, "lora_A"):
             return clean
@@ -62,7 +59,7 @@ class Bench:
     generator: VLLMGenerator
     dtype: torch.dtype
 
-    def held(self) -> dict[str, Tensor]:
+    def held(self):
         """{name: matrix} of what its layers multiply with."""
         [model] = self.generator._llm.apply_model(_itself)
         found = {name: p.data for name, p in model.named_parameters() if name.endswith("_proj.weight")}
@@ -89,7 +86,7 @@ def test_every_kind_of_adapter_is_there_bit_for_bit_and_the_base_is_untouched(ki
         generator.load(adapter)
         for name, matrix in bench.held().items():
             assert torch.equal(matrix, trainer.expected(name)), name
-        gap = freshness.check(version, generator, trainer, adapter)  # type: ignore[arg-type]  # of a trainer's score
+        gap = freshness.check(version, generator, trainer, adapter)
         assert gap is not None
         assert bench.dtype != torch.float32 or gap < TOLERANCE
         rounding = generator.metrics["sampler/rounding"]
@@ -112,7 +109,7 @@ def test_a_publish_is_in_blocks_that_change_no_bit(bench, monkeypatch):
         monkeypatch.setattr(copied_weights, "COPY_BLOCK_OF_A_CPU", block)
         bench.generator.load(trainer.adapter(block))
         assert all(torch.equal(matrix, trainer.expected(name)) for name, matrix in bench.held().items())
-        assert bench.generator.loaded_adapter().faults == ()  # type: ignore[union-attr]
+        assert bench.generator.loaded_adapter().faults == ()
 
 
 def test_it_says_which_runner_schedule_and_graphs_it_has_and_what_v1_costs(bench, monkeypatch):
@@ -127,9 +124,8 @@ def test_it_says_which_runner_schedule_and_graphs_it_has_and_what_v1_costs(bench
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
-Spoil = Callable[[dict[str, Tensor], Copied], Any]
 DOWN_0, DOWN_1, DOWN_2 = (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(3))
-FAULTS: dict[str, tuple[Spoil, str]] = {
+FAULTS = {
     "one flipped bit": (lambda held, trainer: held[QKV].view(torch.uint8)[5, 0].bitwise_xor_(1),
                         r"1 of the 28 layers .* such as model\.layers\.1\.self_attn\.q_proj"),
     "layers exchanged": (lambda held, trainer: (held[DOWN_0].copy_(trainer.expected(DOWN_1)),
@@ -148,7 +144,7 @@ def test_a_fault_is_seen_at_a_learning_rate_of_1e_6(fault, bench, monkeypatch):
     freshness = Freshness(TEXTS, limits_of(bench.dtype), 1)
     old = trainer.adapter(4)
     generator.load(old)
-    freshness.check(4, generator, trainer, old)  # type: ignore[arg-type]
+    freshness.check(4, generator, trainer, old)
     for parameter in trainer.model.parameters():
         parameter.data += 1e-6 * parameter.requires_grad
     new, said = replace(old, version=5, weights=trainer.weights()), "56 of the 56 tensors .*; it still holds version 4"
@@ -165,9 +161,9 @@ def test_a_fault_is_seen_at_a_learning_rate_of_1e_6(fault, bench, monkeypatch):
         generator.load(new)
         spoil(bench.held(), trainer)
     with pytest.raises(StaleAdapterError, match=rf"^freshness: the engine does not hold policy version 5: .*{said}"):
-        freshness.check(5, generator, trainer, new)  # type: ignore[arg-type]
+        freshness.check(5, generator, trainer, new)
     generator.load(new)
-    assert freshness.check(5, generator, trainer, new) is not None  # type: ignore[arg-type]
+    assert freshness.check(5, generator, trainer, new) is not None
 
 
 def test_a_base_that_is_not_the_engines_is_refused_before_anything_is_written():
@@ -181,15 +177,15 @@ def test_a_base_that_is_not_the_engines_is_refused_before_anything_is_written():
     ):
         engine = torch.nn.Module()
         engine.register_module("a", torch.nn.Linear(4, 4, bias=False))
-        engine.a.weight.data = weight.clone()  # type: ignore[union-attr]
+        engine.a.weight.data = weight.clone()
         ones = {"lora_A": torch.ones(1, 4), "lora_B": torch.ones(4, 1)}
         lora = {f"base_model.model.a.{name}.weight": tensor for name, tensor in ones.items()}
         adapter = Adapter(version=1, weights=lora, config={"r": 1, "lora_alpha": 1})
         with pytest.raises(UserError, match=rf"^generation\.vllm\.weights: .* {why}.*got copy; use .*=adapter"):
             copied_weights.CopiedWeights(own, engine, {}).load(adapter)
-        assert torch.equal(engine.a.weight, weight)  # type: ignore[union-attr,arg-type]
+        assert torch.equal(engine.a.weight, weight)
     copied = copied_weights.CopiedWeights({"a.weight": weight}, engine, {})
     copied.load(adapter)
     assert copied.held().faults == ()
-    engine.a.weight.data = engine.a.weight.data.clone()  # type: ignore[union-attr]
+    engine.a.weight.data = engine.a.weight.data.clone()
     assert copied.held().faults == ("a has moved in the engine",)

@@ -9,13 +9,11 @@ import random
 import signal
 import sys
 import weakref
-from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import model_folders
@@ -28,7 +26,6 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from real_engines import open_vllm, vllm_engine
 from slow_cases import slow
-from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
@@ -39,10 +36,10 @@ from rlft.generation.decoding import _keep_most_likely
 from rlft.generation.shared_base import Rows, SharedBaseError, checksum, rows_of
 from rlft.generation.stops import StopStrings, plain_decoder, shown_texts
 from rlft.generation.vllm import generator as vllm_generator
-from rlft.generation.vllm.generator import VLLMGenerator, _start
+from rlft.generation.vllm.generator import _start
 from rlft.generation.vllm.guest import VLLMError
 from rlft.tokens.text import RunTokenizer
-from rlft.types import Adapter, FinishReason, Group, Prompt, Sampling, UserError
+from rlft.types import Adapter, FinishReason, Prompt, Sampling, UserError
 from tests.environment.test_conversations import LIMITS
 
 MODEL = Path(rlft.__file__).parent / "assets" / "tiny-arithmetic"
@@ -78,7 +75,7 @@ def test_whatever_vllm_raises_when_it_starts_names_the_key_and_what_it_said(monk
 class FakeLLM:
     """What vLLM's `LLM` is asked for, with weights that lie as vLLM's do on a GPU."""
 
-    def __init__(self, model: nn.Module, moves: bool = False) -> None:
+    def __init__(self, model, moves=False):
         self.model, self.moves, self.calls = fused(model, wrapped=False), moves, []
         self.llm_engine = SimpleNamespace(
             engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")),
@@ -87,25 +84,25 @@ class FakeLLM:
             reset_prefix_cache=lambda: self.calls.append("reset"),
         )
 
-    def get_tokenizer(self) -> None: ...
+    def get_tokenizer(self): ...
 
-    def apply_model(self, work: Any) -> list[Any]:
+    def apply_model(self, work):
         return [work(self.model)]
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level):
         self.calls.append(f"sleep {level}")
 
-    def release_kv_cache_memory(self) -> None:
+    def release_kv_cache_memory(self):
         self.calls.append("release")
         if self.moves:
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.clone()
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags=None):
         self.calls.append(f"wake {tags}")
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self):
         return dict(self.model.named_parameters())["model.layers.0.self_attn.qkv_proj.weight"]
 
 
@@ -126,7 +123,7 @@ def started(model, monkeypatch):
     monkeypatch.setattr(vllm_generator, "runs_on_cpu", lambda: False)
     generators = []
 
-    def start(moves: bool = False, **changes: Any) -> tuple[VLLMGenerator, FakeLLM, dict[str, Any]]:
+    def start(moves=False, **changes):
         fake, given = FakeLLM(model, moves), {}
         monkeypatch.setattr(vllm_generator, "_start", lambda options, *_: given.update(options) or fake)
         keys = vllm_engine(gpu_memory_utilization=0.5, enforce_eager=False, max_num_seqs=4, sleep=True, **changes)
@@ -207,7 +204,7 @@ def process_state():
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "torch random": torch.get_rng_state().tolist(),
-        "numpy random": (numbers[1].tolist(), numbers[2]),  # type: ignore[index,union-attr]  # the legacy tuple
+        "numpy random": (numbers[1].tolist(), numbers[2]),
         "python random": random.getstate(),
         "excepthook": sys.excepthook,
         "signals": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
@@ -224,12 +221,12 @@ def new_generator(path=MODEL, **changes):
 class Trainer:
     """The base with one LoRA adapter on all linear layers, or another one, as transformers and PEFT compute it."""
 
-    def __init__(self, path: Path = MODEL, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+    def __init__(self, path=MODEL, dtype=torch.float32, **changes):
         base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).requires_grad_(False)
         keys = {"r": 6, "lora_alpha": 12, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes}
-        self.model: Any = get_peft_model(base, LoraConfig(**keys)).eval()
+        self.model = get_peft_model(base, LoraConfig(**keys)).eval()
 
-    def adapter(self, version: int, size: float = 0.1) -> Adapter:
+    def adapter(self, version, size=0.1):
         """Sets random weights, different for each version, and publishes them."""
         dice = torch.Generator().manual_seed(version)
         for name, parameter in self.model.named_parameters():
@@ -239,20 +236,20 @@ class Trainer:
                 parameter.data *= 1 + 0.2 * torch.rand(parameter.shape, generator=dice).to(parameter.dtype)
         return Adapter(version=version, weights=self.weights(), config=self.model.peft_config["default"].to_dict())
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self):
         return {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
 
-    def score(self, sequences: Sequence[Sequence[int]], *, rounded: bool = False) -> list[list[float]]:
+    def score(self, sequences, *, rounded=False):
         return logprobs_of(self.model, sequences)
 
     @torch.no_grad()
-    def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> Tensor:
+    def logprobs(self, rows, temperature=1.0):
         """Of every token but the first `[rows, T - 1]`; what is behind a row's end changes nothing in it."""
         tokens = pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True)
         logprobs = (self.model(tokens).logits[:, :-1] / temperature).log_softmax(-1)
         return logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
 
-    def gap(self, groups: Sequence[Group], temperature: float) -> float:
+    def gap(self, groups, temperature):
         """The largest difference of a sampled token's log-prob between engine and trainer."""
         worst = 0.0
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -268,7 +265,7 @@ class Trainer:
 class Bench:
     """An engine next to a trainer, and the process before its start, after it, and after it has sampled by the base."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.trainer = Trainer()
         # 40 and more tokens: at least one full block of 32 for the prefix cache.
         rows = [tuple(10 + (7 * i + j) % 200 for j in range(40 + i)) for i in range(6)]
@@ -281,7 +278,7 @@ class Bench:
         self.base_groups, self.base_scores = self.sample(2), self.generator.score(rows)
         self.states.append(process_state())
 
-    def sample(self, n: int, sampling: Sampling = HOT) -> list[Group]:
+    def sample(self, n, sampling=HOT):
         """n completions of each prompt, with the seeds that are the prompt's own."""
         return self.generator.sample(self.prompts, n, seeds(self.prompts, n), sampling)
 
@@ -398,7 +395,7 @@ def test_a_completion_depends_on_its_own_seed_and_not_on_the_batch(bench):
 def test_tokens_are_said_when_they_are_sampled(bench, monkeypatch):
     load(bench, 1)
     silent = bench.sample(2)
-    said: list[tuple[int, int]] = []
+    said = []
     with monkeypatch.context() as patch:
         patch.setattr(bench.generator, "token_callback", lambda row, token: said.append((row, token)))
         groups = bench.sample(2)
@@ -447,7 +444,6 @@ def test_later_turns_of_conversations_are_sampled_behind_what_was_said(bench):
     spoken = [c for c in completions(first) if len(c.turns) == 2]
     assert spoken, "some ended their first turn within six tokens"
     for completion in spoken:
-        assert completion.mask is not None
         [expected] = bench.trainer.logprobs([[*prompts[0].token_ids, *completion.token_ids]])
         rows = zip(completion.logprobs, expected[len(read) - 1 :].tolist(), completion.mask, strict=True)
         assert max(abs(found - wanted) for found, wanted, own in rows if own) < TOLERANCE
@@ -558,7 +554,7 @@ def test_an_interrupted_call_leaves_nothing_for_the_next_one(bench, monkeypatch)
     engine = bench.generator._llm.llm_engine
     steps, step = iter(range(3)), engine.step
 
-    def interrupted() -> Any:
+    def interrupted():
         if next(steps, None) is None:
             raise KeyboardInterrupt
         return step()
@@ -576,7 +572,7 @@ def test_ctrl_c_waits_for_the_end_of_the_engines_step(bench, monkeypatch):
     core = bench.generator._llm.llm_engine.engine_core.engine_core
     update, finished_steps = core.scheduler._update_after_schedule, []
 
-    def press_ctrl_c(*args: object) -> None:
+    def press_ctrl_c(*args):
         os.kill(os.getpid(), signal.SIGINT)
         update(*args)
         finished_steps.append(True)

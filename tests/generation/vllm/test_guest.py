@@ -1,9 +1,7 @@
 """What vLLM does to the process that it lives in, and how its errors explain themselves. No vLLM is started."""
 
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +13,16 @@ from rlft.types import UserError
 
 
 def test_an_error_inside_vllm_while_it_computes_explains_itself_and_others_stay_as_they_are():
-    inside: dict[str, Any] = {"__name__": "vllm.kernels"}
+    inside = {"__name__": "vllm.kernels"}
     exec("def compute(call): return call()", inside)
     engine = SimpleNamespace(step=None, output_processor=SimpleNamespace(request_states={}))
     engine.abort_request = lambda requests, internal: None
 
-    def compute(error: Exception, generate: Callable[..., Any]) -> None:
-        def raised() -> None:
+    def compute(error, generate):
+        def raised():
             raise error
 
-        def call(*_: Any, **__: Any) -> Any:
+        def call(*_, **__):
             return generate(raised)
 
         answers(SimpleNamespace(llm_engine=engine, generate=call), of_tokens([[1, 2]]), [None], on_cpu=False)
@@ -64,7 +62,7 @@ def test_only_the_last_engine_that_ends_takes_what_all_have_in_common(monkeypatc
     for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):
         monkeypatch.setitem(sys.modules, name, core)
 
-    def llm() -> Any:
+    def llm():
         client = SimpleNamespace(shutdown=lambda: kept.append(core.cleanup_dist_env_and_memory != "of all"))
         return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
 

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import vision_folders
@@ -31,7 +30,7 @@ TOLERANCE = 1e-3
 MEAN_IN_16_BITS = 0.05
 """Nats, the mean of a step's tokens in bfloat16; seen: 0.01 to 0.022, as without images; other images are refused."""
 
-WIDER: dict[str, dict[str, Any]] = {
+WIDER = {
     "qwen2_5_vl": {"hidden_size": 128},  # for heads of 32, the smallest of vLLM on a CPU
     "qwen3_5": {  # linear layers have heads of 64 and more there
         "hidden_size": 128, "head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64,

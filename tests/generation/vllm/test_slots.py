@@ -1,6 +1,5 @@
 """What the real vLLM holds of an adapter is read back and compared with what was published, in float32 and bfloat16."""
 
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -29,14 +28,14 @@ class Bench:
     notes: list[str]
     published: Adapter
 
-    def step(self) -> Adapter:
+    def step(self):
         """The next version, after a step of Adam with a learning rate of 1e-6."""
         dice = torch.Generator().manual_seed(self.published.version)
         for parameter in (p for p in self.trainer.model.parameters() if p.requires_grad):
             parameter.data += 1e-6 * (2 * torch.rand(parameter.shape, generator=dice).round() - 1)
         return replace(self.published, version=self.published.version + 1, weights=self.trainer.weights())
 
-    def publish(self, loaded: Callable[[Adapter, Adapter], Adapter | None] = lambda new, old: new) -> None:
+    def publish(self, loaded=lambda new, old: new):
         """Publishes the next version, checks it; the engine loads what `loaded` makes of it and of the one before."""
         new = self.step()
         old, self.published = self.published, new
@@ -45,9 +44,9 @@ class Bench:
             self.generator.load(adapter)
         self.check(new)
 
-    def check(self, *published: Adapter, version: int | None = None) -> float | None:
+    def check(self, *published, version=None):
         version = published[0].version if version is None else version
-        return self.freshness.check(version, self.generator, self.trainer, *published)  # type: ignore[arg-type]
+        return self.freshness.check(version, self.generator, self.trainer, *published)
 
 
 @pytest.fixture(scope="module", params=[slow("float32"), "bfloat16"])
@@ -84,8 +83,7 @@ def with_old(new, old, part):
     return replace(new, weights={**new.weights, **only(old, part)})
 
 
-Loaded = Callable[[Adapter, Adapter], Adapter | None]
-FAULTS: Mapping[str, tuple[Loaded, str]] = {
+FAULTS = {
     "a load that was lost": (lambda new, old: None, r"56 of the 56 tensors .*; it still holds version V \("),
     "old weights": (lambda new, old: replace(old, version=new.version), "; it still holds version V "),
     "a wrong scale": (lambda new, old: replace(new, config={**new.config, "lora_alpha": 24}),
@@ -194,8 +192,8 @@ def test_layers_that_cannot_be_read_are_said_once_and_the_others_are_compared(be
 class Stacked:
     """A layer of vLLM's whose first part has three slices and whose second part has one."""
 
-    lora_a_stacked: Sequence[torch.Tensor] = [torch.ones(1, 1, 8, 5)] * 3 + [torch.zeros(1, 1, 8, 5)]
-    lora_b_stacked: Sequence[torch.Tensor] = [torch.full((1, 1, n, 8), float(n)) for n in (4, 2, 2, 6)]
+    lora_a_stacked = (*[torch.ones(1, 1, 8, 5)] * 3, torch.zeros(1, 1, 8, 5))
+    lora_b_stacked = tuple(torch.full((1, 1, n, 8), float(n)) for n in (4, 2, 2, 6))
 
 
 class OneLayer(torch.nn.Module):

@@ -3,12 +3,10 @@
 One teacher is started for the module.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -37,18 +35,18 @@ TOLERANCE = 1e-4
 class FakeLLM:
     """Has a vocabulary of 8 whose tokens from 6 on are no tokenizer's; the most likely are 7, 6, 5, .., each 1 less."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[list[list[int]], int]] = []
+    def __init__(self):
+        self.asked = []
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 8), step=None)
 
 
 @pytest.fixture
 def fake(monkeypatch):
     """Opens teachers over a FakeLLM; the arguments of vLLM's engine come with them."""
-    given: dict[str, Any] = {}
+    given = {}
     llm = FakeLLM()
 
-    def asked(self: VLLMTeacher, rows: Sequence[Sequence[int]], width: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def asked(self, rows, width):
         llm.asked.append(([list(row) for row in rows], width))
         most_likely = torch.arange(7, 7 - width, -1)
         return [
@@ -64,7 +62,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(vllm_teacher, "end", lambda llm, on_cpu: None)
     monkeypatch.setattr(VLLMTeacher, "_prompt_logprobs", asked)
 
-    def opened(on_cpu: bool = True, **changes: Any) -> tuple[VLLMTeacher, FakeLLM, dict[str, Any]]:
+    def opened(on_cpu=True, **changes):
         monkeypatch.setattr(vllm_teacher, "runs_on_cpu", lambda: on_cpu)
         return VLLMTeacher(replace(SETTINGS, **changes)), llm, given
 
@@ -100,10 +98,9 @@ def test_tokens_that_no_tokenizer_has_are_not_among_the_most_likely_and_others_a
 def test_most_likely_tokens_keep_their_order_where_others_stand_between():
     ids, logprobs = torch.tensor([[0, 9, 2, 8, 1], [0, 3, 4, 9, 5]]), -torch.arange(10.0).view(2, 5)
     found = _within(ids, logprobs, 2, 6)
-    assert found is not None
     assert [values.tolist() for values in found] == [[0, -5], [[2, 1], [3, 4]], [[-2, -4], [-6, -7]]]
     assert _within(ids, logprobs, 3, 6) is None
-    assert _within(ids[:, :1], logprobs[:, :1], 0, 6)[1].shape == (2, 0)  # type: ignore[index]
+    assert _within(ids[:, :1], logprobs[:, :1], 0, 6)[1].shape == (2, 0)
 
 
 def test_rows_that_it_was_not_made_for_and_any_of_a_closed_one_are_an_error(fake):
@@ -120,7 +117,7 @@ def test_rows_that_it_was_not_made_for_and_any_of_a_closed_one_are_an_error(fake
 def test_the_longest_row_is_computed_before_the_first_step_and_an_engine_that_cannot_is_ended(fake, monkeypatch):
     assert fake()[1].asked == [([[0] * 70], 0)]
 
-    ended: list[Any] = []
+    ended = []
     monkeypatch.setattr(VLLMTeacher, "_prompt_logprobs", Mock(side_effect=RuntimeError("Unsupported head size")))
     monkeypatch.setattr(vllm_teacher, "end", lambda llm, on_cpu: ended.append(llm))
     with pytest.raises(UserError, match="Unsupported head size"):
@@ -146,7 +143,7 @@ def by_transformers():
     model = AutoModelForCausalLM.from_pretrained(SETTINGS.model_path, dtype=torch.float32).eval()
 
     @torch.no_grad()
-    def logprobs(row: Sequence[int]) -> torch.Tensor:
+    def logprobs(row):
         return model(input_ids=torch.tensor([list(row)]), use_cache=False).logits[0, :-1].log_softmax(-1)
 
     return logprobs

@@ -1,23 +1,19 @@
 """All weights of a model in the real vLLM engine: loaded in place, read back bit for bit; which faults are seen."""
 
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import model_folders
 import pytest
 import torch
 from real_engines import open_vllm
 from slow_cases import slow
-from torch import Tensor
 
 import rlft
 from rlft.generation.vllm import generator as vllm_generator, whole_model
 from rlft.loop.freshness import Freshness, StaleAdapterError
 from rlft.model.backbone import read_backbone
 from rlft.model.full_weights import WholeModel
-from rlft.types import Adapter
 
 ASSETS = Path(rlft.__file__).parent / "assets"
 TEXTS = [list(range(5, 30)), list(range(40, 52))]
@@ -38,7 +34,7 @@ def make_policy(run_config):
 
 
 @torch.no_grad()
-def moved(policy: WholeModel, seed: int) -> None:
+def moved(policy, seed):
     """What an update might do, and zeros of either sign."""
     noise = torch.Generator().manual_seed(seed)
     for _, parameter in policy.named_parameters():
@@ -65,10 +61,8 @@ def test_its_weights_are_loaded_in_place_and_read_back_bit_for_bit(head, engine,
             adapter = policy.publish(version)
             generator.load(adapter)
             gap = freshness.check(version, generator, policy, adapter)
-            assert gap is not None
             assert gap < TOLERANCE
             found = generator.loaded_adapter()
-            assert not isinstance(found, str)
             assert found.tensors.keys() == adapter.weights.keys()
             assert found.unread == found.faults == ()
         assert notes == []
@@ -76,11 +70,10 @@ def test_its_weights_are_loaded_in_place_and_read_back_bit_for_bit(head, engine,
         assert not hasattr(model, "lora_manager"), "no room is kept for adapters"
 
 
-Load = Callable[[Any, dict[str, Tensor]], None]
 QUERY, DOWN_0, DOWN_1 = (
     f"model.layers.{name}.weight" for name in ("0.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj")
 )
-FAULTS: dict[str, tuple[Callable[[Load, Any, dict[str, Tensor]], None], str]] = {
+FAULTS = {
     "one bit": (lambda load, llm, w: load(llm, w | {QUERY: torch.nextafter(w[QUERY], torch.tensor(9.0))}),
                 r"1 of the 50 tensors that it was given are others, such as model\.layers\.0\.self_attn\.q_proj with"),
     "exchanged layers": (lambda load, llm, w: load(llm, w | {DOWN_0: w[DOWN_1], DOWN_1: w[DOWN_0]}),
@@ -101,7 +94,7 @@ def test_other_weights_than_were_published_are_seen(fault, engine, make_policy, 
     policy, freshness = make_policy(ASSETS / "tiny-arithmetic"), fresh()
     for version in (1, 2):
         moved(policy, 10 + version)
-        adapter: Adapter = policy.publish(version)
+        adapter = policy.publish(version)
         if version == 2:
             monkeypatch.setattr(vllm_generator, "load_whole", lambda llm, weights: spoil(load, llm, dict(weights)))
         engine.load(adapter)

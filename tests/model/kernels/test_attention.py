@@ -273,7 +273,6 @@ def test_packed_rows_and_decoding_are_the_models_own_eager_rows(kind, fields, ma
     rows = torch.tensor([own for group in COMPLETIONS for own in group])
     with torch.no_grad():
         cache = open_prefix_cache(forward, PROMPTS, rows.shape[1])
-        assert cache is not None
         logits = [cache.prefill(2), *(cache.step(tokens) for tokens in rows.t()[:-1])]
     decoded = torch.stack(logits, 1).log_softmax(-1).gather(-1, rows[..., None])[..., 0]
     sampled = expected[[0, 1, 3, 4]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from in_one_test import each
 from slow_cases import slow, slow_but
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from rlft.config.model import KernelChoice
@@ -416,7 +416,7 @@ def test_branches_are_compiled_for_all_numbers_of_tokens_and_compute_the_same(br
     compute, (layers, _) = branch_of(branch, head_norms), layers_of(branch, "1111")
     inputs = [made(1, n, HIDDEN).requires_grad_() for n in ((TOKENS, 5, 11) if branch == "mlp" else (TOKENS,))]
 
-    def results() -> list[tuple[Tensor, ...]]:
+    def results():
         outputs = [(x, compute(x, layers)) for x in inputs]
         return [(y.detach(), *gradients_of(y, x, layers)) for x, y in outputs]
 

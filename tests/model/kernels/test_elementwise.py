@@ -1,7 +1,6 @@
 """Norms, MLPs and rotary positions against the modules they stand for, and as torch compiles their chains of steps."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -157,7 +156,7 @@ def fused_calls(dtype):
     """Arguments of every function that is compiled on a GPU, in this dtype, by its name."""
     dice = torch.Generator().manual_seed(0)
 
-    def made(*shape: int) -> Tensor:
+    def made(*shape):
         return torch.randn(shape, generator=dice, dtype=torch.float64).to(dtype)
 
     x, weight, angles = made(1, 9, 16), torch.nn.Parameter(made(16)), made(9, 1, 8)
@@ -216,16 +215,16 @@ def test_a_function_is_compiled_once_for_all_numbers_of_tokens_and_anew_for_anot
 
 
 def test_a_function_is_compiled_for_a_gpu_alone_and_once(monkeypatch):
-    made: list[str] = []
+    made = []
 
-    def compiler(function: Any, **_: Any) -> Any:
+    def compiler(function, **_):
         made.append(function.__name__)
         return lambda *args: "compiled"
 
     monkeypatch.setattr(torch, "compile", compiler)
 
     @elementwise.fused
-    def plain(x: Tensor) -> str:
+    def plain(x):
         return "plain"
 
     assert plain(torch.zeros(1)) == "plain"
@@ -236,7 +235,7 @@ def test_a_function_is_compiled_for_a_gpu_alone_and_once(monkeypatch):
 
 
 def test_a_gpu_that_torch_cannot_compile_for_is_named_and_computes_step_by_step(monkeypatch):
-    def broken(*args: Any, **_: Any) -> Any:
+    def broken(*args, **_):
         raise RuntimeError("Cannot find a working triton installation.\nmore")
 
     elementwise.obstacle.cache_clear()
@@ -248,7 +247,7 @@ def test_a_gpu_that_torch_cannot_compile_for_is_named_and_computes_step_by_step(
 
 
 def test_a_gpu_without_memory_is_no_reason_to_compute_step_by_step(monkeypatch):
-    def full(*args: Any, **_: Any) -> Any:
+    def full(*args, **_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     elementwise.obstacle.cache_clear()

@@ -2,7 +2,6 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import peft
 import pytest
@@ -10,7 +9,7 @@ import torch
 from in_one_test import each
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import model as peft_model
-from torch import Tensor, nn
+from torch import nn
 
 from rlft.config.model import KernelChoice
 from rlft.model.forward import Forward, open_prefix_cache
@@ -287,7 +286,7 @@ class Linear4bit(nn.Linear):
 
     compute_dtype: torch.dtype
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return nn.functional.linear(x, dequantize_4bit(self.weight, self.weight.quant_state), self.bias)
 
 
@@ -299,9 +298,9 @@ def dequantize_4bit(numbers, state):
 def quantized(monkeypatch):
     """Makes a layer of a plain one that has its weights in 4 bits."""
     try:
-        import bitsandbytes  # pyright: ignore[reportMissingImports]
+        import bitsandbytes
     except ImportError:
-        stand_in: Any = ModuleType("bitsandbytes")
+        stand_in = ModuleType("bitsandbytes")
         stand_in.nn = SimpleNamespace(Linear4bit=Linear4bit)
         stand_in.functional = SimpleNamespace(dequantize_4bit=dequantize_4bit)
         monkeypatch.setitem(sys.modules, "bitsandbytes", stand_in)
@@ -309,7 +308,7 @@ def quantized(monkeypatch):
             monkeypatch.setattr(peft_model, name, lambda: False)
     else:
 
-        def by_bitsandbytes(plain: nn.Linear) -> nn.Linear:
+        def by_bitsandbytes(plain):
             bias, dtype = plain.bias is not None, plain.weight.dtype
             layer = bitsandbytes.nn.Linear4bit(*plain.weight.shape[::-1], bias, compute_dtype=dtype, quant_type="nf4")
             layer.load_state_dict(plain.state_dict())
@@ -317,7 +316,7 @@ def quantized(monkeypatch):
 
         return by_bitsandbytes
 
-    def by_stand_in(plain: nn.Linear) -> nn.Linear:
+    def by_stand_in(plain):
         layer = Linear4bit(plain.in_features, plain.out_features, plain.bias is not None, dtype=plain.weight.dtype)
         weight, layer.bias, layer.compute_dtype = plain.weight.detach(), plain.bias, plain.weight.dtype
         scale = 2 * weight.abs().max().float() / (LEVELS - 1)
@@ -349,13 +348,13 @@ def adapted(model, targets, **settings):
 def on_both_bases(quantized, random_model):
     """Builds a random model with rlft's kernels on a base in 4 bits, and on a plain one with the weights of these."""
 
-    def build(dtype: torch.dtype) -> list[Any]:
+    def build(dtype):
         models = []
         for in_4_bits in (True, False):
             model = random_model("qwen3", dtype, attention_bias=True, hidden_size=64, intermediate_size=128)
             for name, module in list(model.named_modules()):
                 if type(module) is nn.Linear and name != "lm_head":
-                    layer: Any = quantized(module)
+                    layer = quantized(module)
                     if not in_4_bits:
                         module.weight.data, layer = weight_of(layer), module
                     parent, _, last = name.rpartition(".")
@@ -376,14 +375,14 @@ def test_products_and_gradients_are_the_formulas_to_a_few_roundings_of_the_dtype
     (and one a term). For the backward nothing is kept but x and x A' in that dtype, and the 4-bit numbers."""
     random = torch.Generator().manual_seed(0)
     plain = nn.Linear(64, 96, dtype=dtype)
-    layer: Any = adapted(nn.Sequential(quantized(plain)), ["0"]).base_model.model[0]
+    layer = adapted(nn.Sequential(quantized(plain)), ["0"]).base_model.model[0]
     assert isinstance(layer, LoraLinear)
     w, b = weight_of(layer.base_layer).double(), layer.base_layer.bias.double()
     masters = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
     down, up = (matrix.detach().to(dtype).double() for matrix in masters)
     x = torch.randn(7, 64, generator=random).to(dtype).requires_grad_()
     g = torch.randn(7, 96, generator=random).to(dtype)
-    kept: list[Tensor] = []
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = layer(x)
     assert {(tuple(t.shape), t.dtype) for t in kept} == {((7, 64), dtype), ((7, 4), dtype)}
@@ -392,7 +391,7 @@ def test_products_and_gradients_are_the_formulas_to_a_few_roundings_of_the_dtype
         rows = layer(x)
     x64, g64 = x.detach().double(), g.double()
 
-    def results(x: Tensor, g: Tensor, w: Tensor, b: Tensor, down: Tensor, up: Tensor) -> list[Tensor]:
+    def results(x, g, w, b, down, up):
         low_grad = 2 * g @ up
         return [
             x @ w.t() + b + 2 * (x @ down.t()) @ up.t(),
@@ -430,7 +429,6 @@ def test_tokens_are_decoded_as_on_a_plain_base_with_the_same_weights(on_both_bas
         gpu.clear()
         with torch.no_grad():
             cache = open_prefix_cache(Forward(model=model, packed=True, reason=""), [[5, 6, 7]], 3)
-            assert cache is not None
             steps = [cache.prefill(2), cache.step(torch.tensor([8, 9])), cache.step(torch.tensor([10, 11]))]
         assert bool(gpu["decoded_mlp"]) is decodes_whole
         found.append(torch.stack(steps))
@@ -447,7 +445,7 @@ def test_what_it_cannot_multiply_with_is_left_to_the_layers_themselves(quantized
         (lambda base: setattr(base, "compute_dtype", torch.bfloat16), {}),
         (lambda base: setattr(base.weight.quant_state, "packing_format_for_cpu", True), {}),
     ):
-        layer: Any = adapted(nn.Sequential(quantized(plain)), ["0"], **settings).train().base_model.model[0]
+        layer = adapted(nn.Sequential(quantized(plain)), ["0"], **settings).train().base_model.model[0]
         spoil(layer.base_layer)
         assert lora_linear.layers_of(x, [layer]) is None
         assert lora_linear.layers_of(x, [layer.base_layer]) is None or settings

@@ -172,7 +172,7 @@ def test_a_gpu_has_its_own_where_it_takes_the_heads(random_model, monkeypatch):
     assert type(open_prefix_cache(forward, PROMPTS, 4)) is PrefixCache
     asked = []
 
-    def takes(dtype: torch.dtype, head_size: int, device: torch.device, *, caps: bool) -> bool:
+    def takes(dtype, head_size, device, *, caps):
         asked.append((dtype, head_size, device.type))
         return not caps
 

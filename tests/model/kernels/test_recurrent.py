@@ -3,7 +3,6 @@
 import importlib.machinery
 import inspect
 import sys
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
 import hybrid_models
@@ -11,7 +10,6 @@ import pytest
 import torch
 from in_one_test import each
 from slow_cases import slow
-from torch import Tensor
 from transformers.integrations import hub_kernels
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -20,7 +18,7 @@ from rlft.model.activations import set_checkpointing
 from rlft.model.forward import choose, packed_forward, padded_forward
 from rlft.model.kernels import recurrent, selection, split_attention
 from rlft.model.packing import pack
-from rlft.model.roles import POLICY, Roles
+from rlft.model.roles import POLICY
 
 KINDS = [kind for kind in hybrid_models.known() if kind not in ("falcon_mamba", "jamba", "mamba", "zaya")]
 QUICK = ["bamba", "lfm2", "qwen3_5_text"]
@@ -31,7 +29,7 @@ QUICK = ["bamba", "lfm2", "qwen3_5_text"]
 def build(on_base, make_roles):
     """A policy that differs from its random base, with these kernels."""
 
-    def make(kind: str, choice: KernelChoice) -> Roles:
+    def make(kind, choice):
         model = hybrid_models.random_model(kind)
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -47,7 +45,7 @@ def batch(make_batch):
     """Prompts shorter than a convolution and longer than a chunk, completions of one and of no token."""
     dice = torch.Generator().manual_seed(0)
 
-    def tokens(n: int) -> list[int]:
+    def tokens(n):
         return torch.randint(3, hybrid_models.VOCABULARY, (n,), generator=dice).tolist()
 
     one, two, three = tokens(70), tokens(2), tokens(1)
@@ -59,7 +57,7 @@ def batch(make_batch):
 def results(weighted):
     """(log-probs, gradients of the policy)."""
 
-    def compute(roles: Roles, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(roles, run):
         with roles.training():
             logprobs = run()
             weighted(logprobs).backward()
@@ -119,7 +117,7 @@ def test_no_token_of_a_prompt_is_computed_twice(kind, make_batch):
     selection.install(model, KernelChoice.auto, own_attention=True)
     mixer = next(m for m in model.modules() if any(isinstance(child, torch.nn.Conv1d) for child in m.children()))
     projection = next(child for child in mixer.children() if isinstance(child, torch.nn.Linear))
-    tokens: list[int] = []
+    tokens = []
     batch = make_batch([(1, [3, 4, 5, 6, 7, 8], [9, k]) for k in range(10, 14)])
     packed_forward(model, batch, 1.0, False)  # what is behind the head is found out by passes of their own
     projection.register_forward_hook(lambda module, args, output: tokens.append(args[0].shape[:-1].numel()))

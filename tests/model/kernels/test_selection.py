@@ -2,21 +2,18 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import flash_stand_in
 import peft
 import pytest
 import torch
 from slow_cases import slow, slow_but
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlft.config.model import CriticKind, KernelChoice
 from rlft.generation.repeated_cache import RepeatedCache
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model import forward
-from rlft.model.backbone import Backbone, load_backbone
+from rlft.model.backbone import load_backbone
 from rlft.model.critic import CRITIC
 from rlft.model.forward import choose
 from rlft.model.full_weights import WholeModel
@@ -25,12 +22,12 @@ from rlft.model.kernels.attention import NAME
 from rlft.model.kernels.decoder_layer import FAMILIES, TESTED
 from rlft.model.kernels.lora_linear import LoraLinear
 from rlft.model.kernels.selection import decide
-from rlft.model.roles import POLICY, Roles
+from rlft.model.roles import POLICY
 from rlft.types import Sampling
 
 BOTH = (KernelChoice.auto, KernelChoice.plain)
 ONE_LAYER = r".*layers\.1\..*(q_proj|down_proj)"
-SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+SHAPES = {
     **{kind: (kind, {}, {}) for kind in (
         "llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_vl", "mistral", "gemma", "granite", "smollm3", "gpt2", "phi3",
         "olmo2", "starcoder2", "mixtral", "qwen2_moe", "qwen3_moe",
@@ -58,8 +55,8 @@ QUICK = (
 def build(random_model, on_base):
     """A random model as `read_backbone` leaves it, with these kernels; exact: of the same weights in float64."""
 
-    def make(kind: str, choice: KernelChoice, *, exact: bool = False, **keys: Any) -> Backbone:
-        model: PreTrainedModel = random_model(kind, **keys)
+    def make(kind, choice, *, exact=False, **keys):
+        model = random_model(kind, **keys)
         if model._can_set_attn_implementation():
             model.set_attn_implementation("sdpa")
         return on_base(model.double() if exact else model, choice)
@@ -77,7 +74,7 @@ def forwards_of_rlft(model):
 def close(found, expected, tolerance=1e-5):
     """Each to this share of the largest number of its kind (what stands before the first slash)."""
     assert found.keys() == expected.keys()
-    largest: dict[str, float] = {}
+    largest = {}
     for name, tensor in expected.items():
         kind = name.partition("/")[0]
         largest[kind] = max(largest.get(kind, 0.0), tensor.abs().max().item())
@@ -98,8 +95,8 @@ def gradients(roles, role):
 def learned(make_roles, weighted, awkward_batch):
     """Log-probs, entropy and gradients of a policy on this base, and the log-probs of the base."""
 
-    def compute(base: Backbone, seed: int = 0, **adapter: Any) -> dict[str, Tensor]:
-        roles: Roles = make_roles(backbone=base, token_budget=28, **adapter)
+    def compute(base, seed=0, **adapter):
+        roles = make_roles(backbone=base, token_budget=28, **adapter)
         dice = torch.Generator().manual_seed(seed)  # float32 noise is the same for a base of any dtype
         for _, parameter in itertools.chain(*map(roles.named_parameters, roles.learning_roles)):
             parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=dice))
@@ -164,7 +161,7 @@ def test_on_a_gpu_they_are_those_of_a_cpu(family, build, learned, request):
 def test_on_a_gpu_in_bfloat16_they_are_as_near_to_the_truth_as_the_models_own_modules(family, build, learned, gpu):
     """The truth is the same weights in float64. Both round some 14 times a layer, each by up to 2^-8 of the number and
     by 0.82 x 2^-9 in the mean; which of the two is nearer is chance, 0.9 to 1.2 over eight adapters."""
-    squares: dict[str, list[Tensor]] = {}
+    squares = {}
     for seed in range(4):
         exact = learned(build(family, KernelChoice.plain, dtype=torch.bfloat16, exact=True), seed)
         both = (learned(build(family, choice, dtype=torch.bfloat16), seed) for choice in BOTH)
@@ -209,7 +206,7 @@ def test_completions_are_the_same_and_so_are_their_log_probs(kind, build, make_r
     found, tokens = [], []
     for choice in BOTH:
         backbone = build(kind, choice)
-        roles: Roles = make_roles(noise=0.05, backbone=backbone)
+        roles = make_roles(noise=0.05, backbone=backbone)
         generator = TransformersGenerator(roles, backbone.tokenizer, backbone.device, 8)
         generator.load(roles.publish(0))
         groups = generator.sample(prompts, 3, [1, 10], Sampling(max_tokens=8, temperature=1.0))
@@ -234,7 +231,7 @@ def test_plain_is_transformers_and_peft_as_they_come(model_config, make_roles):
     loaded = load_backbone.__wrapped__(model_config(kernels=KernelChoice.plain))
     assert not forwards_of_rlft(loaded.model)
     assert loaded.model.config._attn_implementation == "sdpa"
-    roles: Roles = make_roles(backbone=loaded)
+    roles = make_roles(backbone=loaded)
     assert not forwards_of_rlft(roles.model)
     layers = [m for m in roles.model.modules() if isinstance(m, peft.tuners.lora.Linear)]
     assert {type(layer) for layer in layers} == {peft.tuners.lora.Linear}
@@ -251,7 +248,7 @@ def test_an_untested_release_of_transformers_falls_back_by_name(version, build, 
     decision = loaded.kernels.decision
     assert (decision.choice, decision.requested) == (KernelChoice.plain, False)
     assert decision.reason == f"transformers {version} is not among the tested releases (5.17 to 5.24)"
-    roles: Roles = make_roles(backbone=loaded)
+    roles = make_roles(backbone=loaded)
     assert not forwards_of_rlft(roles.model)
     assert not roles.forward.packed
     for version in (f"{TESTED[0]}.0", f"{TESTED[1]}.9"):
@@ -270,7 +267,7 @@ def test_a_known_architecture_that_computes_otherwise_is_found_out_by_its_number
     monkeypatch.setattr(selection.decoder_layer, "install", lambda model: None)
     changed = build("llama", KernelChoice.auto)
     assert changed.kernels.replaced
-    roles: Roles = make_roles(backbone=changed)
+    roles = make_roles(backbone=changed)
     decision = changed.kernels.decision
     assert (decision.choice, decision.requested) == (KernelChoice.plain, False)
     assert decision.reason.startswith("log-probs differ by ")
