@@ -149,6 +149,9 @@ def test_a_failing_service_is_told_once_and_stops_nothing(make_step, capsys):
 @each("key", [None, "short", "x" * 40])
 def test_an_address_that_is_none_is_told_and_the_run_goes_on(url, key, make_run, make_step, monkeypatch, capsys):
     """wandb checks some of these before it asks any server; nothing is sent, for the mode is offline."""
+    import wandb
+
+    wandb.teardown()  # which would else go on with the address of the run before
     monkeypatch.setenv("WANDB_BASE_URL", url)
     monkeypatch.setenv("WANDB_MODE", "offline")
     if key is not None:
