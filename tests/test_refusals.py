@@ -958,7 +958,6 @@ NOT_INSTALLED = [
     ("reasoning_gym", "train reward=reasoning_gym data=reasoning_gym", pip_install("rlft[reasoning-gym]")),
 ]  # fmt: skip
 
-
 PACKAGE = "# @package _global_\n"
 FILES = {
     "file": "not a folder",

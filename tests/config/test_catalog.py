@@ -13,12 +13,9 @@ from rlft.types import UserError
 GROUPS = [group for group in catalog.groups() if group != "recipe"]
 CHOSEN = [catalog.config_folder() / group / f"{choice}.yaml" for group in GROUPS for choice in catalog.choices(group)]
 
-
 BASES = list(dict.fromkeys(base for file in CHOSEN for base in catalog.bases(file)))
 
-
 ROOT_FILES = list(dict.fromkeys(file for command in commands.OWN for file in catalog.root_files(command)))
-
 
 FILES = [*ROOT_FILES, *CHOSEN, *BASES]
 

@@ -37,7 +37,6 @@ NEEDS = {
     ("environment", "textarena"): ["environment.game=GuessTheNumber-v0"],
 }
 
-
 COMMAND_OF = {"demonstrations": "sft", "preferences": "rm", "loss": "dpo"}
 
 
@@ -62,7 +61,6 @@ def test_every_choice_composes_and_builds(group, choice):
 
 
 DEFAULTS = compose([])
-
 
 OUT_OF_BOUNDS = {
     "prompts_per_step": 0, "epochs": 0, "eval.num_samples": 0, "checkpoint.keep": 0, "checkpoint.on_signal": 0,

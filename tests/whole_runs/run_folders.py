@@ -158,10 +158,17 @@ def learned(folder: Path) -> bool:
     return sum(norm > 0 for norm in norms) >= len(norms) - 1 and len(set(weights)) >= len(weights) - 1
 
 
-def check_goes_on(place: Path, words: Sequence[str], halt: int, steps: int, *resumed: str) -> Path:
-    """In this process: a run that ends after `halt` steps and goes on is that of all steps, whose folder is given."""
-    whole, halted = place / "whole", place / "halted"
-    assert cli.run([*words, f"steps={steps}", f"hydra.run.dir={whole}"]) == 0
+def check_goes_on(
+    place: Path, words: Sequence[str], halt: int, steps: int, *resumed: str, whole: Path | None = None
+) -> Path:
+    """In this process: a run that ends after `halt` steps and goes on is that of all steps, whose folder is given.
+
+    whole: that folder, where the run is there already.
+    """
+    halted = place / "halted"
+    if whole is None:
+        whole = place / "whole"
+        assert cli.run([*words, f"steps={steps}", f"hydra.run.dir={whole}"]) == 0
     assert cli.run([*words, f"steps={halt}", f"hydra.run.dir={halted}"]) == 0
     assert cli.run(["resume", str(halted), f"steps={steps}", *resumed]) == 0
     check_same(halted, whole)

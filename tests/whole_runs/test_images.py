@@ -27,10 +27,7 @@ def run(tmp_path_factory):
 
 
 def test_resumed_it_is_the_same_run(run, tmp_path):
-    halted = tmp_path / "halted"
-    assert cli.run([*WORDS, "steps=2", f"hydra.run.dir={halted}"]) == 0
-    assert cli.run(["resume", str(halted), "steps=4"]) == 0
-    check_same(halted, run)
+    check_goes_on(tmp_path, WORDS, 2, 4, whole=run)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from run_folders import CONVERSATIONS, chain, check_same, learned, metrics, rollouts, tiny
+from run_folders import CONVERSATIONS, chain, check_goes_on, check_same, learned, metrics, rollouts, tiny
 from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,10 +120,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.slow
 def test_resumed_it_is_the_same_run(run, tmp_path):
-    halted = tmp_path / "halted"
-    assert cli.run([*DORA, "steps=2", f"hydra.run.dir={halted}"]) == 0
-    assert cli.run(["resume", str(halted), "steps=4"]) == 0
-    check_same(halted, run)
+    check_goes_on(tmp_path, DORA, 2, 4, whole=run)
 
 
 @pytest.mark.slow
