@@ -11,30 +11,26 @@ from rlft.model.backbone import Backbone
 from rlft.model.forward import choose, open_prefix_cache, padded_forward
 from rlft.model.kernels import recurrent, selection
 
-ALL_EXPERTS = {"num_experts_per_tok": 4}
-"""All are chosen, since the roundings of 16 bits may change a choice."""
 HYBRID = ("bamba", "lfm2", "mamba2", "olmo_hybrid", "qwen3_5_text", "qwen3_next")
-KINDS = {
-    **{
-        kind: lambda kind=kind, fields=fields: attention_families.random_model(
-            kind, fields | (ALL_EXPERTS if "num_experts_per_tok" in fields else {})
-        )
-        for kind, fields in {**attention_families.QUICK, "qwen2": {}, "olmoe": attention_families.EXPERTS}.items()
-    },
-    **{
-        kind: lambda kind=kind: hybrid_models.random_model(kind, **(ALL_EXPERTS if kind == "qwen3_next" else {}))
-        for kind in HYBRID
-    },
-}
+SOFTMAX = {**attention_families.QUICK, "qwen2": {}, "olmoe": attention_families.EXPERTS}
+KINDS = (*SOFTMAX, *HYBRID)
 PROMPTS = [[3, 17, 5, 99, 42, 8, 23, 51, 64, 12, 7, 31], [11, 4, 9]]
 COMPLETIONS = [[[9, 30, 31, 2, 55, 7], [70, 71, 72, 73, 74, 75]], [[61, 80, 81, 82, 83, 84], [12, 13, 14, 15, 16, 17]]]
 
 
+def model_of(kind):
+    """In which all experts are chosen, since the roundings of 16 bits may change a choice."""
+    fields = hybrid_models.HYBRIDS[kind] if kind in HYBRID else SOFTMAX[kind]
+    experts = {"num_experts_per_tok": 4} if "num_experts_per_tok" in fields else {}
+    if kind in HYBRID:
+        return hybrid_models.random_model(kind, **experts)
+    return attention_families.random_model(kind, fields | experts)
+
+
 @pytest.fixture
 def batch(make_batch):
-    return make_batch(
-        [(u, prompt, own) for u, prompt in enumerate(PROMPTS) for own in [*COMPLETIONS[u], COMPLETIONS[u][0][:1]]]
-    )
+    several = [[*rows, rows[0][:1]] for rows in COMPLETIONS]
+    return make_batch([(u, prompt, own) for u, prompt in enumerate(PROMPTS) for own in several[u]])
 
 
 def pass_of(model, batch, choice):
@@ -69,8 +65,8 @@ def sampled(logprobs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_and_decoding_have_the_numbers_of_a_cpu(kind, batch, gpu):
-    expected, slope, _ = pass_of(KINDS[kind](), batch, KernelChoice.plain)
-    found, gradient, decoded = pass_of(KINDS[kind]().to(gpu), to_device(batch, gpu), KernelChoice.auto)
+    expected, slope, _ = pass_of(model_of(kind), batch, KernelChoice.plain)
+    found, gradient, decoded = pass_of(model_of(kind).to(gpu), to_device(batch, gpu), KernelChoice.auto)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(gradient / slope.abs().max(), slope / slope.abs().max(), rtol=0, atol=1e-3)
     if decoded is not None:
@@ -80,11 +76,11 @@ def test_packed_rows_and_decoding_have_the_numbers_of_a_cpu(kind, batch, gpu):
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_16_bits_they_are_as_near_to_32_bits_as_the_models_own_rows(kind, batch, gpu):
     """At most twice as far, since both are off by roundings of the same size that add up in another order."""
-    rounded = KINDS[kind]().bfloat16()
+    rounded = model_of(kind).bfloat16()
     exact, slope, _ = pass_of(rounded.float(), batch, KernelChoice.plain)
     there = to_device(batch, gpu)
-    own, own_slope, _ = pass_of(KINDS[kind]().bfloat16().to(gpu), there, KernelChoice.plain)
-    found, gradient, decoded = pass_of(KINDS[kind]().bfloat16().to(gpu), there, KernelChoice.auto)
+    own, own_slope, _ = pass_of(model_of(kind).bfloat16().to(gpu), there, KernelChoice.plain)
+    found, gradient, decoded = pass_of(model_of(kind).bfloat16().to(gpu), there, KernelChoice.auto)
     print(
         f"{kind}: log-probs {(found - exact).norm() / (own - exact).norm():.2f} of transformers' error, "
         f"gradient {(gradient - slope).norm() / (own_slope - slope).norm():.2f}, decoding "
@@ -100,7 +96,7 @@ def test_in_16_bits_they_are_as_near_to_32_bits_as_the_models_own_rows(kind, bat
 def test_adapters_of_experts_have_the_gradients_of_a_cpu(kind, batch, backbone, make_roles, gpu):
     found = []
     for device in (torch.device("cpu"), gpu):
-        model = KINDS[kind]().to(device)
+        model = model_of(kind).to(device)
         kernels = selection.install(model, KernelChoice.auto, own_attention=True)
         base = Backbone(model=model, tokenizer=backbone.tokenizer, device=device, path="none", kernels=kernels)
         roles = make_roles(noise=0.05, backbone=base, experts=True, router=True)

@@ -133,11 +133,8 @@ class Cans(Says):
         call = ToolCall(name="add", arguments="2+2", answer="4", failed=seed % 5 == 0)
         first = Turn(end=len(question), text="2+2", answer="4", reward=float(seed % 2), calls=(call,))
         return Completion(
-            text="2+2\\n4\\n" + text,
-            token_ids=(*question, *answer, *end, ids.eos_token_id),
-            logprobs=tuple(-0.5 * sampled for sampled in mask),
-            finish_reason=FinishReason.stop,
-            mask=mask,
+            text="2+2\\n4\\n" + text, token_ids=(*question, *answer, *end, ids.eos_token_id), mask=mask,
+            logprobs=tuple(-0.5 * sampled for sampled in mask), finish_reason=FinishReason.stop,
             turns=(first, Turn(end=len(mask), text=text)),
         )
 
@@ -299,10 +296,8 @@ def test_its_memory_and_what_makes_it_smaller_are_planned(workplace, capsys):
     assert parts["cans"] == (64 * 2**20, "generation.canned.megabytes")
     assert "keys and values" not in parts, "it does not decode on the trainer's base"
     assert ("engine", "canned") in {(row["what"], row["value"]) for row in whole["sizes"]}
-    assert (
-        "no_such_library is not installed here, and the run needs it where it runs: pip install no_such_library"
-        in (whole["notes"])
-    )
+    missing = "no_such_library is not installed here, and the run needs it where it runs: pip install no_such_library"
+    assert missing in whole["notes"]
     assert whole["peak"] - whole["peak_without_engine"] == 64 * 2**20
     # Half of what the engine can do without: the process, which is part of both plans, may grow or shrink in between.
     short = planned(f"device_memory={whole['peak'] - 32 * 2**20}", fits=False)

@@ -79,15 +79,11 @@ def test_what_is_missing_left_over_or_wrong_beside_the_tensors_is_named():
     expected = published(adapter(), "float32")
     for found, said in (
         (LoadedAdapter(tensors={}), "policy version 3: it holds no adapter"),
-        (
-            LoadedAdapter(tensors={A: expected[A]}),
-            "1 of the 2 tensors that it was given are others, such as layers.0.q_proj.lora_B, which is missing",
-        ),
+        (LoadedAdapter(tensors={A: expected[A]}),
+         "1 of the 2 tensors that it was given are others, such as layers.0.q_proj.lora_B, which is missing"),
         (LoadedAdapter(tensors={**expected, "x": expected[A]}), "such as x, which was not published"),
         (LoadedAdapter(tensors=expected, faults=("a", "b")), "policy version 3: a; b"),
-        (
-            LoadedAdapter(tensors=published(adapter(alpha=10.0), "float32")),
-            "lora_B with a norm of .* instead of .*, 2 times",
-        ),
-    ):
+        (LoadedAdapter(tensors=published(adapter(alpha=10.0), "float32")),
+         "lora_B with a norm of .* instead of .*, 2 times"),
+    ):  # fmt: skip
         assert re.search(said, difference(3, found, expected, {}) or "nothing is wrong")

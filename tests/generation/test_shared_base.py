@@ -1,6 +1,7 @@
 """One copy of the base for trainer and engine, shown with an engine whose weights lie as vLLM's do on a GPU."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -151,9 +152,8 @@ TINY = (
 
 @pytest.fixture
 def train(forks, tmp_path):
-    return lambda folder, *words, events=(): forks.run(
-        "train", *TINY, f"hydra.run.dir={folder}", *words, cwd=tmp_path, events=events
-    )
+    run = partial(forks.run, "train", *TINY, cwd=tmp_path)
+    return lambda folder, *words, events=(): run(f"hydra.run.dir={folder}", *words, events=events)
 
 
 def results(folder):

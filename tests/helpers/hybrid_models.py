@@ -3,6 +3,7 @@
 from typing import Any
 
 import attention_families
+from mixtures import MANY
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 VOCABULARY = 272
@@ -16,9 +17,6 @@ LAYERS = ["linear_attention", "full_attention", "linear_attention"]
 DELTA = {
     "head_dim": 16, "layer_types": LAYERS, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
 MAMBA_2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 SHORT_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 48}
@@ -37,7 +35,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     },
     "lfm2": SHORT_CONVOLUTIONS,
-    "lfm2_moe": SHORT_CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},
+    "lfm2_moe": SHORT_CONVOLUTIONS | MANY | {"num_dense_layers": 1},
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "mamba2": STATES,
     "nemotron_h": {
@@ -46,9 +44,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 16,
     },
     "olmo_hybrid": DELTA,
-    "qwen3_5_moe_text": DELTA | EXPERTS,
+    "qwen3_5_moe_text": DELTA | MANY,
     "qwen3_5_text": DELTA,
-    "qwen3_next": DELTA | EXPERTS,
+    "qwen3_next": DELTA | MANY,
     "zaya": {},
 }  # fmt: skip
 """{model type: fields of its config}. zamba2 is not here: its decoding in transformers leaves out a limit on steps."""

@@ -23,11 +23,9 @@ def prompts(backbone: Backbone) -> list[Prompt]:
     """One image, two images of other shapes, the first one again with another question, and none."""
     first, second, third = drawn(1, 16, 24), drawn(2, 24, 16), drawn(3, 32, 16)
     asked = [
-        (f"{IMAGE}How many?", (first,)),
-        (f"Is {IMAGE} like {IMAGE}?", (second, third)),
-        (f"{IMAGE}What colour is it?", (first,)),
-        ("How are you?", ()),
-    ]
+        (f"{IMAGE}How many?", (first,)), (f"Is {IMAGE} like {IMAGE}?", (second, third)),
+        (f"{IMAGE}What colour is it?", (first,)), ("How are you?", ()),
+    ]  # fmt: skip
     made = [
         Prompt(id=str(number), messages=({"role": "user", "content": text},), answer="", images=images)
         for number, (text, images) in enumerate(asked)

@@ -53,15 +53,9 @@ def sampled(generator: Generator, config: RunConfig, prompts: Sequence[Prompt]) 
 
 
 def check_pool_against(
-    here: Generator,
-    launcher: Launcher,
-    config: RunConfig,
-    engine: str,
-    roles: Networks,
-    prompts: Sequence[Prompt],
-    notes: list[str],
-    *disturbances: Callable[[EnginePool], None],
-) -> None:
+    here: Generator, launcher: Launcher, config: RunConfig, engine: str, roles: Networks, prompts: Sequence[Prompt],
+    notes: list[str], *disturbances: Callable[[EnginePool], None],
+) -> None:  # fmt: skip
     """Publishes, samples in this process and by the pool, and again with each disturbance in the middle."""
     adapter = roles.publish(1)
     # Engines in workers start while the one here works.

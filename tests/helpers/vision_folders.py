@@ -109,13 +109,10 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int], of_text: dict[str, A
         return Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=windows, **qwen)
     siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, **of_vision}
     if kind in TILED:
-        return (SmolVLMConfig if kind == "smolvlm" else Idefics3Config)(
-            text_config={**text, "model_type": "llama"},
-            vision_config={**siglip, "image_size": 16, "patch_size": 4},
-            image_token_id=ids["<image>"],
-            scale_factor=2,
-            tie_word_embeddings=False,
-        )
+        tiled = SmolVLMConfig if kind == "smolvlm" else Idefics3Config
+        tower = {**siglip, "image_size": 16, "patch_size": 4}
+        sizes = {"image_token_id": ids["<image>"], "scale_factor": 2, "tie_word_embeddings": False}
+        return tiled(text_config={**text, "model_type": "llama"}, vision_config=tower, **sizes)
     if kind == "gemma4":
         layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 0}
         inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer)}
@@ -126,12 +123,10 @@ def _config(kind: str, tokenizer: Any, ids: dict[str, int], of_text: dict[str, A
             vision_config={**siglip, **sizes, "patch_size": 4, "pooling_kernel_size": 3},
             **{f"{name}_token_id": ids[f"<|{name}|>"] for name in ("image", "video", "audio")},
         )
-    return Gemma3Config(
-        text_config={**text, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        vision_config={**siglip, "image_size": 28, "patch_size": 7},
-        mm_tokens_per_image=4,
-        image_token_index=ids["<image_soft_token>"],
-    )
+    text |= {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    tower = {**siglip, "image_size": 28, "patch_size": 7}
+    sizes = {"mm_tokens_per_image": 4, "image_token_index": ids["<image_soft_token>"]}
+    return Gemma3Config(text_config=text, vision_config=tower, **sizes)
 
 
 def _image_processor(kind: str) -> Any:

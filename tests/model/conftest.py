@@ -56,9 +56,8 @@ def gpu(monkeypatch, stand_in):
         return branch(*args)
 
     for name in ("attention_branch", "mlp_branch", "decoded_attention", "decoded_mlp"):
-        monkeypatch.setattr(
-            decoder_layer, name, partial(counted, name.removesuffix("_branch"), getattr(decoder_layer, name))
-        )
+        branch = partial(counted, name.removesuffix("_branch"), getattr(decoder_layer, name))
+        monkeypatch.setattr(decoder_layer, name, branch)
     return calls
 
 
@@ -114,17 +113,14 @@ MODELS = {
 """{kind: fields of its config}, of the type of models that the kind begins with."""
 
 
-def type_of(kind):
-    named = kind.removesuffix("_one_kv_head").removesuffix("_window").removesuffix("_full")
-    return f"{named}_text" if named.endswith("_vl") else named
-
-
 @pytest.fixture(scope="session")
 def random_model():
     """Builds a random, frozen model with the attention that `load_backbone` would give it."""
 
     def build(kind, dtype=torch.float32, **keys):
-        config = AutoConfig.for_model(type_of(kind), **SIZES | MODELS[kind] | keys)
+        named = kind.removesuffix("_one_kv_head").removesuffix("_window").removesuffix("_full")
+        model_type = f"{named}_text" if named.endswith("_vl") else named
+        config = AutoConfig.for_model(model_type, **SIZES | MODELS[kind] | keys)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made = causal_class(config)

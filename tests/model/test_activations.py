@@ -67,9 +67,8 @@ def test_the_count_is_what_the_forward_keeps(choice, dtype, use_dora, dropout, m
     itemsize = backbone.model.dtype.itemsize
     adapter = layers.bytes_of_a_token(itemsize, "cpu", plain=plain)
     is_fused = backbone.kernels.decision.fused_layers and layers.serves_fused(plain=plain)
-    counted = activation_bytes(
-        backbone.model.config, TOKENS[plain], itemsize, plain=plain, is_fused=is_fused, adapter=adapter
-    )
+    how = {"plain": plain, "is_fused": is_fused, "adapter": adapter}
+    counted = activation_bytes(backbone.model.config, TOKENS[plain], itemsize, **how)
     assert counted == pytest.approx(kept, rel=0.05)
 
 

@@ -161,13 +161,6 @@ def roles_on(base):
     return make
 
 
-def of_peft(base, folder):
-    """Log-probs with the adapter as PEFT itself loads it."""
-    model = PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval()
-    with torch.no_grad():
-        return score_sequences(model, [IDS], CPU)[0]
-
-
 def of_role(roles, role):
     with torch.no_grad(), roles.using(role):
         return score_sequences(roles.model, [IDS], CPU)[0]
@@ -251,7 +244,9 @@ def test_the_fields_that_are_taken_mean_what_they_mean_to_peft(base, save, roles
         folder = save(**keys)
         if keys in IDLE:
             edit(folder, runtime_config={"ephemeral_gpu_offload": True}, revision="main", qalora_group_size=8)
-        expected = of_peft(base, folder)
+        with torch.no_grad():
+            theirs = PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).eval()
+            expected = score_sequences(theirs, [IDS], CPU)[0]
         assert expected != score_sequences(base, [IDS], CPU)[0]
         start = {POLICY: {"path": folder}, REFERENCE: {"reference": folder}}
         for role in (POLICY, REFERENCE) if keys in initialised else (REFERENCE,):

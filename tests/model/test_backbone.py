@@ -107,9 +107,8 @@ def test_a_tokenizer_that_loses_the_spaces_of_a_sentence_is_refused():
         if is_right:
             check_sentence(tokenizer, "here")
             continue
-        with pytest.raises(
-            UserError, match=r"^model\.path: its tokenizer reads 'the sum of .*' as 'thesumof.*, got here"
-        ):
+        refusal = r"^model\.path: its tokenizer reads 'the sum of .*' as 'thesumof.*, got here"
+        with pytest.raises(UserError, match=refusal):
             check_sentence(tokenizer, "here")
 
 

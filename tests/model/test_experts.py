@@ -376,9 +376,8 @@ def test_what_the_engine_notes_is_what_the_trainer_chooses_for_the_same_tokens(m
     for plain in (False, True):
         roles = mixture("mixtral", torch.float32, plain=plain, noise=0.1)
         assert roles.forward.packed != plain
-        engine = TransformersGenerator(
-            roles, backbone.tokenizer, torch.device("cpu"), 8, weights=Weights.apart, ends=range(0, 60, 3)
-        )
+        how = {"weights": Weights.apart, "ends": range(0, 60, 3)}
+        engine = TransformersGenerator(roles, backbone.tokenizer, torch.device("cpu"), 8, **how)
         engine.load(roles.publish(1))
         sampling = Sampling(max_tokens=6, temperature=1.0, notes_experts=True)
         groups = engine.sample(prompts, 3, [1, 4], sampling)

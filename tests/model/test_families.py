@@ -72,10 +72,8 @@ def test_a_family_that_was_seen_to_fail_is_refused_by_name_before_weights_are_lo
     for family in (Family(wrong=WRONG_FORWARD), Family(decoding=DECODES_OTHERWISE)):
         monkeypatch.setattr(data, "known", lambda family=family: data.Families({"llama": family}, here, ""))
         assert cli.run(run) == 2
-        refusal = capfd.readouterr().err
-        assert refusal.startswith(
-            f"rlft: model.path: with a llama, {family.wrong or family.decoding}, got {folder}; use "
-        )
+        problem = f"with a llama, {family.wrong or family.decoding}, got {folder}; use "
+        assert capfd.readouterr().err.startswith(f"rlft: model.path: {problem}")
         # What another release of transformers does is seen when a run starts.
         monkeypatch.setattr(data, "known", lambda family=family: data.Families({"llama": family}, "4.0.0", ""))
         assert read_config(settings(folder)).model_type == "llama"
@@ -245,10 +243,9 @@ def test_a_packed_forward_that_is_wrong_at_the_end_of_the_context_is_not_used(ra
     model = random_model("llama")
     assert choose(model).packed
 
-    def wrong(model, batch, *args, layout, **keys):
-        return packed_forward(
-            model, batch, *args, layout=replace(layout, position_ids=layout.position_ids.clamp(max=122)), **keys
-        )
+    def wrong(*args, layout, **keys):
+        moved = replace(layout, position_ids=layout.position_ids.clamp(max=122))
+        return packed_forward(*args, layout=moved, **keys)
 
     monkeypatch.setattr(forward, "packed_forward", wrong)
     found = choose(model)

@@ -27,12 +27,6 @@ def close(value, expected, tolerance):
     torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
 
 
-def close_gradients(gradients, expected, tolerance):
-    """Close on the scale of the largest gradient."""
-    scale = max(g.abs().max() for g in expected)
-    close([g / scale for g in gradients], [g / scale for g in expected], tolerance)
-
-
 @pytest.fixture
 def results(weighted):
     """(log-probs, entropy and values, if a head gives some; gradients of these parameters) of one forward."""
@@ -53,7 +47,8 @@ def check(found, expected, tolerance):
         # A small value has the rounding of the large terms of its sum.
         scale = float(other.abs().max()) if n == 2 or len(found[0]) == 1 else 1.0
         close(one / scale, other / scale, tolerance)
-    close_gradients(found[1], expected[1], tolerance)
+    scale = max(gradient.abs().max() for gradient in expected[1])
+    close([g / scale for g in found[1]], [g / scale for g in expected[1]], tolerance)
 
 
 def some_head(model, seed=0):
@@ -246,12 +241,11 @@ def test_what_lies_under_the_padding_does_not_matter(packed, random_model, awkwa
     model = random_model("qwen2")
     forward, head = Forward(model=model, packed=packed, reason=""), some_head(model)
     garbage = torch.where(awkward_batch.attention_mask, awkward_batch.token_ids, -(10**9))
-    clean, dirty = (
-        forward(batch, 1.0, True, head) for batch in (awkward_batch, replace(awkward_batch, token_ids=garbage))
-    )
+    spoiled = replace(awkward_batch, token_ids=garbage)
+    clean, dirty = (forward(batch, 1.0, True, head) for batch in (awkward_batch, spoiled))
     for name in ("logprobs", "entropy", "values"):
         assert torch.equal(getattr(dirty, name), getattr(clean, name)), name
-    assert torch.equal(forward.values(replace(awkward_batch, token_ids=garbage), head), clean.values)
+    assert torch.equal(forward.values(spoiled, head), clean.values)
 
 
 # -- which forward ---------------------------------------------------------------------------------------------------

@@ -94,9 +94,8 @@ def test_copies_move_as_the_snapshots_say(make_whole, make_double, make_batch):
             found = annotated(whole, batch)
             reference = found.reference_logprobs
             torch.testing.assert_close(reference, logprobs_of(make_double, batch, by), rtol=0, atol=1e-9)
-            torch.testing.assert_close(
-                found.old_logprobs, logprobs_of(make_double, batch, 0.01 * step), rtol=0, atol=1e-9
-            )
+            moved = logprobs_of(make_double, batch, 0.01 * step)
+            torch.testing.assert_close(found.old_logprobs, moved, rtol=0, atol=1e-9)
 
 
 @each(

@@ -217,12 +217,8 @@ def test_linear_layers_that_a_mamba_mixer_reads_past_adapters_are_left_out_of_al
 def test_a_folders_config_gets_the_names_of_the_trained_model():
     names = ModuleNames({"model": "model.language_model"})
     layer = "model.language_model.layers.0.self_attn.q_proj"
-    config = LoraConfig(
-        target_modules=r"model\.language_model\..*q_proj",
-        exclude_modules=r"(?!model\.language_model).*",
-        rank_pattern={layer: 2},
-        alpha_pattern={layer: 64},
-    )
+    modules = {"target_modules": r"model\.language_model\..*q_proj", "exclude_modules": r"(?!model\.language_model).*"}
+    config = LoraConfig(**modules, rank_pattern={layer: 2}, alpha_pattern={layer: 64})
     named_inside(config, names, [f"base_model.model.{layer}.lora_A.weight"])
     inside = "model.layers.0.self_attn.q_proj"
     assert (config.target_modules, config.exclude_modules) == ([inside], None)

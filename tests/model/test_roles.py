@@ -96,12 +96,6 @@ def critic_values(roles, batch):
 
 
 # -- the policy ------------------------------------------------------------------------------------------------------
-def test_a_fresh_policy_is_the_base(make_roles, backbone, batch):
-    with torch.no_grad():
-        base = packed_forward(backbone.model, batch, 1.0, False).logprobs
-        assert torch.equal(make_roles().outputs(batch, False).logprobs, base)
-
-
 def test_an_adapters_initialisation_is_its_own_and_depends_on_the_seed_alone(make_roles):
     drawn = []
     critic = {"kind": CriticKind.adapter, "dropout": 0.1}
@@ -119,10 +113,11 @@ def test_an_adapters_initialisation_is_its_own_and_depends_on_the_seed_alone(mak
     assert differ(*inputs[2])
 
 
-def test_every_roles_logits_are_divided_by_the_temperature(make_roles, backbone, batch, nobody):
-    roles = make_roles(temperature=0.5, reference="copy")
+@each("temperature", [1.0, 0.5])
+def test_every_role_of_a_fresh_policy_is_the_base_at_its_temperature(temperature, make_roles, backbone, batch, nobody):
+    roles = make_roles(temperature=temperature, reference="copy")
     with torch.no_grad():
-        expected = packed_forward(backbone.model, batch, 0.5, False).logprobs
+        expected = packed_forward(backbone.model, batch, temperature, False).logprobs
     annotated = roles.annotate(batch, nobody, needs_old=True)
     for logprobs in (policy_logprobs(roles, batch), annotated.old_logprobs, annotated.reference_logprobs):
         assert torch.equal(logprobs, expected)

@@ -217,9 +217,8 @@ def test_channels_and_heads_say_how_many_ranks_may_share_a_row():
     assert parts_of(layer) == (2 * 2 * 8 + 4 * 8, 4, 2)
     assert parts_of(empty("lfm2").model.layers[0].conv) == (32, 0, 0)
     heads = {"linear_num_value_heads": 2, "linear_num_key_heads": 2}
-    words = (
-        "does not divide the attention of a qwen3_5_text (2 heads, 2 of keys and 4 heads, 2 of keys and 48 channels)"
-    )
+    words = "does not divide the attention of a qwen3_5_text "
+    words += "(2 heads, 2 of keys and 4 heads, 2 of keys and 48 channels)"
     assert possible_shares(empty("qwen3_5_text", **heads)) == ([1, 2], words)
     heads = {"linear_num_value_heads": 6, "linear_num_key_heads": 3, "num_attention_heads": 6}
     assert possible_shares(empty("qwen3_5_text", hidden_size=36, **heads))[0] == [1, 6]

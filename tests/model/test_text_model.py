@@ -1,6 +1,7 @@
 """The text model of a folder with a vision tower is trained alone, and its adapters are the folder's own class's."""
 
 import json
+import re
 from dataclasses import replace
 
 import model_folders
@@ -75,10 +76,8 @@ def test_an_adapter_that_peft_has_saved_for_the_own_class_is_read(tmp_path):
     folder = model_folders.with_vision(tmp_path / "model", "qwen3_5")
     targets = r"model\.language_model\..*\.(q_proj|down_proj)"
     torch.manual_seed(0)
-    model = get_peft_model(
-        AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32),
-        LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False),
-    )
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
     model.save_pretrained(str(tmp_path / "theirs"))
     backbone = read_backbone(settings(folder))
     roles = policy_alone(backbone, LORA, token_budget=512, seed=0, reference=str(tmp_path / "theirs"))
@@ -92,11 +91,9 @@ def test_an_adapter_that_peft_has_saved_for_the_own_class_is_read(tmp_path):
 
 def test_a_text_model_without_a_class_of_its_own_is_refused_before_weights_are_read(tmp_path):
     Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"^model\.path: .* for a qwen2_vl_text, the text model of a qwen2_vl, got "
-    ) as e:
+    refusal = rf"^model\.path: .* for a qwen2_vl_text, the text model of a qwen2_vl, got .*{re.escape(str(tmp_path))}"
+    with pytest.raises(UserError, match=refusal):
         read_config(settings(tmp_path))
-    assert str(tmp_path) in str(e.value)
 
 
 def test_a_model_that_is_not_inside_another_keeps_its_names(tmp_path):

@@ -240,11 +240,8 @@ def tool_of(draw, number):
     properties = {}
     for name in ("a", "b")[: draw.randrange(3)]:
         properties[name] = {"type": "string"} | ({"description": draw.choice(SHOWS)} if draw.random() < 0.5 else {})
-    function = {
-        "name": f"add{number or ''}",
-        "description": draw.choice(("", *SHOWS)),
-        "parameters": {"type": "object", "properties": properties},
-    }
+    parameters = {"type": "object", "properties": properties}
+    function = {"name": f"add{number or ''}", "description": draw.choice(("", *SHOWS)), "parameters": parameters}
     return {"type": "function", "function": function}
 
 
@@ -264,14 +261,10 @@ def conversation(draw):
         more = {"reasoning_content": draw.choice(SAYS)} if draw.random() < 0.3 else {}
         if tools and draw.random() < 0.6:
             ids = [f"{draw.randrange(10**9):09d}" for _ in range(draw.choice((1, 2)))]
-            more["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": each,
-                    "function": {"name": "add", "arguments": {"a": draw.choice(SAYS)} if draw.random() < 0.8 else {}},
-                }
-                for each in ids
-            ]
+            arguments = [{"a": draw.choice(SAYS)} if draw.random() < 0.8 else {} for _ in ids]
+            functions = [{"name": "add", "arguments": each} for each in arguments]
+            calls = zip(ids, functions, strict=True)
+            more["tool_calls"] = [{"type": "function", "id": each, "function": function} for each, function in calls]
             say("assistant", draw.choice(("", *SAYS)), **more)
             for each in ids:
                 say("tool", draw.choice(SAYS), tool_call_id=each)

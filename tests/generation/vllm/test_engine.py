@@ -78,9 +78,8 @@ def test_a_copy_of_the_policy_where_it_can_be_and_auto_is_one_there(keys, base, 
         with pytest.raises(UserError, match=rf"^weights: .*{why}.*, got copy; set weights=adapter"):
             copying.check_device(**where)
     on = {"device": where["device"], "quantized": where["quantized"]}
-    lora, dora, large = (
-        SimpleNamespace(use_dora=dora, rank=rank) for dora, rank in ((False, 8), (True, 8), (False, 513))
-    )
+    kinds = ((False, 8), (True, 8), (False, 513))
+    lora, dora, large = (SimpleNamespace(use_dora=dora, rank=rank) for dora, rank in kinds)
     for shape, modules, fits, can in (
         (lora, ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.fc1"], True, True),
         (lora, ["model.layers.0.self_attn.q_proj"], False, False),
@@ -175,9 +174,8 @@ def test_what_the_installed_vllm_can_hold_and_its_release_are_read_without_an_im
 
 
 def test_batch_invariance_is_refused_where_there_is_none(monkeypatch):
-    with pytest.raises(
-        UserError, match=r"^batch_invariant: .* on CUDA only, and model\.device is cpu, got true; set it"
-    ):
+    refusal = r"^batch_invariant: .* on CUDA only, and model\.device is cpu, got true; set it"
+    with pytest.raises(UserError, match=refusal):
         engine(batch_invariant=True).check_device(**{**ON_CUDA, "device": "cpu"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability in ((7, 5), (8, 0)):

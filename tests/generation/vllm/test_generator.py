@@ -337,13 +337,10 @@ def test_the_engines_layers_are_those_that_a_shared_base_is_laid_on(bench):
     assert all(name.endswith("_proj.weight") for name in repacked)
     assert all(isinstance(found[name], Rows) for name in own.keys() - repacked), found
     # A GPU keeps what a CPU packs: the same names, with the rows that the layers say they hold.
-    layers = dict(engine.named_modules())
-    plain = {
-        name: (layers[name.removesuffix(".weight")].output_size, layers[name.removesuffix(".weight")].input_size)
-        if 0 in shape
-        else shape
-        for name, shape in theirs.items()
-    }
+    plain = dict(theirs)
+    for name in (name for name, shape in theirs.items() if 0 in shape):
+        layer = engine.get_submodule(name.removesuffix(".weight"))
+        plain[name] = layer.output_size, layer.input_size
     assert all(isinstance(rows, Rows) for rows in rows_of(own, plain, engine.packed_modules_mapping).values())
     sizes = own["model.layers.0.self_attn.q_proj.weight"][0], own["model.layers.0.self_attn.k_proj.weight"][0]
     v = rows_of(own, plain)["model.layers.3.self_attn.v_proj.bias"]
@@ -483,12 +480,9 @@ def test_it_stops_at_the_token_and_in_the_text_at_which_the_transformers_engine_
     load(bench, 1)
     free = bench.sample(4)
     said = [c.text for c in completions(free) if "\ufffd" not in c.text[:9]]
-    sampling = replace(
-        HOT,
-        stop=() if by_token else (said[0][4:6], said[1][3:8], said[2][6:7]),
-        stop_token_ids=(completions(free)[-1].token_ids[7],) if by_token else (),
-        include_stop_str_in_output=include,
-    )
+    strings = {"stop": (said[0][4:6], said[1][3:8], said[2][6:7])}
+    ends = {"stop_token_ids": (completions(free)[-1].token_ids[7],)} if by_token else strings
+    sampling = replace(HOT, include_stop_str_in_output=include, **ends)
     assert all(sampling.stop)
     groups = bench.sample(4, sampling)
     tokenizer = bench.generator._tokenizer

@@ -28,9 +28,8 @@ def test_an_error_inside_vllm_while_it_computes_explains_itself_and_others_stay_
         answers(SimpleNamespace(llm_engine=engine, generate=call), of_tokens([[1, 2]]), [None], on_cpu=False)
 
     kernel = RuntimeError("Unsupported CPU attention configuration: head_dim=16")
-    with pytest.raises(
-        VLLMError, match=r"^vLLM failed while it computed: Unsupported .*head_dim=16; choose gener"
-    ) as e:
+    said = r"^vLLM failed while it computed: Unsupported .*head_dim=16; choose gener"
+    with pytest.raises(VLLMError, match=said) as e:
         compute(kernel, inside["compute"])
     assert explains_itself(e.value)
     with pytest.raises(VLLMError, match=r"AssertionError in vllm\.kernels, line 1; "):

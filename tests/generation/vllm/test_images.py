@@ -53,12 +53,8 @@ KEYS = (
 def asked(backbone_folder, *pictures):
     """A tokenised prompt with drawings of these names."""
     tokenizer = load_tokenizer(settings(backbone_folder), {})
-    prompt = Prompt(
-        id="a",
-        messages=({"role": "user", "content": f"is {IMAGE * len(pictures)}so?"},),
-        answer="1",
-        images=tuple(map(drawing, pictures)),
-    )
+    messages = ({"role": "user", "content": f"is {IMAGE * len(pictures)}so?"},)
+    prompt = Prompt(id="a", messages=messages, answer="1", images=tuple(map(drawing, pictures)))
     return next(tokenised([prompt], tokenizer, "chat"))
 
 

@@ -71,6 +71,5 @@ def test_the_cache_has_blocks_of_the_widest_layers_keys(tmp_path):
     options = {"model": str(folder), "trust_remote_code": False, "revision": None, "dtype": "float32"}
     # Keys and values of 4 layers with 2 heads of 64; those with a window have heads of 32.
     of_token = 2 * 4 * 2 * 64 * 4
-    assert vllm_memory.cpu_cache_of({**options, "max_model_len": 64, "max_num_seqs": 1}) == of_token * (
-        64 + vllm_memory.CPU_BLOCK_SIZE
-    )
+    held = vllm_memory.cpu_cache_of({**options, "max_model_len": 64, "max_num_seqs": 1})
+    assert held == of_token * (64 + vllm_memory.CPU_BLOCK_SIZE)

@@ -149,9 +149,8 @@ def test_adapters_on_some_layers_are_compared_on_these(bench):
         bench.generator.load(adapter)
         assert bench.freshness._accept_adapter(adapter, bench.generator.loaded_adapter()) is None
         bench.generator.load(replace(adapter, config={**adapter.config, "lora_alpha": 13}))
-        assert f"{len(names) * 4} of the {len(names) * 8}" in str(
-            bench.freshness._accept_adapter(adapter, bench.generator.loaded_adapter())
-        )
+        problem = bench.freshness._accept_adapter(adapter, bench.generator.loaded_adapter())
+        assert f"{len(names) * 4} of the {len(names) * 8}" in str(problem)
 
 
 def test_a_vllm_that_keeps_adapters_in_another_way_is_said_once_and_judged_by_log_probs(bench, monkeypatch):

@@ -186,7 +186,5 @@ def test_the_policys_engine_works_beside_it_and_after_it(teacher, by_transformer
     finally:
         generator.close()
     [(still, _, _)] = teacher.logprobs([row], 0, 272)
-    torch.testing.assert_close(still, own, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(
-        still, by_transformers(row).gather(1, torch.tensor(row)[1:, None])[:, 0], rtol=0, atol=TOLERANCE
-    )
+    for expected in (own, by_transformers(row).gather(1, torch.tensor(row)[1:, None])[:, 0]):
+        torch.testing.assert_close(still, expected, rtol=0, atol=TOLERANCE)

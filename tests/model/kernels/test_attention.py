@@ -254,9 +254,8 @@ COMPLETIONS = [[[9, 30, 31, 2, 55, 7], [70, 71, 72, 73, 74, 75]], [[61, 80, 81, 
 )
 def test_packed_rows_and_decoding_are_the_models_own_eager_rows(kind, fields, make_batch, plain):
     model = random_model(kind, fields)
-    batch = make_batch(
-        [(u, prompt, own) for u, prompt in enumerate(PROMPTS) for own in [*COMPLETIONS[u], COMPLETIONS[u][0][:1]]]
-    )
+    several = [[*rows, rows[0][:1]] for rows in COMPLETIONS]
+    batch = make_batch([(u, prompt, own) for u, prompt in enumerate(PROMPTS) for own in several[u]])
     weights = torch.randn(batch.loss_mask.shape, generator=torch.Generator().manual_seed(1))
     embedding = model.get_input_embeddings().weight.requires_grad_()
     expected, _ = plain(model, batch)

@@ -22,10 +22,8 @@ def norm_by_formula(module, x):
 
 
 def mlp_by_formula(module, x):
-    gate = module.gate_proj(x)
-    gate = (
-        gate / (1 + (-gate).exp()) if isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation) else module.act_fn(gate)
-    )
+    gate, is_silu = module.gate_proj(x), isinstance(module.act_fn, torch.nn.SiLU | SiLUActivation)
+    gate = gate / (1 + (-gate).exp()) if is_silu else module.act_fn(gate)
     return module.down_proj(gate * module.up_proj(x))
 
 

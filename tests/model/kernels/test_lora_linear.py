@@ -104,10 +104,9 @@ def test_outputs_and_gradients_are_pefts_each_alone_and_together(targets, shape)
 @each("settings", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}])
 def test_what_it_does_not_know_is_pefts(settings, monkeypatch):
     x, calls = inputs(4), []
-    plain = peft.tuners.lora.layer.Linear.forward
-    monkeypatch.setattr(
-        peft.tuners.lora.layer.Linear, "forward", lambda self, x, *a, **k: calls.append(1) or plain(self, x, *a, **k)
-    )
+    layer = peft.tuners.lora.layer.Linear
+    plain = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, x, *a, **k: calls.append(1) or plain(self, x, *a, **k))
     siblings(**settings).wide.train()(x)
     assert len(calls) == 1
     siblings(lora_dropout=0.5).wide.eval()(x)

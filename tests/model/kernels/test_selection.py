@@ -299,8 +299,7 @@ def test_another_attention_that_was_asked_for_is_kept_with_the_other_kernels(ran
 def test_the_comparison_is_with_the_models_own_modules(build, monkeypatch):
     """Not with those that were replaced, whose error both sides would share."""
     loaded, seen, plain = build("qwen2", KernelChoice.auto), [], forward.padded_forward
-    monkeypatch.setattr(
-        forward, "padded_forward", lambda *args: seen.append(forwards_of_rlft(loaded.model)) or plain(*args)
-    )
+    noted = lambda *args: seen.append(forwards_of_rlft(loaded.model)) or plain(*args)  # noqa: E731
+    monkeypatch.setattr(forward, "padded_forward", noted)
     assert choose(loaded.model, loaded.kernels).packed
     assert seen == [[]]

@@ -23,10 +23,8 @@ def pairs_of(block):
     for slot in slots:
         row, place = divmod(slot, width)
         for k in range(keys):
-            hidden = (
-                block.bias is not None
-                and block.bias[row, 0, place if len(block.bias[row, 0]) > 1 else 0, k] == -torch.inf
-            )
+            bias = None if block.bias is None else block.bias[row, 0]
+            hidden = bias is not None and bias[place if len(bias) > 1 else 0, k] == -torch.inf
             if not hidden and (not block.causal or k <= place):
                 yield int(queries[row, place]), int(key_places[row, k])
 
@@ -66,9 +64,8 @@ def test_every_wanted_pair_is_in_one_block_and_no_other(small_block, monkeypatch
     for window, (row, images) in product((None, 1, 2, 3, 4, 7, 11, 20), rows):
         monkeypatch.setattr(split_attention, "TILE", 3 if small_block and not images else 256)
         blocks = make_blocks(*row, CPU, window=window, images=images)
-        assert Counter(pair for block in blocks for pair in pairs_of(block)) == Counter(
-            wanted(*row, window or 100, images)
-        )
+        found = Counter(pair for block in blocks for pair in pairs_of(block))
+        assert found == Counter(wanted(*row, window or 100, images))
 
 
 def test_long_spans_do_not_inflate_short_ones():
