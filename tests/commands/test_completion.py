@@ -38,8 +38,7 @@ SHELLS = {
 
 
 @each("shell", completion.SHELLS)
-def test_a_shell_completes_lines_as_they_are_typed(shell, typed_in, monkeypatch, ran, capsys):
-    capsys.readouterr()
+def test_a_shell_completes_lines_as_they_are_typed(shell, typed_in, monkeypatch, ran):
     script = ran(["completion", shell]).out
     assert f"{sys.executable} -I -S {tab.__file__} {shell} " in script
     (typed_in / "rlft.sh").write_text(script)

@@ -72,15 +72,8 @@ def light(site, cwd, *commands):
     """(exit code, output, errors) of each command line, in one interpreter that imports no library for them."""
     path = os.pathsep.join([str(Path(rlft.__file__).parents[1]), str(site)])
     words = json.dumps([command.split() for command in commands])
-    done = subprocess.run(
-        [sys.executable, "-c", LIGHT, words],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    how = {"cwd": cwd, "env": {**os.environ, "PYTHONPATH": path}, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", LIGHT, words], **how)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

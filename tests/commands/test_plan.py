@@ -295,9 +295,7 @@ def test_a_model_of_the_hub_without_a_network_says_what_to_do(no_weights, capsys
     assert f", got Qwen/Qwen2.5-0.5B-Instruct; {remedy}" in told
 
 
-def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(
-    no_weights, ran, capsys, monkeypatch
-):
+def test_an_engine_that_sleeps_is_not_there_during_updates_and_a_smaller_share_makes_room(no_weights, ran, capsys):
     words = [*ON_A_GPU, "token_budget=16000", "model.gradient_checkpointing=false", "device_memory=2GiB"]
     awake = planned(capsys, *words, "generation.vllm.gpu_memory_utilization=0.8")
     asleep = planned(capsys, *words, "generation.vllm.gpu_memory_utilization=0.8", "generation.vllm.sleep=true")

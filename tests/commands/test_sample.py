@@ -131,8 +131,7 @@ def test_the_first_prompts_of_the_split_are_sampled(sampled, tmp_path):
 
 
 @each("command", ["chat", "serve", "eval"])
-def test_a_run_that_samples_has_no_policy_of_its_own_to_talk_to(command, sampled, ran, capsys):
-    capsys.readouterr()
+def test_a_run_that_samples_has_no_policy_of_its_own_to_talk_to(command, sampled, ran):
     assert ran([command, f"run={sampled}"], ends=2).err.startswith("rlft: run: ")
 
 
@@ -184,9 +183,8 @@ def test_prompts_that_are_too_long_are_left_out_with_a_note(tmp_path, ran):
     assert len(trained) == 6 - 2 - 1, "held out, and too long"
 
 
-def test_finished_sampling_is_not_resumed(sampled, tmp_path, ran, capsys):
+def test_finished_sampling_is_not_resumed(sampled, tmp_path, ran):
     shutil.copytree(sampled, tmp_path / "run")
-    capsys.readouterr()
     told = ran(["resume", str(tmp_path / "run")], ends=2).err
     assert told.startswith("rlft: resume: the run is finished: it has all its 3 steps")
     assert told.endswith("; start another one\n")

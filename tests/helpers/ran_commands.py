@@ -18,7 +18,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ran(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs `rlft` with these words, which ends with this code: what has been printed since it was last looked at."""
+    """Runs `rlft` with these words, which ends with this code: what has been printed since it was last looked at.
+
+    What fixtures of modules and sessions have printed is not of the test.
+    """
+    capsys.readouterr()
 
     def run(words: Sequence[str], ends: int = 0) -> Any:
         code, printed = cli.run(list(words)), capsys.readouterr()

@@ -57,9 +57,9 @@ def environment(**changes):
     return kept | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PYTHONUTF8": "1"} | changes
 
 
-def on_terminal(columns, **variables):
-    """Everything a terminal of that width is sent; the first stages are slow enough to be seen."""
-    command = ["-c", RUN % (NASTY, "finished"), "slow"]
+def on_terminal(columns, seconds="0", **variables):
+    """Everything a terminal of that width is sent; "slow": the first stages are slow enough to be seen."""
+    command = ["-c", RUN % (NASTY, "finished"), seconds]
     child = pexpect.spawn(
         sys.executable, command, env=environment(**variables), dimensions=(40, columns), encoding="utf-8", timeout=30
     )
@@ -78,7 +78,7 @@ def in_pipe(seconds="0", status="finished", **variables):
 
 @pytest.fixture(scope="module")
 def narrow():
-    return on_terminal(60, NO_COLOR="1")
+    return on_terminal(60, "slow", NO_COLOR="1")
 
 
 def test_the_live_view_shows_where_the_run_is(narrow):

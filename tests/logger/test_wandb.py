@@ -54,7 +54,7 @@ def test_a_run_of_wandbs_agent_has_the_agents_id_now_and_when_it_is_resumed(make
     assert run_id(folder) == "agents01"
 
 
-def test_the_sweep_of_the_docs_gives_words_that_rlft_takes(monkeypatch):
+def test_the_sweep_of_the_docs_gives_words_that_rlft_takes():
     """What wandb's agent does with a sweep's file, up to the process that it starts."""
     from wandb.sdk.launch.sweeps import utils
 

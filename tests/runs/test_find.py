@@ -86,11 +86,10 @@ def test_the_one_run_below_a_folder_is_taken_and_named_and_of_several_none(make_
     assert str(error.value) == f"run: there are 7 runs in that folder, got runs/many; {choice}"
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["eval run=", "chat run=", "chat ", "export out=out run=", "sample run=", "resume ", "resume run=", "watch ",
-     "train resume=", "diff runs/second ", "plan lora.path=", "train lora.path=", "sample adapter="],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    "eval run=", "chat run=", "chat ", "export out=out run=", "sample run=", "resume ", "resume run=", "watch ",
+    "train resume=", "diff runs/second ", "plan lora.path=", "train lora.path=", "sample adapter=",
+])  # fmt: skip
 def test_every_command_of_one_run_refuses_several_and_an_unknown_latest(words, three, capsys):
     assert cli.run(f"{words}runs/first".split()) == 2
     problem = "there are 2 runs in that folder, got runs/first; name one of them; the newest is runs/first/b, before"

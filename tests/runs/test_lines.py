@@ -34,11 +34,10 @@ def test_the_last_line_of_metrics_is_read_alone(tmp_path, monkeypatch):
     assert lines.last_line(file) == {"step": 3, "loss/total": 0.25, "eval/pass@2": 100.0}
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [b"\x00" * 40 + b"\n", b'{"step": 2, "loss/to\n', b'{"step": 2, "loss/total: 0.5}\n', b'{"step": 2 "a": 1}\n',
-     b'{"step": 2, "a": 1\n', b'{"step": 2, "a": 1}{"step": 3, "a": 1}\n', b"[1]\n", b"\n", b'"step": 2\n'],
-)  # fmt: skip
+@pytest.mark.parametrize("damaged", [
+    b"\x00" * 40 + b"\n", b'{"step": 2, "loss/to\n', b'{"step": 2, "loss/total: 0.5}\n', b'{"step": 2 "a": 1}\n',
+    b'{"step": 2, "a": 1\n', b'{"step": 2, "a": 1}{"step": 3, "a": 1}\n', b"[1]\n", b"\n", b'"step": 2\n',
+])  # fmt: skip
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_the_last_line_comes_with_word_of_damaged_ones(damaged, place, tmp_path):
     written = [*METRICS_LINES]

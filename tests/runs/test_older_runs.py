@@ -91,11 +91,10 @@ SCREEN, FILES = {"_target_": NOT_TRACKERS["console"], **CONSOLE}, {"_target_": N
 OWN = {"_target_": "x.Y"}
 
 
-@each(
-    ("loggers", "console", "trackers"),
-    [({"screen": SCREEN, "jsonl": FILES}, CONSOLE, {}), ({"console": SCREEN}, CONSOLE, {}),
-     ({"files": FILES, "mine": OWN}, None, {"mine": OWN}), ({}, None, {}), (None, None, {})],
-)  # fmt: skip
+@each(("loggers", "console", "trackers"), [
+    ({"screen": SCREEN, "jsonl": FILES}, CONSOLE, {}), ({"console": SCREEN}, CONSOLE, {}),
+    ({"files": FILES, "mine": OWN}, None, {"mine": OWN}), ({}, None, {}), (None, None, {}),
+])  # fmt: skip
 def test_the_terminal_and_the_files_were_loggers(loggers, console, trackers):
     recorded = {"command": "rm"} if loggers is None else {"command": "rm", "logger": loggers}
     for config in (recorded, {"logger": trackers, "console": console}):  # the second is a run's of today

@@ -105,7 +105,7 @@ def test_what_a_stage_was_made_from_is_still_compared(moved, capsys):
 
 
 @pytest.mark.slow
-def test_runs_are_used_from_their_own_folder_and_from_beside_it(built, tmp_path, monkeypatch, capsys):
+def test_runs_are_used_from_their_own_folder_and_from_beside_it(built, tmp_path, monkeypatch):
     shutil.copytree(built / "work", tmp_path / "work")
     run = tmp_path / "work" / "pipe" / "4-train"
     monkeypatch.chdir(run)

@@ -96,12 +96,11 @@ def test_what_cannot_be_chosen_is_refused(word, fragment):
         read_space([word, "lora.dropout=0,0.1"] if word.startswith("resume") else [word], "train", is_study=True)
 
 
-@each(
-    "word",
-    ["name=a,b", "checkpoint.every=1,2", "cluster.jobs=1,2", "alarms.kl=1,2", "token_budget=512,1024",  # of any run
-     "rollouts.every=1,2", "environment.workers=1,2", "snapshot.teacher_gpu_memory_utilization=0.1,0.2",  # of train
-     "freshness.every=1,2", "scoring.workers=0,1", "model.device=cpu,cuda", "generation.transformers.batch_size=8,16"],
-)  # fmt: skip
+@each("word", [
+    "name=a,b", "checkpoint.every=1,2", "cluster.jobs=1,2", "alarms.kl=1,2", "token_budget=512,1024",  # of any run
+    "rollouts.every=1,2", "environment.workers=1,2", "snapshot.teacher_gpu_memory_utilization=0.1,0.2",  # of train
+    "freshness.every=1,2", "scoring.workers=0,1", "model.device=cpu,cuda", "generation.transformers.batch_size=8,16",
+])  # fmt: skip
 def test_keys_that_change_no_number_cannot_be_chosen(word):
     key, _, values = word.partition("=")
     said = f"{key}: cannot be swept: it does not change what a run measures, got {values.replace(',', ', ')};"
@@ -115,11 +114,10 @@ def test_an_outside_engines_free_keys_cannot_be_chosen_either():
     assert changes_no_number("generation.Fused.lends", {"command": "train", "generation": section})
 
 
-@each(
-    "word",
-    ["trainer.lr=1e-3,1e-4", "algorithm=grpo,gspo", "model.path=a,b", "data.path=a,b", "lora.path=a,b",
-     "generation.max_tokens=16,32", "cluster=local,mine", "reward.mine.seed=1,2", "eval.every=1,2"],
-)  # fmt: skip
+@each("word", [
+    "trainer.lr=1e-3,1e-4", "algorithm=grpo,gspo", "model.path=a,b", "data.path=a,b", "lora.path=a,b",
+    "generation.max_tokens=16,32", "cluster=local,mine", "reward.mine.seed=1,2", "eval.every=1,2",
+])  # fmt: skip
 def test_keys_that_change_numbers_can_be_chosen_or_are_refused_for_what_they_are(word):
     """Another file is another setting, and what evaluations depend on is refused by its own message."""
     space = read_space([word], "train", is_study=True)

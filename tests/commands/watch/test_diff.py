@@ -7,8 +7,7 @@ import pytest
 from audited_runs import lines_of, write
 
 
-def test_what_differs_is_the_key_that_was_changed(made, ran, capsys):
-    capsys.readouterr()
+def test_what_differs_is_the_key_that_was_changed(made, ran):
     pair = [str(made / "first" / name) for name in "ab"]
     told = json.loads(ran(["diff", *pair, "--json"]).out)
     assert [(row["name"], row["second"]) for row in told["config"]] == [("trainer.lr", 0.01)]
@@ -27,7 +26,7 @@ def test_what_differs_is_the_key_that_was_changed(made, ran, capsys):
     ("common", [[37, 40], [37, 40]], [20, 20], "the last step that both have done: means of steps 37 to 40\n"),
     ("last", [[91, 100], [37, 40]], [100, 40], "own last step: means of steps 91 to 100 and steps 37 to 40\n"),
 ])  # fmt: skip
-def test_it_is_said_at_which_steps_runs_are_compared(at, spans, evaluated, sentence, made, tmp_path, ran, capsys):
+def test_it_is_said_at_which_steps_runs_are_compared(at, spans, evaluated, sentence, made, tmp_path, ran):
     """Runs of 100 and 40 steps, whose reward is the step and whose accuracy is the step / 200."""
     pair = []
     for name, steps in (("long", 100), ("short", 40)):
@@ -37,7 +36,6 @@ def test_it_is_said_at_which_steps_runs_are_compared(at, spans, evaluated, sente
         write(tmp_path / name / "metrics.jsonl", lines)
         measured = [{"step": step, "accuracy": step / 200} for step in (0, 20, steps)]
         write(tmp_path / name / "eval.jsonl", measured)
-    capsys.readouterr()
     told = json.loads(ran(["diff", *pair, f"at={at}", "--json"]).out)
     assert (told["at"], told["steps_of_means"]) == (at, spans), "a tenth of 100 and of 40 steps"
     rows = {row["name"]: row for row in told["metrics"]}

@@ -26,8 +26,7 @@ def read_page(file):
 
 
 # -- of a real run -----------------------------------------------------------------------------------------------------
-def test_a_report_holds_what_the_run_left(trained, tmp_path, ran, capsys):
-    capsys.readouterr()
+def test_a_report_holds_what_the_run_left(trained, tmp_path, ran):
     out = tmp_path / "page.html"
     assert ran(["report", str(trained), f"out={out}"]).out.strip() == str(out)
     [run] = read_page(out)["runs"]

@@ -117,7 +117,7 @@ def test_in_a_pipe_a_run_is_a_line_of_values_between_tabs(made, ran):
     assert rows[0]["reason"] == "the reward\\x1b[31m raised"
 
 
-def test_a_killed_or_interrupted_run_says_how_to_go_on(made, monkeypatch, capsys):
+def test_a_killed_or_interrupted_run_says_how_to_go_on(made, capsys):
     [row] = [row for row in runs.rows(made, {}) if row.status == "killed"]
     waiting = dataclasses.replace(row, folder="runs/first try/b", step=1)
     for status in ("killed", "interrupted"):

@@ -66,8 +66,7 @@ def test_it_begins_anew_when_the_run_went_back(going_on, capsys):
     assert capsys.readouterr().out.count("step 1/3  reward") == 2
 
 
-def test_one_that_has_ended_shows_its_closing_page(made, ran, capsys):
-    capsys.readouterr()
+def test_one_that_has_ended_shows_its_closing_page(made, ran):
     page = ran(["watch", str(made / "second" / "c")]).out
     assert "\x1b" not in page
     assert "stopped: " in page
