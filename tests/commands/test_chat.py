@@ -203,13 +203,9 @@ def test_commands_change_the_conversation(monkeypatch, typed):
     lines = ["a", "b", "/new", "c", "/temperature 0.5", "/system Be brief.", "d", "//e", "/system", "f", "/quit", "g"]
     shown = typed(*lines)
     assert asked == [
-        (("a",), 1.0),
-        (("a", "ok", "b"), 1.0),
-        (("c",), 1.0),
-        (("Be brief.", "d"), 0.5),
-        (("Be brief.", "d", "ok", "/e"), 0.5),
-        (("f",), 0.5),
-    ]
+        (("a",), 1.0), (("a", "ok", "b"), 1.0), (("c",), 1.0), (("Be brief.", "d"), 0.5),
+        (("Be brief.", "d", "ok", "/e"), 0.5), (("f",), 0.5),
+    ]  # fmt: skip
     assert shown.count("ok") == 6
     assert "a new conversation with this system prompt" in shown
     assert "a new conversation with no system prompt" in shown

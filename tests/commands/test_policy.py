@@ -82,12 +82,9 @@ def place(begun, here, make_roles):
         Path("run").mkdir()
         run_folder.claim(Path("run"), plan.plain, plan.fingerprints, plan.num_steps)
         saved = Checkpoint(
-            step=2,
-            adapters={"policy": roles.weights("policy")},
-            adapter_config=roles.adapter_config(),
-            optimizer={"nothing": torch.zeros(1)},
-            state={"seed": 0, **plan.fingerprints},
-        )
+            step=2, adapters={"policy": roles.weights("policy")}, adapter_config=roles.adapter_config(),
+            optimizer={"nothing": torch.zeros(1)}, state={"seed": 0, **plan.fingerprints},
+        )  # fmt: skip
         checkpoint.save(Path("run/checkpoints"), saved, keep=1)
         shutil.move("run", begun / "run")
 

@@ -293,13 +293,10 @@ def test_what_is_no_ranking_of_the_next_prompt_changes_nothing(request_, serve):
 
 
 FOREIGN = [
-    {"path": "/"},
-    {"path": "/wrong/"},
-    {"headers": {"Host": "evil.example"}},
-    {"headers": {"Host": "evil.example", "Origin": "http://evil.example"}},
-    {"headers": {"Host": None}},
+    {"path": "/"}, {"path": "/wrong/"}, {"headers": {"Host": "evil.example"}},
+    {"headers": {"Host": "evil.example", "Origin": "http://evil.example"}}, {"headers": {"Host": None}},
     {"headers": {"Host": "127.0.0.1"}},
-]
+]  # fmt: skip
 FOREIGN_ORIGIN = [
     {"headers": {"Origin": origin}}
     for origin in (None, "", "null", "http://evil.example", "https://{}", "http://{}.evil.example", "http://127.0.0.1")

@@ -270,11 +270,8 @@ def test_a_fork_does_what_the_run_itself_did_and_leaves_the_run_alone(undisturbe
     assert files_of(place / "run") == before
     manifest = place / FROM / "MANIFEST"
     assert origin_of(fork)["forked_from"] == {
-        "run": "../../../run",
-        "step": 3,
-        "checkpoint": digest_of_file(manifest),
-        "changed": {},
-    }
+        "run": "../../../run", "step": 3, "checkpoint": digest_of_file(manifest), "changed": {},
+    }  # fmt: skip
     assert yaml.safe_load((fork / "config.yaml").read_text())["resume"] is None
 
 
@@ -312,9 +309,6 @@ def test_a_fork_with_another_rate_goes_another_way_from_the_same_beginning(undis
     first = {name: content for name, content in rollouts(undisturbed).items() if name <= "step_000003.jsonl"}
     assert {name: rollouts(fork)[name] for name in first} == first
     assert origin_of(fork)["forked_from"]["changed"] == {
-        "algorithm.kl_coef": "0.0 -> 0.1",
-        "group_size": "4 -> 2",
-        "snapshot.reference": "none -> base",
-        "steps": "5 -> 6",
-        "trainer.lr": "0.001 -> 0.0005",
-    }
+        "algorithm.kl_coef": "0.0 -> 0.1", "group_size": "4 -> 2", "snapshot.reference": "none -> base",
+        "steps": "5 -> 6", "trainer.lr": "0.001 -> 0.0005",
+    }  # fmt: skip

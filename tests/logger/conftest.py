@@ -50,13 +50,9 @@ def make_evaluation():
         examples = tuple(rollout(f"1+2+{i}*0", text, step) for i, text in enumerate(texts))
         scores = tuple(float(text.endswith("3")) for text in texts)
         return Evaluation(
-            step=step,
-            accuracy=accuracy,
-            accuracy_se=0.01,
-            metrics={"eval/pass@4": 0.75, "eval/exact_match": accuracy},
-            examples=examples,
-            example_scores=scores,
-        )
+            step=step, accuracy=accuracy, accuracy_se=0.01, metrics={"eval/pass@4": 0.75, "eval/exact_match": accuracy},
+            examples=examples, example_scores=scores,
+        )  # fmt: skip
 
     return make
 

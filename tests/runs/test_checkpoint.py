@@ -88,13 +88,9 @@ def test_views_and_transposes_are_saved_by_value(tmp_path):
     """Safetensors refuses tensors that are not contiguous, and rows of one storage would share it."""
     base = torch.arange(6.0).view(2, 3)
     saved = Checkpoint(
-        step=1,
-        adapters={"policy": {"t": base.T}},
-        adapter_config={},
-        optimizer={"row": base[1]},
-        state={},
+        step=1, adapters={"policy": {"t": base.T}}, adapter_config={}, optimizer={"row": base[1]}, state={},
         heads={"critic": {"weight": base[:, 1:2].T}},
-    )
+    )  # fmt: skip
     checkpoint.save(tmp_path, saved, keep=1)
     loaded = checkpoint.load(tmp_path / "step_000001")
     assert torch.equal(loaded.adapters["policy"]["t"], base.T)

@@ -199,21 +199,14 @@ def test_the_first_role_that_is_there_is_taken_and_none_is_refused_with_what_the
 
 def test_every_key_that_may_name_a_run_is_looked_at(run):
     plain = {
-        "command": "train",
-        "lora": {"path": str(run), "rank": 4},
-        "snapshot": {"reference": str(run)},
-        "critic": {"init": "base"},
-        "model": {"path": "embedded:tiny-arithmetic"},
-        "reward": {"learned": {"path": "there"}, "format": {"weight": 1.0}},
-        "adapter": None,
-    }
+        "command": "train", "lora": {"path": str(run), "rank": 4}, "snapshot": {"reference": str(run)},
+        "critic": {"init": "base"}, "model": {"path": "embedded:tiny-arithmetic"},
+        "reward": {"learned": {"path": "there"}, "format": {"weight": 1.0}}, "adapter": None,
+    }  # fmt: skip
     assert dict(adapter_references(plain)) == {
-        "snapshot.reference": ("policy",),
-        "lora.path": ("policy",),
-        "critic.init": ("critic", "reward"),
-        "model.path": ("model",),
-        "reward.learned.path": ("reward", "reward_learned"),
-    }
+        "snapshot.reference": ("policy",), "lora.path": ("policy",), "critic.init": ("critic", "reward"),
+        "model.path": ("model",), "reward.learned.path": ("reward", "reward_learned"),
+    }  # fmt: skip
     policy = str(run / "checkpoints" / "step_000002" / "policy")
     found = with_named_runs(plain)
     assert found["lora"] == {"path": policy, "rank": 4}
