@@ -27,7 +27,7 @@ from rlft.model.backbone import ends_of
 from rlft.model.forward import Forward, choose
 from rlft.model.packing import micro_batches
 from rlft.tokens.text import RunTokenizer, rendered, turn_ends
-from rlft.types import Batch, Demonstration, Outputs, Prompt, Ranking, Split, UserError
+from rlft.types import Demonstration, Outputs, Prompt, Ranking, Split, UserError
 from tests.helpers.family_tokenizers import family_tokenizer, with_attributes
 
 PROMPTS = PromptsConfig(max_tokens=64, over_limit="drop", style="chat")
@@ -524,26 +524,26 @@ def test_an_update_that_a_step_does_not_have_is_refused(ten):
 class Known:
     """A forward whose log-prob of token t in row b is -token / 10, the worse the higher; notes how it was called."""
 
-    def __init__(self) -> None:
-        self.temperatures: list[float] = []
-        self.sizes: list[int] = []
+    def __init__(self):
+        self.temperatures = []
+        self.sizes = []
 
-    def __call__(self, batch: Batch, temperature: float, layout: str) -> Outputs:
+    def __call__(self, batch, temperature, layout):
         assert layout == "its layout"
         assert not torch.is_grad_enabled()
         self.temperatures.append(temperature)
         self.sizes.append(len(batch.rewards))
         return Outputs(logprobs=(-batch.token_ids.float() / 10).where(batch.loss_mask, 0.0))
 
-    def micro_batches(self, batch: Batch, chosen: torch.Tensor, token_budget: int) -> list[torch.Tensor]:
+    def micro_batches(self, batch, chosen, token_budget):
         return micro_batches(batch, chosen, token_budget)
 
     parts = Forward.parts
 
-    def placed(self, batches: list[Batch]) -> list[SimpleNamespace]:
+    def placed(self, batches):
         return [SimpleNamespace(batch=self.on_device(batch), layout="its layout") for batch in batches]
 
-    def on_device(self, batch: Batch) -> Batch:
+    def on_device(self, batch):
         return batch
 
 

@@ -403,9 +403,7 @@ PARAMETERS = {
 
 
 def composed(rng, names, wordy):
-    """A row with a tool of these parameters and a call with a part of them; `wordy`: with all fields that may be left
-    out.
-    """
+    """A row with a tool of these parameters and a call with a part of them; `wordy`: with all that may be left out."""
 
     def maybe(**fields):
         return {key: value for key, value in fields.items() if wordy or rng.random() < 0.5}
