@@ -290,25 +290,19 @@ FAULTS_OF_COPIES = (
 @each(
     ("weights", "fault", "said"),
     [
-        (
-            Weights.apart,
-            lose,
-            r"policy version 3: \d+ of the \d+ tensors that it was given .*; it still holds version 2 \(",
-        ),
+        (Weights.apart, lose,
+         r"policy version 3: \d+ of the \d+ tensors that it was given .*; it still holds version 2 \("),
         (Weights.merged, lose, "it still holds version 2"),
         (Weights.merged_bfloat16, lose, "it still holds version 2"),
         (Weights.merged_int8, lose, "it still holds version 2"),
         (Weights.apart, exchanged, "which is that of mod"),
         (Weights.apart, after(flip_adapter), r"1 of the \d+ tensors .*lora_A"),
-        (
-            Weights.apart,
-            after(wrong_scale),
-            r"1 of the \d+ tensors .*lora_B with a norm of .* instead of .*, 1\.5 times",
-        ),
+        (Weights.apart, after(wrong_scale),
+         r"1 of the \d+ tensors .*lora_B with a norm of .* instead of .*, 1\.5 times"),
         (Weights.merged, old_sum, rf"version 3: base_model.*{ANOTHER}"),
         *((weights, fault, ANOTHER) for weights in ROUNDED for fault in FAULTS_OF_COPIES),
     ],
-)
+)  # fmt: skip
 def test_an_engine_that_holds_something_else_is_stopped_at_a_rate_of_1e_6(make_roles, backbone, weights, fault, said):
     policy = make_roles(noise=0.02, **({"target_modules": ["q_proj", "o_proj"]} if said == ANOTHER else {}))
     engine = engine_of(policy, weights)

@@ -193,7 +193,6 @@ def test_a_resumed_run_and_a_longer_one_are_the_same_run(ahead, tmp_path):
     assert [set(rows_of(plain, step)) for step in range(1, 5)] != [set(rows_of(straight, s)) for s in range(1, 5)]
     assert not any(name.startswith("curriculum/") for name in metrics(plain)[-1])
     check_resumed(straight, tmp_path / "resumed")
-
     longer = run(tmp_path / "longer", *ahead, "steps=2")
     assert cli.run(["resume", str(longer), "steps=4"]) == 0
     shutil.rmtree(longer / "checkpoints" / "step_000002")
@@ -215,7 +214,6 @@ def test_pass_rates_of_a_file_stay_as_they_are(tmp_path, capsys):
     folder = run(tmp_path / "run", *fixed)
     assert all(set(rows_of(folder, step)) <= between for step in range(1, 5))
     assert {line["curriculum/left_out_fraction"] for line in metrics(folder)} == {1 - len(between) / 12}
-
     run(tmp_path / "other", *fixed, f"prompts_per_step={len(between) + 1}", code=2)
     assert f"the curriculum leaves {len(between)} of 12 train prompts" in capsys.readouterr().err
     shutil.rmtree(folder / "checkpoints" / "step_000004")

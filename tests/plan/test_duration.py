@@ -245,8 +245,6 @@ def test_a_gpus_engine_is_less_certain_than_its_updates():
 
 
 # -- machines and models -----------------------------------------------------------------------------------------------
-
-
 @each(
     ("name", "dtype", "expected"),
     [
@@ -362,8 +360,6 @@ def test_nothing_is_known_of_an_engine_that_says_nothing_of_graphs_nor_of_steps_
 
 
 # -- the transformers engine in CUDA graphs ----------------------------------------------------------------------------
-
-
 def test_the_estimate_differs_by_whether_the_transformers_engine_decodes_in_graphs():
     """On an NVIDIA GPU and without drafts; vLLM always does."""
     network, work = script.MODELS["0.5B"], StepWork(trained=ROWS, is_sampled=True)

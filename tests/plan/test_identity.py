@@ -87,6 +87,10 @@ def json_of(file, edit):
     return change
 
 
+def of_the_tokenizer(**keys):
+    return json_of("tokenizer_config.json", lambda fields: fields.update(keys))
+
+
 def weights(edit):
     def change(folder, form, tensors):
         new = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -175,15 +179,9 @@ OTHERS: Mapping[str, tuple[Callable[..., None], str]] = {
     "two ends": (json_of("generation_config.json", lambda fields: fields.update(eos_token_id=[2, 5])), "ends"),
     "ids swapped": (json_of("tokenizer.json", swapped_ids), "tokenizer"),
     "a merge more": (json_of("tokenizer.json", another_merge), "tokenizer"),
-    "the end's name": (json_of("tokenizer_config.json", lambda f: f.update(eos_token="<|im_start|>")), "tokenizer"),
-    "special tokens split": (
-        json_of("tokenizer_config.json", lambda f: f.update(split_special_tokens=True)),
-        "tokenizer",
-    ),
-    "spaces cleaned up": (
-        json_of("tokenizer_config.json", lambda f: f.update(clean_up_tokenization_spaces=True)),
-        "tokenizer",
-    ),
+    "the end's name": (of_the_tokenizer(eos_token="<|im_start|>"), "tokenizer"),
+    "special tokens split": (of_the_tokenizer(split_special_tokens=True), "tokenizer"),
+    "spaces cleaned up": (of_the_tokenizer(clean_up_tokenization_spaces=True), "tokenizer"),
     "template": (edited_template, "template"),
 }
 

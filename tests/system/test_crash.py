@@ -61,9 +61,7 @@ Failing = Callable[[Callable[[], BaseException]], None]
 
 def test_a_run_tells_it_in_a_line_and_keeps_the_traceback(failing, capsys):
     failing(lambda: ValueError("first line\nsecond line"))
-
     assert cli.run(["train", "hydra.run.dir=here"]) == 1
-
     line = "ValueError: first line\\nsecond line; its traceback is in here/error.txt; " + BUG
     assert capsys.readouterr().err == f"rlft: stopped: {line}\n"
     kept = Path("here/error.txt").read_text()
@@ -112,9 +110,7 @@ def test_errors_of_the_system_say_what_to_look_at_and_some_explain_themselves(
 
 def test_each_job_of_a_sweep_keeps_its_own(failing, capsys):
     failing(lambda: ZeroDivisionError("by zero"))
-
     assert cli.run(["train", "-m", "seed=1,2", "hydra.sweep.dir=swept"]) == 1
-
     told = capsys.readouterr().err.splitlines()
     for number in range(2):
         line = f"ZeroDivisionError: by zero; its traceback is in swept/{number}/error.txt; {BUG}"
@@ -152,9 +148,7 @@ def test_where_no_run_has_begun_the_traceback_is_among_the_temporary_files(typed
         raise AssertionError
 
     monkeypatch.setattr(COMMANDS[typed], broken)
-
     assert cli.run(typed.split()) == 1
-
     told = capsys.readouterr().err
     [file] = Path("temporary").iterdir()
     assert told == f"rlft: stopped: AssertionError; its traceback is in {file.resolve()}; {BUG}\n"

@@ -154,6 +154,7 @@ def test_without_a_signal_a_trial_fails_once():
 SWALLOWED = """
 import os, signal, time
 from rlft.system import interrupt
+interrupt.GRACE_S = 0.3
 def press():
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -183,6 +184,7 @@ PROGRAMS: dict[str, tuple[str, int, str, str]] = {
     ),
     "a run whose library swallows a second one": (
         SWALLOWED + """
+interrupt.Order.SAME_CTRL_C_S = 0.0  # else the second one would count as the first
 with interrupt.ends_promptly('nothing was written'), interrupt.Interrupt(lambda text: None) as pressed:
     os.kill(os.getpid(), signal.SIGINT)
     assert pressed.requested

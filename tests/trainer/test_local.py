@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reward_groups import group_of
 
 import rlft
 from rlft.config.model import CriticKind, Old, RewardModelConfig
@@ -12,7 +13,7 @@ from rlft.model.reward_model import open_learned, reward_role
 from rlft.model.roles import OLD, POLICY, REFERENCE, Roles
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Rollouts, Scores
+from rlft.types import Prompt, Rollouts, Scores
 
 LENGTHS = 10 / 4  # tokens of a completion of the batch, in the mean
 NOBODY = torch.zeros(4, dtype=torch.bool)
@@ -51,14 +52,7 @@ def open_trainer(config, make_roles):
 
 def rollouts():
     """One prompt with a right and a wrong completion: a pair for the learned reward."""
-    prompt = Prompt(id="p", messages=(), answer="", token_ids=(5, 6, 7))
-    completions = [
-        Completion(text="", token_ids=ids, logprobs=(-1.0, -1.0), finish_reason=FinishReason.stop)
-        for ids in ((20, 2), (22, 2))
-    ]
-    group = Group(
-        prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in completions)
-    )
+    group = group_of(Prompt(id="p", messages=(), answer="", token_ids=(5, 6, 7)), [(20, 2), (22, 2)])
     right = torch.tensor([[1.0, 0.0]])
     return Rollouts(groups=[group], scores=Scores(total=right, by_reward={"math": right}), num_sampled=2)
 

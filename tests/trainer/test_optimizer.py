@@ -232,8 +232,6 @@ def test_discarded_gradients_move_nothing_and_leave_no_moments():
 
 
 # -- the rate of each update -------------------------------------------------------------------------------------------
-
-
 @each(
     ("kind", "warmup", "num_updates", "expected"),
     [

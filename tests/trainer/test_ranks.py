@@ -136,8 +136,6 @@ def test_who_knows_that_a_rank_is_gone_need_not_wait(store):
 
 
 # -- how ranks come to one state ---------------------------------------------------------------------------------------
-
-
 def test_tensors_are_taken_over_in_their_places_however_they_lie_and_count_as_written(met):
     """The second one's columns lie one after the other; a publish tells by the count what has been written into."""
     held = [{"a": torch.full((3,), 1.0 + rank), "b": torch.arange(6.0).view(2, 3).T * (1 + rank)} for rank in range(3)]

@@ -6,6 +6,7 @@ from itertools import product
 import half_model
 import pytest
 import torch
+from reward_groups import group_of
 from slow_cases import slow
 
 from rlft.config.model import RewardModelConfig
@@ -14,7 +15,7 @@ from rlft.model.forward import Forward
 from rlft.model.reward_model import open_learned, parts_within
 from rlft.runs import checkpoint
 from rlft.trainer.reward_training import Pair, RewardRefresh, flat, pairs_of, unflat
-from rlft.types import Completion, FinishReason, Group, Prompt, Rollout, Scores
+from rlft.types import Prompt, Scores
 
 model_config, backbone = half_model.model_config, half_model.backbone
 
@@ -61,10 +62,7 @@ def form_pairs(make_prompt, backbone):
 
 def group(number, *completions):
     """Siblings of a prompt of its own, by their token ids."""
-    prompt = Prompt(id=str(number), messages=(), answer="", token_ids=(5, 6, 7, 10 + number))
-    said = [Completion(text="", token_ids=ids, logprobs=[0.0] * len(ids), finish_reason=FinishReason.stop)
-            for ids in completions]  # fmt: skip
-    return Group(prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in said))
+    return group_of(Prompt(id=str(number), messages=(), answer="", token_ids=(5, 6, 7, 10 + number)), completions)
 
 
 def scores(*labels):
@@ -316,7 +314,6 @@ def test_a_run_killed_and_resumed_is_the_uninterrupted_one_bit_for_bit(killed_af
 
     whole = make_refresh(noise=0.05, **keys)
     expected = go_on(whole, range(1, 7)), tensors(whole)
-
     killed = make_refresh(noise=0.05, **keys)
     before, roles = go_on(killed, range(1, killed_after + 1)), killed.roles
     weights = {role: roles.weights(role) for role in roles.moving}

@@ -365,7 +365,6 @@ def test_policy_and_critic_get_the_gradients_that_each_has_alone_on_a_base_of_it
     loss = algorithm.loss(replace(outputs, values=values.detach()), batch, scale)
     policy_parameters = [p for _, p in second.named_parameters(POLICY)]
     expected[POLICY] = by_name(second, POLICY, torch.autograd.grad(loss.total, policy_parameters))
-
     for budget in BUDGETS:
         roles = with_critic(make_roles, backbone=make_double(), **keys)
         run = session(roles, algorithm, token_budget=budget)

@@ -69,7 +69,6 @@ def test_references_are_right_in_whatever_form_their_letters_are_stored(reward, 
 
 CUT = ["reward=exact_match", "reward.exact_match.answer_in=pattern", r"reward.exact_match.pattern='#### (-?\d+)'"]
 
-
 HASHES = ["reward=exact_match", "reward.exact_match.answer_in=hashes"]
 
 

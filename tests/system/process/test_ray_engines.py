@@ -12,7 +12,6 @@ from rlft.system.process.launcher import open_launcher
 
 pytestmark = pytest.mark.slow
 
-
 KEYS = (
     "model.dtype=float32", "model.device=cpu", "lora.rank=4", "lora.alpha=8", "group_size=4", "prompts.max_tokens=40",
     "generation.max_tokens=24", "generation.transformers.batch_size=8", "generation.transformers.weights=apart",

@@ -188,14 +188,9 @@ def test_processes_are_limited():
 
 
 def test_sandboxes_do_not_share_their_process_limit():
-    with bubblewrap.running(
-        {"script.py": FORKS + "time.sleep(60)"},
-        ["script.py"],
-        replace(LIMITS, processes=16),
-        ACTIVE,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-    ):
+    files, limits = {"script.py": FORKS + "time.sleep(60)"}, replace(LIMITS, processes=16)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    with bubblewrap.running(files, ["script.py"], limits, ACTIVE, **streams):
         time.sleep(0.3)
         assert int(ran(FORKS, processes=16).stdout) in (14, 15)
 

@@ -21,7 +21,6 @@ LIMITS = Limits(
 ISOLATED = [Isolation.root, Isolation.user] if os.geteuid() == 0 else [Isolation.user]
 SECRET = "a word that only the host knows"
 
-
 ATTEMPTS = {
     # -- the network
     "reach a port of the host": (
