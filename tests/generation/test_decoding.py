@@ -41,9 +41,8 @@ def test_several_tokens_at_a_time_are_those_that_come_one_by_one(stop, at_once, 
             lives.append(there.int())
         going = unread.nonzero()[:, 0]
         bits = logprob_RT[:, list(places)].t().contiguous().view(torch.int32)
-        stays = several.add_several(
-            going, first, torch.stack(shown)[:, going], bits[:, going], torch.stack(lives)[:, going]
-        )
+        shown, lives = torch.stack(shown)[:, going], torch.stack(lives)[:, going]
+        stays = several.add_several(going, first, shown, bits[:, going], lives)
         unread[going] = stays
         there = there & unread
     assert torch.equal(several.tokens_RT, single.tokens_RT)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from given_drafts import GivenDrafts, anything, nothing, right
 from in_one_test import each
+from reward_groups import group_of
 from slow_cases import slow
 
 from rlft.config.compose import compose
@@ -15,7 +16,7 @@ from rlft.config.resolved import resolve
 from rlft.generation.drafts import MOST, Drafts, key_of, savings
 from rlft.generation.transformers import TransformersGenerator
 from rlft.model.kernels.prefix_cache import PrefixCache
-from rlft.types import Completion, FinishReason, Group, NextTurn, Prompt, Rollout, Sampling
+from rlft.types import NextTurn, Prompt, Sampling
 
 model_config, backbone = half_model.model_config, half_model.backbone
 
@@ -134,11 +135,7 @@ def test_the_widest_pass_with_drafts_is_rehearsed(
 # -- what is remembered ------------------------------------------------------------------------------------------------
 def group(name, *rows):
     prompt = Prompt(id=name, messages=(), answer="", token_ids=tuple(map(ord, name)))
-    made = (
-        Completion(text="", token_ids=tuple(row), logprobs=(0.0,) * len(row), finish_reason=FinishReason.stop)
-        for row in rows
-    )
-    return Group(prompt=prompt, rollouts=tuple(Rollout(prompt=prompt, completion=c, policy_version=0) for c in made))
+    return group_of(prompt, rows)
 
 
 def offered(drafts, name, said, rows=1, room=9):

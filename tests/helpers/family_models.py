@@ -53,26 +53,21 @@ SIZES = (
 NEEDED = "head_dim num_key_value_heads n_routed_experts num_experts_per_tok n_group topk_group first_k_dense_replace"
 """Fields that some types leave open."""
 
+BOTH_KINDS = ("sliding_attention", "full_attention")
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_d_head": 16, "attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5},
     "cohere2_moe": {"logit_scale": 0.5},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-            for kind in ("sliding_attention", "full_attention")
-        },
-        "logit_scale": 0.5,
+        "layer_types": [*BOTH_KINDS], "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]} for kind in BOTH_KINDS
+        }, "logit_scale": 0.5,
     },
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 2,
-        "intermediate_size": [40] * 4,
-        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "num_hidden_layers": 4, "layer_types": [*BOTH_KINDS * 2], "num_kv_shared_layers": 2,
+        "intermediate_size": [40] * 4, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
     },
     "gemma4_text": {"per_layer_config": {1: {"head_dim": 16}}},
     "gemma4_unified_text": {"per_layer_config": {1: {"head_dim": 16}}},

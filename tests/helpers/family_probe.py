@@ -49,12 +49,7 @@ PROMPTS = tuple(
     Prompt(id=str(p), messages=(), answer="", token_ids=tuple(8 + (11 * i + 7 * p) % 250 for i in range(length)))
     for p, length in enumerate((6, 20, 13))
 )
-DATA = PromptSet(
-    prompts=list(PROMPTS),
-    num_tokens=[len(prompt.token_ids) for prompt in PROMPTS],
-    fingerprint="",
-    notes=(),
-)
+DATA = PromptSet(prompts=list(PROMPTS), num_tokens=[len(p.token_ids) for p in PROMPTS], fingerprint="", notes=())
 
 
 def rows() -> tuple[Batch, list[list[int]]]:
@@ -111,14 +106,10 @@ def _of_roles(folder: Path, backbone: Backbone, roles: Roles) -> Family:
     expected, export = _reference(folder, path, ids, batch), _export(folder, path, backbone, ids, batch)
     wrong = WRONG_FORWARD if expected is not None and _gap(found, expected) > TOLERANCE else None
     return Family(
-        wrong=f"no gradient reaches its {not_reached}" if not_reached else wrong,
-        adapted=adapted,
-        not_adapted=others,
-        padded=None if forward.packed else forward.reason.removeprefix("padded rows: "),
-        decoding=decoding,
-        routing=routing,
-        exported=export is not None and _gap(found, export) <= TOLERANCE,
-    )
+        wrong=f"no gradient reaches its {not_reached}" if not_reached else wrong, adapted=adapted, not_adapted=others,
+        padded=None if forward.packed else forward.reason.removeprefix("padded rows: "), decoding=decoding,
+        routing=routing, exported=export is not None and _gap(found, export) <= TOLERANCE,
+    )  # fmt: skip
 
 
 def _without_gradient(roles: Roles, batch: Batch) -> str | None:
@@ -150,9 +141,8 @@ def _decoding(backbone: Backbone, roles: Roles, adapter: Adapter) -> str | None:
 
 def _reference(folder: Path, adapter: Path, ids: Sequence[list[int]], batch: Batch) -> Tensor | None:
     """Log-probs `[B, T]` by transformers' eager model and PEFT, row by row; None if PEFT cannot load the adapter."""
-    model = class_of(read_config(settings(folder))).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    own = class_of(read_config(settings(folder)))
+    model = own.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     try:
         with peft_is_quiet():
             adapted = PeftModel.from_pretrained(model, str(adapter)).eval()

@@ -29,12 +29,8 @@ MISTRAL = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILA
 MISTRAL += ["[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
 GEMMA = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
 
-SPECIAL = {
-    **dict.fromkeys(("qwen2.5", "qwen3", "smollm2", "smollm3"), CHATML),
-    "llama-3": LLAMA,
-    "mistral": MISTRAL,
-    "gemma": GEMMA,
-}
+SPECIAL = dict.fromkeys(("qwen2.5", "qwen3", "smollm2", "smollm3"), CHATML)
+SPECIAL |= {"llama-3": LLAMA, "mistral": MISTRAL, "gemma": GEMMA}
 BEGIN_AND_END = {"llama-3": LLAMA[:2], "mistral": MISTRAL[1:3], "gemma": [GEMMA[2], GEMMA[1]]}
 
 

@@ -125,20 +125,17 @@ SHAPES = {
         HARMONY, "<|start|> <|end|> <|message|> <|channel|> <|return|> <|call|>", "<|return|>",
         ends=f"<|return|> <|call|> {EOS}", turn="<|channel|>final<|message|>5",
     ),
-    "a last turn that is left open": shape(
-        OPEN, "<|user_start|> <|user_end|> <|assistant_start|> <|assistant_end|>", "<|assistant_end|>"
-    ),
+    "a last turn that is left open":
+        shape(OPEN, "<|user_start|> <|user_end|> <|assistant_start|> <|assistant_end|>", "<|assistant_end|>"),
     "a prompt that opens thinking": shape(
         R1, "<|begin|> <|User|> <|Assistant|> <|end_of_sentence|>", "<|end_of_sentence|>",
         note="it does not write the end of the prompt, '<think>\\n', in a conversation",
     ),
-    "thinking that only the turn has": shape(
-        QWEN3, "<|im_start|> <|im_end|>", "<|im_end|>", turn="<think>\n\n</think>\n\n5"
-    ),
+    "thinking that only the turn has":
+        shape(QWEN3, "<|im_start|> <|im_end|>", "<|im_end|>", turn="<think>\n\n</think>\n\n5"),
     "a line break before the end": shape(NEMOTRON, "<SPECIAL_11> <SPECIAL_12>", "<SPECIAL_12>", lead="\n"),
-    "an end that is also inside": shape(
-        SOLAR, "<|begin|> <|think|> <|content|> <|end|>", f"<|end|> {EOS}", ends=EOS, turn="<|content|>5"
-    ),
+    "an end that is also inside":
+        shape(SOLAR, "<|begin|> <|think|> <|content|> <|end|>", f"<|end|> {EOS}", ends=EOS, turn="<|content|>5"),
     "no end but the next turn": shape(GLM, "[gMASK] <|user|> <|assistant|>", EOS, ends=EOS),
 }  # fmt: skip
 

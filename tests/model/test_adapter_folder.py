@@ -49,10 +49,8 @@ def folder(tmp_path):
 
 def test_tensors_and_shapes_are_read_as_they_were_saved(folder):
     adapter, head = load_tensors(folder, "lora.path"), load_tensors(str(folder), "critic.init", HEAD)
-    assert {n: t.tolist() for n, t in adapter.items()} == {
-        "a.lora_A.weight": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]],
-        "a.lora_B.weight": [[1.0, 1.0]] * 5,
-    }
+    saved = {"a.lora_A.weight": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], "a.lora_B.weight": [[1.0, 1.0]] * 5}
+    assert {n: t.tolist() for n, t in adapter.items()} == saved
     assert {n: t.tolist() for n, t in head.items()} == {"weight": [[0.5, 0.5, 0.5]], "bias": [0.25]}
     assert tensor_shapes(folder, "lora.path") == {"a.lora_A.weight": (2, 3), "a.lora_B.weight": (5, 2)}
     assert tensor_shapes(folder, "critic.init", HEAD) == {"weight": (1, 3), "bias": (1,)}

@@ -136,10 +136,8 @@ def test_the_embedded_models_fused_layers_compute_trees(make_roles, tree_batch, 
     trees = replace(trees, token_ids=trees.token_ids % 31)
     model, parameters = roles.backbone.model, [p for _, p in roles.named_parameters()]
     assert roles.forward.packed
-    packed, padded = (
-        results(lambda b, run=run: run(model, b, 0.6, True), trees, parameters)
-        for run in (packed_forward, padded_forward)
-    )
+    both = (packed_forward, padded_forward)
+    packed, padded = (results(lambda b, run=run: run(model, b, 0.6, True), trees, parameters) for run in both)
     check(packed, padded, 1e-5)
 
 

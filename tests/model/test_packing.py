@@ -130,11 +130,8 @@ def test_a_row_without_branches_is_one_part(awkward_batch):
 
 def test_a_part_reads_runs_of_columns_that_end_with_the_token_before_it(tree_batch):
     trees, _, _ = tree_batch
-    assert parts_of(trees)[1] == [
-        BranchPart(columns=(0, 10)),
-        BranchPart(columns=(10, 3), read=((0, 7),)),
-        BranchPart(columns=(13, 2), read=((0, 7), (10, 1))),
-    ]
+    branches = BranchPart(columns=(10, 3), read=((0, 7),)), BranchPart(columns=(13, 2), read=((0, 7), (10, 1)))
+    assert parts_of(trees)[1] == [BranchPart(columns=(0, 10)), *branches]
     assert [part.depth for part in parts_of(trees)[1]] == [0, 7, 8]
     assert parts_of(trees)[0][3] == BranchPart(columns=(15, 3), read=((0, 4),))
 

@@ -1,6 +1,7 @@
 """What teachers say of the student's tokens: an adapter, the base, the base with a hint, and a model of their own."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -97,10 +98,8 @@ def test_tokens_beyond_the_students_vocabulary_are_not_among_the_most_likely(stu
 def test_padded_rows_and_rows_with_branches_give_the_same(backbone, awkward_batch, tree_batch, make_roles, rows):
     batch = awkward_batch if rows == "awkward" else tree_batch[0]
     model = make_roles(noise=0.05).backbone.model
-    packed, padded = (
-        forward.Forward(model=model, packed=is_packed, reason="").most_likely(batch, 3, 999)
-        for is_packed in (True, False)
-    )
+    both = (forward.Forward(model=model, packed=is_packed, reason="") for is_packed in (True, False))
+    packed, padded = (one.most_likely(batch, 3, 999) for one in both)
     at = batch.loss_mask
     torch.testing.assert_close(packed[0], padded[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(packed[1][at], padded[1][at])
@@ -171,9 +170,8 @@ def test_rows_longer_by_a_hint_go_through_the_teacher_within_the_budget(make_rol
     roles, keys = make_roles(noise=0.05), {"top_k": 0, "vocabulary": 999}
     parts = list(roles.forward.parts(batch, 99))
     with entering(roles.backbone.model) as seen:
-        apart, together = (
-            teacher_logprobs(roles.forward, batch, parts, **keys, token_budget=budget) for budget in (13, 99)
-        )
+        run = partial(teacher_logprobs, roles.forward, batch, parts, **keys)
+        apart, together = (run(token_budget=budget) for budget in (13, 99))
     assert seen == [(1, 9), (1, 7), (1, 16)]
     for name in apart:
         torch.testing.assert_close(apart[name], together[name], rtol=1e-5, atol=1e-5)
@@ -280,9 +278,8 @@ def test_an_engine_is_not_asked_of_rows_with_zero_gradient_and_of_none_if_all_ar
 
 def test_a_separate_teacher_may_have_another_dtype_than_the_base(model_config, make_batch):
     """bfloat16 has 8 bits: the log-probs of some tokens are off by hundredths, none by more than a few tenths."""
-    as_the_base, rounded = (
-        load_teacher(replace(SNAPSHOT, teacher_dtype=dtype), model_config()) for dtype in (None, "bfloat16")
-    )
+    settings = (replace(SNAPSHOT, teacher_dtype=dtype) for dtype in (None, "bfloat16"))
+    as_the_base, rounded = (load_teacher(snapshot, model_config()) for snapshot in settings)
     assert as_the_base.model.dtype == torch.float32
     assert {p.dtype for p in rounded.model.parameters()} == {torch.bfloat16}
     batch = make_batch([(0, [5, 6, 7], [20, 21, 22, 23]), (1, [9, 8], [24, 25, 26])])
