@@ -77,5 +77,7 @@ def test_so_are_those_of_what_is_resumed_and_repeated(counts, capsys):
     ):
         counts.update(dict.fromkeys(counts, 0))
         assert cli.run(words) == 0, capsys.readouterr().err
-        is_finished = "-m" in words and "steps=2" not in words
-        assert counts == dict.fromkeys(counts, runs) | ({"plans": 0} if is_finished else {}), words
+        known = dict.fromkeys(counts, runs)
+        if "-m" in words:  # a job that goes on is read again, with what its folder keeps
+            known = {"configs": 4, "sections": 4, "plans": 3} if "steps=2" in words else known | {"plans": 0}
+        assert counts == known, words

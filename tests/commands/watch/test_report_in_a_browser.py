@@ -281,9 +281,14 @@ def test_numbers_are_written_as_they_are(opened, make_run):
     assert ticks == ["110.2", "100.4", "1,001.5", "1,200", "0.25", "2M", "-1.0e-7", "0"]
 
 
-@pytest.mark.parametrize("command", ["sft", "rm"])
-def test_runs_of_other_commands_are_drawn_too(command, opened):
-    page = opened(Path(__file__).parents[2] / "runs" / "recorded" / command)
+@pytest.mark.parametrize(("command", "words"), [
+    ("sft", ["demonstrations.path=embedded:arithmetic-demonstrations", "examples_per_step=4"]),
+    ("rm", ["preferences.path=embedded:arithmetic-preferences", "rankings_per_step=4"]),
+])  # fmt: skip
+def test_runs_of_other_commands_are_drawn_too(command, words, opened, tmp_path):
+    common = ["max_completion_tokens=64", "steps=3", "eval.every=3", "lora.rank=2", "model.device=cpu", "console=null"]
+    assert cli.run([command, *words, *common, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    page = opened(tmp_path / "run")
     titles = page.texts(".chart h3")
     assert {"loss", "seconds by stage"} <= set(titles)
     assert ("reward and held-out accuracy" in titles) == (command == "rm"), "of rankings: pairs that are ranked right"
@@ -430,7 +435,7 @@ def test_nothing_that_a_model_writes_runs(hostile, opened, make_run):
     assert all(char.isprintable() or char == "\n" for char in body)
     for part in ("#group a", "#group img", "#group svg", "#group iframe", "#group script"):
         assert page.all(part) == [], part
-    assert len(page.all("script")) == 3
+    assert len(page.all("script")) == 4, "the data, and three of the page's own"
     assert page.driver.title == title
     page.select("colour", "none")
     page.select("filter", "held")
