@@ -13,8 +13,10 @@ from rlft.config.model import EMBEDDED
 from rlft.config.suggest import ASSETS
 from rlft.data import prompts as data_prompts
 from rlft.data.arithmetic import Arithmetic
+from rlft.data.demonstrations import JsonlDemonstrations
+from rlft.data.preferences import JsonlPreferences
 from rlft.model import network_files
-from rlft.plan import identity, sizes
+from rlft.plan import identity, sizes, supervised_plan
 from rlft.plan.rewards import references, tester
 
 MANY, SMALL = 100, 1000
@@ -31,7 +33,11 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
         (identity, "of_source", of_an_embedded_source),
         (sizes, "sizes_of", of_embedded_sizes),
         (Arithmetic, "load", lambda task, split: (repr(task), split)),
+        (JsonlDemonstrations, "load", of_embedded_data),
+        (JsonlPreferences, "load", of_embedded_data),
         (sizes, "scan", of_a_scan),
+        (supervised_plan, "scan_demonstrations", of_a_scan),
+        (supervised_plan, "scan_rankings", of_a_scan),
         (data_prompts, "_tokenise", of_tokens),
         (references, "_scored", of_scores),
         (tester, "try_rewards", of_trials),
@@ -72,6 +78,10 @@ def of_embedded_sizes(settings: Any, lora: Any) -> Any:
         return None
     kernels = sizes.decide(settings.kernels, "qwen2")  # which follow from the versions and the machine
     return repr((settings, lora, sizes.resolve_device(settings.device), kernels))
+
+
+def of_embedded_data(data: Any, split: Any) -> Any:
+    return (repr(data), split) if data.path.startswith(EMBEDDED) and data.held_out_path is None else None
 
 
 def of_a_scan(prompts: Any, tokenizer: Any, *settings: Any) -> Any:
