@@ -96,11 +96,10 @@ def within_processor_time(seconds: float, call: Callable[..., Result], *argument
     def watch() -> None:
         # Again and again, since a library may swallow it (a bare `except`, a `__del__`).
         while not is_over.wait(PROCESSOR_TICK_S):
-            if clock() >= end:
-                with lock:
-                    if not is_over.is_set():
-                        was_sent.set()
-                        _raise_in(thread_id, OutOfProcessorTime)
+            with lock:  # a thread whose call is over may have ended, and has no clock then
+                if not is_over.is_set() and clock() >= end:
+                    was_sent.set()
+                    _raise_in(thread_id, OutOfProcessorTime)
 
     def finish() -> None:
         with lock:

@@ -88,6 +88,25 @@ def test_a_call_that_ends_about_when_its_limit_does_is_a_value_or_the_error_and_
     sum(i for i in range(100_000))
 
 
+def test_nobody_reads_the_clock_of_a_thread_that_has_ended(monkeypatch):
+    """It has none then, and whoever watches it would end with an OSError."""
+    errors, read = [], running_time._clock_of_this_thread
+
+    def slowly():
+        clock = read()
+        return lambda: time.sleep(0.02) or clock()  # the thread has time to end before its clock is read
+
+    monkeypatch.setattr(running_time, "_clock_of_this_thread", slowly)
+    monkeypatch.setattr(running_time, "PROCESSOR_TICK_S", 0.001)
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    for _ in range(5):
+        thread = threading.Thread(target=within_processor_time, args=(60.0, time.sleep, 0.03))
+        thread.start()
+        thread.join()
+    time.sleep(0.1)
+    assert errors == []
+
+
 TRACED = """
 import sys
 from rlft.system.process.running_time import OutOfProcessorTime, within_processor_time
