@@ -251,32 +251,29 @@ def test_it_is_closed_once_whatever_ends_the_run(words, events, code, said, trai
     assert journal.count("opened") == journal.count("closed") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (".megabites=3", ".megabites: there is no such key, got 3; did you mean generation.canned.megabytes? "
-         "known here: texts, megabytes, fails_at, runs_out"),
-        ("+.zzz=3", ".zzz: there is no such key, got 3; "
-         "known here: texts, journal, megabytes, needs, fails_at, runs_out"),
-        (".megabytes=many", ".megabytes: must be a whole number, got 'many'; "),
-        (".megabytes=0", ".megabytes: must be greater than 0, got 0; "),
-        ("~.texts", ".texts: is missing; "),
-        (".texts=[]", ".texts: is empty; give some"),
-        ("lora.use_dora=true", "lora.use_dora: the canned engine serves no DoRA adapters, got true; "),
-        ("lora.target_modules=lm_head|.*proj",
-         "lora.target_modules: the canned engine serves no adapters of lm_head, got lm_head; leave it out, or use "),
-        ("generation.engine=uncanned",
-         "generation.engine: is not an engine, got uncanned; choose one of auto, transformers, "),
-        ("lora.rank=17", "lora.rank: the canned engine takes adapters up to rank 16, got 17; "),
-        ("+.needs=no_such_library",
-         "generation.engine: no_such_library is not installed, got canned; pip install no_such_library"),
-        ("._target_=canned_engine.NoEngine",
-         "._target_: is not an engine's class, got canned_engine.NoEngine; make it a subclass of "),
-        ("._target_=canned_engine.Half",
-         "._target_: is an engine's class without open, got canned_engine.Half; define open in it"),
-        ("~._target_", ": has no _target_; name the engine's class"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "line"), [
+    (".megabites=3", ".megabites: there is no such key, got 3; did you mean generation.canned.megabytes? "
+     "known here: texts, megabytes, fails_at, runs_out"),
+    ("+.zzz=3", ".zzz: there is no such key, got 3; "
+     "known here: texts, journal, megabytes, needs, fails_at, runs_out"),
+    (".megabytes=many", ".megabytes: must be a whole number, got 'many'; "),
+    (".megabytes=0", ".megabytes: must be greater than 0, got 0; "),
+    ("~.texts", ".texts: is missing; "),
+    (".texts=[]", ".texts: is empty; give some"),
+    ("lora.use_dora=true", "lora.use_dora: the canned engine serves no DoRA adapters, got true; "),
+    ("lora.target_modules=lm_head|.*proj",
+     "lora.target_modules: the canned engine serves no adapters of lm_head, got lm_head; leave it out, or use "),
+    ("generation.engine=uncanned",
+     "generation.engine: is not an engine, got uncanned; choose one of auto, transformers, "),
+    ("lora.rank=17", "lora.rank: the canned engine takes adapters up to rank 16, got 17; "),
+    ("+.needs=no_such_library",
+     "generation.engine: no_such_library is not installed, got canned; pip install no_such_library"),
+    ("._target_=canned_engine.NoEngine",
+     "._target_: is not an engine's class, got canned_engine.NoEngine; make it a subclass of "),
+    ("._target_=canned_engine.Half",
+     "._target_: is an engine's class without open, got canned_engine.Half; define open in it"),
+    ("~._target_", ": has no _target_; name the engine's class"),
+])  # fmt: skip
 def test_what_is_wrong_with_it_is_refused_by_its_own_keys(words, line, workplace, capsys):
     """What begins with a dot, or says no key at all, is below generation.canned."""
     key = re.sub(r"^([+~]?)\.", r"\1generation.canned.", words)

@@ -176,15 +176,12 @@ def test_a_damaged_bucket_replaces_the_engine_before_the_next_one_is_sent(open_p
     check_holds(pool.test_launcher.workers[2], 3)
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("die", "engine-1 was killed by SIGKILL"),
-        ("raise", "engine-1 raised ValueError: no such token"),
-        ("hang", "engine-1 has not answered for 0.4 s (sample; cluster.timeout)"),
-        ("old version", "engine-1 has sampled from version 2 instead of 3"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "said"), [
+    ("die", "engine-1 was killed by SIGKILL"),
+    ("raise", "engine-1 raised ValueError: no such token"),
+    ("hang", "engine-1 has not answered for 0.4 s (sample; cluster.timeout)"),
+    ("old version", "engine-1 has sampled from version 2 instead of 3"),
+])  # fmt: skip
 def test_an_engine_that_fails_is_replaced_and_no_completion_differs(fault, said, open_pool, notes):
     pool = open_pool({"delay_s": 0.05}, {"faults": {1: fault}}, timeout_s=0.4)
     check = FreshnessCheck(sequences=[[5, 6]], accept=lambda scores: None if scores == [[-3.0]] else "stale")

@@ -73,18 +73,15 @@ def test_a_tensor_that_differs_stays_apart_and_is_named():
         assert torch.equal(parameter, before[name]), name
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "reason"),
-    [
-        ("model.layers.0.self_attn.o_proj.base_layer.weight", lambda t: t[:0], "repacked by the engine"),
-        ("model.layers.0.self_attn.o_proj.base_layer.weight", lambda t: t[:, :5], "(32, 32) here and (32, 5) in the"),
-        ("model.layers.0.self_attn.o_proj.base_layer.weight", lambda t: t.float(), "bfloat16 here and float32 in the"),
-        ("model.layers.0.self_attn.o_proj.base_layer.weight", lambda t: t.clone().t(), "not contiguous in the engine"),
-        ("model.layers.0.self_attn.qkv_proj.base_layer.weight", lambda t: t[1:], "32+16+16 rows here and 63 in the"),
-        ("model.layers.0.self_attn.qkv_proj.base_layer.weight", lambda t: t[:, :5], "one of ('q_proj', 'k_proj'"),
-        ("model.norm.weight", lambda t: t.to("meta"), "on meta in the engine"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "reason"), [
+    ("model.layers.0.self_attn.o_proj.base_layer.weight", lambda t: t[:0], "repacked by the engine"),
+    ("model.layers.0.self_attn.o_proj.base_layer.weight", lambda t: t[:, :5], "(32, 32) here and (32, 5) in the"),
+    ("model.layers.0.self_attn.o_proj.base_layer.weight", lambda t: t.float(), "bfloat16 here and float32 in the"),
+    ("model.layers.0.self_attn.o_proj.base_layer.weight", lambda t: t.clone().t(), "not contiguous in the engine"),
+    ("model.layers.0.self_attn.qkv_proj.base_layer.weight", lambda t: t[1:], "32+16+16 rows here and 63 in the"),
+    ("model.layers.0.self_attn.qkv_proj.base_layer.weight", lambda t: t[:, :5], "one of ('q_proj', 'k_proj'"),
+    ("model.norm.weight", lambda t: t.to("meta"), "on meta in the engine"),
+])  # fmt: skip
 def test_what_lies_otherwise_in_the_engine_stays_apart_with_its_reason(name, change, reason):
     model = model_of("mistral")
     engine = fused(model)

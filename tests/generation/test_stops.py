@@ -51,18 +51,15 @@ def test_rows_and_prompts_are_no_part_of_each_others_text():
     assert watch.completes(0, 2)
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stop", "expected"),
-    [
-        (["a</b></answer> more", "x"], ["</answer>"], 1),  # inside one
-        (["ab", "ab", "ac"], ["abac"], 3),  # a beginning that comes to nothing, and begins again
-        (["", "", "a", "", "b"], ["ab"], 5),  # tokens without text
-        ([EURO[:1], EURO[1:], "b"], ["€b", "b"], 3),
-        ([b"ab" + EURO[:1], EURO[1:], "c"], ["ab"], 2),  # seen once the character is whole, as by vLLM
-        (["a", EURO[:1], "b", "c"], ["bc"], 4),  # bytes that never become a character hide nothing after them
-        (["x", "long stop", " string here"], ["stop string", "ere!"], 3),
-    ],
-)
+@pytest.mark.parametrize(("pieces", "stop", "expected"), [
+    (["a</b></answer> more", "x"], ["</answer>"], 1),  # inside one
+    (["ab", "ab", "ac"], ["abac"], 3),  # a beginning that comes to nothing, and begins again
+    (["", "", "a", "", "b"], ["ab"], 5),  # tokens without text
+    ([EURO[:1], EURO[1:], "b"], ["€b", "b"], 3),
+    ([b"ab" + EURO[:1], EURO[1:], "c"], ["ab"], 2),  # seen once the character is whole, as by vLLM
+    (["a", EURO[:1], "b", "c"], ["bc"], 4),  # bytes that never become a character hide nothing after them
+    (["x", "long stop", " string here"], ["stop string", "ere!"], 3),
+])  # fmt: skip
 def test_a_completion_ends_with_the_token_that_completes_a_stop_string(pieces, stop, expected):
     assert ends_at(pieces, *stop) == expected
 

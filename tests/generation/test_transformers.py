@@ -263,19 +263,16 @@ def chi_square(token, probabilities):
     return ((counts - expected)[there] ** 2 / expected[there]).sum().item()
 
 
-@pytest.mark.parametrize(
-    ("keys", "kept"),
-    [
-        *(({"temperature": temperature}, [0, 1, 2, 3, 4]) for temperature in (0.5, 1.0, 2.0)),
-        ({"top_k": 1}, [0]),
-        ({"top_k": 2}, [0, 2]),
-        ({"top_k": 9}, [0, 1, 2, 3, 4]),
-        ({"top_p": 0.01}, [0]),  # the most likely always stays
-        ({"top_p": 0.5}, [0, 2]),  # 0.4 is not enough, 0.4 + 0.3 is
-        ({"top_p": 0.75}, [0, 2, 3]),
-        ({"top_k": 3, "top_p": 0.7}, [0, 2]),  # of the three that top_k leaves: 4/9 + 3/9 = 0.78
-    ],
-)
+@pytest.mark.parametrize(("keys", "kept"), [
+    *(({"temperature": temperature}, [0, 1, 2, 3, 4]) for temperature in (0.5, 1.0, 2.0)),
+    ({"top_k": 1}, [0]),
+    ({"top_k": 2}, [0, 2]),
+    ({"top_k": 9}, [0, 1, 2, 3, 4]),
+    ({"top_p": 0.01}, [0]),  # the most likely always stays
+    ({"top_p": 0.5}, [0, 2]),  # 0.4 is not enough, 0.4 + 0.3 is
+    ({"top_p": 0.75}, [0, 2, 3]),
+    ({"top_k": 3, "top_p": 0.7}, [0, 2]),  # of the three that top_k leaves: 4/9 + 3/9 = 0.78
+])  # fmt: skip
 def test_tokens_are_drawn_with_their_probabilities_of_which_top_k_and_top_p_keep_the_largest(keys, kept):
     sampling = Sampling(**{"max_tokens": 1, "temperature": 1.0, **keys})
     uniform = torch.rand(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -356,14 +353,11 @@ TARGETS = {"all-linear": 1, "q_proj v_proj": 11, "down_proj lm_head": 12}
 QUICK = {("q_proj v_proj", "merged_bfloat16"), ("down_proj lm_head", "merged_int8")}
 
 
-@pytest.mark.parametrize(
-    ("targets", "weights"),
-    [
-        (targets, weights) if targets == "all-linear" or (targets, weights) in QUICK else slow(targets, weights)
-        for targets in TARGETS
-        for weights in BOUNDS
-    ],
-)
+@pytest.mark.parametrize(("targets", "weights"), [
+    (targets, weights) if targets == "all-linear" or (targets, weights) in QUICK else slow(targets, weights)
+    for targets in TARGETS
+    for weights in BOUNDS
+])  # fmt: skip
 def test_whatever_is_multiplied_with_it_samples_the_policy(targets, weights, make_roles, backbone, prompts):
     roles = make_roles(noise=0.02, target_modules=targets if "all" in targets else targets.split())
     copied = TARGETS[targets]

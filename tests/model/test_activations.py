@@ -145,24 +145,21 @@ def test_unlike_layers_have_sizes_of_their_own():
     assert [layer.queries for layer in layer_sizes(config)] == [4 * 8 if is_local else 4 * 16 for is_local in local]
 
 
-@each(
-    ("kind", "fields", "expected"),
-    [
-        ("qwen2", {}, LayerModules()),
-        ("qwen3", {}, LayerModules(kept_twice="kq")),
-        ("gemma", {}, LayerModules(gate="other")),
-        ("gemma2", {}, LayerModules(norms=4, gate="other")),
-        ("gemma3_text", {}, LayerModules(norms=4, kept_twice="kq", gate="other")),
-        ("olmo2", {}, LayerModules(kept_twice="kq")),
-        ("phi3", {}, LayerModules(kept_twice="kq", gate="other")),
-        ("starcoder2", {}, LayerModules(gate="none")),
-        ("gpt2", {}, LayerModules(gate="none", activation=5)),
-        ("phi", {}, LayerModules(gate="none", activation=5)),  # a formula in single operations
-        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, LayerModules(gate="none", activation=1)),  # its result
-        ("gpt_oss", attention_families.EXPERTS, LayerModules()),
-        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, LayerModules()),
-    ],
-)
+@each(("kind", "fields", "expected"), [
+    ("qwen2", {}, LayerModules()),
+    ("qwen3", {}, LayerModules(kept_twice="kq")),
+    ("gemma", {}, LayerModules(gate="other")),
+    ("gemma2", {}, LayerModules(norms=4, gate="other")),
+    ("gemma3_text", {}, LayerModules(norms=4, kept_twice="kq", gate="other")),
+    ("olmo2", {}, LayerModules(kept_twice="kq")),
+    ("phi3", {}, LayerModules(kept_twice="kq", gate="other")),
+    ("starcoder2", {}, LayerModules(gate="none")),
+    ("gpt2", {}, LayerModules(gate="none", activation=5)),
+    ("phi", {}, LayerModules(gate="none", activation=5)),  # a formula in single operations
+    ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, LayerModules(gate="none", activation=1)),  # its result
+    ("gpt_oss", attention_families.EXPERTS, LayerModules()),
+    ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, LayerModules()),
+])  # fmt: skip
 def test_what_layers_consist_of_is_seen_in_their_modules(kind, fields, expected):
     config = AutoConfig.for_model(kind, **attention_families.SIZES | fields)
     assert layer_modules(decoder_layers(empty_model(config, trust_remote_code=False))) == expected

@@ -64,15 +64,12 @@ def some_head(model, seed=0):
 # -- exactness -------------------------------------------------------------------------------------------------------
 # GPT-2 has no operation that transformers computes in float32 whatever the model's dtype (RMSNorm, rotary).
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize(
-    ("kind", "temperature", "dtype"),
-    [
-        *((kind, 0.6, torch.float32) for kind in (*PACKED, *MORE, *PADDED)),
-        ("llama", 1.0, torch.float32),
-        *(slow(kind, 1.0, torch.float32) for kind in PACKED if kind != "llama"),
-        ("gpt2", 0.6, torch.float64),
-    ],
-)
+@pytest.mark.parametrize(("kind", "temperature", "dtype"), [
+    *((kind, 0.6, torch.float32) for kind in (*PACKED, *MORE, *PADDED)),
+    ("llama", 1.0, torch.float32),
+    *(slow(kind, 1.0, torch.float32) for kind in PACKED if kind != "llama"),
+    ("gpt2", 0.6, torch.float64),
+])  # fmt: skip
 def test_packed_and_padded_rows_have_the_numbers_and_gradients_of_rows_run_one_by_one(
     kind, temperature, dtype, random_model, with_lora, plain, awkward_batch, results
 ):
@@ -153,14 +150,11 @@ def test_a_tree_goes_through_the_network_once(random_model, tree_batch):
     assert [part.tolist() for part in forward.micro_batches(trees, torch.arange(4), 44)] == [[0], [1, 2], [3]]
 
 
-@each(
-    ("rows", "number"),
-    [
-        # The second row's completion starts with a masked token, so its tokens before the first trained one are longer.
-        ([(0, [3, 4, 5], [10, 11]), (0, [3, 4, 5], [-12, 13]), (0, [3, 4, 6], [10, 11])], 5 + 5 + 5),
-        ([(0, [3, 4, 5], [10, 11]), (1, [3, 4, 5], [12]), (0, [3, 4, 5], [13, 14, 15])], (3 + 2 + 3) + (3 + 1)),
-    ],
-)
+@each(("rows", "number"), [
+    # The second row's completion starts with a masked token, so its tokens before the first trained one are longer.
+    ([(0, [3, 4, 5], [10, 11]), (0, [3, 4, 5], [-12, 13]), (0, [3, 4, 6], [10, 11])], 5 + 5 + 5),
+    ([(0, [3, 4, 5], [10, 11]), (1, [3, 4, 5], [12]), (0, [3, 4, 5], [13, 14, 15])], (3 + 2 + 3) + (3 + 1)),
+])  # fmt: skip
 def test_only_rows_of_a_group_with_the_same_prompt_share_it(rows, number, random_model, plain, make_batch):
     batch, model = make_batch(rows), random_model("llama")
     close(packed_forward(model, batch, 1.0, False).logprobs, plain(model, batch)[0], 1e-5)
@@ -270,14 +264,11 @@ def test_scale_and_cap_behind_a_head_are_those_of_the_config(widest, random_mode
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("dtype", "every", "one", "packed"),
-    [
-        (torch.bfloat16, 0.0, 1.5, True),  # single tokens of healthy models differ by as much
-        (torch.bfloat16, 0.05, 0.3, True), (torch.bfloat16, 0.3, 0.0, False), (torch.float16, 0.0, 0.2, True),
-        (torch.float16, 0.05, 0.0, False), (torch.float32, 0.0, 2e-4, False), (torch.bfloat16, 0.0, torch.nan, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "every", "one", "packed"), [
+    (torch.bfloat16, 0.0, 1.5, True),  # single tokens of healthy models differ by as much
+    (torch.bfloat16, 0.05, 0.3, True), (torch.bfloat16, 0.3, 0.0, False), (torch.float16, 0.0, 0.2, True),
+    (torch.float16, 0.05, 0.0, False), (torch.float32, 0.0, 2e-4, False), (torch.bfloat16, 0.0, torch.nan, False),
+])  # fmt: skip
 def test_in_16_bits_packing_is_given_up_for_a_difference_of_all_tokens_and_not_of_one(
     dtype, every, one, packed, random_model, monkeypatch
 ):

@@ -98,14 +98,11 @@ def test_copies_move_as_the_snapshots_say(make_whole, make_double, make_batch):
             torch.testing.assert_close(found.old_logprobs, moved, rtol=0, atol=1e-9)
 
 
-@each(
-    ("keys", "roles"),
-    [
-        ({}, []), ({"old": Old.recompute}, []), ({"old": Old.sampled}, []), ({"reference": "base"}, [None]),
-        ({"teacher": "base", "reference": "base"}, [None]), ({"reference": "copy", "old": Old.copy}, [REFERENCE, OLD]),
-        ({"teacher": "base", "reference": "ema"}, [None, REFERENCE]),
-    ],
-)  # fmt: skip
+@each(("keys", "roles"), [
+    ({}, []), ({"old": Old.recompute}, []), ({"old": Old.sampled}, []), ({"reference": "base"}, [None]),
+    ({"teacher": "base", "reference": "base"}, [None]), ({"reference": "copy", "old": Old.copy}, [REFERENCE, OLD]),
+    ({"teacher": "base", "reference": "ema"}, [None, REFERENCE]),
+])  # fmt: skip
 def test_no_copy_is_held_that_no_role_needs(keys, roles):
     assert copied_roles(replace(NO_SNAPSHOTS, **keys)) == roles
 

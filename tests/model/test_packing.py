@@ -35,19 +35,16 @@ def many_rows(make_batch):
 
 
 # -- micro-batches ---------------------------------------------------------------------------------------------------
-@each(
-    ("rows", "budget", "expected"),
-    [
-        ([0, 1, 2, 3, 4], 20, [[0, 1, 2, 3, 4]]),  # groups that fit together
-        ([0, 1, 2, 3, 4], 19, [[0, 1, 2], [3, 4]]),
-        ([0, 1, 2, 3, 4], 10, [[0, 1, 2], [3, 4]]),
-        # 4 + 2 + 3 = 9 fits, the third row starts again with 4 + 1 = 5. Group 1 does not fit beside it (10), and alone:
-        # 3 + 5 = 8, the second with 2 more would be 10.
-        ([0, 1, 2, 3, 4], 9, [[0, 1], [2], [3], [4]]),
-        ([0, 1, 2, 3, 4], 1, [[0], [1], [2], [3], [4]]),  # a row over the budget stands by itself
-        ([3, 0, 4, 1], 14, [[3, 4], [0, 1]]),  # siblings that stand apart
-    ],
-)
+@each(("rows", "budget", "expected"), [
+    ([0, 1, 2, 3, 4], 20, [[0, 1, 2, 3, 4]]),  # groups that fit together
+    ([0, 1, 2, 3, 4], 19, [[0, 1, 2], [3, 4]]),
+    ([0, 1, 2, 3, 4], 10, [[0, 1, 2], [3, 4]]),
+    # 4 + 2 + 3 = 9 fits, the third row starts again with 4 + 1 = 5. Group 1 does not fit beside it (10), and alone:
+    # 3 + 5 = 8, the second with 2 more would be 10.
+    ([0, 1, 2, 3, 4], 9, [[0, 1], [2], [3], [4]]),
+    ([0, 1, 2, 3, 4], 1, [[0], [1], [2], [3], [4]]),  # a row over the budget stands by itself
+    ([3, 0, 4, 1], 14, [[3, 4], [0, 1]]),  # siblings that stand apart
+])  # fmt: skip
 def test_groups_stay_together_where_they_fit_and_pay_for_their_prompt_again_where_not(
     rows, budget, expected, two_groups
 ):

@@ -260,14 +260,11 @@ def test_a_folder_of_a_classifier_is_opened_as_one_and_adds_no_role(make_roles, 
     assert reward(groups) == classifier(folder)(groups)
 
 
-@each(
-    ("kind", "head", "keys", "problem"),
-    [
-        ("Qwen2", "ForSequenceClassification", {"num_labels": 3}, r".* num_labels, got 3; .*num_labels 1"),
-        ("Qwen2", "ForCausalLM", {}, r"it holds a causal language model \(Qwen2ForCausalLM\), .*rlft rm"),
-        ("GPT2", "LMHeadModel", {}, r"it holds a causal language model \(GPT2LMHeadModel\), .*rlft rm"),
-    ],
-)
+@each(("kind", "head", "keys", "problem"), [
+    ("Qwen2", "ForSequenceClassification", {"num_labels": 3}, r".* num_labels, got 3; .*num_labels 1"),
+    ("Qwen2", "ForCausalLM", {}, r"it holds a causal language model \(Qwen2ForCausalLM\), .*rlft rm"),
+    ("GPT2", "LMHeadModel", {}, r"it holds a causal language model \(GPT2LMHeadModel\), .*rlft rm"),
+])  # fmt: skip
 def test_what_is_no_classifier_with_one_score_is_refused(kind, head, keys, problem, save_classifier):
     with pytest.raises(UserError, match=rf"^reward\.taste\.path: {problem}"):
         load_classifier(save_classifier(kind, head, **keys), KEY, CPU, torch.float32)

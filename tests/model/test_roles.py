@@ -452,16 +452,13 @@ def test_the_policy_is_back_after_an_exception(other, make_roles, batch):
     gradients(roles, batch)
 
 
-@each(
-    ("keys", "moving", "fields"),
-    [
-        ({"reference": "base"}, (POLICY,), ("old_logprobs",)),
-        ({"reference": "copy", "refresh_every": 1}, (POLICY, REFERENCE), ("old_logprobs", "reference_logprobs")),
-        ({"reference": "ema", "ema_decay": 0.5, "use_dora": True}, (POLICY, REFERENCE), ("reference_logprobs",)),
-        ({"kind": CriticKind.adapter}, (POLICY, CRITIC), ("old_logprobs", "old_values")),
-        ({"kind": CriticKind.shared}, (POLICY,), ("old_logprobs", "old_values")),
-    ],
-)
+@each(("keys", "moving", "fields"), [
+    ({"reference": "base"}, (POLICY,), ("old_logprobs",)),
+    ({"reference": "copy", "refresh_every": 1}, (POLICY, REFERENCE), ("old_logprobs", "reference_logprobs")),
+    ({"reference": "ema", "ema_decay": 0.5, "use_dora": True}, (POLICY, REFERENCE), ("reference_logprobs",)),
+    ({"kind": CriticKind.adapter}, (POLICY, CRITIC), ("old_logprobs", "old_values")),
+    ({"kind": CriticKind.shared}, (POLICY,), ("old_logprobs", "old_values")),
+])  # fmt: skip
 def test_all_that_moves_goes_into_the_checkpoint_and_comes_back_exactly(
     keys, moving, fields, make_roles, batch, nobody
 ):
@@ -506,18 +503,15 @@ def test_a_critic_starts_from_the_adapter_and_the_head_of_a_folder(critic_folder
     assert same(shared.heads[CRITIC].weights(), head)
 
 
-@each(
-    ("of", "lost", "keys", "said"),
-    [
-        ("critic", "head.safetensors", {}, r"critic\.init: the scalar head cannot be read"),
-        ("critic", "adapter_model.safetensors", {}, r"critic\.init: the adapter cannot be read"),
-        ("critic", None, {"rank": 8}, r"critic\.init: 28 of its tensors do not fit lora\.rank"),
-        ("policy", "adapter_model.safetensors", {}, r"lora\.path: the adapter cannot be read"),
-        ("policy", None, {"rank": 8}, r"lora\.path: 28 of its tensors do not fit lora\.rank and lora\.target_modules"),
-        ("policy", None, {"target_modules": ("q_proj",)},
-         r"lora\.path: \d+ of its tensors do not fit lora\.rank and lora\.target_modules"),
-    ],
-)  # fmt: skip
+@each(("of", "lost", "keys", "said"), [
+    ("critic", "head.safetensors", {}, r"critic\.init: the scalar head cannot be read"),
+    ("critic", "adapter_model.safetensors", {}, r"critic\.init: the adapter cannot be read"),
+    ("critic", None, {"rank": 8}, r"critic\.init: 28 of its tensors do not fit lora\.rank"),
+    ("policy", "adapter_model.safetensors", {}, r"lora\.path: the adapter cannot be read"),
+    ("policy", None, {"rank": 8}, r"lora\.path: 28 of its tensors do not fit lora\.rank and lora\.target_modules"),
+    ("policy", None, {"target_modules": ("q_proj",)},
+     r"lora\.path: \d+ of its tensors do not fit lora\.rank and lora\.target_modules"),
+])  # fmt: skip
 def test_a_folder_that_does_not_fit_is_refused_and_leaves_the_base_clean(
     of, lost, keys, said, critic_folder, make_roles, backbone, tmp_path
 ):

@@ -143,15 +143,12 @@ def test_rows_that_are_padded_are_not_shared(batch):
         padded.layout(batch)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows", "how"),
-    [
-        slow("llama", "usual", True),
-        ("llama", "usual", "tiles"),  # recomputed layers exchange again
-        ("qwen2", "with branches", False),
-        ("llama", "a rank without a sampled token", False),
-    ],
-)
+@pytest.mark.parametrize(("kind", "rows", "how"), [
+    slow("llama", "usual", True),
+    ("llama", "usual", "tiles"),  # recomputed layers exchange again
+    ("qwen2", "with branches", False),
+    ("llama", "a rank without a sampled token", False),
+])  # fmt: skip
 def test_any_rows_are_shared_however_layers_are_computed(kind, rows, how, batch, tree_batch, make_batch, check):
     alone = make_batch([(0, [5, 6, 7], [8])])
     of = {"usual": batch, "with branches": tree_batch[0], "a rank without a sampled token": alone}
@@ -191,16 +188,13 @@ def empty(kind, **fields):
 
 
 @pytest.mark.parametrize("ranks", slow_but(2, [2, 4]))
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        slow("qwen3_5_text", None),
-        ("qwen3_5_text", True),
-        ("lfm2", False),
-        slow("qwen3_5_text", False),
-        *(slow(kind, None) for kind in OTHER_STATES if kind in hybrid_models.known()),
-    ],
-)
+@pytest.mark.parametrize(("kind", "how"), [
+    slow("qwen3_5_text", None),
+    ("qwen3_5_text", True),
+    ("lfm2", False),
+    slow("qwen3_5_text", False),
+    *(slow(kind, None) for kind in OTHER_STATES if kind in hybrid_models.known()),
+])  # fmt: skip
 def test_channels_and_heads_of_layers_with_a_state_are_shared(kind, how, ranks, batch, check, monkeypatch):
     assert ranks in possible_shares(empty(kind))[0]
     model = hybrid_models.random_model(kind).double()

@@ -288,15 +288,12 @@ def test_a_separate_teacher_may_have_another_dtype_than_the_base(model_config, m
     assert 1e-4 < gap < 0.5
 
 
-@each(
-    ("base", "own", "expected"),
-    [
-        (("float32", None), (None, None), ("float32", None)),
-        (("bfloat16", "4bit"), (None, None), ("bfloat16", "4bit")),
-        (("bfloat16", None), (None, "4bit"), ("bfloat16", "4bit")),
-        (("bfloat16", "4bit"), ("float16", "none"), ("float16", None)),
-    ],
-)
+@each(("base", "own", "expected"), [
+    (("float32", None), (None, None), ("float32", None)),
+    (("bfloat16", "4bit"), (None, None), ("bfloat16", "4bit")),
+    (("bfloat16", None), (None, "4bit"), ("bfloat16", "4bit")),
+    (("bfloat16", "4bit"), ("float16", "none"), ("float16", None)),
+])  # fmt: skip
 def test_a_separate_teacher_is_loaded_as_the_base_where_it_has_no_key(model_config, base, own, expected):
     snapshot = replace(SNAPSHOT, teacher_dtype=own[0], teacher_quantization=own[1])
     settings = teacher_settings(snapshot, model_config(dtype=base[0], quantization=base[1]))

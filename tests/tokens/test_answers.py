@@ -272,25 +272,22 @@ def test_blocks_are_those_of_another_reader_of_commonmark():
         assert [(b.text, b.language) for b in blocks(text)] == [(c, i.lower()) for c, i in expected], text
 
 
-@each(
-    ("text", "program"),
-    [
-        ("```python\na\n```</answer>", "a\n"),  # as models end a tag
-        ("Inline ```a``` is none.", None),
-        ("``\na\n``", None),
-        ("~~~\na\n```\nb\n~~~", "a\n```\nb\n"),
-        ("````\na\n```\nb\n````", "a\n```\nb\n"),
-        ("```python\nx = '''\n ```\n'''\n```", "x = '''\n ```\n'''\n"),
-        ("```python\na\n ```\nSo:\n```python\nb\n```", "b\n"),
-        ("````markdown\n# Add\n```python\na\n```\n````", "a\n"),
-        ("> ```python\n> a\n> ```\n\n```\nb\n```", "a\n"),
-        ("1. ```python\nif a:\n    b\n```", "if a:\n    b\n"),
-        ("1. x\n   ```python\na\n   ```", "a\n"),  # a line with less indentation than its list
-        ("```text\na\n```", None),
-        ("Inline ```a``` and ```b", None),
-        ("1. Use ```python\n   a\n   ```", "a\n"),
-    ],
-)
+@each(("text", "program"), [
+    ("```python\na\n```</answer>", "a\n"),  # as models end a tag
+    ("Inline ```a``` is none.", None),
+    ("``\na\n``", None),
+    ("~~~\na\n```\nb\n~~~", "a\n```\nb\n"),
+    ("````\na\n```\nb\n````", "a\n```\nb\n"),
+    ("```python\nx = '''\n ```\n'''\n```", "x = '''\n ```\n'''\n"),
+    ("```python\na\n ```\nSo:\n```python\nb\n```", "b\n"),
+    ("````markdown\n# Add\n```python\na\n```\n````", "a\n"),
+    ("> ```python\n> a\n> ```\n\n```\nb\n```", "a\n"),
+    ("1. ```python\nif a:\n    b\n```", "if a:\n    b\n"),
+    ("1. x\n   ```python\na\n   ```", "a\n"),  # a line with less indentation than its list
+    ("```text\na\n```", None),
+    ("Inline ```a``` and ```b", None),
+    ("1. Use ```python\n   a\n   ```", "a\n"),
+])  # fmt: skip
 def test_what_else_models_write(text, program):
     assert fenced(text) == program
 

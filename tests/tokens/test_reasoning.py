@@ -36,14 +36,11 @@ def test_the_channels_of_gpt_oss_are_left_out_with_recipients_and_space():
         assert without_reasoning(text).replace(" ", "") == "19", text
 
 
-@each(
-    ("text", "spoken"),
-    [
-        ("", ""), ("a", "a"), ("a</think>b", "b"), ("a</think>b</think>c", "c"), ("a</think>b<think>c</think>d", "bd"),
-        ("<think>a[/THINK]b</think>c", "c"), ("<think>a<thinking>b</think>c", "c"), ("a<|end|>", "a<|end|>"),
-        ("a <Think>b", "a"), ("I think>b", "Ithink>b"),
-    ],
-)  # fmt: skip
+@each(("text", "spoken"), [
+    ("", ""), ("a", "a"), ("a</think>b", "b"), ("a</think>b</think>c", "c"), ("a</think>b<think>c</think>d", "bd"),
+    ("<think>a[/THINK]b</think>c", "c"), ("<think>a<thinking>b</think>c", "c"), ("a<|end|>", "a<|end|>"),
+    ("a <Think>b", "a"), ("I think>b", "Ithink>b"),
+])  # fmt: skip
 def test_only_what_the_markers_of_one_kind_enclose_is_reasoning(text, spoken):
     assert without_reasoning(text).replace(" ", "") == spoken
 

@@ -49,15 +49,12 @@ def with_special(*tokens, family="qwen2.5", template=None):
     return changed
 
 
-@each(
-    ("tokens", "family", "template"),
-    [
-        (("<think>", "</think>", "<answer>", "</answer>"), "qwen2.5", None),
-        (("<think>", "</think>", "<answer>", "</answer>"), "llama-3", None), (("[THINK]", "[/THINK]"), "mistral", None),
-        (("[THINK]", "[/THINK]"), "qwen2.5", THINKING_SHOWN), (("<think>", "</think>"), "qwen2.5", THINKING_CLOSED),
-        (("<|begin_of_thought|>", "<|end_of_thought|>"), "gemma", None), (("<think>", "</think>"), "qwen2.5", ""),
-    ],
-)  # fmt: skip
+@each(("tokens", "family", "template"), [
+    (("<think>", "</think>", "<answer>", "</answer>"), "qwen2.5", None),
+    (("<think>", "</think>", "<answer>", "</answer>"), "llama-3", None), (("[THINK]", "[/THINK]"), "mistral", None),
+    (("[THINK]", "[/THINK]"), "qwen2.5", THINKING_SHOWN), (("<think>", "</think>"), "qwen2.5", THINKING_CLOSED),
+    (("<|begin_of_thought|>", "<|end_of_thought|>"), "gemma", None), (("<think>", "</think>"), "qwen2.5", ""),
+])  # fmt: skip
 def test_a_text_shows_special_tokens_that_are_said_and_none_that_marks_turns(tokens, family, template):
     tokenizer = with_special(*tokens, family=family, template=template)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}

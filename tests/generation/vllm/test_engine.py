@@ -33,21 +33,18 @@ def engine(**changes):
 
 
 # -- when ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("keys", "base", "why"),
-    [
-        ({}, {}, None),
-        ({"share_base": True}, {"device": "cuda"}, None),
-        ({"options": {"kv_cache_dtype": "fp8"}}, {}, None),
-        ({"share_base": False}, {}, "generation.vllm.share_base is false"),
-        ({}, {"device": "cpu"}, "in its own way on cpu"),
-        ({}, {"device": "cuda:1"}, "vLLM runs on cuda:0 and the trainer on cuda:1"),
-        ({}, {"itemsize": 4}, "has 32 bits, not 16"),
-        ({}, {"quantized": True}, "the trainer's base is quantised"),
-        ({"options": {"quantization": "fp8"}}, {}, "options.quantization gives vLLM other weights"),
-        ({"options": {"cpu_offload_gb": 2}}, {}, "options.cpu_offload_gb gives vLLM other weights"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "base", "why"), [
+    ({}, {}, None),
+    ({"share_base": True}, {"device": "cuda"}, None),
+    ({"options": {"kv_cache_dtype": "fp8"}}, {}, None),
+    ({"share_base": False}, {}, "generation.vllm.share_base is false"),
+    ({}, {"device": "cpu"}, "in its own way on cpu"),
+    ({}, {"device": "cuda:1"}, "vLLM runs on cuda:0 and the trainer on cuda:1"),
+    ({}, {"itemsize": 4}, "has 32 bits, not 16"),
+    ({}, {"quantized": True}, "the trainer's base is quantised"),
+    ({"options": {"quantization": "fp8"}}, {}, "options.quantization gives vLLM other weights"),
+    ({"options": {"cpu_offload_gb": 2}}, {}, "options.cpu_offload_gb gives vLLM other weights"),
+])  # fmt: skip
 def test_one_copy_of_the_base_where_it_can_be(keys, base, why):
     found = engine(**keys).base_sharing_obstacle(**{**ON_CUDA, **base})
     assert (found is None) if why is None else (found is not None and why in found)
@@ -56,18 +53,15 @@ def test_one_copy_of_the_base_where_it_can_be(keys, base, why):
             engine(**keys, share_base=True).check_device(**{**ON_CUDA, **base})
 
 
-@pytest.mark.parametrize(
-    ("keys", "base", "why"),
-    [
-        ({}, {}, None),
-        ({}, {"device": "cpu", "itemsize": 4}, None),
-        ({"share_base": False}, {"itemsize": 4}, None),
-        ({"share_base": True}, {}, "share_base is true"),
-        ({}, {"device": "cuda:1"}, "vLLM runs on cuda:0 and the trainer on cuda:1"),
-        ({}, {"quantized": True}, "the trainer's base is quantised"),
-        ({"options": {"quantization": "fp8"}}, {}, "options.quantization gives vLLM other weights"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "base", "why"), [
+    ({}, {}, None),
+    ({}, {"device": "cpu", "itemsize": 4}, None),
+    ({"share_base": False}, {"itemsize": 4}, None),
+    ({"share_base": True}, {}, "share_base is true"),
+    ({}, {"device": "cuda:1"}, "vLLM runs on cuda:0 and the trainer on cuda:1"),
+    ({}, {"quantized": True}, "the trainer's base is quantised"),
+    ({"options": {"quantization": "fp8"}}, {}, "options.quantization gives vLLM other weights"),
+])  # fmt: skip
 def test_a_copy_of_the_policy_where_it_can_be_and_auto_is_one_there(keys, base, why):
     where, copying = {**ON_CUDA, **base}, engine(**keys, weights="copy")
     if why is None:
@@ -201,20 +195,17 @@ def test_asking_for_vllm_where_it_is_not_installed_says_what_to_install(monkeypa
     assert missing.remedy.startswith(pip_install("rlft[vllm]"))
 
 
-@each(
-    ("asks", "problem", "remedy"),
-    [
-        (["torch==2.99.0"], "torch==2.99.0, and this is torch {torch}", "'torch==2.99.0'"),
-        (["torch==2.99.0+cpu"], "torch==2.99.0, and this is torch {torch}", "'torch==2.99.0'"),
-        (["transformers<5.2,>=5.1"], "transformers>=5.1,<5.2, and this is transformers {transformers}",
-         "'transformers>=5.1,<5.2'"),
-        (["numpy<1", "torch<2", "transformers>9"],
-         "torch<2 and transformers>9, and this is torch {torch} and transformers {transformers}",
-         "'torch<2' 'transformers>9'"),
-        (["torch>=2.11", "transformers<9", "numpy<1", "torch<2; python_version < '3'"], None, None),
-        ([], None, None),
-    ],
-)  # fmt: skip
+@each(("asks", "problem", "remedy"), [
+    (["torch==2.99.0"], "torch==2.99.0, and this is torch {torch}", "'torch==2.99.0'"),
+    (["torch==2.99.0+cpu"], "torch==2.99.0, and this is torch {torch}", "'torch==2.99.0'"),
+    (["transformers<5.2,>=5.1"], "transformers>=5.1,<5.2, and this is transformers {transformers}",
+     "'transformers>=5.1,<5.2'"),
+    (["numpy<1", "torch<2", "transformers>9"],
+     "torch<2 and transformers>9, and this is torch {torch} and transformers {transformers}",
+     "'torch<2' 'transformers>9'"),
+    (["torch>=2.11", "transformers<9", "numpy<1", "torch<2; python_version < '3'"], None, None),
+    ([], None, None),
+])  # fmt: skip
 def test_vllm_next_to_versions_that_it_is_not_built_for_is_refused(asks, problem, remedy, tmp_path, run_config):
     about = tmp_path / "vllm-0.99.0.dist-info" / "METADATA"
     about.parent.mkdir(exist_ok=True)

@@ -460,13 +460,10 @@ def test_at_temperature_0_all_siblings_are_the_most_likely_completion(bench):
     assert bench.trainer.gap(groups, 1.0) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"temperature": 0.005, "max_tokens": 8}, "not at 0.005"),
-        ({"temperature": 1.0, "max_tokens": 217}, r"p0: 40 tokens and 217 to come; .* 256 together"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"temperature": 0.005, "max_tokens": 8}, "not at 0.005"),
+    ({"temperature": 1.0, "max_tokens": 217}, r"p0: 40 tokens and 217 to come; .* 256 together"),
+])  # fmt: skip
 def test_requests_the_engine_would_quietly_change_are_refused(bench, changes, message):
     with pytest.raises(ValueError, match=message):
         bench.sample(1, Sampling(**changes))

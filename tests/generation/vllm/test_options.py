@@ -16,19 +16,16 @@ WORDS = ["train", "+recipe=grpo_arithmetic", "generation=vllm", "model.device=cp
 FREE = ("quantization", "kv_cache_dtype", "speculative_config", "max_num_batched_tokens", "attention_backend")
 
 
-@each(
-    ("words", "line"),
-    [
-        (".model=x", ".model: is set by rlft, got x; set model.path"),
-        (".max_num_seqs=3", ".max_num_seqs: is set by rlft, got 3; set generation.vllm.max_num_seqs"),
-        (".tensor_parallel_size=2",
-         ".tensor_parallel_size: would start processes that can outlive the run, got 2; leave it out"),
-        (".kv_cache_dtpe=fp8",
-         ".kv_cache_dtpe: vLLM's engine has no such argument, got fp8; did you mean kv_cache_dtype?"),
-        ("=3", ": "),
-        ("=null", ": "),
-    ],
-)  # fmt: skip
+@each(("words", "line"), [
+    (".model=x", ".model: is set by rlft, got x; set model.path"),
+    (".max_num_seqs=3", ".max_num_seqs: is set by rlft, got 3; set generation.vllm.max_num_seqs"),
+    (".tensor_parallel_size=2",
+     ".tensor_parallel_size: would start processes that can outlive the run, got 2; leave it out"),
+    (".kv_cache_dtpe=fp8",
+     ".kv_cache_dtpe: vLLM's engine has no such argument, got fp8; did you mean kv_cache_dtype?"),
+    ("=3", ": "),
+    ("=null", ": "),
+])  # fmt: skip
 def test_what_is_no_free_argument_is_refused_by_name(tmp_path, monkeypatch, capsys, words, line):
     monkeypatch.chdir(tmp_path)
     assert cli.run([*WORDS, f"{'+' * words.startswith('.')}generation.vllm.options{words}"]) == 2

@@ -216,23 +216,20 @@ WINDOW = sliding_window_causal_mask_function(4)
 OTHER = "Attention sees neither all tokens before one nor those in a sliding window"
 
 
-@each(
-    ("asks", "rule", "words"),
-    [
-        ({}, WINDOW, None),
-        ({"attention_mask": None}, WINDOW, None),
-        ({"attention_mask": None, "is_causal": False}, WINDOW, "Attention sees the tokens behind"),
-        ({"position_bias": torch.zeros(1)}, WINDOW, "Attention gives its attention position_bias"),
-        ({"indices": torch.zeros(1)}, WINDOW, "Attention gives its attention indices"),
-        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, WINDOW, "Attention has a mask of its own"),
-        *(({}, rule, OTHER) for rule in (
-            sliding_window_causal_mask_function(5), sliding_window_bidirectional_mask_function(4),
-            bidirectional_mask_function, chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
-            chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64, device="meta")),
-            or_masks(WINDOW, blockwise_overlay(torch.zeros(1, 3, dtype=torch.int64))),
-        )),
-    ],
-)  # fmt: skip
+@each(("asks", "rule", "words"), [
+    ({}, WINDOW, None),
+    ({"attention_mask": None}, WINDOW, None),
+    ({"attention_mask": None, "is_causal": False}, WINDOW, "Attention sees the tokens behind"),
+    ({"position_bias": torch.zeros(1)}, WINDOW, "Attention gives its attention position_bias"),
+    ({"indices": torch.zeros(1)}, WINDOW, "Attention gives its attention indices"),
+    ({"attention_mask": torch.zeros(1, 1, 3, 3)}, WINDOW, "Attention has a mask of its own"),
+    *(({}, rule, OTHER) for rule in (
+        sliding_window_causal_mask_function(5), sliding_window_bidirectional_mask_function(4),
+        bidirectional_mask_function, chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+        chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64, device="meta")),
+        or_masks(WINDOW, blockwise_overlay(torch.zeros(1, 3, dtype=torch.int64))),
+    )),
+])  # fmt: skip
 def test_a_layer_that_asks_for_more_is_named(asks, rule, words):
     if words is None:
         assert len(attention_of_layers(Model(asks, rule))) == 1

@@ -97,14 +97,11 @@ def check(policy, results, awkward_batch, calls):
 TARGETS = (["q_proj", "v_proj"], ["k_proj", "down_proj"], ["gate_proj", "o_proj"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "targets"),
-    [
-        *((kind, "all-linear") for kind in SERVED),
-        *(("qwen2", targets) for targets in TARGETS),
-        *(slow(kind, targets) for kind in SERVED if kind != "qwen2" for targets in TARGETS),
-    ],
-)
+@pytest.mark.parametrize(("kind", "targets"), [
+    *((kind, "all-linear") for kind in SERVED),
+    *(("qwen2", targets) for targets in TARGETS),
+    *(slow(kind, targets) for kind in SERVED if kind != "qwen2" for targets in TARGETS),
+])  # fmt: skip
 def test_log_probs_and_gradients_are_those_of_the_modules_and_so_without_gradient(kind, targets, check):
     check(kind, BOTH, targets=targets)
 
@@ -126,14 +123,11 @@ def test_a_second_backward_gives_the_same(policy, awkward_batch, weighted):
 
 
 # -- what is left alone ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("kind", "keys", "left"),
-    [
-        ("gemma", {}, {"attention": LAYERS}),  # its MLP's gate is a GELU
-        ("llama", {"hidden_act": "gelu"}, {"attention": LAYERS}),
-        ("smollm3", {}, {"mlp": LAYERS}),  # layers without rotary positions
-    ],
-)
+@pytest.mark.parametrize(("kind", "keys", "left"), [
+    ("gemma", {}, {"attention": LAYERS}),  # its MLP's gate is a GELU
+    ("llama", {"hidden_act": "gelu"}, {"attention": LAYERS}),
+    ("smollm3", {}, {"mlp": LAYERS}),  # layers without rotary positions
+])  # fmt: skip
 def test_a_part_that_computes_something_else_is_its_own(kind, keys, left, check):
     check(kind, left, keys=keys)
 
@@ -143,29 +137,23 @@ def test_layers_that_do_more_are_left_as_they_are(kind, random_model):
     assert not decoder_layer.narrows(installed(random_model(kind)))
 
 
-@pytest.mark.parametrize(
-    ("settings", "left"),
-    [
-        ({"lora_dropout": 0.5, "targets": ["q_proj"]}, {"mlp": LAYERS}),
-        ({"use_dora": True, "targets": ["up_proj"]}, {"attention": LAYERS}),
-        ({"lora_bias": True, "targets": ["q_proj"]}, {"mlp": LAYERS}),
-    ],
-)
+@pytest.mark.parametrize(("settings", "left"), [
+    ({"lora_dropout": 0.5, "targets": ["q_proj"]}, {"mlp": LAYERS}),
+    ({"use_dora": True, "targets": ["up_proj"]}, {"attention": LAYERS}),
+    ({"lora_bias": True, "targets": ["q_proj"]}, {"mlp": LAYERS}),
+])  # fmt: skip
 def test_adapters_that_do_more_have_their_branch_called_by_modules(settings, left, policy, awkward_batch, calls):
     model, _ = policy("qwen2", torch.float32, **settings)
     packed_forward(model.train(), awkward_batch, 1.0, False)
     assert calls == left
 
 
-@pytest.mark.parametrize(
-    ("name", "left"),
-    [
-        ("input_layernorm", {"attention": LAYERS - 1, "mlp": LAYERS}),
-        ("self_attn.q_norm", {"attention": LAYERS - 1, "mlp": LAYERS}),
-        ("post_attention_layernorm", {"attention": LAYERS, "mlp": LAYERS - 1}),
-        ("mlp.up_proj", {"attention": LAYERS, "mlp": LAYERS - 1}),
-    ],
-)
+@pytest.mark.parametrize(("name", "left"), [
+    ("input_layernorm", {"attention": LAYERS - 1, "mlp": LAYERS}),
+    ("self_attn.q_norm", {"attention": LAYERS - 1, "mlp": LAYERS}),
+    ("post_attention_layernorm", {"attention": LAYERS, "mlp": LAYERS - 1}),
+    ("mlp.up_proj", {"attention": LAYERS, "mlp": LAYERS - 1}),
+])  # fmt: skip
 def test_a_weight_that_learns_has_its_gradient(name, left, random_model, awkward_batch, calls):
     model = installed(random_model("qwen3"))
     weight = model.model.layers[1].get_submodule(name).weight.requires_grad_(True)
@@ -281,14 +269,11 @@ def test_every_family_that_gets_this_attention_is_compared_here(random_model):
     assert tested == {name for name, family in FAMILIES.items() if family.attention}
 
 
-@pytest.mark.parametrize(
-    ("kind", "attention"),
-    [
-        *((kind, "ours") for kind in KINDS + WINDOWED),
-        *(("qwen3", attention) for attention in ("eager", "sdpa")),
-        *(slow(*case) for case in itertools.product(KINDS + WINDOWED, ("eager", "sdpa")) if case[0] != "qwen3"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "attention"), [
+    *((kind, "ours") for kind in KINDS + WINDOWED),
+    *(("qwen3", attention) for attention in ("eager", "sdpa")),
+    *(slow(*case) for case in itertools.product(KINDS + WINDOWED, ("eager", "sdpa")) if case[0] != "qwen3"),
+])  # fmt: skip
 def test_attentions_outputs_and_gradients_are_those_of_the_module(kind, attention, random_model, monkeypatch):
     calls, plain = [], elementwise.rotated
     monkeypatch.setattr(elementwise, "rotated", lambda *args: calls.append(1) or plain(*args))

@@ -43,16 +43,13 @@ def test_outputs_and_gradients_are_the_modules_own(kind, random_model):
         torch.testing.assert_close(*gradients, rtol=5e-11, atol=5e-11)
 
 
-@each(
-    ("kind", "dtype", "expected"),
-    [
-        ("llama", torch.float32, "fused: 3 LlamaMLP, 7 LlamaRMSNorm"),
-        ("llama", torch.bfloat16, "fused: 3 LlamaMLP; as in transformers: 7 LlamaRMSNorm"),  # on a CPU
-        ("qwen2", torch.float32, "fused: 3 Qwen2MLP, 7 Qwen2RMSNorm"),
-        ("gemma", torch.float32, "fused: 7 GemmaRMSNorm"),  # its MLP's gate is a GELU
-        ("gpt2", torch.float32, ""),
-    ],
-)
+@each(("kind", "dtype", "expected"), [
+    ("llama", torch.float32, "fused: 3 LlamaMLP, 7 LlamaRMSNorm"),
+    ("llama", torch.bfloat16, "fused: 3 LlamaMLP; as in transformers: 7 LlamaRMSNorm"),  # on a CPU
+    ("qwen2", torch.float32, "fused: 3 Qwen2MLP, 7 Qwen2RMSNorm"),
+    ("gemma", torch.float32, "fused: 7 GemmaRMSNorm"),  # its MLP's gate is a GELU
+    ("gpt2", torch.float32, ""),
+])  # fmt: skip
 def test_only_modules_that_give_the_same_are_replaced(kind, dtype, expected, random_model):
     model = random_model(kind, dtype=dtype)
     for name, parameter in model.named_parameters():

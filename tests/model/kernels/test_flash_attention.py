@@ -94,34 +94,28 @@ def test_rows_that_it_cannot_take_have_no_lengths(make_batch, packed):
     assert row_lengths([(0, 2), (2, 1)], [(3, 3), (6, 1)], [1, 0], CPU) is None, "completions in another order"
 
 
-@each(
-    ("dtype", "size", "gpu", "reason"),
-    [
-        (torch.bfloat16, 64, (8, 0), None),
-        (torch.float16, 256, (9, 0), None),
-        (torch.float32, 64, (9, 0), "flash attention computes in 16 bits, not in float32"),
-        (torch.bfloat16, 264, (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 264"),
-        (torch.bfloat16, 60, (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 60"),
-        (torch.bfloat16, 64, (7, 5), "flash attention needs compute capability 8.0, which Some GPU lacks"),
-        (torch.bfloat16, 200, (8, 6), "flash attention has no gradient for heads of 200 numbers on Some GPU"),
-        (torch.float16, 224, (12, 0), "flash attention has no gradient for heads of 224 numbers on Some GPU"),
-        (torch.bfloat16, 192, (8, 9), None), (torch.bfloat16, 256, (8, 9), None), (torch.bfloat16, 224, (9, 0), None),
-    ],
-)  # fmt: skip
+@each(("dtype", "size", "gpu", "reason"), [
+    (torch.bfloat16, 64, (8, 0), None),
+    (torch.float16, 256, (9, 0), None),
+    (torch.float32, 64, (9, 0), "flash attention computes in 16 bits, not in float32"),
+    (torch.bfloat16, 264, (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 264"),
+    (torch.bfloat16, 60, (9, 0), "flash attention takes heads of 8, 16 .. up to 256 numbers, not of 60"),
+    (torch.bfloat16, 64, (7, 5), "flash attention needs compute capability 8.0, which Some GPU lacks"),
+    (torch.bfloat16, 200, (8, 6), "flash attention has no gradient for heads of 200 numbers on Some GPU"),
+    (torch.float16, 224, (12, 0), "flash attention has no gradient for heads of 224 numbers on Some GPU"),
+    (torch.bfloat16, 192, (8, 9), None), (torch.bfloat16, 256, (8, 9), None), (torch.bfloat16, 224, (9, 0), None),
+])  # fmt: skip
 def test_what_it_cannot_take_has_a_reason(dtype, size, gpu, reason, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: gpu)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some GPU")
     assert obstacle(dtype, size, torch.device("cuda")) == reason
 
 
-@each(
-    ("dtype", "words"),
-    [
-        (torch.bfloat16, "attention by variable-length flash calls, fused steps"),
-        (torch.float32,
-         "attention by plain products, since flash attention computes in 16 bits, not in float32, fused steps"),
-    ],
-)  # fmt: skip
+@each(("dtype", "words"), [
+    (torch.bfloat16, "attention by variable-length flash calls, fused steps"),
+    (torch.float32,
+     "attention by plain products, since flash attention computes in 16 bits, not in float32, fused steps"),
+])  # fmt: skip
 def test_a_run_says_which_attention_it_has_on_a_gpu_and_nothing_of_a_cpu(dtype, words, backbone, monkeypatch):
     assert obstacle(torch.bfloat16, 64, CPU) == "flash attention was tried on NVIDIA's GPUs only, not on a CPU"
     assert on_this_device(backbone.model) == ""
