@@ -81,7 +81,7 @@ def test_a_teacher_reads_rows_as_long_as_any_with_its_hint_before_the_first_forw
 
 @pytest.mark.parametrize("command", [slow("train"), "sft"])
 def test_an_evaluation_is_rehearsed_with_all_its_samples(command, tmp_path, monkeypatch):
-    rehearsed: list[tuple[int, int]] = []
+    rehearsed = []
     whole = TransformersGenerator.rehearse
 
     def spy(self, prompts, n, *how):

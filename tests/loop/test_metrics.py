@@ -3,7 +3,6 @@ import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -305,7 +304,7 @@ ROWS = [(0, (5, 6), (7, 8, 9)), (0, (5, 6), (10, 11)), (1, (3, 4, 5), (6, 7)), (
 
 def run(folder, *words, steps=4):
     assert cli.run(["train", *TINY, *words, f"steps={steps}", f"hydra.run.dir={folder}"]) == 0
-    found: dict[str, Any] = {}
+    found = {}
     for file in sorted(folder.rglob("*")):
         if file.suffix == ".safetensors":
             found[str(file.relative_to(folder))] = file.read_bytes()

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -136,7 +136,7 @@ def test_an_engine_that_fails_to_close_serves_no_other_job(args, started):
 
 
 def test_a_teacher_is_started_in_vllm_with_what_the_run_says_and_by_transformers_is_a_forward(run_config, monkeypatch):
-    begun: list[Any] = []
+    begun = []
 
     def start(settings):
         begun.extend([settings, Closing()])

@@ -5,7 +5,6 @@ import json
 import shutil
 import threading
 from dataclasses import replace
-from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy
@@ -58,7 +57,7 @@ class Bench(StepSampler):
     def __init__(self, config, prompts, answers, tokenizer, *, steps=False):
         super().__init__(ScriptedGenerator({"*": MIXED} | answers, tokenizer), prompts, config)
         self.steps = steps
-        self.sampled: list[list[str]] = []
+        self.sampled = []
 
     def sample_prompts(self, prompts, step, purpose):
         self.sampled.append([prompt.id for prompt in prompts])
@@ -78,7 +77,7 @@ class Bench(StepSampler):
 
     def run(self, step=0):
         """The step's rollouts and the stages that the clock was told."""
-        told: list[str] = []
+        told = []
         self.sampled.clear()
         groups = self.sample(step)
         return replace_uninformative_groups(self, self.give, step, Clock(told.append), groups, self.give(groups)), told
@@ -231,7 +230,6 @@ def test_groups_without_rewards_of_turns_replace_such_with_them_and_the_other_wa
         return Scores(total=whole + earned, by_reward={"math": whole, "turns": earned}, outcome=whole)
 
     mixed = replaced(scores_of([1, 2, 3], rewarded != "new"), [2, 0], scores_of([4, 5], rewarded != "old"), [1, 0])
-    assert mixed.outcome is not None
     assert mixed.outcome.tolist() == mixed.by_reward["math"].tolist() == [[4], [2], [5]]
     old, new = (rewarded != "new") / 8, (rewarded != "old") / 8
     assert mixed.by_reward["turns"].tolist() == [[4 * new], [2 * old], [5 * new]]
@@ -266,7 +264,7 @@ class Engine:
     def __init__(self):
         self.version, self.may_go_on = 0, threading.Event()
         self.may_go_on.set()
-        self.threads: list[str] = []
+        self.threads = []
 
     def sample(self, prompts, n, seeds, sampling):
         self.threads.append(threading.current_thread().name)
@@ -299,7 +297,7 @@ def sampler_with(engine, *words):
 
 
 def next_samples(engine, lag, *, concurrently):
-    return NextSamples(sampler_with(engine), cast(Any, None), lag, 9, concurrently=concurrently)
+    return NextSamples(sampler_with(engine), None, lag, 9, concurrently=concurrently)
 
 
 def unpublished(version):

@@ -45,10 +45,10 @@ class Recorder:
     """
 
     def __init__(self, monkeypatch):
-        self.events: list[str] = []
-        self.held: list[dict[str, int]] = []
-        self.versions: list[dict[str, torch.Tensor]] = []
-        self.roles: Roles | None = None
+        self.events = []
+        self.held = []
+        self.versions = []
+        self.roles = None
         self._watch(monkeypatch, Roles, "copy", lambda roles, source, target: f"{target} <- {source}")
         self._watch(monkeypatch, Roles, "load_sampler", lambda roles, adapter, **how: SAMPLE)
         self._watch(monkeypatch, Session, "sample", self._sampling)
@@ -73,7 +73,6 @@ class Recorder:
         self._updated()
 
     def _updated(self):
-        assert self.roles is not None
         if not self._numbers(POLICY):
             self.versions.append(self.roles.weights(POLICY))
 
@@ -84,7 +83,6 @@ class Recorder:
         return "sample"
 
     def _numbers(self, role):
-        assert self.roles is not None
         weights = self.roles.weights(role)
         same = [all(torch.equal(w, version[name]) for name, w in weights.items()) for version in self.versions]
         return [number for number, equal in enumerate(same) if equal]
@@ -154,7 +152,7 @@ def run(folder, *words, code=0):
 
 def rows_of(folder, step):
     """{prompt id: the first rewards of its completions} of a step."""
-    found: dict[str, list[float]] = {}
+    found = {}
     for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines():
         row = json.loads(line)
         found.setdefault(row["prompt_id"], []).append(row["rewards"]["exact_match"])
@@ -163,7 +161,7 @@ def rows_of(folder, step):
 
 def test_the_runs_own_groups_are_counted_and_a_resumed_run_is_the_same_run(tmp_path):
     folder = run(tmp_path / "run", "curriculum.memory=1.0")
-    counted: dict[str, list[float]] = {}
+    counted = {}
     for step in range(1, 5):
         for name, rewards in rows_of(folder, step).items():
             counted.setdefault(name, []).extend(rewards)
@@ -204,7 +202,7 @@ def test_pass_rates_of_a_file_stay_as_they_are(tmp_path, capsys):
     words = ("generation=transformers", "generation.max_tokens=24", "model.device=cpu", "data.size=12", "dedupe=false")
     sampled = tmp_path / "sampled"
     assert cli.run(["sample", *words, "n=4", "scoring.workers=0", f"hydra.run.dir={sampled}"]) == 0
-    rates: dict[str, float] = {}
+    rates = {}
     for line in (sampled / "samples.jsonl").read_text().splitlines():
         row = json.loads(line)
         rates[row["prompt_id"]] = rates.get(row["prompt_id"], 0.0) + row["rewards"]["exact_match"] / 4

@@ -8,7 +8,6 @@ import tracemalloc
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlft.generation import sending
-from rlft.generation.loaded_adapter import LoadedAdapter, difference, published
+from rlft.generation.loaded_adapter import difference, published
 from rlft.generation.sending import Outgoing
 from rlft.loop import workers
 from rlft.loop.freshness import Freshness
@@ -29,7 +28,7 @@ from rlft.model.full_weights import WholeModel
 from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.placement import Placement, place
 from rlft.system.process.worker import WorkerSpec
-from rlft.types import Adapter, UserError
+from rlft.types import UserError
 
 GPU_KEYS = ("model.device=cuda:1", "generation=transformers", "cluster.engines=2", "cluster.ranks=3")
 
@@ -43,7 +42,7 @@ def gpus(monkeypatch):
 
 def specs(config, placement):
     """{name: (GPUs that the launcher is asked for, its variables)} of all workers."""
-    plan: Any = SimpleNamespace(config=config, placement=placement, annotated={"needs_old": False})
+    plan = SimpleNamespace(config=config, placement=placement, annotated={"needs_old": False})
     all_specs = [*engine_specs(config, "transformers", placement), *rank_specs(plan)]
     assert {spec.arguments.get("config", spec.arguments.get("settings")).model.device for spec in all_specs} == {"cuda"}
     return {spec.name: (spec.gpus, dict(spec.environment)) for spec in all_specs}
@@ -65,10 +64,10 @@ def test_workers_here_see_the_gpus_of_the_placement(kind, gpus, run_config):
 
 
 def test_the_launcher_is_told_the_runs_own_gpu(gpus, run_config, monkeypatch, tmp_path):
-    told: list[Any] = []
+    told = []
     monkeypatch.setattr(workers, "open_launcher", lambda *args, **kwargs: told.append(kwargs))
     for device in ("cuda:1", "cpu"):
-        plan: Any = SimpleNamespace(config=run_config(*GPU_KEYS, f"model.device={device}"))
+        plan = SimpleNamespace(config=run_config(*GPU_KEYS, f"model.device={device}"))
         workers.opened_launcher(plan, tmp_path)
     assert [(kwargs["on_gpus"], kwargs["own_gpu"]) for kwargs in told] == [(True, "5"), (False, None)]
 
@@ -79,7 +78,7 @@ def test_the_launcher_is_told_the_runs_own_gpu(gpus, run_config, monkeypatch, tm
 def test_ranks_load_bases_once_an_engine_on_the_same_gpu_has_measured_its_memory(
     kind, order, run_config, monkeypatch, tmp_path
 ):
-    events: list[str] = []
+    events = []
     may_start = threading.Event()
 
     def start_slowly(self):
@@ -94,14 +93,13 @@ def test_ranks_load_bases_once_an_engine_on_the_same_gpu_has_measured_its_memory
     monkeypatch.setattr(workers, "rank_specs", lambda *_: events.append("ranks") or [])
     config = run_config("generation=transformers", "cluster.engines=2", "cluster.ranks=2")
     placement = Placement(kind=kind, reason="", gpus=2)
-    plan: Any = SimpleNamespace(config=config, engine="transformers", placement=placement, environment=None, images=2)
+    plan = SimpleNamespace(config=config, engine="transformers", placement=placement, environment=None, images=2)
     if kind == "pairs":
         threading.Timer(0.05, may_start.set).start()
     with workers.open_workers(plan, tmp_path, print, "resume") as opened:
         events.append("base")
         assert events == order
         may_start.set()
-        assert opened.pool is not None
         opened.pool.wait_until_started()
     assert sorted(events) == ["base", "engine", "engine", "ranks"]
 
@@ -201,7 +199,6 @@ def send(worker, adapter, lost=None):
 
 def problem_of(worker, adapter, earlier=None):
     found = worker.loaded_adapter()
-    assert isinstance(found, LoadedAdapter)
     return difference(adapter.version, found, published(adapter, found.dtype), earlier or {})
 
 
@@ -220,7 +217,7 @@ def test_all_weights_arrive_in_an_engine_to_the_last_bit(follower, policy, monke
         assert len(send(follower, adapter)) > 10
         assert problem_of(follower, adapter) is None
         assert follower.score(texts) == policy.score(texts)
-    given: list[Adapter] = []  # an engine that takes no parts is given all of them together
+    given = []  # an engine that takes no parts is given all of them together
     monkeypatch.setattr(follower._engine, "loads_parts", False)
     monkeypatch.setattr(follower._engine, "load", given.append)
     send(follower, adapter)
@@ -288,7 +285,7 @@ def test_vllm_in_a_worker_loads_all_weights_in_place_and_holds_every_bit(whole, 
     monkeypatch.setattr(sending, "BUCKET", SMALL)
     config = replace(whole, cluster=replace(whole.cluster, engines=1))
     notes, launcher = list[str](), LocalProcesses(tmp_path)
-    plan: Any = SimpleNamespace(config=config, engine="vllm", placement=ON_THE_CPU, environment=None, images=0)
+    plan = SimpleNamespace(config=config, engine="vllm", placement=ON_THE_CPU, environment=None, images=0)
     pool = open_engines(plan, launcher, notes.append)
     freshness = Freshness([prompt.token_ids for prompt in prompts[:2]], 1e-4, 1, notes.append)
     try:

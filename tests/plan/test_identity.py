@@ -4,15 +4,12 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from in_one_test import each
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from rlft.config.compose import compose
 from rlft.model.backbone import read_config, source
@@ -22,7 +19,6 @@ from rlft.runs import run_folder
 from rlft.runs.fingerprints import PARTS, differing, models_in
 from rlft.types import UserError
 
-Tensors = dict[str, Tensor]
 FIRST, SECOND = (f"model.layers.{n}.self_attn.q_proj.weight" for n in (0, 1))
 LAST = "model.norm.weight"
 
@@ -39,7 +35,7 @@ def sharded(tensors, folder, suffix, stem, shards, save):
     (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-FORMS: Mapping[str, Callable[[Tensors, Path], None]] = {
+FORMS = {
     "single": lambda tensors, folder: save_file(tensors, folder / "model.safetensors"),
     "sharded": lambda tensors, folder: sharded(tensors, folder, "safetensors", "model", 3, save_file),
     "bin": lambda tensors, folder: torch.save(tensors, folder / "pytorch_model.bin"),
@@ -150,7 +146,7 @@ def stray(folder, form, tensors):
         save_file({"x": torch.zeros(3)}, folder / "consolidated.safetensors")
 
 
-SAME: Mapping[str, Callable[..., None]] = {
+SAME = {
     "nothing": lambda folder, form, tensors: None,
     "touched": touched,
     "written again": weights(lambda new: None),
@@ -166,7 +162,7 @@ SAME: Mapping[str, Callable[..., None]] = {
     "no generation config": lambda folder, form, tensors: (folder / "generation_config.json").unlink(),
     "eos as a list": json_of("generation_config.json", lambda fields: fields.update(eos_token_id=[2])),
 }
-OTHERS: Mapping[str, tuple[Callable[..., None], str]] = {
+OTHERS = {
     "first number": (of_a_number(FIRST, 0), "weights"),
     "middle number": (of_a_number(SECOND, 5000), "weights"),
     "last number": (of_a_number(LAST, -1), "weights"),
@@ -294,7 +290,7 @@ def test_of_sixteen_gigabytes_sixty_megabytes_are_read(tmp_path, monkeypatch):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + 291 * length)
-    read: list[int] = []
+    read = []
     spread = identity._spread
 
     def noted(length, blocks):

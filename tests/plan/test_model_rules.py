@@ -2,7 +2,6 @@
 
 import re
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 from attention_families import EXPERTS, LATENT, SIZES
@@ -22,7 +21,7 @@ OF_COMPLETIONS = {"gspo": "sequence_truncate", "gmpo": "sequence_truncate", "kim
 
 def mode_of(words, engine, itemsize=2):
     config = build(with_token_budget(compose(words), gpu=False))
-    algorithm: Any = instantiate(config.algorithm, "algorithm")
+    algorithm = instantiate(config.algorithm, "algorithm")
     assert not algorithm.corrects_mismatch or "algorithm.mismatch=" in " ".join(words)
     return resolve_mismatch(config, algorithm, engine, itemsize=itemsize).mismatch
 

@@ -30,7 +30,7 @@ RUN = (
 )  # fmt: skip
 
 # Types whose plans once ended in a traceback, or whose runs did after loading: {type: layers without an adapter}.
-ONCE_WRONG: dict[str, str] = {
+ONCE_WRONG = {
     "deepseek_v32": "indexer",
     "falcon_h1": "mamba.out_proj",
     "gemma3": "lm_head",

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ def base(model_config):
 
 def write(folder, name, template, tensors, own):
     folder.mkdir(parents=True)
-    fields: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1}
+    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1}
     fields |= {"target_modules": ["q_proj"], "base_model_name_or_path": name, "use_dora": "DoRA" in tensors}
     (folder / "adapter_config.json").write_text(json.dumps(fields))
     text = own if template.startswith("own") else "{{ messages }}"
@@ -144,7 +143,7 @@ def with_remedies(*words):
 
 def adapter(folder, tiny_path, **fields):
     base = AutoModelForCausalLM.from_pretrained(tiny_path)
-    settings: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"]}
+    settings = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"]}
     config = LoraConfig(**{**settings, "task_type": "CAUSAL_LM", **fields})
     get_peft_model(base, config).save_pretrained(str(folder))
     return folder
@@ -183,7 +182,7 @@ def test_a_pickled_adapter_is_written_by_the_command_of_its_refusal(tiny_path, t
     assert all(torch.equal(weights[name], t) for name, t in load_file(folder / "adapter_model.safetensors").items())
 
 
-PARTS: list[dict[str, Any]] = [
+PARTS = [
     {"layers_to_transform": [1, 3]},
     {"layers_to_transform": 0},
     {"layers_to_transform": [0, 2], "layers_pattern": "layers", "target_modules": ["up_proj", "o_proj"]},

@@ -55,7 +55,7 @@ PASSES = [  # forward and backward: card, model, prompts, tokens of a prompt and
 
 
 def test_the_factor_covers_each_pass_that_was_measured_on_a_card():
-    ratios: dict[str, list[float]] = {}
+    ratios = {}
     for card, name, prompts, prompt, completion, seconds in PASSES:
         work = Work(prompts=prompts, group=8, prompt=prompt, completion=completion, budget=10**6)
         ratio = seconds / seconds_of(update(roofline.MODELS[name], work), CARDS[card])

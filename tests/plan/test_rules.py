@@ -1,9 +1,6 @@
 """The rule that needs the data: what does not go with images is refused by its key. The others: test_refusals.py."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import vision_folders
@@ -13,7 +10,6 @@ from model_folders import with_vision
 from rlft.config.compose import compose
 from rlft.config.resolved import resolve
 from rlft.data.shapes import drawing
-from rlft.plan.train_plan import TrainPlan
 from rlft.types import Split, UserError
 
 SMALL = ("+recipe=grpo_shapes", "data.size=40", "data.held_out_size=20", "prompts_per_step=4")
@@ -34,7 +30,7 @@ def without_processor(folder):
     return folder
 
 
-FOLDERS: dict[str, Callable[[Path], Any]] = {
+FOLDERS = {
     "mistral3": lambda folder: with_vision(folder, "mistral3"),
     "no_processor": without_processor,
     "gemma3": lambda folder: vision_folders.folder_of(folder, "gemma3"),
@@ -79,7 +75,7 @@ def test_images_of_any_prompt_count(split, tmp_path):
         f"data.path={tmp_path}/train.jsonl", f"data.held_out_path={tmp_path}/held_out.jsonl",
         "data.image_field=images", "prompts_per_step=1", "prompts.max_tokens=200",
     ]  # fmt: skip
-    plan: TrainPlan = resolve(compose(keys)).plan()
+    plan = resolve(compose(keys)).plan()
     assert plan.images == 2
     assert plan.tower is not None
     with pytest.raises(UserError, match="does not sample prompts with images"):

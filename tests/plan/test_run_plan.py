@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from in_one_test import each
@@ -128,7 +127,7 @@ def test_the_page_has_every_published_value():
 def scheduled(steps, **every):
     """The schedule of a run of so many steps, whose config has these sections with this `every`."""
     config = SimpleNamespace(**{name: SimpleNamespace(every=number) for name, number in every.items()})
-    return Plan.schedule.__get__(cast(Plan, SimpleNamespace(num_steps=steps, config=config)))
+    return Plan.schedule.__get__(SimpleNamespace(num_steps=steps, config=config))
 
 
 @each(

@@ -4,7 +4,7 @@ from in_one_test import each
 from plans import bytes_by_part, bytes_of, counted, planned
 
 from rlft.model.backbone import load_backbone
-from rlft.plan.duration import SHORT, Duration, duration_of
+from rlft.plan.duration import SHORT, duration_of
 
 WHOLE = ("+recipe=sft_arithmetic", "lora=null", "eval.every=0")
 
@@ -18,7 +18,6 @@ def test_supervised_runs_learn_rows_of_known_lengths(command, rows, samples):
     assert work.shorter(SHORT).trained == work.trained
     assert 10 < work.trained.prompt + work.trained.completion < 100
     estimated = duration_of(plan, *counted(plan), plan.schedule, absent=False)
-    assert isinstance(estimated, Duration)
     assert set(estimated.stages) == {"update", "evaluate", "checkpoint"}
     assert (estimated.completion_tokens is not None) == samples
 

@@ -12,7 +12,6 @@ from rlft.plan import train_plan
 from rlft.plan.fit import check_base, gpu_memory
 from rlft.plan.prediction import predict, without_gpu
 from rlft.plan.sizes import CUDA_CONTEXT, sizes_of
-from rlft.plan.train_plan import TrainPlan
 from rlft.system.disk import size_text
 from rlft.types import UserError
 
@@ -77,7 +76,6 @@ def test_each_gpu_of_an_engine_holds_a_part_of_its_base():
     for gpus in (1, 2):
         plain = compose(["+recipe=grpo_arithmetic", *words, f"cluster.gpus_per_engine={gpus}"])
         plan = without_gpu(resolve(plain)).plan(runs_here=False)
-        assert isinstance(plan, TrainPlan)
         model = sizes_of(plan.config.model, plan.config.lora)
         needed.append(gpu_memory(plan, model, GIB, absent=True)[1].needed)
     tokens = plan.config.prompts.max_tokens + plan.config.generation.max_tokens
@@ -186,7 +184,6 @@ def test_dividing_the_base_is_named_where_it_makes_a_run_fit():
 def test_a_base_that_no_gpu_can_hold_is_refused_with_the_numbers(words, gpu, text):
     """10 GiB, of which four layers of 2 GiB; four ranks hold 2 + 2 + 2 * 2 = 8 GiB of it each, sixteen no less."""
     plan = resolve(compose(["+recipe=grpo_arithmetic", *words])).plan(runs_here=False)
-    assert isinstance(plan, TrainPlan)
     model = sizes_of(plan.config.model, plan.config.lora)
     large = replace(model, itemsize=2, base_bytes=10 * GIB, layers=(GIB,) * 4)
     with pytest.raises(UserError) as refused:

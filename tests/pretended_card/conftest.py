@@ -36,7 +36,7 @@ class OnCard:
 
     def cards_of_workers(self):
         """{process that the last command has started: the cards that it made tensors on}"""
-        found: dict[str, set[str]] = {}
+        found = {}
         *before, _ = self._lines()
         ended = [number for number, line in enumerate(before, start=1) if "process" not in line]
         for line in before[max(ended, default=0) :]:

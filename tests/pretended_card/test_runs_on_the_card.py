@@ -68,7 +68,7 @@ TIMED = {
     "dpo": "dpo +recipe=dpo_arithmetic lora.rank=4 rankings_per_step=4 eval.num_rankings=4",
 }
 STAGES = {"train": {"sample", "score", "credit", "inspect", "update", "publish"}, "dpo": {"update"}}
-BEFORE_A_STEP: list[set[str]] = [set(), {"log"}, {"log", "checkpoint"}]
+BEFORE_A_STEP = [set(), {"log"}, {"log", "checkpoint"}]
 
 
 @pytest.mark.parametrize(

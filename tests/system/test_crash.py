@@ -3,7 +3,6 @@
 import errno
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,9 +55,6 @@ def failing(monkeypatch, tmp_path):
     return fail
 
 
-Failing = Callable[[Callable[[], BaseException]], None]
-
-
 def test_a_run_tells_it_in_a_line_and_keeps_the_traceback(failing, capsys):
     failing(lambda: ValueError("first line\nsecond line"))
     assert cli.run(["train", "hydra.run.dir=here"]) == 1
@@ -83,7 +79,7 @@ def test_a_second_start_keeps_what_the_first_left(failing):
 
 SFT = "sft demonstrations.path=embedded:arithmetic-demonstrations"
 FREE = " free; free some space there, then resume with: rlft resume here\n"
-TOLD: list[tuple[str, Callable[[], BaseException], int, str, str]] = [
+TOLD = [
     (SFT, lambda: OSError(errno.EMFILE, "Too many open files", "here/metrics.jsonl"), 1,
      "stopped: OSError: [Errno 24] Too many open files: 'here/metrics.jsonl'; ",
      "; check the file, disk or connection that it names\n"),

@@ -182,7 +182,7 @@ def test_what_is_written_counts_as_changed(monkeypatch):
 
 def launched(call):
     """How often each operation is called that sends many tensors to a device, or brings them from there."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

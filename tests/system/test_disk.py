@@ -80,10 +80,8 @@ def test_where_nobody_said_what_was_written_only_what_surely_is_the_disk_is_told
     assert failure_of(FileNotFoundError(errno.ENOENT, "x", "data.jsonl")) is None  # something was to be read
     assert failure_of(PermissionError(errno.EPERM, "x")) is None  # of a process, say
     full = failure_of(OSError(errno.ENOSPC, "x"), Path("run"))
-    assert full is not None
     assert full.target == Path("run")
     named = failure_of(PermissionError(errno.EACCES, "x", "run/metrics.jsonl"))
-    assert named is not None
     assert named.target == Path("run/metrics.jsonl")
 
 

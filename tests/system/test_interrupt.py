@@ -36,7 +36,7 @@ def interrupted(places, deliver):
 
 def test_a_signal_waits_until_it_is_delivered_and_until_the_end_at_the_latest():
     for deliver, places in ((True, []), (False, ["the end"])):
-        reached: list[str] = []
+        reached = []
         with pytest.raises(KeyboardInterrupt):
             interrupted(reached, deliver)
         assert reached == ["after the signal", *places]
@@ -81,7 +81,7 @@ def test_every_first_signal_is_a_request_and_a_second_one_an_order(first, second
     for name in ("SAME_S", "SAME_CTRL_C_S"):
         monkeypatch.setattr(Order, name, 0.0 if later else 1000.0)
     monkeypatch.setattr(interrupt, "_end_later", lambda seconds: None)
-    said: list[str] = []
+    said = []
     before, ended = interrupt.signals_received(), ""
     with Interrupt(said.append, on_signal) as pressed:
         pressed.in_step = True
@@ -177,7 +177,7 @@ main()
 HEARD = "import signal\nsignal.signal(signal.SIGNAL, signal.SIG_DFL)\n"  # whatever the suite was started by: nohup
 IGNORED = "import signal\nsignal.signal(signal.SIGNAL, signal.SIG_IGN)\n"
 WRITTEN, BEGUN = (f"rlft: interrupted: nothing was {what}\n" for what in ("written", "begun"))
-PROGRAMS: dict[str, tuple[str, int, str, str]] = {
+PROGRAMS = {
     "a command whose library swallows it": (
         f"{SWALLOWED}with interrupt.ends_promptly('nothing was written'):\n    press(); time.sleep(600)",
         130, "", WRITTEN,

@@ -86,7 +86,6 @@ def test_a_killed_owners_folder_is_swept_and_a_living_ones_is_not(temporary):
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", OWNER]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
         folder = Path(owner.stdout.readline().strip())
         sweep()
         assert (folder / "tests.py").exists()

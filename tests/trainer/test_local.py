@@ -10,7 +10,7 @@ import rlft
 from rlft.config.model import CriticKind, Old, RewardModelConfig
 from rlft.model.critic import CRITIC
 from rlft.model.reward_model import open_learned, reward_role
-from rlft.model.roles import OLD, POLICY, REFERENCE, Roles
+from rlft.model.roles import OLD, POLICY, REFERENCE
 from rlft.trainer.local import LocalTrainer, open_optimizers
 from rlft.trainer.reward_training import RewardRefresh
 from rlft.types import Prompt, Rollouts, Scores
@@ -39,9 +39,7 @@ def open_trainer(config, make_roles):
     """Builds a trainer with every part that moves, on roles of its own; those built before are closed."""
 
     def build(needs_old=False):
-        roles: Roles = make_roles(
-            noise=0.02, reference="ema", ema_decay=0.5, kind=CriticKind.adapter, normalize_values=True
-        )
+        roles = make_roles(noise=0.02, reference="ema", ema_decay=0.5, kind=CriticKind.adapter, normalize_values=True)
         open_learned("taste", None, roles, token_budget=99, center=0.0, scale=1.0, learns=True)
         training = RewardRefresh(REWARDS, roles, reward_role("taste"), config.trainer, config.seed)
         optimizers = open_optimizers(roles, config.trainer, critic_lr=0.02)
@@ -101,7 +99,7 @@ def test_the_state_is_a_copy_of_all_that_moves(open_trainer, batch):
 def test_the_kl_of_the_last_update_is_the_policys_before_its_gradient_step(config, make_roles, batch):
     measured, moved, algorithm = [], [], rlft.load_algorithm("grpo")
     for epochs in (1, 2):
-        roles: Roles = make_roles(noise=0.02)
+        roles = make_roles(noise=0.02)
         optimizers = open_optimizers(roles, config.trainer, critic_lr=1.0)
         trainer = LocalTrainer(roles, optimizers, replace(config, epochs=epochs), needs_old=True)
         credited = algorithm.credit(trainer.annotate(batch, NOBODY))
@@ -116,7 +114,7 @@ def test_the_kl_of_the_last_update_is_the_policys_before_its_gradient_step(confi
 def test_an_exact_kl_acts_in_the_updates_of_a_step(config, make_roles, batch, to):
     keys = {"kl_in": "reward"} if to == "reward" else {"kl_to": to, "kl_in": "loss"}
     algorithm = rlft.load_algorithm("reinforce", kl_coef=0.5, kl_estimator="exact", **keys)
-    roles: Roles = make_roles(noise=0.02, reference="base", old=Old.copy)
+    roles = make_roles(noise=0.02, reference="base", old=Old.copy)
     roles.copy(POLICY, OLD)
     config = replace(config, epochs=2 if to == "old" else 1)
     asked = {"needs_old": True, "reference_field": algorithm.reference_field}

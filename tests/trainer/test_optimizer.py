@@ -4,7 +4,6 @@ import itertools
 import math
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -134,7 +133,7 @@ def moved(named, optimizer, seed):
 def eight_bits(monkeypatch):
     """`EightBits` in the place of bitsandbytes' AdamW."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
-    optim: Any = ModuleType("bitsandbytes.optim")
+    optim = ModuleType("bitsandbytes.optim")
     optim.AdamW8bit = EightBits
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", optim)
 

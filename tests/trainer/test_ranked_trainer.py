@@ -9,7 +9,6 @@ import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -395,7 +394,7 @@ def test_a_rank_of_whose_death_a_busy_machine_tells_late_is_known_to_have_died(b
     call = ProcessWorker.call
 
     def told_late(worker, *args, **kwargs):
-        shown: Future[Any] = Future()
+        shown = Future()
 
         def tell(future):
             if (error := future.exception()) is None:
@@ -456,7 +455,7 @@ class Failing:
         return value
 
     def call(self, method, *args, **kwargs):
-        future: Future[Any] = Future()
+        future = Future()
         future.set_exception(
             self.raised or WorkerError("rank-1 was killed by SIGKILL; its last lines:\nthe last words")
         )

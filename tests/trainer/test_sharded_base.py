@@ -8,7 +8,6 @@ import torch
 from in_one_test import each
 from met_ranks import together
 from slow_cases import slow
-from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import rlft
@@ -45,10 +44,6 @@ def random_model(layers=LAYERS):
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
-Trained = tuple[list[dict[str, float]], dict[str, Tensor]]
-"""(the optimizers' numbers of each step, all that has moved)."""
-
-
 @pytest.fixture
 def batches(batches):
     return [replace(batch, sampled_logprobs=batch.sampled_logprobs.double()) for batch in batches[:2]]
@@ -78,7 +73,7 @@ def opened(run_config, backbone, monkeypatch):
 
 
 def train(trainer, algorithm, batches):
-    """Steps as a rank makes them."""
+    """Steps as a rank makes them: (the optimizers' numbers of each step, all that has moved)."""
     metrics = []
     for step, batch in enumerate(batches):
         zero_gradient_B = torch.zeros(12, dtype=torch.bool)
@@ -234,7 +229,7 @@ def test_the_next_layer_begins_to_arrive_before_this_one_is_computed_and_is_awai
 
 def recorded(sharded, model):
     """What happens from now on: a layer begins to arrive, is awaited ("end"), is computed forward or backward."""
-    events: list[tuple[str, int]] = []
+    events = []
     send, copy, finish = sharded._send, sharded._copy, sharded._finish
 
     def sent(exchange, index, **settings):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -32,7 +31,7 @@ from rlft.train import train
 from rlft.trainer import update
 from rlft.trainer.local import LocalTrainer
 from rlft.trainer.optimizer import Optimizer
-from rlft.trainer.ranks import Exchange, LaneShare
+from rlft.trainer.ranks import LaneShare
 from rlft.trainer.update import (
     Costs,
     LaneGradients,
@@ -685,7 +684,7 @@ def test_lanes_of_few_groups():
 
 @pytest.mark.parametrize("num_lanes", [1, 3])
 def test_moving_rows_ends_where_none_helps(num_lanes, monkeypatch):
-    searches: list[list[tuple[int, int, int]]] = []
+    searches = []
     search = update._Lanes.best_moves
     monkeypatch.setattr(update._Lanes, "best_moves", lambda lanes: searches.append(search(lanes)) or searches[-1])
     assign(Costs(rows=[9.0, 7.0, 5.0, 3.0, 2.0], prompts=[1.0] * 5, groups=[0, 0, 1, 1, 2]), num_lanes)
@@ -760,7 +759,7 @@ def added_up(share):
 def test_the_sum_is_that_of_the_lanes_in_their_order(ranks, size, met, monkeypatch):
     """Buckets of 5 numbers, of 13, and of all 70."""
     monkeypatch.setattr(update, "BUCKET", size)
-    exchanges: Sequence[Exchange | None] = met(ranks) if ranks > 1 else [None]
+    exchanges = met(ranks) if ranks > 1 else [None]
     shares = [LaneShare(lanes=LANES, rank=rank, ranks=ranks, exchange=e) for rank, e in enumerate(exchanges)]
     for found, own in together([lambda share=share: added_up(share) for share in shares]):
         assert all(torch.equal(a, b) for a, b in zip(found, sum_of_lanes(), strict=True))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import count
 from statistics import fmean, stdev
 from types import SimpleNamespace
-from typing import Any
 
 import faulty_rewards
 import pytest
@@ -54,7 +53,7 @@ CHOICES = tuple(prompt(letter, "Which? (A) Rome (B) Paris (C) Lima", letter) for
 
 def in_this_process(rewards, *, timeout=10.0, **keys):
     scoring = SimpleNamespace(timeout=timeout, on_error="stop")
-    config: Any = SimpleNamespace(scoring=scoring, environment=None, group_size=8, allows_unscorable=False)
+    config = SimpleNamespace(scoring=scoring, environment=None, group_size=8, allows_unscorable=False)
     return RewardTester(config, rewards, WRITER, **{"limit_s": 1e6, "is_isolated": False, **keys})
 
 

@@ -13,7 +13,7 @@ from cluster_workers import ANSWER_S, SPEC, check_answers, check_death, check_wh
 from run_processes import happens, is_alive
 
 from rlft.config.trainer import ClusterConfig
-from rlft.system.process.launcher import LocalProcesses, ProcessWorker, open_launcher
+from rlft.system.process.launcher import LocalProcesses, open_launcher
 from rlft.system.process.worker import WorkerError
 
 
@@ -92,7 +92,7 @@ def test_a_call_of_a_dead_worker_ends_though_its_child_holds_the_connection(laun
 
 
 def test_a_worker_outlives_the_thread_that_asked_for_it(launcher):
-    made: list[ProcessWorker] = []
+    made = []
     thread = threading.Thread(target=lambda: made.append(launcher.start(replace(SPEC, name="calculator-4"))))
     thread.start()
     thread.join()
@@ -118,7 +118,6 @@ def test_workers_end_with_the_process_that_started_them(number, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, cluster_workers.__file__, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
-        assert driver.stdout is not None
         worker = int(driver.stdout.readline())
         assert is_alive(worker)
         os.kill(driver.pid, number)

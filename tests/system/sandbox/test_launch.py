@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Callable
 
 import pytest
 
@@ -204,7 +203,7 @@ def commands(change):
     return lambda monkeypatch, goal: change_command(monkeypatch, change)
 
 
-REMOVE: dict[str, Callable[[pytest.MonkeyPatch, dict], None]] = {
+REMOVE = {
     "network": commands(without("--unshare-net")),
     "process namespace": commands(without("--unshare-pid")),
     "IPC namespace": commands(without("--unshare-ipc")),
