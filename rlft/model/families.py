@@ -1,7 +1,7 @@
 """What is known of a model before its weights are loaded: by the family that it is of, and by its config.
 
 families.json has what holds for each family of causal language models (`model_type` in config.json), as tiny random
-models have shown. tests/helpers/write_families.py writes it with the newest transformers that is tested, and
+models have shown. tests/model/write_families.py writes it with the newest transformers that is tested, and
 tests/model/test_families.py tries every family again.
 
 A config says how long a row may be, and the lengths at which attention begins to compute in another way. Some models

@@ -4,13 +4,13 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from algorithm_steps import close, full_step, hand_batch, loss_of, make, rows_of, scale_of
 from in_one_test import each
 from slow_cases import slow_but
 
 import rlft
 from rlft.config import catalog
 from rlft.types import Batch, LossScale, Outputs, UserError
+from tests.algorithm.algorithm_steps import close, full_step, hand_batch, loss_of, make, rows_of, scale_of
 
 nan, inf = float("nan"), float("inf")
 

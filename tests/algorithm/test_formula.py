@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_steps import close, full_step, make, scale_of
 from in_one_test import each
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from rlft.algorithm import formula as written
 from rlft.algorithm.formula import SYMBOLS, formula, formula_of
 from rlft.config import catalog
 from rlft.types import Batch, LossScale, Outputs
+from tests.algorithm.algorithm_steps import close, full_step, make, scale_of
 
 NAMES = catalog.choices("algorithm")
 FAMILIES = ("grpo", "reinforce", "ppo", "kimi", "opd")

@@ -3,12 +3,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_steps import close, hand_batch, make, random_step, scale_of
 from in_one_test import each
 
 from rlft.batch import collate
 from rlft.reward.workers.scorer import mixed
 from rlft.types import Completion, FinishReason, Group, Outputs, Prompt, Rollout, UserError
+from tests.algorithm.algorithm_steps import close, hand_batch, make, random_step, scale_of
 
 nan, inf = float("nan"), float("inf")
 

@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_steps import close, full_step, hand_batch, make, scale_of
 
 from rlft.algorithm.kimi import soft_mean
 from rlft.types import Outputs
+from tests.algorithm.algorithm_steps import close, full_step, hand_batch, make, scale_of
 
 
 def test_the_soft_baseline_lies_between_mean_and_maximum_and_never_overflows():

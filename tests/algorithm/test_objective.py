@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_steps import close, full_step, hand_batch, make, scale_of
 from in_one_test import each
 from pydantic import ValidationError
 from slow_cases import slow
@@ -22,6 +21,7 @@ from rlft.logger.alarms import Hints
 from rlft.loop.parts import Engines
 from rlft.runs.lines import METRICS, StepRecord, read_lines, silent
 from rlft.types import Outputs, UserError
+from tests.algorithm.algorithm_steps import close, full_step, hand_batch, make, scale_of
 
 
 # --- KL to the old policy -------------------------------------------------------------------------------------------

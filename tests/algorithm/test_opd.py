@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_steps import close, exact, full_step, hand_batch, make, rows_of, scale_of
 from in_one_test import each
 
 from rlft.types import LossScale, Outputs
+from tests.algorithm.algorithm_steps import close, exact, full_step, hand_batch, make, rows_of, scale_of
 
 SCALE = LossScale(num_tokens=3, num_sequences=2, max_completion_tokens=4)
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import torch
-from algorithm_steps import close, full_step, make, scale_of
+
+from tests.algorithm.algorithm_steps import close, full_step, make, scale_of
 
 
 def test_value_loss_alone_is_the_losss_term_with_its_gradient():

@@ -1,8 +1,9 @@
 from dataclasses import replace
 
 import torch
-from algorithm_steps import hand_batch, make
 from in_one_test import each
+
+from tests.algorithm.algorithm_steps import hand_batch, make
 
 
 @each("baseline", ["group", "leave_one_out"])

@@ -4,10 +4,10 @@ import logging
 from functools import partial
 
 import pytest
-from data_rows import says, user
 
 from rlft.data.records import sampled_with
 from rlft.types import Split, UserError
+from tests.data.data_rows import says, user
 
 SYSTEM = {"role": "system", "content": "own"}
 

@@ -5,12 +5,12 @@ import json
 from itertools import product
 
 import pytest
-from data_rows import every
 
 from rlft.data import hub
 from rlft.data.fields import MARK, RowError, image_of, messages_of, with_images
 from rlft.data.shapes import drawing
 from rlft.types import IMAGE, UserError
+from tests.data.data_rows import every
 
 CONTENT = {name: drawing(name).data for name in ("3-a", "4-b", "1-c", "2-d", "5-e", "6-f")}
 A, B, *_ = CONTENT.values()

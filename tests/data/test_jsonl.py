@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from data_rows import says, user
 
 from rlft.data import jsonl
 from rlft.data.files import tables
 from rlft.data.prompts import scan, untokenised
 from rlft.data.records import RecordRow, Stored, first_by_identity
 from rlft.types import Split, UserError
+from tests.data.data_rows import says, user
 from tests.helpers.family_tokenizers import with_attributes
 
 

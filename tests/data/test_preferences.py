@@ -4,11 +4,11 @@ from functools import partial
 from itertools import product
 
 import pytest
-from data_rows import says, user
 
 from rlft.data.fields import RowError, TypedRow, UselessRow
 from rlft.data.records import sampled_with
 from rlft.types import Split, UserError
+from tests.data.data_rows import says, user
 
 PAIR = {"prompt": "1?", "chosen": "good", "rejected": "bad"}
 

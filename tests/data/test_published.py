@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
-from data_rows import says, user
 from in_one_test import each
 
 from rlft.config.compose import compose
 from rlft.config.instantiate import instantiate
 from rlft.config.resolved import resolve
 from rlft.types import Prompt, Ranking, Split
+from tests.data.data_rows import says, user
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "data.md"
 LINE = re.compile(r"^\| ([^|]+) \| `(plan [^`]+)` \|$", re.MULTILINE)

@@ -5,7 +5,6 @@ import json
 import logging
 
 import pytest
-from data_rows import says, user
 from in_one_test import each
 
 from rlft.config.compose import compose
@@ -13,6 +12,7 @@ from rlft.config.resolved import build
 from rlft.data import jsonl
 from rlft.data.examples import load_texts
 from rlft.types import Split, UserError
+from tests.data.data_rows import says, user
 
 LINE = {"prompt": "{}?", "answer": "1", "completion": "x", "chosen": "good", "rejected": "bad", "by": 1, "text": "x"}
 HALF = "\ud800"

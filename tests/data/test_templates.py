@@ -7,7 +7,6 @@ import string
 from itertools import product
 
 import pytest
-from data_rows import every, says, user
 from in_one_test import each
 from reward_groups import TAGGED
 
@@ -18,6 +17,7 @@ from rlft.data.templates import check_template, filled, for_typed, prompt_of
 from rlft.reward.choice import Choice
 from rlft.tokens.options import letters, options_of
 from rlft.types import Prompt, Split, UserError
+from tests.data.data_rows import every, says, user
 
 ROW = {
     "Body": "Ada has 2 apples.", "Question": "How many?", "input": " ", "none": None, "number": 3.0, "a.b": "dotted",

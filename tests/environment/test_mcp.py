@@ -18,14 +18,14 @@ from rlft.environment.protocol import Cause
 from rlft.types import UserError
 from tests.environment.test_conversations import LIMITS
 
-HELPERS = Path(__file__).parents[1] / "helpers"
-COMMAND = (sys.executable, str(HELPERS / "mcp_server.py"))
+HERE = Path(__file__).parent
+COMMAND = (sys.executable, str(HERE / "mcp_server.py"))
 # Starting a server takes seconds of processor time, on a machine that may have other work.
 SERVER = Mcp(**LIMITS | {"call_timeout": 300.0, "timeout": 900.0}, command=COMMAND, env={}, shared=False)
 
 
 def bare(how, **changed):
-    return replace(SERVER, command=(sys.executable, str(HELPERS / "bare_mcp_server.py"), how), **changed)
+    return replace(SERVER, command=(sys.executable, str(HERE / "bare_mcp_server.py"), how), **changed)
 
 
 def job(key, *calls, left_s=SERVER.timeout):

@@ -7,9 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-import write_families
-from family_models import TOKENIZER, families, tiny_config
-from family_probe import DECODES_OTHERWISE, WRONG_FORWARD, probe, settings
 from transformers import AutoConfig
 
 from rlft import cli
@@ -19,6 +16,9 @@ from rlft.model.backbone import read_config
 from rlft.model.families import SHORT, Family, known, limit_of, probed_beginnings, windows_of
 from rlft.model.forward import _probe, choose, packed_forward, padded_forward
 from rlft.types import UserError
+from tests.model import write_families
+from tests.model.family_models import TOKENIZER, families, tiny_config
+from tests.model.family_probe import DECODES_OTHERWISE, WRONG_FORWARD, probe, settings
 
 OF_EACH_KIND = (
     "bert",  # an encoder

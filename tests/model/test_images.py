@@ -10,7 +10,6 @@ import pytest
 import torch
 import vision_folders
 from given_drafts import GivenDrafts, anything
-from image_batches import of_two, prompts
 from model_folders import settings, with_noise
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -36,6 +35,7 @@ from rlft.model.kernels import flash_attention
 from rlft.model.roles import policy_alone
 from rlft.tokens.images import picture, processor_of
 from rlft.types import IMAGE, Sampling, Scores, UserError
+from tests.model.image_batches import of_two, prompts
 
 LORA = LoraSettings(rank=4, alpha=8.0, dropout=0.0, target_modules="all-linear", path=None)
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm", "gemma3", "gemma4")

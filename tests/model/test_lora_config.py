@@ -8,7 +8,6 @@ import half_model
 import hybrid_models
 import pytest
 import torch
-from family_models import tiny_config
 from in_one_test import each
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from slow_cases import slow
@@ -36,6 +35,7 @@ from rlft.model.text_model import ModuleNames, causal_class
 from rlft.plan.model_rules import check_targets, fresh_shapes, why_not_on_a_gpu
 from rlft.plan.sizes import sizes_of
 from rlft.types import UserError
+from tests.model.family_models import tiny_config
 
 model_config, backbone = half_model.model_config, half_model.backbone
 

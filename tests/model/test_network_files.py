@@ -26,8 +26,8 @@ from rlft.model.reward_model import check_classifier, load_classifier
 from rlft.model.text_model import network_of
 from rlft.types import UserError
 from tests.helpers import model_folders
-from tests.helpers.family_models import model_folder
 from tests.helpers.model_folders import settings
+from tests.model.family_models import model_folder
 
 WEIGHTS = "model.safetensors"
 

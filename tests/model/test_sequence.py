@@ -14,7 +14,6 @@ import pytest
 import torch
 import vision_folders
 from attention_families import OTHERS, QUICK, random_model
-from image_batches import of_two
 from met_ranks import meeting, met, together
 from mixtures import FAMILIES
 from model_folders import settings
@@ -33,6 +32,7 @@ from rlft.model.kernels.recurrent import parts_of
 from rlft.model.sequence import TokenShare, current_share, sharing_tokens
 from rlft.trainer.ranks import LOOPBACK, open_store
 from rlft.types import UserError
+from tests.model.image_batches import of_two
 
 LIMIT_S = 120
 LOCK = Lock()

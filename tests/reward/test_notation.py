@@ -4,11 +4,11 @@ import random
 import time
 from dataclasses import dataclass
 
-from answer_cases import SUPERSCRIPTS, in_script, right
 from in_one_test import each
 
 from rlft.reward.notation import as_latex, differ, plain, spaced, words
 from rlft.reward.quantity import literal, quantity
+from tests.reward.answer_cases import SUPERSCRIPTS, in_script, right
 
 
 @each("piece", [

@@ -7,7 +7,8 @@ from fractions import Fraction
 from functools import reduce
 
 import pytest
-from answer_cases import SUPERSCRIPTS, ZEROS, in_script, right, sampled, wrong_of
+
+from tests.reward.answer_cases import SUPERSCRIPTS, ZEROS, in_script, right, sampled, wrong_of
 
 SEED = 51
 

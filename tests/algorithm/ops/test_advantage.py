@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-from algorithm_steps import close
 from in_one_test import each
 
 from rlft.algorithm.ops.advantage import (
@@ -17,6 +16,7 @@ from rlft.algorithm.ops.advantage import (
     steps_are_equal,
     whiten,
 )
+from tests.algorithm.algorithm_steps import close
 
 
 @each("std", Std)

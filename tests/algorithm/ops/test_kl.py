@@ -6,7 +6,6 @@ from math import log
 
 import pytest
 import torch
-from algorithm_steps import close, exact
 from in_one_test import each
 
 from rlft.algorithm.ops.kl import (
@@ -21,6 +20,7 @@ from rlft.algorithm.ops.kl import (
     teacher_advantages,
     top_k_divergence,
 )
+from tests.algorithm.algorithm_steps import close, exact
 
 # Policy twice and half as likely as the reference: d = log 2, -log 2, 0.
 REFERENCE = torch.tensor([-2.0, -2.0, -2.0], dtype=torch.float64)

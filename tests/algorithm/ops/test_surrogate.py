@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from algorithm_steps import close
 from in_one_test import each
 
 from rlft.algorithm.ops.surrogate import (
@@ -20,6 +19,7 @@ from rlft.algorithm.ops.surrogate import (
     token_ratio,
     value_loss,
 )
+from tests.algorithm.algorithm_steps import close
 
 nan, inf = float("nan"), float("inf")
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_studies import line, write
 from in_one_test import each
 from slow_cases import slow
 
@@ -31,6 +30,7 @@ from rlft.config.trainer import ClusterConfig
 from rlft.loop.evaluations import compared
 from rlft.runs import run_folder, run_status
 from rlft.types import UserError
+from tests.commands.sweep.fake_studies import line, write
 
 SMALL = ("generation=transformers", "model.device=cpu", "data.size=16", "data.held_out_size=4", "scoring.workers=0")
 TOKENS = Choice(key="generation.max_tokens", values=("16", "256"))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fake_studies import STEPS, FakeRuns, accuracy, do_all
 from slow_cases import slow
 
 from rlft.commands.sweep import checks, command, page, space
@@ -17,6 +16,7 @@ from rlft.commands.watch.report import sweep_of
 from rlft.config.overrides import parse
 from rlft.system.disk import DiskError
 from rlft.types import UserError
+from tests.commands.sweep.fake_studies import STEPS, FakeRuns, accuracy, do_all
 
 SMALL = (
     "generation=transformers", "model.device=cpu", "scoring.workers=0", f"steps={STEPS}", "eval.every=1",

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from fake_studies import RANK, RATE, STEPS, accuracy, by_number, keys, line, make_study, states, write
 from in_one_test import each
 from run_folders import check_same
 from run_processes import happens
@@ -47,6 +46,18 @@ from rlft.system.interrupt import EXIT_CODE, Interrupt
 from rlft.system.process.launcher import LocalProcesses
 from rlft.system.process.worker import WorkerError
 from rlft.types import UserError
+from tests.commands.sweep.fake_studies import (
+    RANK,
+    RATE,
+    STEPS,
+    accuracy,
+    by_number,
+    keys,
+    line,
+    make_study,
+    states,
+    write,
+)
 
 INTERRUPTED = Ending(How.interrupted)
 

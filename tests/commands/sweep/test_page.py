@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from audited_runs import write
-from fake_studies import keys, make_and_do, make_study
 from in_one_test import each
 
 from rlft.commands.sweep import page
@@ -19,6 +18,7 @@ from rlft.commands.sweep.space import read_space
 from rlft.commands.sweep.study import Trial
 from rlft.config.overrides import parse
 from rlft.runs import run_status
+from tests.commands.sweep.fake_studies import keys, make_and_do, make_study
 
 
 def test_a_studys_results_are_a_table_a_file_and_a_picture(tmp_path, capsys, monkeypatch):

@@ -10,7 +10,18 @@ import signal
 
 import optuna
 import pytest
-from fake_studies import (
+from in_one_test import each
+from slow_cases import slow
+
+from rlft.commands.sweep import page, study as studies
+from rlft.commands.sweep.driver import Ending, How
+from rlft.commands.sweep.space import Choice, Interval, Space
+from rlft.commands.sweep.study import JOURNAL, Journal, pruner
+from rlft.loop.driver import BrokenRunError
+from rlft.runs import run_status
+from rlft.system.disk import DiskError
+from rlft.types import UserError
+from tests.commands.sweep.fake_studies import (
     ALGORITHM,
     RANK,
     RATE,
@@ -27,17 +38,6 @@ from fake_studies import (
     states,
     write,
 )
-from in_one_test import each
-from slow_cases import slow
-
-from rlft.commands.sweep import page, study as studies
-from rlft.commands.sweep.driver import Ending, How
-from rlft.commands.sweep.space import Choice, Interval, Space
-from rlft.commands.sweep.study import JOURNAL, Journal, pruner
-from rlft.loop.driver import BrokenRunError
-from rlft.runs import run_status
-from rlft.system.disk import DiskError
-from rlft.types import UserError
 
 
 class Killed(BaseException):

