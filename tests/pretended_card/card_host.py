@@ -43,6 +43,7 @@ def main() -> None:
     of_rlft = cli.main
 
     def reported() -> None:
+        torch.set_num_threads(1)  # a fork's first threads would make its pool at the same time
         kind = os.environ.get("RLFT_CARD", "cuda")
         pretended_card.install(loaded, kind)
         pretended_card.install_in_workers(library, report, kind)
