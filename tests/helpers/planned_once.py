@@ -6,7 +6,6 @@ Other tasks, models and tokenizers are read each time. Nothing here changes what
 import copy
 from collections.abc import Callable
 from functools import wraps
-from importlib import metadata
 from typing import Any
 
 from rlft.config.model import EMBEDDED
@@ -28,7 +27,6 @@ PURE = ("rlft.reward.exact_match.ExactMatch", "rlft.reward.format.Format")
 def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """Puts functions that look first at what they gave before in the place of these."""
     for owner, name, key in (
-        (metadata, "version", lambda package: package),
         (network_files, "_read_without_numbers", of_an_embedded_network),
         (identity, "of_source", of_an_embedded_source),
         (sizes, "sizes_of", of_embedded_sizes),
