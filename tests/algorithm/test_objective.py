@@ -169,7 +169,8 @@ def random_algorithms(name, number):
 
 
 @functools.cache
-def step(seed, moved):
+def outputs_and_batch(seed, moved):
+    """The same ones for every algorithm: of a policy that has moved away, or not."""
     outputs, batch = full_step(seed)
     gap = batch.sampled_logprobs - batch.old_logprobs  # from too small for any limit to too large
     batch = replace(batch, sampled_logprobs=batch.old_logprobs + (1.0, 8.0)[seed // 4] * gap)
@@ -183,7 +184,7 @@ def step(seed, moved):
 def gradients(algorithm, moved):
     """The gradients of a step's loss and of the next one's, whose KL coefficient may have changed, batch by batch."""
     for seed in range(8):
-        outputs, batch = step(seed, moved)
+        outputs, batch = outputs_and_batch(seed, moved)
         other = batch.old_logprobs if algorithm.kl_to == "old" else batch.reference_logprobs
         outputs = replace(outputs, kl=0.7 * (outputs.logprobs - other).square())  # like a KL 0 where both are equal
         inputs = outputs.logprobs, outputs.entropy, outputs.values, outputs.top_k_logprobs

@@ -368,9 +368,9 @@ chat_command.run(chat_command.read(place.config, False), place, False, lambda te
 
 
 def wait_until_it_sleeps(pid):
-    """Returns when the main thread of the process has been waiting for something for a tenth of a second."""
+    """Returns when the main thread of the process has been waiting for something for a fifth of a second."""
     file, deadline, calm = Path(f"/proc/{pid}/stat"), time.monotonic() + 60, 0
-    while file.exists() and calm < 5:
+    while file.exists() and calm < 10:
         calm = calm + 1 if file.read_text().rpartition(")")[2].split()[0] == "S" else 0
         assert time.monotonic() < deadline
         time.sleep(0.02)

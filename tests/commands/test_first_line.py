@@ -47,7 +47,7 @@ LONG = [
 
 
 def told_of(lines, folder, script=SCRIPT):
-    """[exit code or what was imported first, everything printed until then] of each command; what the script says."""
+    """What the script says of each command; SCRIPT: [exit code or what was imported first, everything printed]."""
     tests = Path(__file__).parents[1]
     environment = {"PYTHONPATH": f"{tests.parent}:{tests / 'helpers'}"}
     how = {"env": environment, "cwd": folder, "capture_output": True, "text": True, "check": True}

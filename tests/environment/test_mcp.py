@@ -55,8 +55,9 @@ def test_each_conversation_has_a_server_of_its_own_with_its_state_whose_errors_a
         ("say", {"text": "x" * 1000}), ("add", {"number": 1}), ("misbehave", {"how": "exit"}), ("add", {"number": 1}),
     )  # fmt: skip
     with closing(EnvironmentPool(SERVER)) as official:
-        [first] = official.run([job(0, ("add", {"number": 10}), ("say", {"text": "hello", "times": 2}))])
-        assert texts(first) == ["10", "hello\nhello"]
+        first = job(0, ("add", {"number": 10}), ("say", {"text": "hello", "times": 2}))
+        opened = official.run([first, job(1, ("add", {"number": 3}))])
+        assert [texts(replies) for replies in opened] == [["10", "hello\nhello"], ["3"]]
         [replies] = official.run([job(0, *calls)])
     causes = [Cause.malformed] * 3 + [Cause.raised, None, None, Cause.raised, Cause.raised]
     assert [reply.cause for reply in replies] == causes

@@ -108,9 +108,9 @@ class FusedGenerator(Generator):
             scores = self.model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
             ids.append(int(torch.multinomial(scores.exp(), 1, generator=draw)))
             logprobs.append(float(scores[ids[-1]]))
-        text, said = "<think>so</think><answer>1</answer>" if sum(ids) % 2 else "?", tuple(ids[len(prompt.token_ids) :])
-        how = {"logprobs": tuple(logprobs), "finish_reason": FinishReason.length}
-        completion = Completion(text=text, token_ids=said, **how)
+        text = "<think>so</think><answer>1</answer>" if sum(ids) % 2 else "?"
+        said, reason = tuple(ids[len(prompt.token_ids) :]), FinishReason.length
+        completion = Completion(text=text, token_ids=said, logprobs=tuple(logprobs), finish_reason=reason)
         return Rollout(prompt=prompt, completion=completion, policy_version=self.version)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -36,6 +36,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import resource
 import signal
 import sys
@@ -109,8 +110,10 @@ def nursery() -> dict[str, Any] | None:
     planned_once.install()
     words = ["+recipe=grpo_arithmetic", "generation=transformers", "model.device=cpu", "console=null"]  # as most are
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a tokenizer that has had threads says so in every child
-    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+    with contextlib.redirect_stderr(io.StringIO()) as told:
         resolve(compose([*words, "data.size=16", "data.held_out_size=4"])).plan()
+    rest = re.sub(r"Loading weights:[^\r\n]*", "", told.getvalue()).strip()  # a progress bar
+    assert not rest, f"no forked run would say this again: {rest}"
     del os.environ["TOKENIZERS_PARALLELISM"]
     os.fsync = os.fstat  # of a file that is open: no test cuts the power
     gc.collect()

@@ -14,6 +14,7 @@ from rlft.data import prompts as data_prompts
 from rlft.data.arithmetic import Arithmetic
 from rlft.data.demonstrations import JsonlDemonstrations
 from rlft.data.preferences import JsonlPreferences
+from rlft.data.records import Stored
 from rlft.model import network_files
 from rlft.plan import identity, sizes, supervised_plan
 from rlft.plan.rewards import references, tester
@@ -83,6 +84,8 @@ def of_embedded_data(data: Any, split: Any) -> Any:
 
 
 def of_a_scan(prompts: Any, tokenizer: Any, *settings: Any) -> Any:
+    if isinstance(prompts, Stored):  # made anew at each look, so that their addresses say nothing
+        return None
     return of_prompts(tuple(map(id, prompts)), tokenizer, repr(settings))
 
 
@@ -104,10 +107,15 @@ def of_trials(config: Any, rewards: Any, prompts: Any, writer: tester.Writer) ->
         return None
     contents = tuple((prompt.messages, prompt.tail, prompt.answer, prompt.metadata) for prompt in prompts)
     keys = config.scoring, config.allows_unscorable, getattr(config, "environment", None)
-    return writer.tokenizer.backend_tokenizer.to_str(), repr((rewards, contents, writer.sampling, writer.ends, keys))
+    return what_writes(writer.tokenizer), repr((rewards, contents, writer.sampling, writer.ends, keys))
 
 
 def of_prompts(contents: tuple[Any, ...], tokenizer: Any, settings: str) -> Any:
     if len(contents) < MANY or len(tokenizer) >= SMALL or " at 0x" in settings:  # an address says nothing of an object
         return None
-    return tokenizer.backend_tokenizer.to_str(), repr(tokenizer.chat_template), settings, contents
+    return what_writes(tokenizer), settings, contents
+
+
+def what_writes(tokenizer: Any) -> tuple[str, str]:
+    of_run = tokenizer.date, tokenizer.variables, tokenizer.ends, tokenizer.special_tokens_map, tokenizer.chat_template
+    return tokenizer.backend_tokenizer.to_str(), repr(of_run)

@@ -64,7 +64,7 @@ BETWEEN = "eval.every=1 checkpoint.every=2 checkpoint.on_signal=now steps=3 cons
 TIMED = {
     "train": f"train +recipe=ppo_arithmetic {DATA} lora.rank=4 generation=transformers generation.max_tokens=6"
     " prompts_per_step=2 group_size=3 eval.num_prompts=2 eval.num_samples=1 token_values.every=1 rollouts.every=1"
-    " epochs=1 minibatches=1",
+    " epochs=1 minibatches=2",
     "dpo": "dpo +recipe=dpo_arithmetic lora.rank=4 rankings_per_step=4 eval.num_rankings=4",
 }
 STAGES = {"train": {"sample", "score", "credit", "inspect", "update", "publish"}, "dpo": {"update"}}

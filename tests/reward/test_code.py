@@ -379,7 +379,7 @@ VERDICTS = [*((ADD_TESTS, *case) for case in ASSERT_VERDICTS), *((DOUBLE_TESTS, 
 
 @pytest.mark.parametrize(("tests", "program", "score", "why"), VERDICTS, ids=[why for *_, why in VERDICTS])
 def test_verdicts(group, tests, program, score, why):
-    seconds = 0.5 if "never" in why else 2.0  # they are wrong however little time they have
+    seconds = 0.5 if why == "never returns" else 2.0  # that is wrong however little time it has
     assert scores(group, [program], tests, score="fraction", cpu_seconds=1, seconds=seconds) == [float(score)]
 
 

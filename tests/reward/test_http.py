@@ -125,11 +125,11 @@ def test_an_answer_that_will_not_change_is_not_asked_for_again(server, make, sta
 
 def test_pauses_double(server, make):
     server.answer = lambda body: BUSY
-    failure(make(retries=3, backoff=0.1))
+    failure(make(retries=3, backoff=0.2))
     pauses = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
-    # 0.1, 0.2, 0.4 s, of which a random half may be left out; the machine may add to them.
-    assert [pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True)] == [True] * 3
-    assert sum(pauses) < 0.7 + 0.6
+    # 0.2, 0.4, 0.8 s, of which a random half may be left out; the machine may add to them.
+    assert [pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4), strict=True)] == [True] * 3
+    assert sum(pauses) < 1.4 + 0.6
 
 
 def test_retry_after_is_obeyed(server, make):

@@ -156,13 +156,8 @@ class Bench:
     """Trainers of the cases, of one process or of several ranks, and the batches and texts on which they train."""
 
     def __init__(self, run_config, batches, texts, launcher, known):
-        self.run_config, self.batches, self.texts, self.launcher, self.known = (
-            run_config,
-            batches,
-            texts,
-            launcher,
-            known,
-        )
+        self.run_config, self.batches, self.texts = run_config, batches, texts
+        self.launcher, self.known = launcher, known
 
     @contextmanager
     def opened(self, case, *keys, ranks=1, timeout=60.0, launcher=None, sequence=1):

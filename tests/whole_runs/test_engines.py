@@ -20,10 +20,10 @@ TOLERANCE = 1e-4  # nats; vLLM gives no promise to the bit
 SAMPLE = "rlft.generation.vllm.generator:VLLMGenerator.sample"
 
 
-def start(place, name, *words, events=(), starts=start_fresh):
+def start(place, name, *words, events=()):
     """A run that notes its children and the seeds of each call of the engine in the file `name`."""
     look = {"at": SAMPLE, "do": "note", "argument": 3, "to": str(place / name)}
-    return starts(*words, cwd=place, events=(look, *events))
+    return start_fresh(*words, cwd=place, events=(look, *events))
 
 
 def noted(file):
@@ -44,10 +44,10 @@ def keys(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(keys, forks, tmp_path_factory):
+def undisturbed(keys, tmp_path_factory):
     """The place of a run that has ended, and its process."""
     place = tmp_path_factory.mktemp("vllm")
-    return place, start(place, "whole", "train", *keys, "hydra.run.dir=undisturbed", starts=forks.start)
+    return place, start(place, "whole", "train", *keys, "hydra.run.dir=undisturbed")
 
 
 def test_a_run_with_vllm_trains_and_leaves_no_process(undisturbed):

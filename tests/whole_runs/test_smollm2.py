@@ -12,12 +12,14 @@ import make_smollm2
 import pytest
 import safetensors.torch
 import torch
+from ran_commands import here
 from run_folders import metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlft import cli
 from tests.commands.test_serve import addressed
 
+__all__ = ["here"]
 SUMS = (
     "train", "+recipe=grpo_smollm2_sums", "generation.max_tokens=6",
     "prompts_per_step=2", "group_size=4", "eval.every=0", "data.size=16", "data.held_out_size=4", "scoring.workers=0",
@@ -47,12 +49,6 @@ def smollm2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2") / "model"
     make_smollm2.make(folder)
     return folder
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def run(smollm2, folder, *words):

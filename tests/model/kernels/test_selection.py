@@ -299,7 +299,11 @@ def test_another_attention_that_was_asked_for_is_kept_with_the_other_kernels(ran
 def test_the_comparison_is_with_the_models_own_modules(build, monkeypatch):
     """Not with those that were replaced, whose error both sides would share."""
     loaded, seen, plain = build("qwen2", KernelChoice.auto), [], forward.padded_forward
-    noted = lambda *args: seen.append(forwards_of_rlft(loaded.model)) or plain(*args)  # noqa: E731
+
+    def noted(*args):
+        seen.append(forwards_of_rlft(loaded.model))
+        return plain(*args)
+
     monkeypatch.setattr(forward, "padded_forward", noted)
     assert choose(loaded.model, loaded.kernels).packed
     assert seen == [[]]

@@ -377,10 +377,12 @@ def test_scores_failures_and_their_limits_are_those_of_workers_here(make, group)
     # Both score at once, each in the thread that has made it: each waits for the same limits.
     with ThreadPoolExecutor(1) as thread:
         here = thread.submit(Scorer, used, 2, TIMEOUT_S, -1.0).result()
-        for some in (*([one] for one in groups), groups):  # so that the last failure of each is compared
-            expected = thread.submit(told, here, some)
-            assert told(there, some) == expected.result()
-        thread.submit(here.close)
+        try:
+            for some in (*([one] for one in groups), groups):  # so that the last failure of each is compared
+                expected = thread.submit(told, here, some)
+                assert told(there, some) == expected.result()
+        finally:
+            thread.submit(here.close).result()
 
 
 def test_a_failure_stops_the_run_with_reward_prompt_and_completion(make, group):
