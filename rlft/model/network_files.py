@@ -39,8 +39,8 @@ DEQUANTIZED = ("fp8", "mxfp4")  # methods of quantised weights that transformers
 SCALES = re.compile(r"(_scale_inv|\.(activation|input)_scale)$")
 """Names of an fp8 file's tensors that belong to another tensor."""
 
-FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Of safetensors; numbers of other types stand for others, which a quantization_config describes."""
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
+"""Of safetensors, tables of ids among them; numbers of other types stand for others, as a quantization_config says."""
 
 LEGACY = re.compile(r"(^|\.)(masked_bias|(original_)?inv_freq|position_ids|rope\.freqs)$")
 """Names of buffers that older releases of transformers wrote, and that models compute."""
@@ -101,7 +101,7 @@ def check_files(network: Network, *, downloads: bool = False) -> dict[str, str]:
     if method == "mxfp4":  # whose tensors are others in the files
         return {}
     if method is None:
-        _check_floating(network, tensors)
+        _check_plain(network, tensors)
     else:
         tensors = {name: tensor for name, tensor in tensors.items() if not SCALES.search(name)}
     renamings = _wrapping_modules(network, tensors)
@@ -216,7 +216,7 @@ def _header(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # is no mapping
             return {
-                name: torch.empty(found.get_shape(), dtype=FLOATING.get(found.get_dtype(), torch.uint8), device="meta")
+                name: torch.empty(found.get_shape(), dtype=PLAIN.get(found.get_dtype(), torch.uint8), device="meta")
                 for name, found in slices.items()
             }
     # Unpickles tensors alone, as transformers does; files of a torch before 1.6 are no archives.
@@ -224,10 +224,10 @@ def _header(file: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
-def _check_floating(network: Network, tensors: Mapping[str, Tensor]) -> None:
-    """Refuses matrices of integers or 8-bit floats of a config that does not say how they are read."""
+def _check_plain(network: Network, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses matrices of small integers or 8-bit floats of a config that does not say how they are read."""
     for name, tensor in tensors.items():
-        is_plain = tensor.dtype in FLOATING.values() or tensor.dim() < 2
+        is_plain = tensor.dtype in PLAIN.values() or tensor.dim() < 2
         if not is_plain and not LEGACY.search(name) and not name.endswith(".bias"):  # such as a causal mask
             problem = f"its tensor {name} is quantised, and its config.json has no quantization_config to read it by"
             raise network.refusal(problem, "restore its config.json, or use the model that it was made from")
