@@ -208,7 +208,8 @@ def test_the_doctor_finds_nothing_wrong_with_the_card(on_card, half, tmp_path):
     assert rows.keys() - set(MEASURED) == {
         "driver", "card", "model", "engine", "log-prob gap", "adapter swap", "kernels",
     }  # fmt: skip
-    assert {name: row for name, row in rows.items() if row[0] != "ok" and name not in MEASURED} == {}
+    assert rows["kernels"][0] in ("ok", "slow"), "the speed of a simulated card says nothing"
+    assert {name: row for name, row in rows.items() if row[0] != "ok" and name not in (*MEASURED, "kernels")} == {}
 
 
 # -- updates: the host hardly ever waits for the card ------------------------------------------------------------------
