@@ -110,6 +110,8 @@ def check_files(network: Network, *, downloads: bool = False) -> dict[str, str]:
     if prefix := _prefix(network, tensors, *read):
         renamings |= {f"^{re.escape(prefix)}": ""}
         read = _read_without_numbers(network, tensors, renamings) or read
+    if method is None:
+        _check_tables(network, tensors, read[0])
     _judge(network, *read, shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return renamings
 
@@ -229,8 +231,21 @@ def _check_plain(network: Network, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         is_plain = tensor.dtype in PLAIN.values() or tensor.dim() < 2
         if not is_plain and not LEGACY.search(name) and not name.endswith(".bias"):  # such as a causal mask
-            problem = f"its tensor {name} is quantised, and its config.json has no quantization_config to read it by"
-            raise network.refusal(problem, "restore its config.json, or use the model that it was made from")
+            raise _quantised(network, name)
+
+
+def _check_tables(network: Network, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+    """Refuses matrices of int64 that are no tables of ids, which a model keeps in buffers."""
+    tables = {name.rpartition(".")[2] for name, _ in model.named_buffers()} | {"bias"}
+    for name, tensor in tensors.items():
+        is_matrix = tensor.dtype is torch.int64 and tensor.dim() > 1
+        if is_matrix and name.rpartition(".")[2] not in tables and not LEGACY.search(name):
+            raise _quantised(network, name)
+
+
+def _quantised(network: Network, name: str) -> UserError:
+    problem = f"its tensor {name} is quantised, and its config.json has no quantization_config to read it by"
+    return network.refusal(problem, "restore its config.json, or use the model that it was made from")
 
 
 @contextmanager

@@ -367,11 +367,15 @@ def test_quantised_numbers_without_a_config_that_says_so_are_refused(suffix, fol
             torch.save(changed, folder / "pytorch_model.bin")
         else:
             save_file(changed, folder / WEIGHTS)
-        refusal = of_base(folder)
-        if dtype is torch.int64:  # as tables of ids are, such as DeepSeek-V4's of the experts of a token
-            assert refusal is None
-        else:
-            assert named(refusal, name, "quantised"), (name, dtype)
+        assert named(of_base(folder), name, "quantised"), (name, dtype)
+
+
+def test_a_models_tables_of_ids_are_no_quantised_numbers(tmp_path):
+    """Such as DeepSeek-V4's of the experts of each token."""
+    folder = model_folder("deepseek_v4", tmp_path)
+    assert any(weight.dtype is torch.int64 and weight.dim() > 1 for weight in load_file(folder / WEIGHTS).values())
+    refusal = of_base(folder)
+    assert refusal.startswith("model.path: with a deepseek_v4, log-probs are not those of transformers' model"), refusal
 
 
 # -- classifiers, and numbers ------------------------------------------------------------------------------------------
